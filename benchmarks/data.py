@@ -474,7 +474,7 @@ def _seconds(trainer: Trainer, batches: Iterator[Batch]) -> float:
             next(batches).to(trainer.world.device),
             trainer.settings,
             number=0,
-            guard=trainer.watch.guard,
+            guard=trainer.spikes.guard,
         )
     result.loss.item()  # waits for the device
     return (time.perf_counter() - started) / STEPS

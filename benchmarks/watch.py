@@ -121,14 +121,13 @@ def inside() -> None:
     """Be scripts/train.py with these arguments, and print the share of rank 0's steps."""
     from llmfoundry.resilience.watch.watch import Watch
     from llmfoundry.train import trainer
-    from llmfoundry.train.spikes.decide import StepWatch
-    from llmfoundry.train.spikes.guard import Guard
+    from llmfoundry.train.spikes import Guard, SpikeHandler
 
     measured = Inside()
     for owner, name in (
         (Guard, "observe"),
-        (StepWatch, "look"),
-        (StepWatch, "heed"),
+        (SpikeHandler, "check"),
+        (SpikeHandler, "handle"),
         (Watch, "on_step"),
         (Watch, "on_log"),
         (trainer, "beat"),

@@ -87,11 +87,17 @@ def enough_memory(advice: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        reason = str(error) or type(error).__name__
-        if not isinstance(error, MemoryError) and not any(s in reason for s in _OUT_OF_MEMORY):
-            raise
-        asked = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)
-        raise UserError(f"{advice} ({asked[0].lower() if asked else reason[:100]})") from error
+        refuse_out_of_memory(error, advice)
+        raise
+
+
+def refuse_out_of_memory(error: MemoryError | RuntimeError, advice: str) -> None:
+    """Raise a UserError with `advice` if memory is what was lacking; as `enough_memory` does."""
+    reason = str(error) or type(error).__name__
+    if not isinstance(error, MemoryError) and not any(s in reason for s in _OUT_OF_MEMORY):
+        return
+    asked = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)
+    raise UserError(f"{advice} ({asked[0].lower() if asked else reason[:100]})") from error
 
 
 # As PyTorch says it of the host, of CUDA and of cuBLAS.

@@ -61,7 +61,7 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.bounds import out_of_bounds
-from llmfoundry.train.spikes.decide import Return
+from llmfoundry.train.spikes import Return
 
 OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
     r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"

@@ -168,7 +168,7 @@ def build_trainer(
         callbacks=build_callbacks(job, state.get("callbacks", {})),
         first_batch=state["batch"],
         window=tuple(state["window"]),
-        spikes=state.get("spikes", {}),
+        spike_state=state.get("spikes", {}),
     )
     _open_record(trainer, job, tracker)
     return trainer, job

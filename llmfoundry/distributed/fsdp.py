@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,35 +128,6 @@ def _mean_in_fp32(
 def _future_ignores_streams(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Of gloo on a GPU: its copy back may be under way when the future is done; `wait` waits."""
     return tensor.is_cuda and dist.get_backend(group) == GLOO
-
-
-def sum_factor(module: nn.Module) -> int:
-    """What a loss is multiplied by so that reduced gradients are sums: DDP's are means."""
-    if isinstance(module, DistributedDataParallel):
-        return torch.distributed.get_world_size(module.process_group)
-    return 1
-
-
-@contextmanager
-def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterator[None]:
-    """Around a microbatch: add its gradients up over processes, now or in the step's last one.
-
-    Replicas always wait for the last one. Shards that waited too would each hold the gradients of
-    the whole model until then.
-
-    Args:
-        module: as FSDP or DDP wrapped it, or neither.
-        last: whether this microbatch is the step's last.
-        each: reduce-scatter gradients after every microbatch.
-    """
-    if isinstance(module, DistributedDataParallel) and not last:
-        with module.no_sync():
-            yield
-        return
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last or each)
-        module.set_requires_all_reduce(last)
-    yield
 
 
 def set_deterministic() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.models.router import Routing
-from llmfoundry.train.spikes.guard import Guard, StepVerdict, read_verdicts
+from llmfoundry.train.spikes import Guard, StepVerdict, read_verdicts
 from llmfoundry.train.step import Objective, StepResult
 
 

@@ -3,22 +3,23 @@
 `Trainer` calls `train_step` with an `Objective`, what the step minimizes: a sum over a batch, and
 what that is divided by over all processes. All objectives are sums over rows, so that microbatches,
 accumulation and processes change nothing; those of preference tuning are in `preference.py`. No
-value is read from the device: loss, norm and what the guard (`spikes/guard.py`) sees stay tensors
+value is read from the device: loss, norm and what the guard (`spikes.py`) sees stay tensors
 until the trainer logs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from llmfoundry.distributed.fsdp import gradient_sync, sum_factor
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.router import Routing, move_biases
@@ -26,7 +27,7 @@ from llmfoundry.ops import torch_private
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.train.spikes.guard import Guard
+from llmfoundry.train.spikes import Guard
 
 Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """From model and hidden states (B, T, D) to a sum, and sums of what is reported, by name."""
@@ -211,7 +212,7 @@ def train_step(
         on_gradients()
     CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
     result = StepResult(loss, norm, count, losses if len(losses) > 1 else {}, routing, reported)
-    guard.observe(number, result)
+    guard.observe(number, loss, norm)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     if before_update is not None:
         before_update()
@@ -220,6 +221,35 @@ def train_step(
     if routing is not None:
         move_biases(module, routing.load, held=guard.found_inf)
     return result
+
+
+def sum_factor(module: nn.Module) -> int:
+    """What a loss is multiplied by so that reduced gradients are sums: DDP's are means."""
+    if isinstance(module, DistributedDataParallel):
+        return torch.distributed.get_world_size(module.process_group)
+    return 1
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterator[None]:
+    """Around a microbatch: add its gradients up over processes, now or in the step's last one.
+
+    Replicas always wait for the last one. Shards that waited too would each hold the gradients of
+    the whole model until then.
+
+    Args:
+        module: as FSDP or DDP wrapped it, or neither.
+        last: whether this microbatch is the step's last.
+        each: reduce-scatter gradients after every microbatch.
+    """
+    if isinstance(module, DistributedDataParallel) and not last:
+        with module.no_sync():
+            yield
+        return
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last or each)
+        module.set_requires_all_reduce(last)
+    yield
 
 
 def _over_processes(

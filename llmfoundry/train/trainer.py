@@ -7,6 +7,7 @@ weights and optimizer, and a resumed run repeats the uninterrupted one bit for b
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.distributed.launch import World
-from llmfoundry.errors import enough_memory
+from llmfoundry.errors import refuse_out_of_memory
 from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.init import seed_of
@@ -31,7 +32,7 @@ from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.train.metrics import LoggedStep, LossWindow, ReadStep, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.signals import StopSignal
-from llmfoundry.train.spikes.decide import Return, RollBack, StepWatch, TrainingLog
+from llmfoundry.train.spikes import Return, RollBack, SpikeHandler
 from llmfoundry.train.step import StepResult, StepSettings, not_a_step, train_step
 
 
@@ -111,6 +112,30 @@ class Checkpoints(Protocol):
         """Return when what is under way is written."""
 
 
+class TrainingLog(Protocol):
+    """What the loop reports to: `loggers.loggers.Tracker`, which this layer may not import."""
+
+    def log(self, batch: int, tokens: int, metrics: dict[str, float]) -> None:
+        """Record a logged step."""
+
+    def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
+        """Record the load of every expert of every layer, at a logged step."""
+
+    def samples(self, batch: int, samples: list[tuple[str, ...]]) -> None:
+        """Record generated text."""
+
+    def note(self, text: str) -> None:
+        """Show the user a line."""
+
+    def rewind(self, batch: int) -> None:
+        """Drop what was recorded of steps after `batch`, which are repeated."""
+
+    def event(
+        self, kind: str, seen: str, done: str, *, step: int, action: str, **more: Any
+    ) -> None:
+        """Show and record what was seen in a step (from 1), what was done, and further facts."""
+
+
 @dataclass
 class Trainer:
     """All parts of a run, and the loop over them."""
@@ -141,8 +166,8 @@ class Trainer:
     """Steps done before this process started."""
     window: tuple[float | list[float], int] = (0.0, 0)
     """Sums and number of the losses since the last log before it."""
-    spikes: dict[str, Any] = field(default_factory=dict)
-    """What the guard knew before it; empty: nothing."""
+    spike_state: dict[str, Any] = field(default_factory=dict)
+    """Of the spike handler before it; empty: none."""
 
     def __post_init__(self) -> None:
         self.batch = self.logged_batch = self.first_batch
@@ -155,8 +180,8 @@ class Trainer:
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = self._to_stop = ""
-        watch = self.recipe.callbacks.watch
-        self.watch = StepWatch(watch, self.world.device, self.tracker, self.spikes)
+        watch, report = self.recipe.callbacks.watch, self.tracker.event
+        self.spikes = SpikeHandler(watch, self.world.device, report, self.spike_state)
         self._losses = self._begin_losses(*self.window)
         self._saves_soon = False  # what the run went back to is to outlive a kill
         self._lr_factor = build_schedule(self.recipe.schedule, self.clock)
@@ -166,7 +191,7 @@ class Trainer:
         self._training_settings = self.recipe.training_settings()
 
     def _begin_losses(self, sums: float | list[float] = 0.0, steps: int = 0) -> LossWindow:
-        only_finite = self.watch.config.not_finite != "stop"
+        only_finite = self.spikes.config.not_finite != "stop"
         return LossWindow(self.world.device, sums, steps, only_finite=only_finite)
 
     def fit(self) -> str:
@@ -227,7 +252,7 @@ class Trainer:
         self.batch = self.logged_batch = to.batch
         self._losses = self._begin_losses(*to.state.get("window", ()))
         self._wait_seconds, self._saves_soon = 0.0, True
-        self.watch.go_back(why.decision, to.describe(), to.state.get("spikes"))
+        self.spikes.go_back(why.decision, to.describe(), to.state.get("spikes"))
         for callback in self.callbacks:
             if to.name:
                 callback.restore(to.state["callbacks"])
@@ -253,7 +278,7 @@ class Trainer:
 
     def is_due(self, interval: str) -> bool:
         """Whether something that happens every `interval` happens after this step."""
-        return self.clock.is_due(interval, self.batch)
+        return falls_due(self.clock.batches(interval), self.batch)
 
     def _take(self, stop: StopSignal) -> Batch:
         """The step's rows; where they cannot be had, empty ones for a step that all will undo."""
@@ -279,21 +304,22 @@ class Trainer:
         factor = self._lr_factor(self.batch)
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
-        following = self.batch + 1
-        logs = following == self.clock.total or self.clock.is_due(
-            self.recipe.log_interval, following
-        )
-        with enough_memory(self._smaller()):
+        following, interval = self.batch + 1, self.clock.batches(self.recipe.log_interval)
+        logs = following == self.clock.total or falls_due(interval, following)
+        try:
             result = train_step(
                 self.module,
                 self.optimizer,
                 batch.to(self.world.device),
                 self.settings,
                 number=self.batch,
-                guard=self.watch.guard,
+                guard=self.spikes.guard,
                 on_gradients=self._on_gradients if logs else None,
                 before_update=partial(self._before_update, stop),
             )
+        except (MemoryError, RuntimeError) as error:
+            refuse_out_of_memory(error, self._smaller())
+            raise
         self.batch = following
         values = [result.loss, *result.parts.values(), *result.reported.values()]
         self._losses.add(torch.stack(values))
@@ -365,7 +391,7 @@ class Trainer:
         for callback in self._calling("measure"):
             measured |= callback.measure(self)
         self._wait_seconds = 0.0
-        losses, guard = self._losses.take(), self.watch.guard
+        losses, guard = self._losses.take(), self.spikes.guard
         return LoggedStep.begin(self.batch, result, losses, guard, measured)
 
     def _finish_log(self) -> None:
@@ -374,7 +400,7 @@ class Trainer:
             return
         found = self._launched.read()
         self._launched = None
-        self.watch.heed(found.verdicts)
+        self.spikes.handle(found.verdicts)
         self._refuse(found.first_bad)
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
@@ -396,7 +422,7 @@ class Trainer:
         self.tracker.routing(batch, batch * tokens, routing.load.long().tolist())
 
     def _check_guard(self) -> None:
-        self._refuse(self.watch.look())
+        self._refuse(self.spikes.check())
 
     def _refuse(self, bad: int | None) -> None:
         if bad is not None:
@@ -427,7 +453,7 @@ class Trainer:
             "window": [*self._losses.state()],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
-            "spikes": self.watch.state(),
+            "spikes": self.spikes.state(),
             "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
             "settings": self._training_settings,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
@@ -453,6 +479,18 @@ class Trainer:
         self.root.train()
         self._started = time.perf_counter()
         self.paused_seconds += self._started - began
+
+
+def falls_due(interval: float, batch: int) -> bool:
+    """Whether an event every `interval` batches happens after `batch` of them; 0 switches it off.
+
+    It does at the first batch at or after each multiple (Composer's rule), so that an interval need
+    not be a whole number of batches.
+    """
+    if interval <= 0:
+        return False
+    # The small number keeps 0.1dur of 30 batches at 3, 6, 9 … in spite of binary fractions.
+    return math.floor(batch / interval + 1e-9) > math.floor((batch - 1) / interval + 1e-9)
 
 
 def lags(device: torch.device) -> bool:

@@ -58,32 +58,3 @@ def test_a_share_of_an_epoch_is_rounded_up_but_for_binary_fractions(
     """0.07 x 100 is 7.000000000000001 in binary fractions, and 0.29 x 100 is a little below 29."""
     assert float(share) * batches != total == Fraction(share) * batches
     assert clock(f"{share}ep", batches_per_epoch=batches).total == total
-
-
-@pytest.mark.parametrize(
-    ("interval", "length"),
-    [
-        ("1ba", Fraction(1)),
-        ("7ba", Fraction(7)),
-        ("1000tok", Fraction(1000, 512)),
-        ("100tok", Fraction(100, 512)),
-        ("20sp", Fraction(20, 8)),
-        ("1ep", Fraction(25, 2)),
-        ("0.1dur", Fraction(10)),
-        ("0.07dur", Fraction(7)),
-        ("0.01ep", Fraction(1, 8)),
-    ],
-)
-def test_an_event_fires_at_the_first_batch_at_or_after_each_multiple(
-    interval: str, length: Fraction
-) -> None:
-    expected = [
-        batch
-        for batch in range(1, 101)
-        if any(batch - 1 < length * k <= batch for k in range(1, int(101 / length) + 2))
-    ]
-    assert [batch for batch in range(1, 101) if clock().is_due(interval, batch)] == expected
-
-
-def test_an_interval_of_nothing_never_fires() -> None:
-    assert not any(clock().is_due("0ba", batch) for batch in range(200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optim.optimizers import new_optimizer
 from llmfoundry.train.optim.schedule import build_schedule
+from llmfoundry.train.trainer import falls_due
 
 CLOCK = Clock(
     samples_per_batch=4,
@@ -28,6 +30,37 @@ def factors(name: str, **settings: object) -> list[float]:
     assert list(config.check()) == []
     config.fill()
     return [*map(build_schedule(config, CLOCK), range(100))]
+
+
+@pytest.mark.parametrize(
+    ("interval", "length"),
+    [
+        ("1ba", Fraction(1)),
+        ("7ba", Fraction(7)),
+        ("1000tok", Fraction(1000, 512)),
+        ("100tok", Fraction(100, 512)),
+        ("20sp", Fraction(20, 8)),
+        ("1ep", Fraction(25, 2)),
+        ("0.1dur", Fraction(10)),
+        ("0.07dur", Fraction(7)),
+        ("0.01ep", Fraction(1, 8)),
+    ],
+)
+def test_an_event_fires_at_the_first_batch_at_or_after_each_multiple(
+    interval: str, length: Fraction
+) -> None:
+    expected = [
+        batch
+        for batch in range(1, 101)
+        if any(batch - 1 < length * k <= batch for k in range(1, int(101 / length) + 2))
+    ]
+    clock = Clock(8, 512, 12.5, Duration.parse("100ba"))  # 8 rows of 64 tokens a batch
+    batches = clock.batches(interval)
+    assert [batch for batch in range(1, 101) if falls_due(batches, batch)] == expected
+
+
+def test_an_interval_of_nothing_never_fires() -> None:
+    assert not any(falls_due(CLOCK.batches("0ba"), batch) for batch in range(200))
 
 
 @pytest.mark.parametrize("warmup", ["10ba", "4000tok", "40sp", "0.1dur", "0.2ep"])

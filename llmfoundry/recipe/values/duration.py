@@ -1,8 +1,7 @@
 """Durations such as `10ba`, `2e9tok`, `1ep`, `500sp`, `0.1dur`, and the clock that counts them.
 
 Every optimizer step of a run sees the same number of rows and tokens, so a duration in any unit is
-a (possibly fractional) number of batches. An event due every `d` fires at the first batch at or
-after each multiple of `d`, hence intervals in tokens need not divide a batch (Composer's rule).
+a (possibly fractional) number of batches.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 UNITS = {
     "ba": "batches (optimizer steps)",
@@ -83,11 +83,12 @@ class Clock:
     batches_per_epoch: float
     max_duration: Duration
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Batches in the whole run."""
         return max(1, math.ceil(self.batches(self.max_duration) - 1e-9))
 
+    @cache  # noqa: B019  a run has one clock
     def batches(self, duration: Duration | str) -> float:
         """The length of `duration` in batches, not rounded."""
         if isinstance(duration, str):
@@ -101,11 +102,3 @@ class Clock:
         if duration.unit == "dur":
             return duration.value * self.batches(self.max_duration)
         return duration.value * scale[duration.unit]
-
-    def is_due(self, interval: Duration | str, batch: int) -> bool:
-        """Whether an event every `interval` fires after `batch` batches; 0 switches it off."""
-        length = self.batches(interval)
-        if length <= 0:
-            return False
-        # The small number keeps 0.1dur of 30 batches at 3, 6, 9 … in spite of binary fractions.
-        return math.floor(batch / length + 1e-9) > math.floor((batch - 1) / length + 1e-9)

@@ -165,7 +165,7 @@ class Watch(Callback):
             self._step_seconds / self._quiet if 2 * self._quiet >= self._steps else float("nan"),
             self._stall,
             self._stall_wait,
-            trainer.watch.record.skipped,
+            trainer.spikes.record.skipped,
             gpu.xid,
             gpu.slowed,
             gpu.lost,

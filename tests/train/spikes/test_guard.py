@@ -6,27 +6,32 @@ import json
 import math
 import random
 import statistics
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from llmfoundry.recipe.resilience.watch import WatchConfig
-from llmfoundry.train.spikes.decide import SpikeRecord, decide_spike
-from llmfoundry.train.spikes.guard import Guard, StepVerdict, read_verdicts
+from llmfoundry.train.spikes import (
+    Guard,
+    SpikeRecord,
+    StepVerdict,
+    decide_spike,
+    read_verdicts,
+)
 
 CPU = torch.device("cpu")
 
 
-def step(loss: float, norm: float) -> Any:
-    return SimpleNamespace(loss=torch.tensor(loss), grad_norm=torch.tensor(norm))
+def step(loss: float, norm: float) -> tuple[Tensor, Tensor]:
+    return torch.tensor(loss), torch.tensor(norm)
 
 
 def watched(guard: Guard, series: list[tuple[float, float]], first: int = 0) -> list[StepVerdict]:
     for number, values in enumerate(series, first):
-        guard.observe(number, step(*values))
+        guard.observe(number, *step(*values))
     return read_verdicts(*guard.unread())
 
 
@@ -75,9 +80,9 @@ def test_a_spike_is_no_update_under_skip_and_one_under_log() -> None:
     for action, expected in (("skip", 1.0), ("log", 0.0), ("off", 0.0)):
         guard = Guard(CPU, WatchConfig(spike_window=16, loss_spike=action))
         watched(guard, quiet(100))
-        guard.observe(100, step(50.0, 1.0))
+        guard.observe(100, *step(50.0, 1.0))
         assert guard.found_inf.item() == expected
-        guard.observe(101, step(2.5, 1.0))
+        guard.observe(101, *step(2.5, 1.0))
         assert guard.found_inf.item() == 0.0
 
 
@@ -86,11 +91,11 @@ def test_after_a_spike_nothing_is_an_update_until_the_host_has_decided(action: s
     guard = Guard(CPU, WatchConfig(spike_window=16, gradient_spike=action))
     watched(guard, quiet(100))
     for number, norm in ((100, 1000.0), (101, 1.0), (102, 1000.0)):
-        guard.observe(number, step(2.5, norm))
+        guard.observe(number, *step(2.5, norm))
         assert guard.found_inf.item() == 1.0
     assert guard.first_bad() == 100
     guard.release()
-    guard.observe(100, step(2.5, 1.0))
+    guard.observe(100, *step(2.5, 1.0))
     assert guard.found_inf.item() == 0.0 and guard.first_bad() is None
 
 
@@ -99,7 +104,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_the_window() -> None:
     series = quiet(60)
     watched(other, series)
     watched(guard, series[:3])
-    guard.observe(3, step(math.nan, 1.0))
+    guard.observe(3, *step(math.nan, 1.0))
     assert guard.found_inf.item() == 1.0
     watched(guard, series[3:])
     limits = [watched(g, [(2.5, 1.0)])[0].limits for g in (guard, other)]
@@ -154,7 +159,7 @@ def test_going_back_without_passing_the_spike_ends_the_run() -> None:
     for batch in (50, 40, 60, 55, 60):
         found, record = decide_spike(verdict(batch, False, True, False), config, record)
         assert found is not None
-        record = SpikeRecord.restored(record.state())
+        record = SpikeRecord(**json.loads(json.dumps(asdict(record))))
         actions.append(found.action)
     assert actions == ["roll_back", "roll_back", "roll_back", "roll_back", "stop"]
 

@@ -318,14 +318,14 @@ def test_the_record_is_the_one_of_a_run_that_never_had_the_block(
 def test_state_of_other_settings_begins_anew() -> None:
     """A checkpoint of another window, or of a version without one, says nothing."""
     from llmfoundry.recipe.resilience.watch import WatchConfig
-    from llmfoundry.train.spikes.decide import StepWatch
+    from llmfoundry.train.spikes import SpikeHandler
 
     log: Any = SimpleNamespace()
     cpu = torch.device("cpu")
-    old = StepWatch(WatchConfig(spike_window=8), cpu, log, {}).state()
+    old = SpikeHandler(WatchConfig(spike_window=8), cpu, log, {}).state()
     assert old["guard"]["window"] == [[0.0] * 8] * 2
     for state in ({}, old):
-        guard = StepWatch(WatchConfig(spike_window=16), cpu, log, state).guard
+        guard = SpikeHandler(WatchConfig(spike_window=16), cpu, log, state).guard
         assert guard.state()["seen"] == 0
 
 

@@ -1,1 +1,0 @@
-"""What a run notices about itself: pure decisions, and what the loop asks them with."""
