@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import table
 from benchmarks.memory import CPU, GPU, MEMORY, built, count, held_bytes, spread
-from llmfoundry.builders.job import product_dtype
+from llmfoundry.builders.job import matmul_dtype
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
 from llmfoundry.models.counts import PEAK_FLOPS, flops_per_token
@@ -167,8 +167,8 @@ def _decide(recipe: TrainRecipe, ranks: int) -> bool:
 
 def _moments(recipe: TrainRecipe, root: Root) -> torch.optim.Optimizer:
     """The recipe's optimizer, behind a step."""
-    dtype = product_dtype(recipe.precision)
-    optimizer = build_optimizer(root.model, recipe.optimizer, product_dtype=dtype)
+    dtype = matmul_dtype(recipe.precision)
+    optimizer = build_optimizer(root.model, recipe.optimizer, matmul_dtype=dtype)
     for parameter in root.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer.found_inf = Guard(CPU).found_inf  # type: ignore[attr-defined]

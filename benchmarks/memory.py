@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import table
-from llmfoundry.builders.job import build_autocast, build_root, product_dtype, with_defaults
+from llmfoundry.builders.job import build_autocast, build_root, matmul_dtype, with_defaults
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.launch import World
@@ -307,8 +307,8 @@ def _step(
 ) -> tuple[Bytes, SentBytes]:
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
-    dtype = product_dtype(recipe.precision)
-    optimizer = build_optimizer(root.model, recipe.optimizer, product_dtype=dtype)
+    dtype = matmul_dtype(recipe.precision)
+    optimizer = build_optimizer(root.model, recipe.optimizer, matmul_dtype=dtype)
     parameters = list(root.parameters())
     tokens = torch.zeros(microbatches * rows, recipe.max_seq_len, dtype=torch.long)
     gradients, live.most = list[int](), 0
@@ -325,7 +325,7 @@ def _step(
                 microbatch=rows,
                 autocast=build_autocast(recipe.precision, CPU),
                 clipping=recipe.gradient_clipping,
-                cut=token_sharding(root),
+                shard_tokens=token_sharding(root),
                 reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
                 objective=_Labelled(),
             ),

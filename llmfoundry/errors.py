@@ -1,4 +1,4 @@
-"""What a user did wrong: the one exception that every room raises and every script prints.
+"""What a user did wrong: the one exception that every package raises and every script prints.
 
 A `UserError` becomes one line per problem on stderr and exit status 2, never a traceback; so does a
 `RunFailure`, with its own. Anything else that escapes is a defect of ours and keeps its traceback.
@@ -22,7 +22,7 @@ class UserError(Exception):
         self.problems = problems
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.problems  # one process's mistake may be told by all
+        return type(self), self.problems  # one process's mistake may be reported by all
 
     def lines(self) -> list[str]:
         """The problems as a terminal can show them: each one line, none of them endless."""
@@ -63,7 +63,7 @@ class RunFailure(Exception):
     status = 1
     """The exit status."""
     of_all = False
-    """Whether every process ends with it, so that one need tell it."""
+    """Whether every process ends with it, so that only one reports it."""
 
 
 class GivenUp(RunFailure):
@@ -76,7 +76,7 @@ class GivenUp(RunFailure):
 
 @contextmanager
 def enough_memory(advice: str) -> Iterator[None]:
-    """Tell what to write where the block runs out of memory, the host's or a device's.
+    """Advise what to write where the block runs out of memory, the host's or a device's.
 
     Args:
         advice: the recipe's key, its value, and what to write instead.
@@ -100,7 +100,7 @@ def refuse_out_of_memory(error: MemoryError | RuntimeError, advice: str) -> None
     raise UserError(f"{advice} ({asked[0].lower() if asked else reason[:100]})") from error
 
 
-# As PyTorch says it of the host, of CUDA and of cuBLAS.
+# In PyTorch's messages of the host, of CUDA and of cuBLAS.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 

@@ -3,7 +3,7 @@
 `recipe/front/script.py` calls `outlast_readers` first of all, a training run and its supervisor
 `outlast_full_disks`; `progress` is the one bar of the project, `columns` its one table. The idea:
 only a terminal gets what moves. A log file gets lines, and a pipe that nobody reads any more
-(`| head`) gets nothing, without an error: the command goes on to its end. So it does where standard
+(`| head`) gets nothing, without an error: the command runs to its end. So it does where standard
 error is a log on a full disk; standard output may be what a command is for, and only a run of days
 loses lines of it.
 """
@@ -106,7 +106,7 @@ class _Lasting(io.FileIO):
 
 
 def shown_on(stream: TextIO, text: str) -> str:
-    r"""A model's or a stranger's text as a stream may get it: a terminal obeys no character of it.
+    r"""Untrusted text (a model's) as a stream may get it: a terminal obeys no character of it.
 
     On a terminal control characters but line ends and tabs become escapes, such as `\x1b`; files
     and pipes get the text as it is.
@@ -132,7 +132,7 @@ def tell_loading() -> None:
     """Say at once that PyTorch is being imported, which takes seconds.
 
     On a terminal alone, where a person waits: a log file's reader does not, and whoever reads
-    standard error as data is not disturbed. Processes of torchrun come after one that has said it.
+    standard error as data is not disturbed. Processes of torchrun come after one that has shown it.
     """
     if is_watched() and "RANK" not in os.environ:
         print("loading PyTorch ...", file=sys.stderr, flush=True)
@@ -156,12 +156,12 @@ def progress(
     class Lines(tqdm):
         """A bar whose every showing is a line of its own."""
 
-        told = -1
+        last_tenth = -1
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             tenth = int(TENTHS * self.n / self.total) if self.total else TENTHS
-            if tenth > self.told:
-                self.told = tenth
+            if tenth > self.last_tenth:
+                self.last_tenth = tenth
                 self.fp.write(f"{self}\n")
                 self.fp.flush()
 

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_check.measure import GIB, mark, seconds_between, wait_for
 from benchmarks.gpu_check.plan import append
-from llmfoundry.builders.job import Job, product_dtype
+from llmfoundry.builders.job import Job, matmul_dtype
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import trained_flops_per_token
 from llmfoundry.ops.attention.select import choose
@@ -141,7 +141,7 @@ class Timing(Callback):
         if impl != "auto":
             return impl
         specs = attention_specs(model, model.layers(), device).values()
-        dtype = product_dtype(recipe.precision)
+        dtype = matmul_dtype(recipe.precision)
         return ", ".join({choose(s, packed, device, dtype, model.head_dim) for s in specs})
 
     def _memory(self, device: torch.device) -> dict[str, Any]:

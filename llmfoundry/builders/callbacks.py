@@ -1,13 +1,12 @@
 """The callbacks that a recipe asks for: one function for each of the table `CALLBACKS`.
 
-`generate` writes continuations of prompts, and answers to validation prompts.
+`generate_samples` writes continuations of prompts, and answers to validation prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
-from typing import Any
 
 from llmfoundry.builders.job import Job
 from llmfoundry.data.held_out import Chain, HeldOut
@@ -30,20 +29,12 @@ from llmfoundry.train.callbacks import (
 from llmfoundry.train.trainer import Callback
 
 
-def build_callbacks(job: Job, state: dict[str, Any]) -> list[Callback]:
-    """Those that the recipe asks for, in the order in which they are called.
-
-    Args:
-        job: the run.
-        state: what they left in the checkpoint that the run goes on from; else empty.
-    """
+def build_callbacks(job: Job) -> list[Callback]:
+    """Those that the recipe asks for, in the order in which they are called."""
     config = job.recipe.callbacks
-    callbacks: list[Callback] = [
+    return [
         CALLBACKS[name].load()(job, **(config.plugins.get(name) or {})) for name in config.chosen()
     ]
-    for callback in callbacks:
-        callback.restore(state)
-    return callbacks
 
 
 def speed_monitor(job: Job) -> Callback:
@@ -73,7 +64,7 @@ def runtime_estimator(job: Job) -> Callback:
     return RuntimeEstimator()
 
 
-def generate(job: Job) -> Callback:
+def generate_samples(job: Job) -> Callback:
     """Samples of text."""
     return GenerateSamples(job.recipe.callbacks.generate, build_samples(job))
 
@@ -143,7 +134,7 @@ def _parts(held_out: HeldOut) -> Iterable[HeldOut]:
 
 
 def _answered(job: Job, example: HeldOutPrompt, seed: int) -> Sample:
-    """An answer up to the end of its turn, where the tokenizer has a template that tells it."""
+    """An answer up to the end of its turn, where the tokenizer's template has one."""
     tokenizer = job.tokenizer
     end = tokenizer.chat.end_of_turn if tokenizer.has_chat else tokenizer.eos
     ids = [int(i) for i in example.prompt] or list(tokenizer.document_start)

@@ -62,9 +62,9 @@ def build_evaluate(
         job: the run.
         config: what is measured.
         rows: rows of max_seq_len evaluated at a time.
-        record: given the gauntlet's whole result, and what was asked and answered.
+        record: given the gauntlet's full result, and what was asked and answered.
         generate: what an unset `icl_generate` means.
-        resumed: the run goes on after an earlier one, and asks the same rows.
+        resumed: the run resumes an earlier one, and asks the same rows.
         is_trained: the model was trained here, or is about to be.
     """
     _check_positions(job, config)
@@ -153,7 +153,7 @@ def build_evaluated(job: Job, config: EvalConfig, rows: int) -> OwnModel:
 def build_gauntlet(
     job: Job, config: EvalConfig, *, generate: bool, is_trained: bool
 ) -> Gauntlet | None:
-    """The in-context tasks, read and tokenised; None where the recipe names none."""
+    """The in-context tasks, read and tokenized; None where the recipe names none."""
     start = job.tokenizer.document_start if is_trained else None
     settings = PromptSettings.by_training(job.tokenizer, job.recipe.max_seq_len, start)
     return read_tasks(
@@ -179,7 +179,7 @@ def read_tasks(
     world: World,
     fetching: FetchOptions | None = None,
 ) -> Gauntlet | None:
-    """The recipe's gauntlet, with what the recipe says of how to ask; None where it names none.
+    """The recipe's gauntlet, with the recipe's settings of how to ask; None where it names none.
 
     Args:
         config: what is measured.
@@ -287,7 +287,7 @@ class EvalBudget:
         self.restart()
 
     def restart(self) -> None:
-        """Training goes on now."""
+        """Training continues now."""
         self._since = time.perf_counter()
 
     def share(self, gauntlet: Gauntlet, model: EvaluatedModel) -> float:
@@ -298,10 +298,10 @@ class EvalBudget:
             whole = _seconds_of_all(gauntlet, model)
             self._share = self._agreed(ladder(allowed / whole))
             assert self._share is not None
-            self._tell(self._share, trained, whole)
+            self._report(self._share, trained, whole)
         return self._share
 
-    def _tell(self, share: float, trained: float, whole: float) -> None:
+    def _report(self, share: float, trained: float, whole: float) -> None:
         took = f"all rows would take about {whole:.1f} s after {trained:.1f} s of training"
         self._note(
             f"eval.icl_max_fraction: {self._max_fraction:g}: each evaluation asks"

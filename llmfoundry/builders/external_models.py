@@ -33,7 +33,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
 HUGGING_FACE, CHAT, COMPLETIONS = "hf:", "chat:", ("http://", "https://")
-BATCH_TOKENS = 8192  # of a Hugging Face model at a time, where the recipe says nothing
+BATCH_TOKENS = 8192  # of a Hugging Face model at a time, where the recipe sets nothing
 ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most, we do not
 
 

@@ -38,7 +38,7 @@ class Job:
     root: Root
     microbatch: int
     note: Callable[[str], None]
-    """Tells the user what was decided."""
+    """Shows the user what was decided."""
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
@@ -75,7 +75,7 @@ def eval_rows(recipe: TrainRecipe, microbatch: int) -> int:
 def served_precision(precision: str, world: World, note: Callable[[str], None]) -> str:
     """The precision that is computed in: fp32 for amp_bf16 where any CPU of a run would emulate it.
 
-    Both keep fp32 weights, so a run may go on in one from the other. `note` reports it.
+    Both keep fp32 weights, so a run may resume in one from the other. `note` reports it.
     """
     if (
         precision != "amp_bf16"
@@ -100,16 +100,16 @@ def weight_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def product_dtype(precision: str) -> torch.dtype:
+def matmul_dtype(precision: str) -> torch.dtype:
     """What matrix products, attention and experts compute in."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
     """Why the backend that a filled recipe names cannot serve all its layers; None: it can."""
-    model, dtype = recipe.model, product_dtype(recipe.precision)
+    model, dtype = recipe.model, matmul_dtype(recipe.precision)
     if isinstance(model, HFModelConfig):
-        return None  # transformers says so itself
+        return None  # transformers reports it itself
     for spec in attention_specs(model, model.layers(), device).values():
         impl = model.attn_config.attn_impl
         reason = refusal(impl, spec, device, dtype, head_dim=model.head_dim)
@@ -124,7 +124,7 @@ def experts_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
     if ffn.moe_impl is None:
         return None
     assert ffn.ffn_hidden_size is not None, "the recipe was not filled"
-    dtype = product_dtype(recipe.precision)
+    dtype = matmul_dtype(recipe.precision)
     return moe.refusal(ffn.moe_impl, device.type, dtype, model.d_model, ffn.ffn_hidden_size)
 
 

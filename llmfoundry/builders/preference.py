@@ -96,7 +96,7 @@ class ReferencedSource:
         self.where, self.prefetch, self.close = source.where, source.prefetch, source.close
 
     def row(self, row: int) -> Row:
-        """Row number `row`, with what the reference says of it."""
+        """Row number `row`, with the reference's log-probabilities."""
         return _with(self.source.row(row), self.values[row])
 
 
@@ -122,7 +122,7 @@ class ReferencedHeldOut:
         return getattr(self.held_out, name)
 
     def row(self, row: int, seq_len: int) -> Row:
-        """A row, with what the reference says of it."""
+        """A row, with the reference's log-probabilities."""
         return _with(Row(*self.held_out.row(row, seq_len)), self.values[row])
 
 
@@ -131,14 +131,14 @@ def _with(row: Row, values: np.ndarray) -> Row:
 
 
 def needs_reference(recipe: TrainRecipe) -> bool:
-    """Whether a filled recipe's rows bring what the reference says."""
+    """Whether a filled recipe's rows bring a reference's log-probabilities."""
     if not isinstance(recipe, FinetuneRecipe):
         return False
     return recipe.preference.reference in ("auto", "precompute")
 
 
 def with_places(data: Data, recipe: TrainRecipe) -> Data:
-    """The same data, whose rows have a place for what the reference says, where one is needed.
+    """The same data, whose rows have a place for the reference's log-probabilities, if needed.
 
     Raises:
         UserError: the method cannot learn from the rows.
@@ -158,7 +158,7 @@ def with_places(data: Data, recipe: TrainRecipe) -> Data:
 def open_reference(job: Job, data: Data, start: Start, fill: Fill | None) -> Reference:
     """A run's reference; before the run's own weights are loaded.
 
-    Where the run goes on after a checkpoint, all rows get their values here.
+    Where the run resumes from a checkpoint, all rows get their values here.
 
     Args:
         job: the run.
@@ -198,7 +198,7 @@ class Reference:
         return {WEIGHTS: self.weights}
 
     def resume(self, checkpoint: Path, fill: Fill) -> None:
-        """Have all rows' values for a run that goes on after a checkpoint."""
+        """Have all rows' values for a run that resumes from a checkpoint."""
         state = on_rank0(self.job.world, lambda: read_state(checkpoint))
         self.weights = state["identity"].get(WEIGHTS, "")
         if not self.weights or self._missing():
@@ -376,7 +376,7 @@ class _Table:
         return self.folder / f"{part:06}.npy"
 
     def _read_part(self, part: int) -> np.ndarray | None:
-        """A part; None where it is not there, or not whole."""
+        """A part; None where it is missing or incomplete."""
         try:
             values = np.load(self._path(part), allow_pickle=False)
         except (OSError, ValueError, EOFError):
@@ -387,7 +387,7 @@ class _Table:
 
 @torch.no_grad()
 def identity_of(model: nn.Module) -> str:
-    """What tells weights from others, by their bits: the same on any number of processes."""
+    """A hash of the weights' bits: the same on any number of processes."""
     facts: dict[str, Any] = {}
     for name, tensor in get_model_state_dict(model).items():
         assert isinstance(tensor, Tensor), name

@@ -48,7 +48,7 @@ from llmfoundry.recipe.values.checks import nearest, one_of
 TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
 """An environment variable: 1 runs the code of models that were trained with trust_remote_code."""
 MODEL = "model.yaml"
-"""Beside a fine-tuned run's recipe: the shape of its model, which the recipe does not tell."""
+"""Beside a fine-tuned run's recipe: the shape of its model, which the recipe does not contain."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Pretrained:
     Attributes:
         config: its shape, filled.
         tokenizer: its own.
-        fill: writes its weights into a model of that shape, whole or in shards; every process
+        fill: writes its weights into a model of that shape, full or sharded; every process
             calls it.
         summary: a line for the user: what it is, and how it is held.
     """
@@ -386,7 +386,7 @@ def _by_class(
             f" ({reason}); write none"
         )
     if written.get("quantization_config") is not None:
-        raise UserError("config.json: quantization_config; write a folder that is not quantised")
+        raise UserError("config.json: quantization_config; write a folder that is not quantized")
     config = class_config(written, attn_impl=asked.attn_impl, code=code)
     if on_rank0(world, lambda: check_class(config, folder)):
         note(UNTIED.format(embedding="the embedding"))
@@ -403,7 +403,7 @@ def _by_class(
 
 
 def fill_class(model: nn.Module, folder: Path) -> None:
-    """Fill a model of transformers, whole or in shards, from a folder that was checked."""
+    """Fill a model of transformers, full or sharded, from a folder that was checked."""
     from llmfoundry.hf.causal_lm import HFCausalLM
     from llmfoundry.hf.class_weights import class_tensors
     from llmfoundry.hf.read import open_weights
@@ -540,15 +540,15 @@ def _trained(written: FinetuneRecipe, config: ModelConfig, folder: Path) -> Deco
 def fill_model(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, computed: Collection[str] = ()
 ) -> None:
-    """Fill every parameter and buffer that `model` saves, whole or in shards, one at a time.
+    """Fill every parameter and buffer that `model` saves, full or sharded, one at a time.
 
     Args:
         model: with memory, and names as `tensors` has them; an adapter's are left alone.
-        tensors: all of its state, each of them whole.
+        tensors: all of its state, full tensors.
         computed: what has its values already, where `tensors` lacks it.
 
     Raises:
-        UserError: a tensor that is to be quantised holds values that are not finite.
+        UserError: a tensor that is to be quantized holds values that are not finite.
     """
     left = {name for name in model.state_dict(keep_vars=True) if not is_added(name)}
     for name, tensor in tensors:
@@ -559,7 +559,7 @@ def fill_model(
 
 
 def fill_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """`place`, and what it refuses said to the user."""
+    """`place`, whose refusal becomes a UserError."""
     try:
         place(model, name, tensor)
     except ValueError as error:

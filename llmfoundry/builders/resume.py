@@ -42,7 +42,6 @@ from llmfoundry.checkpoint.load import (
     read_state,
 )
 from llmfoundry.checkpoint.run_folder import find_place, run_folder
-from llmfoundry.checkpoint.save import Checkpointer
 from llmfoundry.checkpoint.storage import batch_of, has_commit, list_checkpoints, named, unpin
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
@@ -62,6 +61,7 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.bounds import out_of_bounds
 from llmfoundry.train.spikes import Return
+from llmfoundry.train.trainer import Trainer
 
 OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
     r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"
@@ -224,33 +224,21 @@ def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterat
             yield f"{key}: {then.get(key)} until {folder.name}, {value} from here on"
 
 
-def roll_back(
-    spike: int,
-    *,
-    recipe: TrainRecipe,
-    loader: Loader,
-    checkpointer: Checkpointer,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-) -> Return:
+def roll_back(trainer: Trainer, spike: int) -> Return:
     """Go back before a spike: load the newest checkpoint that is old enough, skip what came after.
 
     Which batch comes when is a pure function of how many samples each stream has given, so batches
     are left out by counting them as given; the checkpoint keeps those counts in any case, and a
     resume after this needs no more. A run that is killed before its next save goes back to the same
-    checkpoint, comes to the same spike and decides the same. Every process calls it.
+    checkpoint, comes to the same spike and decides the same. Every process calls it, while no
+    thread reads the loader.
 
     Args:
+        trainer: the run; its model, its optimizer and its loader's order are loaded.
         spike: steps done before the one that spiked; the weights are those of before it.
-        recipe: filled.
-        loader: which no thread reads meanwhile.
-        checkpointer: whose newer checkpoints are removed.
-        model: to fill.
-        optimizer: to fill.
-        world: this process.
     """
-    config = recipe.callbacks.watch
+    checkpointer, loader, world = trainer.checkpointer, trainer.loader, trainer.world
+    config = trainer.recipe.callbacks.watch
     assert config.roll_back_steps is not None and config.roll_back_skip is not None
     folder = checkpointer.find(spike - config.roll_back_steps)
     batch, state = spike, dict[str, Any]()
@@ -258,7 +246,7 @@ def roll_back(
         state = on_rank0(world, lambda: read_state(folder))
         batch = int(state["batch"])
         loader.resume(state["order"], batch)
-        load_training_state(folder, model, optimizer, world=world)
+        load_training_state(folder, trainer.root.model, trainer.optimizer, world=world)
         unpin(folder)
     skipped = spike + 1 + config.roll_back_skip - batch
     loader.skip(batch, skipped)

@@ -20,7 +20,7 @@ from llmfoundry.builders.job import (
     build_root,
     eval_rows,
     experts_refusal,
-    product_dtype,
+    matmul_dtype,
     served_precision,
     with_defaults,
 )
@@ -99,7 +99,7 @@ def build_trainer(
     Args:
         written: the recipe as it was written.
         world: this process.
-        tracker: what tells the user.
+        tracker: the run's record and console.
         recipe: of fine-tuning: filled, with the pretrained model's shape; None: `written`, filled.
         pretrained: the model that fine-tuning begins with.
 
@@ -107,41 +107,34 @@ def build_trainer(
         UserError: the recipe asks for what cannot be had; nothing has been trained.
     """
     recipe = with_defaults(written) if recipe is None else recipe
-    world, meshes = _join_mesh(recipe, world, tracker.note)
+    note = tracker.note
+    # 1. This process among all, and what may be missing on one machine: before any text is read.
+    world, meshes = _join_mesh(recipe, world, note)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
     on_all_ranks(world, partial(_check_machine, recipe, world, fit))
-    start = find_start(recipe, world, tracker.note)
+    # 2. Where the run begins, and what it reads.
+    start = find_start(recipe, world, note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
-    data = _open_data(recipe, tokenizer, world, tracker.note)
+    data = _open_data(recipe, tokenizer, world, note)
     settle_vocabulary(recipe, written, tokenizer)
-    chosen = _fitted(recipe, fit, start, world, tracker.note)
-    spans = spanning(recipe, world.size, chosen.microbatch, node_size())
-    root = build_model(
-        recipe, world, meshes, tracker.note, written=written, checkpoint=start.checkpoint
-    )
-    job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, tracker.note)
-    optimizer = _optimizer(recipe, root)
-    identity = run_identity(job)
-    clock = build_clock(recipe, data)
+    # 3. The model, in what fits into memory.
+    chosen = _fitted(recipe, fit, start, world, note)
+    root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
+    job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note)
+    # 4. What trains it, on which rows when.
+    optimizer, clock = _optimizer(job), build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
     check_same_rows(loader, data.validation, tokenizer, world)
+    # 5. Its weights: a reference model's log-probabilities are computed before and after them.
+    identity = run_identity(job)
     fill = None if pretrained is None else pretrained.fill
     reference = open_reference(job, data, start, fill)
     state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
     identity |= reference.begin()
+    spans = spanning(recipe, world.size, chosen.microbatch, node_size())
     for line in chain(spans, mixture_lines(loader, clock.total)):
-        tracker.note(line)
-    settings = StepSettings(
-        microbatch=chosen.microbatch,
-        autocast=job.autocast,
-        clipping=recipe.gradient_clipping,
-        objective=build_objective(job) or CROSS_ENTROPY,
-        data_group=world.data_group,
-        token_group=world.token_group,
-        cut=token_sharding(root),
-        reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
-    )
-    checkpointer = build_checkpointer(written, job, tracker, start)
+        note(line)
+    # 6. The loop over all of these; then the record is opened, as nothing can be refused any more.
     trainer = Trainer(
         recipe=recipe,
         world=world,
@@ -150,36 +143,40 @@ def build_trainer(
         optimizer=optimizer,
         loader=loader,
         clock=clock,
-        settings=settings,
+        settings=_step_settings(job),
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
-        checkpointer=checkpointer,
-        roll_back=partial(
-            roll_back,
-            recipe=recipe,
-            loader=loader,
-            checkpointer=checkpointer,
-            model=root.model,
-            optimizer=optimizer,
-            world=world,
-        ),
+        checkpointer=build_checkpointer(written, job, tracker, start),
+        roll_back=roll_back,
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
-        callbacks=build_callbacks(job, state.get("callbacks", {})),
-        first_batch=state["batch"],
-        window=tuple(state["window"]),
-        spike_state=state.get("spikes", {}),
+        callbacks=build_callbacks(job),
+        state=state,
     )
     _open_record(trainer, job, tracker)
     return trainer, job
 
 
-def _optimizer(recipe: TrainRecipe, root: Root) -> Optimizer:
+def _optimizer(job: Job) -> Optimizer:
     return build_optimizer(
-        root.model,
-        recipe.optimizer,
-        lora_plus_ratio=lora_plus_ratio(recipe),
-        product_dtype=product_dtype(recipe.precision),
+        job.root.model,
+        job.recipe.optimizer,
+        lora_plus_ratio=lora_plus_ratio(job.recipe),
+        matmul_dtype=matmul_dtype(job.recipe.precision),
+    )
+
+
+def _step_settings(job: Job) -> StepSettings:
+    recipe, world = job.recipe, job.world
+    return StepSettings(
+        microbatch=job.microbatch,
+        autocast=job.autocast,
+        clipping=recipe.gradient_clipping,
+        objective=build_objective(job) or CROSS_ENTROPY,
+        data_group=world.data_group,
+        token_group=world.token_group,
+        shard_tokens=token_sharding(job.root),
+        reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
     )
 
 
@@ -202,7 +199,7 @@ def _join_mesh(
 def _memory_fit(
     recipe: TrainRecipe, world: World, trained: Decoder | None
 ) -> Callable[[TrainRecipe, str | None], Fit]:
-    """`choose_fit` of a recipe, and what `auto` stood for in the run that goes on.
+    """`choose_fit` of a recipe, and what `auto` stood for in a run that resumes.
 
     `trained` is the model of fine-tuning on the meta device.
     """
@@ -228,7 +225,7 @@ def _fitted(
     world: World,
     note: Callable[[str], None],
 ) -> Fit:
-    """The fit of a recipe, in which `auto` becomes what was chosen, and `note` tells why."""
+    """The fit of a recipe, in which `auto` becomes what was chosen, and `note` reports why."""
     asked = recomputation(recipe.parallel.activation_checkpointing)
     begun_with = None
     saved = start.checkpoint
@@ -263,7 +260,7 @@ def _open_data(
 
 
 def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
-    """Begin to record, now that nothing can be refused any more."""
+    """Begin to record; an earlier run in the folder is deleted under save_overwrite."""
     if job.recipe.save_overwrite and job.world.is_main:
         folder = run_folder(job.recipe)
         storage_of(folder).remove_all()
@@ -315,7 +312,7 @@ def build_model(
 ) -> Root:
     """The model in its shards, with memory and without weights. The order matters.
 
-    `checkpoint` is what the run goes on from; `written` the recipe as it was written.
+    `checkpoint` is what the run resumes from; `written` the recipe as it was written.
     """
     root = build_root(recipe)
     choose_trained(root.model, recipe, note, checkpoint=checkpoint)  # first: it adds parameters
@@ -399,7 +396,7 @@ def memory_of_process(world: World) -> int:
 
 
 def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:
-    """The embedding has a row for every token: as many as the tokenizer says, or as written."""
+    """The embedding has a row for every token: as many as the tokenizer has, or as written."""
     if isinstance(written, FinetuneRecipe):
         fit_vocabulary(recipe.model, tokenizer, written.model)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)

@@ -114,7 +114,7 @@ class Ulysses(ContextRank):
     def inward(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
         """Of q (B, t, H, hd), k and v (B, t, KV, hd): all tokens, (B, T, ...), of some heads.
 
-        These are H / C query heads and L / C key-value heads, L as the file says.
+        These are H / C query heads and L / C key-value heads, L as in this module's docstring.
         """
         k, v = kv
         dtype, heads = working_dtype(v), math.lcm(k.shape[2], self.degree)

@@ -5,7 +5,7 @@ takes seconds to import and may be far away, full or gone, so everything happens
 fed by a queue that starts after the first training step; training never waits and never fails
 because of it. metrics.jsonl has every value in any case: a resumed run, and scripts/track.py,
 compare the place with it and send what is missing. What could not be sent is counted and reported
-at the end. `event_tags` are events.jsonl as tags, made of the whole file each time, so that what
+at the end. `event_tags` are events.jsonl as tags, made of the complete file each time, so that what
 was written while no process of the run was there is sent too.
 """
 
@@ -153,7 +153,7 @@ class BackgroundWriter:
         self._target, self._note, self._warn = target, note, warn
         self._waiting: deque[Item] = deque()
         self._changed = threading.Condition()
-        self._status: str | None = None  # how the run ended; None while it goes on
+        self._status: str | None = None  # how the run ended; None while it runs
         self._deadline = float("inf")  # on the monotonic clock, set by end()
         self._session: Session | None = None
         self._is_away = False
@@ -216,7 +216,7 @@ class BackgroundWriter:
             self._changed.notify()
 
     def close(self) -> None:
-        """After `end`: wait for the rest to be sent, until the timeout, and tell what is lost."""
+        """After `end`: wait for the rest to be sent, until the timeout, and report what is lost."""
         if self._thread is None:
             return
         self._thread.join(min(3.0, self._left()))
@@ -228,7 +228,7 @@ class BackgroundWriter:
             self._thread.join(min(1.0, self._left()))
         self._thread.join(0.5)
         self._tell_lost(cut_off=self._thread.is_alive())
-        # A thread that was cut off is not to speak into the final message.
+        # A thread that was cut off must not print into the final message.
         self._note = self._warn = _nobody
 
     def _queue(self, items: Sequence[Item]) -> None:
@@ -353,7 +353,7 @@ class BackgroundWriter:
         return True
 
     def _tell_outage(self) -> None:
-        """Say it once; after training it is told with what is lost, which then comes soon."""
+        """Warn once; after training it is reported with what is lost, which then comes soon."""
         self._is_away = True
         with self._changed:
             soon = time.monotonic() + self._target.patience_while_away
@@ -442,7 +442,7 @@ def _nobody(text: str) -> None:
 
 
 _MOST_KINDS, _LONGEST = 20, 500
-_OWN = ("start", "decision")  # the supervisor's, told by its own tags
+_OWN = ("start", "decision")  # the supervisor's, which have tags of their own
 
 
 def event_tags(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:

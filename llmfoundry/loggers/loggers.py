@@ -149,7 +149,7 @@ class Tracker:
         self.console.samples(batch, shown)
 
     def gauntlet(self, batch: int, result: Mapping[str, Any]) -> None:
-        """Keep a gauntlet's whole result (GauntletResult.to_json) as eval/ba0000100.json."""
+        """Keep a gauntlet's full result (GauntletResult.to_json) as eval/ba0000100.json."""
         if not self._is_main:
             return
         self._keep(self._folder / "eval" / f"ba{batch:07d}.json", {BATCH: batch, **result})
@@ -261,7 +261,7 @@ def make_writers(
 def stores(
     writers: Sequence[BackgroundWriter], note: Callable[[str], None]
 ) -> list[BackgroundWriter]:
-    """Those that keep what they get; of the others it is said that they are for a run under way."""
+    """Those that keep what they get; a note names the others, which show a run under way."""
     for writer in writers:
         if not writer.is_store:
             note(f"{writer.label} shows a run that is under way; nothing is sent there")
@@ -323,7 +323,7 @@ def close_all(
 
 
 def tags_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """What run.json says of a run's place, for the loggers."""
+    """Facts and environment of run.json as tags, for the loggers."""
     tags = {**dict(run.get("facts", [])), **run.get("environment", {})}
     if "git commit" in tags:  # the name under which MLflow's pages show it
         tags["mlflow.source.git.commit"] = tags["git commit"].split()[0]
@@ -340,7 +340,7 @@ class Evaluation(Protocol):
 
     Attributes:
         name: of the model.
-        folder: where results.json is; a second evaluation there goes on in the same MLflow run.
+        folder: where results.json is; a second evaluation there continues the same MLflow run.
         results: has `metrics`.
         batch: of the checkpoint.
     """

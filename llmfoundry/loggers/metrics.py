@@ -127,7 +127,7 @@ def append(file: FileIO, data: bytes) -> None:
     A kill meanwhile leaves at most one torn record, the last.
 
     Raises:
-        OSError: it could not be written; what had been is cut off again.
+        OSError: it could not be written; what had been is removed again.
     """
     before, rest = os.fstat(file.fileno()).st_size, memoryview(data)
     try:
@@ -145,8 +145,8 @@ def append(file: FileIO, data: bytes) -> None:
 def trim(path: Path, batch: int) -> int:
     """Keep the lines up to `batch` (none if it is 0) and drop a torn last one.
 
-    Lines are in the order of batches, so what goes is the file's end: it is cut off in one step,
-    which needs no room on the disk. Returns the number of lines dropped.
+    Lines are in the order of batches, so what goes is the file's end: it is truncated in one step,
+    which needs no space on the disk. Returns the number of lines dropped.
 
     Raises:
         UserError: a line before the last is not a JSON object.

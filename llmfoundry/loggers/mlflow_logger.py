@@ -249,7 +249,7 @@ def _begin(
     changed = _tag_changes(client, run, facts.params, say)
     new = {key: v for key, v in facts.params.items() if key not in run.data.params}
     _log_params(client, run_id, new, say)
-    # MLflow tells the last value of each metric together with its step.
+    # MLflow returns the last value of each metric together with its step.
     known = {} if changed else {m.key: m.step for m in run.data.to_proto().metrics}
     return MlflowSession(client, run_id, facts.first_batch, known)
 

@@ -3,7 +3,7 @@
 The tracker calls `prometheus_target`, a `BackgroundWriter` the rest. The idea: Prometheus comes and
 asks, so nothing is kept here but the last value of each metric; events are counted in events.jsonl
 when it asks, so that it also hears what the monitor of a hanging run and the supervisor have
-written, and counts go on where an earlier process of the run had ended.
+written, and counts continue where an earlier process of the run had ended.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """TensorBoard's side of a run: an event file in save_folder/tensorboard.
 
 The tracker calls `tensorboard_target`, a `BackgroundWriter` the rest. The idea: an event file is a
-sequence of records, so each request is one append that succeeds whole or leaves no trace; a full
-disk tears nothing, and writing goes on when there is room. Events are the package tensorboard's own
-messages, framed by its own `RecordWriter`. PyTorch's `SummaryWriter` is not used: it opens the file
-anew for each value (20,000 values: 1.21 s of CPU and 0.95 MB, here 0.08 s and 0.38 MB), and on a
-full disk its thread leaves a torn record, prints a traceback, and begins no other file.
-
-A resume begins another file whose SessionLog.START makes TensorBoard forget what earlier files say
-of the steps that are now repeated. Its pages pass over the first START of all, so each file has
-one. (`SummaryWriter(purge_step=...)` writes none at first: a first resume would show steps twice.)
+sequence of records, so each request is one atomic append; a full disk tears nothing, and writing
+continues when there is space. Events are the package tensorboard's own messages, framed by its own
+`RecordWriter`. PyTorch's `SummaryWriter` is not used: it opens the file anew for each value (20,000
+values: 1.21 s of CPU and 0.95 MB, here 0.08 s and 0.38 MB), and on a full disk its thread leaves a
+torn record, prints a traceback, and begins no other file. A resume begins another file whose
+SessionLog.START makes TensorBoard forget what earlier files say of the steps that are now repeated.
+Its pages pass over the first START of all, so each file has one. (`SummaryWriter(purge_step=...)`
+writes none at first: a first resume would show steps twice.)
 """
 
 from __future__ import annotations

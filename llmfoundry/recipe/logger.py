@@ -223,7 +223,7 @@ CALLBACKS = ChoiceTable(
         "optimizer_monitor": _callback("optimizer_monitor", lambda c: c.optimizer_monitor),
         "memory_monitor": _callback("memory_monitor", lambda config: config.memory_monitor),
         "runtime_estimator": _callback("runtime_estimator", lambda c: c.runtime_estimator),
-        "generate": _callback("generate", lambda config: config.generate.is_on),
+        "generate": _callback("generate_samples", lambda config: config.generate.is_on),
         "early_stopper": _callback(
             "early_stopper", lambda config: config.early_stopper.metric is not None
         ),

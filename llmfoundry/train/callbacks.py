@@ -32,9 +32,9 @@ class SpeedMonitor(Callback):
     """Throughput over the last logged steps, evaluation and saving left out, and MFU.
 
     FLOPs are the model's, by the convention of PaLM and LLM Foundry (models/counts.py): two for a
-    multiply-add, the backward pass as two forward passes, attention over the whole row (causality
+    multiply-add, the backward pass as two forward passes, attention over the full row (causality
     not discounted), embedding look-ups and recomputation (activation checkpointing) not counted.
-    Model FLOPs utilisation is their rate over the device's dense bf16 peak, where that is known.
+    Model FLOPs utilization is their rate over the device's dense bf16 peak, where that is known.
     """
 
     may_lag = True

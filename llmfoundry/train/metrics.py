@@ -170,7 +170,7 @@ class LossWindow:
         *,
         only_finite: bool = False,
     ) -> None:
-        """Begin, or go on from what `state` returned.
+        """Begin, or resume from what `state` returned.
 
         Args:
             device: of the sums.
@@ -210,7 +210,7 @@ def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:
     entropy is that of the router's mean probabilities, in nats: ln E at perfect balance.
 
     Args:
-        routing: of a whole step.
+        routing: of a step's global batch.
         choices: tokens of the step times k; what no expert has got of them in any layer are
             `moe/dropped_tokens`, which a dropless mixture has none of.
     """

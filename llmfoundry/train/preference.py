@@ -93,9 +93,9 @@ def dpo_loss(config: PreferenceConfig) -> PairLoss:
     sigmoid: -log sigmoid(beta h) (Rafailov et al., 2023, arXiv 2305.18290, eq. 7), with label
     smoothing e: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (Mitchell, 2023, "A note on
     DPO with noisy preferences", eq. 3). hinge: max(0, 1 - beta h) (SLiC-HF, Zhao et al., 2023,
-    arXiv 2305.10425, by RSO's normalised form, Liu et al., 2023, arXiv 2309.06657). ipo: (h' - 1 /
+    arXiv 2305.10425, by RSO's normalized form, Liu et al., 2023, arXiv 2309.06657). ipo: (h' - 1 /
     2 beta)^2 (Azar et al., 2023, arXiv 2310.12036, eq. 17) with h' the margin of log-ratios' means
-    over tokens, which its authors told TRL that they used.
+    over tokens, as its authors confirmed to TRL.
     """
     beta, smoothing = config.beta, config.label_smoothing
     assert beta is not None and smoothing is not None, "fill the recipe"
@@ -197,7 +197,7 @@ class Pairs:
             "pairs": pair,
             "chosen": self.reward(chosen),
             "rejected": self.reward(rejected),
-            "right": share_right(self.reward(chosen) - self.reward(rejected)),
+            "right": pair_accuracy(self.reward(chosen) - self.reward(rejected)),
             "log_probs_chosen": chosen.log_probs if self.by_sum else chosen.mean,
             "log_probs_rejected": rejected.log_probs if self.by_sum else rejected.mean,
         }
@@ -342,7 +342,7 @@ def is_pair(side: Tensor) -> Tensor:
     return (side[:, :-1] == 1) & (side[:, 1:] == -1)
 
 
-def share_right(margin: Tensor) -> Tensor:
+def pair_accuracy(margin: Tensor) -> Tensor:
     """1 where a margin is positive, a half where it is 0: before the first step all are."""
     return (margin.sign() + 1) / 2
 

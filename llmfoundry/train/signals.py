@@ -55,7 +55,7 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._failed or (self._world.size > 1 and isinstance(error, Exception)):
-            # The launcher ends all as soon as one has ended: each says first what was wrong, also
+            # The launcher ends all as soon as one ends: each first reports what was wrong, also
             # who has lost another, whose end the launcher sees at the same time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -69,7 +69,7 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def begin(self, failure: BaseException | None) -> None:
-        """Before a step: tell the others whether to stop, and whether this process failed.
+        """Before a step: send the others whether to stop, and whether this process failed.
 
         Raises:
             BaseException: `failure`, where there are no others.

@@ -325,7 +325,7 @@ class SpikeHandler:
             if decision is None:
                 continue
             if decision.kind == "not_finite" and self.config.not_finite == "stop":
-                return  # the trainer says why
+                return  # the trainer reports why
             if decision.action == "roll_back":
                 raise RollBack(decision)  # logged once it is known how far
             self._log(decision)

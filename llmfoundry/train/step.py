@@ -38,7 +38,7 @@ for each microbatch, and called with the model and hidden states."""
 
 
 class Objective(Protocol):
-    """What a step minimises.
+    """What a step minimizes.
 
     Attributes:
         is_cross_entropy: whether its mean is in nats of a labelled token.
@@ -100,7 +100,7 @@ class StepResult:
     """What one step leaves behind, on the device.
 
     Attributes:
-        loss: all that was minimised: the mean cross-entropy over the global batch's labelled tokens
+        loss: all that was minimized: the mean cross-entropy over the global batch's labelled tokens
             in nats, and what routers add.
         grad_norm: global L2 norm of the gradient before clipping.
         count: labelled tokens of the global batch, or what else the objective divides by.
@@ -132,7 +132,7 @@ class StepSettings:
     """The processes whose rows make up the global batch; None: all."""
     token_group: dist.ProcessGroup | None = None
     """Those whose tokens do, where several share each row; None: all."""
-    cut: Callable[[Batch], Batch] | None = None
+    shard_tokens: Callable[[Batch], Batch] | None = None
     """Of the rows of a microbatch, the tokens that are this process's; None: all are."""
     reduce_scatter_each: bool = True
     """FSDP does so after every microbatch, not after the last alone."""
@@ -186,10 +186,10 @@ def train_step(
         on_gradients: called while parameters hold the step's gradients, before clipping.
         before_update: called before the optimizer; what it raises leaves the weights as they were.
     """
-    objective, cut, clipping = settings.objective, settings.cut, settings.clipping
+    objective, clipping, shard = settings.objective, settings.clipping, settings.shard_tokens
     batch = objective.prepare(batch, _forward_only(module, settings), settings.data_group)
     rows_at_once = batch.split(settings.microbatch)
-    microbatches = [part if cut is None else cut(part) for part in rows_at_once]
+    microbatches = [part if shard is None else shard(part) for part in rows_at_once]
     own = torch.stack([objective.count(part) for part in microbatches]).sum()
     count, rows = _over_processes(own, len(batch.tokens), settings.token_group)
     divisor = torch.where(count > 0, count, 1)
@@ -235,7 +235,7 @@ def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterat
     """Around a microbatch: add its gradients up over processes, now or in the step's last one.
 
     Replicas always wait for the last one. Shards that waited too would each hold the gradients of
-    the whole model until then.
+    the full model until then.
 
     Args:
         module: as FSDP or DDP wrapped it, or neither.
@@ -361,7 +361,7 @@ def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor
 
 
 def _row_norms(matrix: Tensor) -> Tensor:
-    """(rows, 1, …), in fp32, of the rows that are here, whole also where their columns are not."""
+    """(rows, 1, …), in fp32, of the local rows; over all columns also where those are sharded."""
     own, across = local_shard(matrix), ShardLayout.of(matrix).tensor
     dims = tuple(range(1, matrix.ndim))
     norms = torch.linalg.vector_norm(own, dim=dims, keepdim=True, dtype=torch.float32)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,7 @@ class Callback:
         """Act before the first step, or the evaluation before it."""
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Look at the gradients, whole and not yet clipped, of a step that will be logged."""
+        """Read the gradients, complete and not yet clipped, of a step that will be logged."""
 
     def measure(self, trainer: Trainer) -> Mapping[str, float | Tensor]:
         """Metrics of a logged step, at its end: numbers, or tensors () that nobody waits for."""
@@ -111,6 +112,12 @@ class Checkpoints(Protocol):
     def wait(self) -> None:
         """Return when what is under way is written."""
 
+    def find(self, until: int) -> Path | None:
+        """The newest complete checkpoint saved after at most so many steps."""
+
+    def forget_after(self, batch: int) -> None:
+        """Remove what was saved after more steps."""
+
 
 class TrainingLog(Protocol):
     """What the loop reports to: `loggers.loggers.Tracker`, which this layer may not import."""
@@ -155,22 +162,18 @@ class Trainer:
     """Of the training text."""
     tracker: TrainingLog
     checkpointer: Checkpoints
-    roll_back: Callable[[int], Return]
-    """Loads a checkpoint from before a spike, and leaves out the batches read since."""
+    roll_back: Callable[[Trainer, int], Return]
+    """Loads a checkpoint from before a spike, and skips the batches read since."""
     evaluate: Callable[[int], dict[str, float]]
     """Measures the model after this many batches; every process takes part."""
     identity: dict[str, Any]
     """Settings that a continuation of the run may not change, by recipe key."""
     callbacks: list[Callback] = field(default_factory=list)
-    first_batch: int = 0
-    """Steps done before this process started."""
-    window: tuple[float | list[float], int] = (0.0, 0)
-    """Sums and number of the losses since the last log before it."""
-    spike_state: dict[str, Any] = field(default_factory=dict)
-    """Of the spike handler before it; empty: none."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What the run resumes from, as `save` wrote it; empty: nothing."""
 
     def __post_init__(self) -> None:
-        self.batch = self.logged_batch = self.first_batch
+        self.first_batch = self.batch = self.logged_batch = self.state.get("batch", 0)
         self._launched: LoggedStep | None = None  # whose values are not read yet
         self.train_seconds = self.eval_seconds = 0.0
         self._wait_seconds = 0.0  # for batches, since the last log
@@ -181,18 +184,21 @@ class Trainer:
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = self._to_stop = ""
         watch, report = self.recipe.callbacks.watch, self.tracker.event
-        self.spikes = SpikeHandler(watch, self.world.device, report, self.spike_state)
-        self._losses = self._begin_losses(*self.window)
+        self.spikes = SpikeHandler(watch, self.world.device, report, self.state.get("spikes", {}))
+        self._losses = self._begin_losses(self.state)
         self._saves_soon = False  # what the run went back to is to outlive a kill
         self._lr_factor = build_schedule(self.recipe.schedule, self.clock)
         self._draws_as = self.world.in_evaluation().data_rank  # those that share rows draw alike
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._started = time.perf_counter()
         self._training_settings = self.recipe.training_settings()
+        for callback in self.callbacks:
+            callback.restore(self.state.get("callbacks", {}))
 
-    def _begin_losses(self, sums: float | list[float] = 0.0, steps: int = 0) -> LossWindow:
+    def _begin_losses(self, state: dict[str, Any]) -> LossWindow:
         only_finite = self.spikes.config.not_finite != "stop"
-        return LossWindow(self.world.device, sums, steps, only_finite=only_finite)
+        window = state.get("window", (0.0, 0))
+        return LossWindow(self.world.device, *window, only_finite=only_finite)
 
     def fit(self) -> str:
         """Train to the end, or until a signal.
@@ -248,9 +254,9 @@ class Trainer:
         beat("start", self.batch)  # reading a checkpoint takes as long as it takes
         self._launched = None
         self._batches.close()
-        to = self.roll_back(why.decision.batch)
+        to = self.roll_back(self, why.decision.batch)
         self.batch = self.logged_batch = to.batch
-        self._losses = self._begin_losses(*to.state.get("window", ()))
+        self._losses = self._begin_losses(to.state)
         self._wait_seconds, self._saves_soon = 0.0, True
         self.spikes.go_back(why.decision, to.describe(), to.state.get("spikes"))
         for callback in self.callbacks:
@@ -444,7 +450,7 @@ class Trainer:
             callback.on_evaluate(self, metrics)
 
     def save(self, *, last: bool) -> None:
-        """Save now; the last checkpoint is whole when this returns. Every process calls it."""
+        """Save now; the last checkpoint is complete when this returns. Every process calls it."""
         beat("save", self.batch)
         self._finish_log()
         self._check_guard()

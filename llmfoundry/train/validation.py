@@ -25,7 +25,7 @@ from llmfoundry.train.preference import (
     answer_log_probs,
     baseline_of,
     is_pair,
-    share_right,
+    pair_accuracy,
 )
 from llmfoundry.train.step import Look
 
@@ -91,7 +91,7 @@ def validate_answers(
     autocast: Callable[[], AbstractContextManager[None]],
     data_group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """The objective's loss and metrics, the shares of pairs told apart, the better answers' loss.
+    """The objective's loss and metrics, accuracy over pairs, the better answers' loss.
 
     Shares count a tie as a half. Without a reference that the objective needs, such as when a
     checkpoint is measured by itself, there are no rewards.
@@ -192,7 +192,7 @@ def _told_apart(found: _Answers) -> dict[str, float]:
         "metrics/eval/PairAccuracy": found.log_probs[:, :-1] - found.log_probs[:, 1:],
         "metrics/eval/PairAccuracyPerToken": means[:, :-1] - means[:, 1:],
     }
-    return {name: share_right(m[pair]).mean().item() for name, m in margins.items()}
+    return {name: pair_accuracy(m[pair]).mean().item() for name, m in margins.items()}
 
 
 def _rewards(found: _Answers, objective: Preference) -> dict[str, float]:

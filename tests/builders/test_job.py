@@ -12,7 +12,7 @@ from llmfoundry.builders.job import (
     build_autocast,
     build_root,
     experts_refusal,
-    product_dtype,
+    matmul_dtype,
     served_precision,
     weight_dtype,
     with_defaults,
@@ -52,7 +52,7 @@ def test_weights_and_products_have_the_precisions_dtypes(
     assert {p.dtype for p in root.parameters()} == {weights} == {weight_dtype(precision)}
     x = torch.ones(2, 2, dtype=weights)
     with build_autocast(precision, CPU)():
-        assert (x @ x).dtype == products == product_dtype(precision)
+        assert (x @ x).dtype == products == matmul_dtype(precision)
 
 
 def test_a_model_of_any_size_is_built_without_memory(tmp_path: Path) -> None:

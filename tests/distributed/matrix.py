@@ -152,7 +152,7 @@ def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str
                     clipping=GradientClippingConfig("norm", CLIP),
                     data_group=world.data_group,
                     token_group=world.token_group,
-                    cut=token_sharding(root),
+                    shard_tokens=token_sharding(root),
                     reduce_scatter_each=not entry.once,
                 ),
                 number=step,

@@ -38,7 +38,7 @@ def make_trainer() -> Any:
         done=False,
         checkpointer=SimpleNamespace(is_writing=False),
         world=SimpleNamespace(size=1, device=torch.device("cpu")),
-        watch=SimpleNamespace(record=SimpleNamespace(skipped=0)),
+        spikes=SimpleNamespace(record=SimpleNamespace(skipped=0)),
         tracker=SimpleNamespace(event=lambda *a, **k: None),
     )
 

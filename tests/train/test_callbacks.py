@@ -131,7 +131,7 @@ def test_callbacks_see_gradients_before_clipping(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder()
-    monkeypatch.setattr(build, "build_callbacks", lambda job, state: [recorder])
+    monkeypatch.setattr(build, "build_callbacks", lambda job: [recorder])
     folder = train_here("seen", "gradient_clipping.clipping_threshold=0.01", *NO_EVALUATION)
     logged = {b: r["l2_norm/grad/global"] for b, r in rows(folder, "loss/train/total").items()}
     assert recorder.norms == pytest.approx(logged, rel=1e-5)

@@ -93,7 +93,7 @@ def test_a_run_that_went_wrong_ends_a_step_later_with_the_same_record(
     for run in (train_here, late_here):
         name = f"wrong-{run.__name__}"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "build_callbacks", lambda job, state: [Count()])
+            patch.setattr(build, "build_callbacks", lambda job: [Count()])
             with pytest.raises(UserError, match="not finite in step") as caught:
                 run(name, "optimizer.lr=1e30", "schedule.t_warmup=0ba", "save_interval=0ba")
         found.append((str(caught.value), logged(Path("runs") / name)))
@@ -152,7 +152,7 @@ def test_a_callback_says_whether_the_model_may_be_a_step_on(
             seen.append((trainer.logged_batch, trainer.batch))
 
     Look.may_lag = may_lag
-    monkeypatch.setattr(build, "build_callbacks", lambda job, state: [Look()])
+    monkeypatch.setattr(build, "build_callbacks", lambda job: [Look()])
     late_here(f"look-{may_lag}", "max_duration=5ba", "save_interval=3ba")
     flushed = [(3, 3), (5, 5)]  # before a checkpoint and at the end nothing is on its way
     late = [(1, 2), (2, 3), *flushed[:1], (4, 5), *flushed[1:]]

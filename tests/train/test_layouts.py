@@ -144,7 +144,7 @@ class Job:
                 clipping=GradientClippingConfig("norm", CLIP),
                 data_group=world.data_group,
                 token_group=world.token_group,
-                cut=token_sharding(self.root),
+                shard_tokens=token_sharding(self.root),
             ),
             number=number,
             guard=Guard(CPU),

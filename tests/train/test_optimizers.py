@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from llmfoundry.builders.job import product_dtype
+from llmfoundry.builders.job import matmul_dtype
 from llmfoundry.checkpoint.load import load_training_state
 from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
 from llmfoundry.distributed.launch import World
@@ -214,7 +214,7 @@ def test_muon_is_pytorchs_muon_on_each_matrix_and_adamw_elsewhere(
     model = make_model(**settings)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     gradients = make_gradients(model, 4)
-    optimizer = build_optimizer(model, make_optimizer_config("muon"), product_dtype=torch.bfloat16)
+    optimizer = build_optimizer(model, make_optimizer_config("muon"), matmul_dtype=torch.bfloat16)
     run(model, optimizer, gradients)
     found = 0
     for path, parameter in model.named_parameters():
@@ -253,7 +253,7 @@ def test_muon_multiplies_in_the_recipes_precision(
 
     monkeypatch.setattr("llmfoundry.train.optim.muon.orthogonal", spy)
     model, config = make_model(), make_optimizer_config("muon")
-    optimizer = build_optimizer(model, config, product_dtype=product_dtype(precision))
+    optimizer = build_optimizer(model, config, matmul_dtype=matmul_dtype(precision))
     run(model, optimizer, make_gradients(model, 1))
     assert computed == {dtype}
 

@@ -33,7 +33,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> Duration:
-        """Read `10ba`; raises ValueError that says what a duration looks like."""
+        """Read `10ba`; raises ValueError that shows what a duration looks like."""
         match = _FORM.fullmatch(str(text).strip())
         if match is None:
             raise ValueError(
@@ -85,7 +85,7 @@ class Clock:
 
     @cached_property
     def total(self) -> int:
-        """Batches in the whole run."""
+        """Batches of the run."""
         return max(1, math.ceil(self.batches(self.max_duration) - 1e-9))
 
     @cache  # noqa: B019  a run has one clock

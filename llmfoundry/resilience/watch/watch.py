@@ -225,7 +225,7 @@ class Watch(Callback):
 class ForwardTimer:
     """Times the forward passes of blocks while `is_on`.
 
-    In lockstep every process takes as long as the slowest for a step, so a step's time says
+    In lockstep every process takes as long as the slowest for a step, so a step's time shows
     nothing; but FSDP's and DDP's collectives are in hooks around a block's `forward`, and what is
     inside is this process's own. (Not so under tensor, expert and context parallelism, whose
     collectives are inside: there a group is as slow as its slowest.) Only some steps are timed; in

@@ -1,7 +1,7 @@
 """Muon for the blocks' matrices and AdamW for all else, as one optimizer.
 
 Muon (Jordan et al., 2024) makes the running gradient of a matrix orthogonal, so that a step moves
-all of its directions alike. That needs whole matrices: where FSDP has cut them into rows, as many
+all of its directions alike. That needs full matrices: where FSDP has sharded them by rows, as many
 as there are processes are brought together at a time, each on another process, which computes it
 and sends the rows back (all-to-all; no matrix is computed twice among the shards). Tensor ranks,
 which have a part of each of these, then exchange theirs in the same way.
@@ -125,7 +125,7 @@ class MatrixShard:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the whole matrix."""
+        """(rows, columns) of the full matrix."""
         shape, across = [sum(self.heights), self.weight.shape[1]], self.layout.tensor
         if across is not None:
             shape[across.dim] *= across.n
@@ -187,7 +187,7 @@ def _at_a_shard(layout: ShardLayout) -> int:
 
 
 def _orthogonal(updates: list[Tensor], turn: list[MatrixShard]) -> list[Tensor]:
-    """Each update made orthogonal, in its dtype; of a cut one what this process has of it."""
+    """Each update made orthogonal, in its dtype; of a sharded one this process's shard."""
     fsdp, each = turn[0].layout.fsdp, _at_a_shard(turn[0].layout)
     if fsdp is None:
         return [orthogonal(update) for update in updates]

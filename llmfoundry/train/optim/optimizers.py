@@ -43,17 +43,17 @@ def build_optimizer(
     config: OptimizerConfig,
     *,
     lora_plus_ratio: float = 1.0,
-    product_dtype: torch.dtype = torch.float32,
+    matmul_dtype: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over the parameters that train.
 
     Its first group holds those that no group of the recipe takes, if there are any.
 
     Args:
-        model: with parameters in the form (whole or sharded) in which they will be updated.
+        model: with parameters in the form (full or sharded) in which they will be updated.
         config: filled.
         lora_plus_ratio: learning rate of adapters' B over that of all else (LoRA+).
-        product_dtype: of matrix products under the recipe's precision.
+        matmul_dtype: of matrix products under the recipe's precision.
 
     Raises:
         UserError: a group matches nothing that is left to it, or a value of it has no effect.
@@ -72,15 +72,15 @@ def build_optimizer(
             for extra, part in split(parameters, model)
             if part
         ]
-    return new_optimizer(groups, config, product_dtype)
+    return new_optimizer(groups, config, matmul_dtype)
 
 
 def new_optimizer(
-    parameters: Groups, config: OptimizerConfig, product_dtype: torch.dtype = torch.float32
+    parameters: Groups, config: OptimizerConfig, matmul_dtype: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
     """The optimizer that a filled section names, over parameters or groups of them."""
     kind = OPTIMIZERS[config.name]
-    values = kind.values(config) | ({"dtype": product_dtype} if kind.multiplies else {})
+    values = kind.values(config) | ({"dtype": matmul_dtype} if kind.multiplies else {})
     optimizer: torch.optim.Optimizer = kind.load()(parameters, **values)
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # as PyTorch's fused ones do
     if not skips and not hasattr(type(optimizer), "found_inf"):
