@@ -46,14 +46,14 @@ def own_node() -> str:
     return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname()
 
 
-def on_stops(hear: Handler) -> dict[signal.Signals, Any]:
-    """From now on call `hear` at each of STOPS that is not ignored, as nohup has SIGHUP ignored.
+def on_stops(handler: Handler) -> dict[signal.Signals, Any]:
+    """From now on call `handler` at each of STOPS that is not ignored, as nohup ignores SIGHUP.
 
     Returns:
         What was called before, to be set again.
     """
-    heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, hear) for number in heard}
+    numbers = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
 
 
 def record_end(status: int, kind: str, lines: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Child processes that end with the process that they work for, however that ends.
+"""Child processes: how they are started, and that they end with the process that they work for.
 
 A process that is killed (kill -9, out of memory) cannot end its children, and the system does not
 either: a fork server stays the parent of its workers, and torchrun's processes are sessions of
@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -53,10 +58,49 @@ def keep_children(environment: MutableMapping[str, str] = os.environ) -> None:
     environment[_STARTERS] = " ".join(dict.fromkeys([*pids, str(os.getpid())]))
 
 
+def start_module(
+    name: str,
+    *words: str,
+    before: Sequence[str] = (),
+    env: Mapping[str, str] = os.environ,
+    **options: Any,
+) -> subprocess.Popen[Any]:
+    """Start `python -m NAME WORDS` of this package in a session of its own.
+
+    Args:
+        name: of the module.
+        words: its arguments.
+        before: words of a launcher.
+        env: the environment; the package is found from any working folder.
+        options: of Popen.
+    """
+    paths = [str(Path(__file__).resolve().parents[1]), env.get("PYTHONPATH")]
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", name, *words],
+        env={**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        start_new_session=True,
+        **options,
+    )
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process is there, and not merely waited for by nobody."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process and all that it has started, stopped ones too."""
+    with suppress(psutil.Error):
+        own = psutil.Process(pid)
+        for process in [*own.children(recursive=True), own]:
+            with suppress(psutil.Error):
+                process.kill()
+
+
 def _watch(pid: int) -> None:
     try:
         process = psutil.Process(pid)  # identified by its start time too, as ids are reused
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        while is_alive(process):
             time.sleep(_SECONDS)
     except psutil.NoSuchProcess:
         pass

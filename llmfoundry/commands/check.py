@@ -6,7 +6,6 @@ broken GPU is ended and named. Under torchrun, srun or in a run it is one of the
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -15,13 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
-
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World, join, slurm_environment, wanted_processes
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.files import read_json
-from llmfoundry.processes import keep_children
+from llmfoundry.processes import keep_children, kill_all
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -100,7 +97,7 @@ def _check(
 
 
 def _check_log(settings: HealthCheckConfig) -> None:
-    """Refuse a kernel log that is nowhere; of a machine that lacks it the check says so itself."""
+    """Refuse a kernel log that is nowhere; a machine that lacks it is in the report."""
     path = settings.kernel_log
     if path is not None and not Path(path).expanduser().is_file():
         raise UserError(
@@ -141,7 +138,9 @@ def _start(folder: Path, processes: int) -> int:
             if reported_at is not None and time.monotonic() - reported_at > _GRACE:
                 break
     finally:
-        _kill(started)
+        if started.poll() is None:
+            kill_all(started.pid)
+        started.wait()
     if _written(report) == before:
         status = started.returncode
         raise RunFailure(f"the check itself ended with status {status} and without a report")
@@ -149,24 +148,12 @@ def _start(folder: Path, processes: int) -> int:
 
 
 def _written(path: Path) -> tuple[int, int] | None:
-    """Tells one writing of a file from the next."""
+    """What distinguishes one writing of a file from the next."""
     try:
         found = path.stat()
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def _kill(started: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started, stopped ones too."""
-    if started.poll() is not None:
-        return
-    family = [psutil.Process(started.pid)]
-    family += family[0].children(recursive=True)
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    started.wait()
 
 
 def _leave(status: int) -> NoReturn:

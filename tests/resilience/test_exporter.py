@@ -43,8 +43,8 @@ def test_the_state_is_served_and_the_end_until_it_was_seen() -> None:
     first = samples(scrape(port))
     assert first["starting"] == 1 and first["checkpoint_step"] == -1
     assert "exit_status" not in first and "last_attempt_status" not in first
-    facts = {"state": "waiting", "attempts": 2, "restarts": 1, "last_status": -9, "checkpoint": 40}
-    exporter.update(**facts)
+    values = {"attempts": 2, "restarts": 1, "last_attempt_status": -9, "checkpoint_step": 40}
+    exporter.update("waiting", **values)
     text = scrape(port)
     found = samples(text)
     assert (found["attempts_total"], found["restarts_total"]) == (2, 1)

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from llmfoundry.heartbeat import PHASES
-from llmfoundry.resilience.hang.judge import HangLimits, RankReading, judge, refine, waits_in_torch
+from llmfoundry.recipe.resilience.hang import HangConfig
+from llmfoundry.resilience.hang.judge import RankReading, judge, refine, waits_in_torch
 from llmfoundry.resilience.hang.monitor import COLLECT, END, WATCH, Hub, HubClient, HubServer
 
-LIMITS = HangLimits()
+LIMITS = HangConfig()
+LIMITS.fill()
 USUAL = {"step": 0.8, "update": 0.2}
 
 
@@ -113,7 +115,7 @@ def test_the_first_steps_compile_and_later_ones_may_compile_again() -> None:
     assert judge(first, LIMITS) is None
     assert judge([replace(r, age=1801.0) for r in first], LIMITS) is not None
     later = [reading(r, "step", 299.0) for r in range(2)]
-    assert judge(later, replace(LIMITS, is_compiled=True)) is None
+    assert judge(later, LIMITS, is_compiled=True) is None
     assert judge(later, LIMITS) is not None
 
 

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from llmfoundry.events import read_events
 from llmfoundry.heartbeat import RECORDER, read_heartbeats
-from llmfoundry.resilience.hang.judge import HangLimits
+from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.resilience.hang.monitor import Settings
 from tests.tiny import ENV, ROOT
 
@@ -69,7 +69,8 @@ for step in range(1, 100_000):
         break
 stop_heartbeat()
 """
-LIMITS = HangLimits(step=2.0, data=2.0, stopped=2.0, callback=2.0)
+LIMITS = HangConfig(step_seconds=2.0, data_seconds=2.0, stopped_seconds=2.0, callback_seconds=2.0)
+LIMITS.fill()
 RANKS = 3
 
 
@@ -87,7 +88,8 @@ class Group:
         """Start all of them; `asleep`: the phase in which rank 1 sleeps at step 20."""
         env = ENV | {"PYTHONPATH": str(ROOT)} | ({RECORDER: str(self.recorder)} if recorder else {})
         self.run.mkdir()
-        facts = Settings(str(self.beats), str(self.run), "here", RANKS, ends, asdict(LIMITS))
+        config = asdict(replace(LIMITS, action="end" if ends else "report"))
+        facts = Settings(str(self.beats), str(self.run), "here", RANKS, config)
         words = ["-m", "llmfoundry.resilience.hang.monitor", json.dumps(asdict(facts))]
         commands = [["-c", RANK, str(self.beats), str(r), str(RANKS), asleep] for r in range(RANKS)]
         for command in [*commands, words]:
@@ -143,7 +145,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_all_are_ended(group: Group) 
     (event,) = read_events(group.run)
     assert (event["kind"], event["rank"], event["action"]) == ("hang", 1, "end")
     # It was woken for its stack, and beat once more; that is not when the run last went on.
-    assert sent - 30 < event["moved"] < time.monotonic() - LIMITS.stopped / 2
+    assert sent - 30 < event["moved"] < time.monotonic() - (LIMITS.stopped_seconds or 0) / 2
     stacks = Path(event["stacks"])
     for rank in range(RANKS):
         text = (stacks / f"rank-{rank}.txt").read_text()

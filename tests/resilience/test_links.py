@@ -225,7 +225,7 @@ def test_every_gpu_with_a_peak_has_a_memory_bandwidth() -> None:
 
 
 def alarms(pairs: dict[int, dict[tuple[int, int], list[float]]], kind: str) -> bool:
-    """Whether pairs that were measured several times lead to an alarm, as `sweep` goes on."""
+    """Whether pairs that were measured several times lead to an alarm, as in `run_check`."""
     n = 1 + max(b for own in pairs.values() for _, b in own)
     devices = [[Device(k, f"n{k}", "", kind, "X")] for k in range(n)]
     best = {size: {pair: values[0] for pair, values in own.items()} for size, own in pairs.items()}

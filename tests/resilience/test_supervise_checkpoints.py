@@ -18,15 +18,14 @@ from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.resilience.supervise.checkpoints import (
     START,
-    STOP,
     WAIT,
-    ListingVerdict,
     expected_newest,
     judge_listing,
     list_in_folder,
     list_in_store,
 )
 from llmfoundry.resilience.supervise.checkpoints import CheckpointListing as Listing
+from llmfoundry.resilience.supervise.decide import STOP, Decision
 from tests.data.s3_server import s3_server
 
 GONE = Listing(missing="runs/x/checkpoints")
@@ -34,9 +33,9 @@ AWAY = Listing(problem="s3://b/x: no answer", may_pass=True)
 REFUSED = Listing(problem="s3://b/x: access is refused")
 
 
-def judge(expected: int, look: Listing, waited: float = 0.0, looks: int = 1) -> ListingVerdict:
+def judge(expected: int, look: Listing, waited: float = 0.0, looks: int = 1) -> Decision:
     limits = SuperviseConfig(vanished_seconds=60.0, store_seconds=3600.0)
-    return judge_listing(expected, look, limits, place="runs/x", waited=waited, tries=looks)
+    return judge_listing(expected, look, limits, where="runs/x", waited=waited, tries=looks)
 
 
 def test_an_attempt_begins_where_nothing_is_lost() -> None:

@@ -79,73 +79,59 @@ class MachineFacts:
 
 def judge_paths(readings: Mapping[str, Sequence[PathReading]], *, least_free: int) -> list[Finding]:
     """Every path of every node: whether it answers, has room, and is there where others have it."""
-    there = {(r.key, r.path) for rs in readings.values() for r in rs if not r.is_missing}
-    found, sound = list[tuple[str, PathReading, str, str, str]](), set[tuple[str, str]]()
-    for node, own in readings.items():
-        for path in own:
-            name = (path.key, path.path)
-            for level, why, action in _path_answers(path, name in there, least_free):
-                found.append((node, path, level, why, action))
-                if level in (SOUND, NOTICE):
-                    sound.add(name)
-    findings = []
-    for node, path, level, why, action in found:
-        # where no node can use a path, it is the path that is to be mended, not a node
-        nodes = (node,) if level == BAD and (path.key, path.path) in sound else ()
-        said = f"{path.key}: {path.path}: {why}"
-        findings.append(Finding("paths", level, node, said, action, nodes))
-    return findings
+    every = [(node, path) for node, own in readings.items() for path in own]
+    there = {path.path for _, path in every if not path.is_missing}
+    judged = [
+        (node, path, *_judge_path(path, path.path in there, least_free)) for node, path in every
+    ]
+    usable = {path.path for _, path, level, _, _ in judged if level in (SOUND, NOTICE)}
+    found = []
+    for node, path, level, why, action in judged:
+        # where no node can use a path, it is the path that must be repaired, not a node
+        nodes = (node,) if level == BAD and path.path in usable else ()
+        why = f"{path.key}: {path.path}: {why}"
+        found.append(Finding("paths", level, node, why, action, nodes))
+    return found
 
 
-def _path_answers(
-    path: PathReading, is_elsewhere: bool, least_free: int
-) -> Iterator[tuple[str, str, str]]:
+def _judge_path(path: PathReading, is_elsewhere: bool, least_free: int) -> tuple[str, str, str]:
+    """Level, why and action."""
+    if path.is_missing and is_elsewhere:
+        return BAD, "is not there, but it is on other nodes", "mount it"
     if path.is_missing:
-        if is_elsewhere:
-            yield BAD, "is not there, but it is on other nodes", "mount it"
-        else:
-            yield UNCHECKED, "nothing is there (a hub's name, a pattern, or not made yet)", ""
-        return
+        return UNCHECKED, "nothing is there (a hub's name, a pattern, or not made yet)", ""
     if path.error:
         done = "written to" if path.is_written else "read"
-        yield BAD, f"cannot be {done}: {path.error}", "look at mount, rights and room"
-        return
+        return BAD, f"cannot be {done}: {path.error}", "look at mount, rights and room"
     if path.free is not None and path.free < least_free:
         free = f"{path.free / 1e9:.1f} GB are free, less than {least_free / 1e9:.1f}"
-        yield BAD, f"{free} (health_check.min_free_disk)", "make room"
-    elif path.free_names is not None and path.free_names < 1000:
-        yield BAD, f"only {path.free_names} files can still be made there", "make room"
-    elif path.seconds > SLOW:
-        yield NOTICE, f"took {path.seconds:.1f} s for 4 KB", "look at the file server"
-    else:
-        room = "" if path.free is None else f", {path.free / 1e9:,.0f} GB free"
-        yield SOUND, f"answers in {path.seconds * 1e3:.0f} ms{room}", ""
+        return BAD, f"{free} (health_check.min_free_disk)", "make room"
+    if path.free_names is not None and path.free_names < 1000:
+        return BAD, f"only {path.free_names} files can still be made there", "make room"
+    if path.seconds > SLOW:
+        return NOTICE, f"took {path.seconds:.1f} s for 4 KB", "look at the file server"
+    room = "" if path.free is None else f", {path.free / 1e9:,.0f} GB free"
+    return SOUND, f"answers in {path.seconds * 1e3:.0f} ms{room}", ""
 
 
 def judge_machines(machines: Mapping[str, MachineFacts]) -> list[Finding]:
     """Limits and shared memory of each node, and versions, which must be equal on all."""
     found = []
     for node, machine in machines.items():
-        problems = list(_too_small_limits(machine))
-        found += [Finding("host", NOTICE, node, why, action) for why, action in problems]
-        if not problems:
-            found.append(Finding("host", SOUND, node, "limits and shared memory suffice"))
+        small = [Finding("host", NOTICE, node, *answer) for answer in _too_small_limits(machine)]
+        found += small or [Finding("host", SOUND, node, "limits and shared memory suffice")]
     return [*found, *_differing_versions(machines)]
 
 
 def _too_small_limits(machine: MachineFacts) -> Iterator[tuple[str, str]]:
     files = machine.limits.get("open files")
     if files is not None and files < OPEN_FILES:
-        yield (
-            f"open files: at most {files}; large runs need {OPEN_FILES}",
-            f"ulimit -n {OPEN_FILES}",
-        )
+        why = f"open files: at most {files}; large runs need {OPEN_FILES}"
+        yield why, f"ulimit -n {OPEN_FILES}"
     locked = machine.limits.get("locked memory")
     if locked is not None and "nccl" in machine.versions:
-        yield (
-            f"locked memory: at most {locked >> 10} kB; InfiniBand needs it",
-            "ulimit -l unlimited",
-        )
+        why = f"locked memory: at most {locked >> 10} kB; InfiniBand needs it"
+        yield why, "ulimit -l unlimited"
     shared = machine.shared_memory
     if shared is None:
         yield "there is no /dev/shm", "mount a tmpfs there"
@@ -163,13 +149,12 @@ def _differing_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Findin
     for name in names:
         values = {node: m.versions.get(name, "missing") for node, m in machines.items()}
         usual, often = Counter(values.values()).most_common(1)[0]
-        others = {node: value for node, value in values.items() if value != usual}
         level = NOTICE if name == "kernel" else BAD
-        for node, value in others.items():
+        is_known = level == BAD and often > len(values) / 2
+        for node in [node for node, value in values.items() if value != usual]:
             differ = True
-            known = often > len(values) / 2
-            why = f"{name} {value}, but {usual} on {often} of {len(values)} nodes"
-            nodes = (node,) if level == BAD and known else ()
+            why = f"{name} {values[node]}, but {usual} on {often} of {len(values)} nodes"
+            nodes = (node,) if is_known else ()
             yield Finding("host", level, node, why, "install the same everywhere", nodes)
     if not differ:
         yield Finding("host", SOUND, "all nodes", f"{len(names)} versions are equal")
@@ -211,9 +196,6 @@ def read_machine() -> MachineFacts:
     for name, number in _LIMITS.items():
         soft = resource.getrlimit(number)[0]
         limits[name] = None if soft == resource.RLIM_INFINITY else soft
-    if hasattr(resource, "RLIMIT_NPROC"):
-        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        limits["processes"] = None if soft == resource.RLIM_INFINITY else soft
     shared = shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None
     return MachineFacts(limits, shared, _versions())
 
@@ -275,7 +257,7 @@ def _room(folder: Path) -> tuple[int, int | None]:
 
 
 def write_and_read(folder: Path) -> None:
-    """4 KB of chance to a new file of `folder`, on the disk, read again, and gone.
+    """Write 4 random KB to a new file of `folder`, on the disk, read them again, and remove it.
 
     Raises:
         OSError: it could not be written, or is not what was written.

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
 from llmfoundry.resilience.check.findings import BAD, NOTICE, Finding
@@ -91,7 +92,7 @@ XIDS: dict[int, tuple[str, str]] = {
     **dict.fromkeys((166, 170), (WATCH, "traffic on NVLink before its encryption was set up")),
 }
 VERDICT = 154  # "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
-BY_VERDICT = {"reset": RESET, "reboot": REBOOT, "drain": RESET}
+BY_VERDICT = {"none": WATCH, "reset": RESET, "reboot": REBOOT, "drain": RESET}
 MANY = 3  # of one machine: repeats of what is otherwise a program's own fault
 
 _XID = re.compile(
@@ -136,9 +137,17 @@ class LogEvent:
 def log_events(lines: Iterable[str]) -> Iterator[LogEvent]:
     """What the lines of a kernel log mean, in their order; other lines are left out."""
     for line in lines:
-        event = _gpu_event(line) or _switch_event(line) or _other_event(line)
-        if event is not None:
-            yield event
+        if match := _XID.search(line):
+            yield _gpu_event(int(match["code"]), match["pci"].lower(), match["text"] or "")
+        elif match := _SXID.search(line):
+            text = match["text"].strip()
+            is_fatal = "fatal" in text.lower() and not text.lower().startswith("non-fatal")
+            switch, code = f"NVSwitch {match['pci'].lower()}", f"SXid {match['code']}"
+            yield LogEvent(switch, code, text, FABRIC if is_fatal else WATCH, is_fatal)
+        else:
+            found = (other for other in _OTHERS if other[0].search(line))
+            for _, why, is_bad, action in islice(found, 1):
+                yield LogEvent("", "", why, action, is_bad)
 
 
 def judge_log(lines: Iterable[str], node: str) -> list[Finding]:
@@ -160,44 +169,17 @@ def judge_log(lines: Iterable[str], node: str) -> list[Finding]:
     return found
 
 
-def _gpu_event(line: str) -> LogEvent | None:
-    match = _XID.search(line)
-    if match is None:
-        return None
-    code, gpu, text = int(match["code"]), f"GPU {match['pci'].lower()}", match["text"] or ""
-    if code == VERDICT:
-        return _verdict(gpu, text)
+def _gpu_event(code: int, pci: str, text: str) -> LogEvent:
     action, why = XIDS.get(code, (WATCH, "unknown to this table; see NVIDIA's list of XIDs"))
     if code in NVLINK_5 and _NONFATAL.search(text):
         action, why = WATCH, f"{why}, not fatal"
-    return LogEvent(gpu, f"XID {code}", why, action, action in TAKE_OUT)
-
-
-def _verdict(gpu: str, text: str) -> LogEvent:
-    """Of the driver itself; what it changed to comes last."""
-    wanted = text.rpartition(" to ")[2].strip()
-    if "none" in wanted.lower():
-        return LogEvent(gpu, f"XID {VERDICT}", "the driver asks for nothing any more", WATCH, False)
-    action = next((a for word, a in BY_VERDICT.items() if word in wanted.lower()), RESET)
-    why = f"the driver asks for: {wanted or 'a recovery action'}"
-    return LogEvent(gpu, f"XID {VERDICT}", why, action, True)
-
-
-def _switch_event(line: str) -> LogEvent | None:
-    match = _SXID.search(line)
-    if match is None:
-        return None
-    text = match["text"].strip()
-    is_fatal = "fatal" in text.lower() and not text.lower().startswith("non-fatal")
-    switch = f"NVSwitch {match['pci'].lower()}"
-    return LogEvent(switch, f"SXid {match['code']}", text, FABRIC if is_fatal else WATCH, is_fatal)
-
-
-def _other_event(line: str) -> LogEvent | None:
-    for pattern, why, is_bad, action in _OTHERS:
-        if pattern.search(line):
-            return LogEvent("", "", why, action, is_bad)
-    return None
+    if code == VERDICT:  # what it changed to comes last
+        wanted = text.rpartition(" to ")[2].strip()
+        action = next((a for word, a in BY_VERDICT.items() if word in wanted.lower()), RESET)
+        why = f"the driver asks for: {wanted or 'a recovery action'}"
+        if action == WATCH:
+            why = "the driver asks for nothing any more"
+    return LogEvent(f"GPU {pci}", f"XID {code}", why, action, action in TAKE_OUT)
 
 
 _KMSG = Path("/dev/kmsg")
@@ -240,8 +222,7 @@ def read_log(path: str | None, *, hours: float, start: int | None = None) -> tup
             done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
         except (OSError, subprocess.SubprocessError):
             continue
-        lines = done.stdout.decode(errors="replace").splitlines()
-        if lines:
+        if lines := done.stdout.decode(errors="replace").splitlines():
             return list(recent(lines, hours=hours)), ""
     why = f"the kernel's log may not be read here ({reason})"
     return [], f"{why}; name a file: health_check.kernel_log"

@@ -27,7 +27,7 @@ from torch import Tensor
 from llmfoundry.models.counts import known_device
 from llmfoundry.ops.torch_private import leave_group, small_group
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding
-from llmfoundry.resilience.check.outliers import MOST_Z, TO_SIGMA, too_small
+from llmfoundry.resilience.check.outliers import MOST_Z, robust_sigma, too_small
 from llmfoundry.resilience.check.process_board import Board
 from llmfoundry.resilience.check.speeds import LIMITS, Device, least_to_most
 from llmfoundry.retry import within
@@ -75,16 +75,14 @@ def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
     rounds: list[list[Pair]] = []
     for pair in sorted(pairs):
         free = (r for r in rounds if not any({*pair} & {*other} for other in r))
-        own = next(free, None)
-        if own is None:
-            rounds.append([pair])
-        else:
-            own.append(pair)
+        if (own := next(free, None)) is None:
+            rounds.append(own := [])
+        own.append(pair)
     return rounds
 
 
 def all_reduce(group: Any, tensor: Tensor, pair: Pair) -> None:
-    """The sum over a group, waited for; tests put a slower one in its place."""
+    """The sum over a group, waited for; tests replace it by a slower one."""
     group.allreduce([tensor]).wait()
 
 
@@ -115,18 +113,12 @@ def measure(
     """GB/s by payload and pair, on rank 0; 0 where a pair gave no answer; {} on the others.
 
     Rounds are kept in step through the board, so that all pairs of a round load the network at one
-    time and a pair that hangs costs one time limit, not the check.
-
-    Args:
-        links: who and how.
-        rounds: disjoint pairs of units, each round at one time.
-        board: of the check.
-        device: of this process.
-        name: of this measurement: groups of another one meet elsewhere in the store.
+    time and a pair that hangs costs one time limit, not the check. `name`: groups of another
+    measurement meet elsewhere in the store.
     """
     found: dict[int, dict[Pair, float]] = {n_bytes: {} for n_bytes in links.payloads}
     for number, every in enumerate(rounds):
-        pairs = [pair for pair in every if not board.lost & {*links.ranks(pair)}]
+        pairs = [pair for pair in every if not board.lost.keys() & {*links.ranks(pair)}]
         own = next((pair for pair in pairs if board.rank in links.ranks(pair)), None)
         rates = None
         if own is not None:
@@ -214,9 +206,21 @@ class PairRates:
     """
 
     units: Sequence[Sequence[Device]]
-    rates: Mapping[int, Rates]
+    rates: Mapping[int, dict[Pair, float]]
     least: float | None = None
     groups: Sequence[Sequence[int]] = ()
+
+    def keep_best(self, again: Mapping[int, Rates]) -> None:
+        """Add another measurement of some of the pairs."""
+        for n_bytes, own in again.items():
+            for pair, rate in own.items():
+                self.rates[n_bytes][pair] = max(self.rates[n_bytes].get(pair, 0.0), rate)
+
+    def leave_out(self, units: set[int]) -> None:
+        """Forget all pairs of some units."""
+        for own in self.rates.values():
+            for pair in [pair for pair in own if units & {*pair}]:
+                del own[pair]
 
     def measured(self) -> set[Pair]:
         """All pairs, of any payload."""
@@ -343,19 +347,12 @@ def _slower_class(rates: Rates, *, effect: float, spread: float) -> dict[Pair, s
     logs = [math.log(rate) for rate, _ in known]
     gap, split = max((b - a, n + 1) for n, (a, b) in enumerate(pairwise(logs)))
     slow, fast = logs[:split], logs[split:]
-    sigma = max(spread, *(_sigma(part) for part in (slow, fast)))
+    sigma = max(spread, *(robust_sigma(part) for part in (slow, fast) if len(part) > 2))
     apart = statistics.median(fast) - statistics.median(slow)
     if len(fast) < 2 or gap < MOST_Z * sigma or apart < -math.log1p(-effect):
         return {}
     usual = math.exp(statistics.median(fast))
     return {pair: f"{_rate(rate)}, the faster pairs {_rate(usual)}" for rate, pair in known[:split]}
-
-
-def _sigma(logs: Sequence[float]) -> float:
-    if len(logs) < 3:
-        return 0.0
-    middle = statistics.median(logs)
-    return TO_SIGMA * statistics.median(abs(value - middle) for value in logs)
 
 
 @dataclass(frozen=True)
@@ -381,10 +378,7 @@ def blame(
 ) -> list[Blame]:
     """The fewest things that explain the slow pairs; those left over stand for themselves.
 
-    Args:
-        slow: pairs that are too slow.
-        measured: all pairs that were measured.
-        groups: units that are known to share a switch, each group a candidate.
+    `groups`: units that are known to share a switch, each group a candidate.
     """
     bad, seen = set(slow), set(measured)
     if len(bad) > 1 and bad == seen:

@@ -15,8 +15,8 @@ import importlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -65,10 +65,10 @@ class GpuReading:
         pci: its address on the bus, as the kernel log writes it.
         lost: the error, where nothing can be read at all.
         recovery_action: field 230; a key of RECOVERY, or 0.
-        remap_pending: rows of memory wait for a reset to be remapped.
-        remap_failed: no spare row was left.
         remapped_uncorrectable: rows that were remapped after an uncorrectable error.
-        pages_pending: pages wait for a reset to be retired (before Ampere).
+        remap_pending: whether rows of memory wait for a reset to be remapped.
+        remap_failed: whether no spare row was left.
+        pages_pending: whether pages wait for a reset to be retired (before Ampere).
         uncorrectable: ECC errors since the last reset.
         links_down: numbers of the NVLinks that are not up.
         links_up: how many are.
@@ -88,10 +88,10 @@ class GpuReading:
     pci: str = ""
     lost: str = ""
     recovery_action: int | None = None
-    remap_pending: bool | None = None
-    remap_failed: bool | None = None
     remapped_uncorrectable: int | None = None
-    pages_pending: bool | None = None
+    remap_pending: int | None = None
+    remap_failed: int | None = None
+    pages_pending: int | None = None
     uncorrectable: int | None = None
     links_down: Sequence[int] | None = None
     links_up: int | None = None
@@ -139,7 +139,7 @@ def _read(nvml: Any, index: int) -> GpuReading:
         rows = gpu.ask("nvmlDeviceGetRemappedRows") or (None, None, None, None)
         states = [gpu.ask("nvmlDeviceGetNvLinkState", n) for n in range(gpu.most_links)]
         pci = gpu.ask("nvmlDeviceGetPciInfo")
-        pages, power = gpu.field(PAGES_PENDING), gpu.ask("nvmlDeviceGetPowerUsage")
+        power = gpu.ask("nvmlDeviceGetPowerUsage")
         errors = [gpu.field(number) for number in (NVLINK_REPLAYS, NVLINK_RECOVERIES)]
         known_errors = [count for count in errors if count is not None]
         return GpuReading(
@@ -148,10 +148,10 @@ def _read(nvml: Any, index: int) -> GpuReading:
             uuid=gpu.ask("nvmlDeviceGetUUID") or "",
             pci=f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}" if pci else "",
             recovery_action=gpu.field(RECOVERY_ACTION),
-            remap_pending=None if rows[2] is None else bool(rows[2]),
-            remap_failed=None if rows[3] is None else bool(rows[3]),
             remapped_uncorrectable=rows[1],
-            pages_pending=None if pages is None else bool(pages),
+            remap_pending=rows[2],
+            remap_failed=rows[3],
+            pages_pending=gpu.field(PAGES_PENDING),
             uncorrectable=uncorrectable,
             links_down=[number for number, state in enumerate(states) if state == 0],
             links_up=sum(state == 1 for state in states),
@@ -216,9 +216,7 @@ def _others(found: Sequence[Any] | None) -> list[GpuProcess] | None:
     """Programs that neither are this one nor were started by, or beside, it."""
     if found is None:
         return None
-    ours = {os.getpid()}
-    if "RANK" in os.environ:  # the others have the same launcher
-        ours.add(os.getppid())
+    ours = {os.getpid(), *([os.getppid()] if "RANK" in os.environ else [])}  # the same launcher
     others = []
     for process in found:
         try:
@@ -345,14 +343,14 @@ def judge_gpus(readings: Sequence[GpuReading], node: str) -> list[Finding]:
     """Every rule on every GPU of a machine; one without a problem is a finding that it passed."""
     found, links = [], links_missing(readings)
     for gpu in readings:
-        answers = [answer for rule in RULES for answer in rule(gpu)]
-        answers += [links[gpu.index]] if gpu.index in links else []
+        answers = [*_answers(gpu), *links.get(gpu.index, ())]
         if gpu.lost:
             answers = [(BAD, f"lost: {gpu.lost}", REBOOT)]
         if not any(level == BAD for level, _, _ in answers):
-            answers.append((SOUND, _summary(gpu), ""))
-        missing = [_CALLED[f.name] for f in fields(gpu)
-                   if f.name in _CALLED and getattr(gpu, f.name) is None]  # fmt: skip
+            heat = "" if gpu.temperature is None else f", {gpu.temperature} degrees"
+            power = "" if gpu.power is None else f", {gpu.power:.0f} W"
+            answers.append((SOUND, (gpu.name or "GPU") + heat + power, ""))
+        missing = [name for field, name in _NEEDED.items() if getattr(gpu, field) is None]
         if missing and not gpu.lost:
             answers.append((UNCHECKED, f"the driver does not report: {', '.join(missing)}", ""))
         where = f"{node}, GPU {gpu.index}" + (f" ({gpu.pci})" if gpu.pci else "")
@@ -374,16 +372,12 @@ def _finding(level: str, where: str, why: str, action: str, node: str) -> Findin
     return Finding("gpus", level, where, why, action, (node,) if level == BAD else ())
 
 
-def recovery_action(gpu: GpuReading) -> Iterator[Answer]:
-    """The driver's own verdict, the best single check."""
-    if gpu.recovery_action:
+def _answers(gpu: GpuReading) -> Iterator[Answer]:
+    """Each rule on one GPU by itself; a rule with several GPUs is `links_missing`."""
+    if gpu.recovery_action:  # the driver's own verdict, the best single check
         what, action = RECOVERY.get(gpu.recovery_action, ("an unknown action", RESET))
         yield BAD, f"the driver asks for: {what}", action
-
-
-def memory_rows(gpu: GpuReading) -> Iterator[Answer]:
-    """Rows that wait to be remapped need a reset; no spare row left is the end of the card."""
-    if gpu.remap_failed:
+    if gpu.remap_failed:  # the end of the card
         yield BAD, "a row of memory could not be remapped: no spare rows are left", REPLACE
     if gpu.remap_pending:
         yield BAD, "rows of memory wait for a reset to be remapped", RESET
@@ -392,41 +386,21 @@ def memory_rows(gpu: GpuReading) -> Iterator[Answer]:
     if gpu.remapped_uncorrectable and not gpu.remap_failed:
         rows = gpu.remapped_uncorrectable
         yield NOTICE, f"rows remapped after uncorrectable errors so far: {rows}", ""
-
-
-def ecc(gpu: GpuReading) -> Iterator[Answer]:
-    """An uncorrectable error since the last reset: what was in memory was wrong once."""
-    if gpu.uncorrectable:
+    if gpu.uncorrectable:  # what was in memory was wrong once
         yield BAD, f"uncorrectable ECC errors since the last reset: {gpu.uncorrectable}", RESET
-
-
-def nvlink(gpu: GpuReading) -> Iterator[Answer]:
-    """Links that had to be trained again, and switches that have not let the GPU in."""
     if gpu.link_errors:
         yield NOTICE, f"NVLink recoveries and replays since the last reset: {gpu.link_errors}", ""
     if gpu.fabric:
         yield BAD, f"NVSwitch fabric: {gpu.fabric}", FABRIC
-
-
-def pcie(gpu: GpuReading) -> Iterator[Answer]:
-    """Lanes do not go away when a GPU is idle, as the link's generation does."""
+    # Lanes do not go away when a GPU is idle, as the link's generation does.
     if gpu.pcie_width and gpu.pcie_width_most and gpu.pcie_width < gpu.pcie_width_most:
         why = f"PCIe has {gpu.pcie_width} lanes of {gpu.pcie_width_most}"
         yield BAD, why, "drain the machine and reseat the card"
-
-
-def throttling(gpu: GpuReading) -> Iterator[Answer]:
-    """Slowed by its own protection: heat, power, a brake from outside."""
-    mask = gpu.clocks_event_reasons or 0
     for reasons, level in ((SLOWED, BAD), (WARM, NOTICE)):
-        names = [name for bit, name in reasons.items() if mask & bit]
-        if names:
+        mask = gpu.clocks_event_reasons or 0
+        if names := [name for bit, name in reasons.items() if mask & bit]:
             heat = f", {gpu.temperature} degrees" if gpu.temperature is not None else ""
             yield level, f"slowed: {', '.join(names)}{heat}", "look at cooling and power supply"
-
-
-def left_over(gpu: GpuReading) -> Iterator[Answer]:
-    """Programs that hold memory which a run would need."""
     for process in gpu.processes or ():
         held = f"process {process.pid} ({process.name or 'of another container'})"
         why = f"{held} holds {process.memory / 2**30:.1f} GiB of its memory"
@@ -434,16 +408,7 @@ def left_over(gpu: GpuReading) -> Iterator[Answer]:
         yield BAD if is_bad else NOTICE, why, "end that process, or run elsewhere"
 
 
-RULES: tuple[Callable[[GpuReading], Iterator[Answer]], ...] = (
-    recovery_action,
-    memory_rows,
-    ecc,
-    nvlink,
-    pcie,
-    throttling,
-    left_over,
-)
-_CALLED = {  # what the rules need, as the report names it where it cannot be read
+_NEEDED = {  # by the rules, as the report names it where it cannot be read
     "recovery_action": "recovery action",
     "remap_pending": "row remapping",
     "uncorrectable": "ECC errors",
@@ -454,30 +419,20 @@ _CALLED = {  # what the rules need, as the report names it where it cannot be re
 }
 
 
-def links_missing(readings: Sequence[GpuReading]) -> dict[int, Answer]:
+def links_missing(readings: Sequence[GpuReading]) -> dict[int, list[Answer]]:
     """By GPU: fewer NVLinks are up than on most others; NCCL then routes many times slower.
 
     Cards without a bridge have links that are never up, so only the others show what is usual.
     """
-    known = [gpu for gpu in readings if gpu.links_up is not None and not gpu.lost]
-    usual, often = (
-        Counter(gpu.links_up or 0 for gpu in known).most_common(1)[0] if known else (0, 0)
-    )
-    found: dict[int, Answer] = {}
-    for gpu in known:
-        up, down = gpu.links_up or 0, ", ".join(map(str, gpu.links_down or ()))
+    known = {gpu.index: (gpu.links_up, ", ".join(map(str, gpu.links_down or ())))
+             for gpu in readings if gpu.links_up is not None and not gpu.lost}  # fmt: skip
+    counts = Counter(up for up, _ in known.values())
+    usual, often = counts.most_common(1)[0] if counts else (0, 0)
+    found: dict[int, list[Answer]] = {}
+    for index, (up, down) in known.items():
         if up < usual and often > len(known) / 2:
             why = f"NVLink: {up} links are up, {usual} of the other GPUs' (down: {down})"
-            found[gpu.index] = (BAD, why, FABRIC)
+            found[index] = [(BAD, why, FABRIC)]
         elif up and down:
-            found[gpu.index] = (NOTICE, f"NVLink down: {down} ({up} are up)", FABRIC)
+            found[index] = [(NOTICE, f"NVLink down: {down} ({up} are up)", FABRIC)]
     return found
-
-
-def _summary(gpu: GpuReading) -> str:
-    parts = [gpu.name or "GPU"]
-    if gpu.temperature is not None:
-        parts.append(f"{gpu.temperature} degrees")
-    if gpu.power is not None:
-        parts.append(f"{gpu.power:.0f} W")
-    return ", ".join(parts)

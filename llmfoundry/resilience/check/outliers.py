@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Name = TypeVar("Name")
 
-TO_SIGMA = 1.4826  # of a MAD, where values are normal
 MOST_Z = 3.5
 CHANCE = 1e-3  # that any of the values, all of them sound, is beyond z: of many z is greater
 LEAST = 4  # values, to know what is usual; of fewer only the floor says something
@@ -82,14 +81,13 @@ def usual_limit(
     if len(known) < LEAST:
         return None, None
     logs = [math.log(value) for value in known]
-    median = statistics.median(logs)
-    mad = statistics.median(abs(value - median) for value in logs)
-    sigma = max(TO_SIGMA * mad, spread)
-    return math.exp(
-        min(median - most_z(len(logs)) * sigma, median + math.log1p(-effect))
-    ), math.exp(median)
+    median, sigma = statistics.median(logs), max(robust_sigma(logs), spread)
+    most_z = max(MOST_Z, statistics.NormalDist().inv_cdf(1 - CHANCE / len(logs)))
+    limit = min(median - most_z * sigma, median + math.log1p(-effect))
+    return math.exp(limit), math.exp(median)
 
 
-def most_z(n: int) -> float:
-    """How many standard deviations the furthest of n sound values may be away."""
-    return max(MOST_Z, statistics.NormalDist().inv_cdf(1 - CHANCE / n))
+def robust_sigma(values: Sequence[float]) -> float:
+    """The standard deviation of normal values, by their median absolute deviation (MAD)."""
+    median = statistics.median(values)
+    return 1.4826 * statistics.median(abs(value - median) for value in values)

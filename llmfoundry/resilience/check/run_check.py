@@ -1,8 +1,8 @@
 """The order of a check: who is here, machines, burn, pairs, verdict. All call `run_check`.
 
 `commands/check.py` calls it with the processes of a launcher, and `commands/train.py` before a run.
-One process of each node reads the machine; all compute; rank 0 decides by the pure files of this
-room and tells the others. The idea: whoever falls silent is named with the part that it was in.
+One process of each node reads the machine; all compute; rank 0 judges by the pure functions of this
+package and sends the verdict. The idea: whoever falls silent is named with the part that it was in.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,16 +39,21 @@ from llmfoundry.resilience.check.speeds import (
 )
 from llmfoundry.retry import Late, within
 
-Made = TypeVar("Made")
 _GPU_PAYLOADS, _CPU_PAYLOADS = ("64kb", "64mb", "1gb"), ("4kb", "256kb", "4mb")
-_numbers = itertools.count()  # of the checks of this process, which do not hear each other
+_numbers = itertools.count()  # of the checks of this process, which share a store
 CONFIRMED = 2  # times that a slow pair is measured again
-_CALLED = {"who": "the beginning", "machine": "the look at its machine", "burn": "products"}
+_PARTS = {
+    "who": "the beginning",
+    "machine": "the look at its machine",
+    "burn": "products",
+    "pairs": "all-reduces",
+}
+"""Topics of the board, up to a slash, as findings call them."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What touches hardware; tests put slower and wrong ones in their place."""
+    """What touches hardware; tests replace them by slower and wrong ones."""
 
     multiply: Multiply = torch.matmul
     all_reduce: links.AllReduce = links.all_reduce
@@ -72,20 +77,33 @@ def run_check(
         paths: what the recipe names.
         world: of processes that have joined.
         is_full: whether to compute and to pair, too.
-        publish: called with the report on rank 0, before the others learn the verdict and end.
-        tools: in place of the real ones.
+        publish: called with the report on rank 0, before the others get the verdict and end.
+        tools: instead of the real ones.
 
     Raises:
         RuntimeError: rank 0 has gone silent.
     """
-    once = _Sweep(settings, paths, world, tools or Tools())
-    report = once.run(is_full=is_full)
+    check = _Check(settings, paths, world, tools or Tools())
+    report = check.run(is_full=is_full)
     if world.rank == 0:
         publish(report)
-    return once.board.tell_last("level", report.level)
+    return str(check.board.broadcast_last("level", report.level))
 
 
-class _Sweep:
+@dataclass(frozen=True)
+class _Machine:
+    """What the leader of a node has read; a reason is empty where there are readings."""
+
+    gpus: list[nvml.GpuReading]
+    no_gpus: str
+    nvml_hangs: bool
+    log: list[str]
+    no_log: str
+    paths: list[host.PathReading]
+    facts: host.MachineFacts
+
+
+class _Check:
     """One check, on one process."""
 
     def __init__(
@@ -99,83 +117,75 @@ class _Sweep:
         store: dist.Store | None = None
         if world.size > 1:
             store = dist.PrefixStore(f"check/{next(_numbers)}", default_store())
-        patience = settings.timeout
-        self.board = Board(store, rank=world.rank, size=world.size, patience=patience)
+        self.board = Board(store, rank=world.rank, size=world.size, patience=settings.timeout)
+        # On rank 0 alone:
         self.findings: list[Finding] = []
-        self.nodes: dict[int, str] = {}
         self.devices: dict[int, Device] = {}
+        self.switches: dict[int, str] = {}
         self.failed: set[int] = set()  # ranks whose devices did not compute
 
     def run(self, *, is_full: bool) -> Report:
         """Every part in order; on other ranks than 0 the report is empty."""
         started = time.monotonic()
         self._meet()
-        self._look_at_machines()
-        speeds: dict[int, Speed] = {}
-        pairs: PairRates | None = None
-        if is_full:
-            speeds = self._burn()
-            pairs = self._pair()
+        self._read_machines()
+        speeds = self._burn() if is_full else {}
+        pairs = self._pair() if is_full else None
         if self.world.rank:
             return Report([], [])
-        told = ((at, speeds[rank]) for rank, at in self.devices.items() if rank in speeds)
+        every = [*self._silent(), *self.findings]
         report = Report(
-            sorted(self.findings, key=lambda finding: -finding.severity),
-            list(dict.fromkeys(self.nodes.values())),
-            speeds=[{"where": at.where, "model": at.name, **asdict(own)} for at, own in told],
+            sorted(every, key=lambda finding: -finding.severity),
+            list(dict.fromkeys(device.node for device in self.devices.values())),
+            speeds=[
+                {"where": at.where, "model": at.name, **asdict(speeds[rank])}
+                for rank, at in self.devices.items()
+                if rank in speeds
+            ],
             seconds=time.monotonic() - started,
         )
         return report if pairs is None else replace(report, **pairs.as_rows())
 
-    def _gather(self, topic: str, value: Any, *, seconds: float = 0.0) -> dict[int, Any]:
-        """As the board's; who has gone silent becomes a finding."""
-        before = {*self.board.lost}
-        came = self.board.gather(topic, value, seconds=seconds)
-        for rank in sorted(self.board.lost - before) if self.world.rank == 0 else ():
-            self._lose(rank, _CALLED.get(topic.partition("/")[0], topic))
-        return came
-
-    def _lose(self, rank: int, part: str) -> None:
-        node = self.nodes.get(rank, "")
-        why = f"no answer in {part}"
+    def _silent(self) -> Iterator[Finding]:
+        """Processes that did not answer, each with the part that it was in."""
         action = "look at that process and its GPU: it hangs, was stopped or has ended"
-        where = f"{node}, rank {rank}".lstrip(", ")
-        self.findings.append(Finding("processes", BAD, where, why, action, (node,) if node else ()))
+        for rank, topic in self.board.lost.items():
+            part = topic.partition("/")[0]
+            node = self.devices[rank].node if rank in self.devices else ""
+            where, nodes = f"{node}, rank {rank}".lstrip(", "), (node,) if node else ()
+            why = f"no answer in {_PARTS.get(part, part)}"
+            yield Finding("processes", BAD, where, why, action, nodes)
+
+    def _unchecked(self, check: str, where: str, why: str) -> None:
+        self.findings.append(Finding(check, UNCHECKED, where, why))
 
     def _meet(self) -> None:
         """Learn which node each process is on: two agents on one host are two nodes."""
         env = os.environ
         group = env.get("GROUP_RANK") or env.get("SLURM_NODEID") or "0"
-        who = {"host": own_node(), "group": group, "switch": env.get("SLURM_TOPOLOGY_ADDR", "")}
-        came = self._gather("who", who | self._device(), seconds=self.settings.timeout)
-        groups: dict[str, dict[str, None]] = {}
-        for said in came.values():
-            groups.setdefault(said["host"], {})[said["group"]] = None
-        for rank, said in came.items():
-            several = len(groups[said["host"]]) > 1
-            self.nodes[rank] = f"{said['host']}#{said['group']}" if several else said["host"]
-            label = f"rank {rank}" if said["kind"] == "cpu" else f"GPU {said['index']}"
-            named = {key: said[key] for key in ("kind", "name", "numa", "has_nvlink")}
-            self.devices[rank] = Device(rank, self.nodes[rank], label, **named)
-        self.switches = {rank: said["switch"] for rank, said in came.items()}
+        own = own_node(), group, env.get("SLURM_TOPOLOGY_ADDR", ""), self._device()
+        came = self.board.gather("who", own, seconds=self.settings.timeout)
+        agents = Counter(name for name, _ in {(name, group) for name, group, *_ in came.values()})
+        for rank, (name, group, switch, device) in came.items():
+            node = f"{name}#{group}" if agents[name] > 1 else name
+            self.devices[rank] = replace(device, node=node)
+            self.switches[rank] = switch
         leaders: dict[str, int] = {}
-        for rank, node in self.nodes.items():
-            leaders.setdefault(node, rank)
-        self.leaders = self.board.tell("leaders", sorted(leaders.values()))
+        for rank, device in self.devices.items():
+            leaders.setdefault(device.node, rank)
+        self.leaders: list[int] = self.board.broadcast("leaders", [*leaders.values()])
 
-    def _device(self) -> dict[str, Any]:
-        """What this process computes on."""
-        facts: dict[str, Any] = {"kind": "cpu", "name": processor(), "numa": None}
-        facts |= {"index": self.world.local_rank, "has_nvlink": False}
-        if self.world.device.type != "cuda":
-            return facts
-        found = torch.cuda.get_device_properties(self.world.device)
-        facts |= {"kind": "cuda", "name": found.name}
+    def _device(self) -> Device:
+        """What this process computes on; its node is not known yet."""
+        rank, device = self.world.rank, self.world.device
+        if device.type != "cuda":
+            return Device(rank, "", f"rank {rank}", "cpu", processor())
+        found, index = torch.cuda.get_device_properties(device), self.world.local_rank
+        linked, numa = False, None
         for reading in self._gpus()[0]:
             if reading.uuid.removeprefix("GPU-") == str(found.uuid):
-                linked = bool(reading.links_up)
-                facts |= {"index": reading.index, "has_nvlink": linked, "numa": _numa(reading.pci)}
-        return facts
+                index, linked, numa = reading.index, bool(reading.links_up), _numa(reading.pci)
+        return Device(rank, "", f"GPU {index}", "cuda", found.name, numa, linked)
 
     def _gpus(self) -> tuple[list[nvml.GpuReading], str, bool]:
         """Of this machine, else why there are none, and whether that is because NVML hangs."""
@@ -184,157 +194,127 @@ class _Sweep:
         except Late as error:
             return [], f"NVML hangs: {error}", True
 
-    def _look_at_machines(self) -> None:
+    def _read_machines(self) -> None:
         """GPU counters, kernel log, paths, limits, versions, clocks: once a node."""
-        is_leader = self.world.rank in self.leaders
-        said = self._read_machine() if is_leader else None
+        own = self._read_machine() if self.world.rank in self.leaders else None
         limit = 2 * (self.settings.timeout + kernel_log.PATIENCE)  # GPUs, paths; log
-        came = self._gather("machine", said, seconds=limit)
-        ahead = self._ticks()
-        skews = self._gather("clock", ahead)
-        if self.world.rank:
-            return
-        by_node = {self.nodes[rank]: value for rank, value in came.items() if value}
-        for node, value in by_node.items():
-            readings = [_reading(raw) for raw in value["gpus"]]
-            if value["nvml_hangs"]:
-                why = value["no_gpus"]
-                self.findings.append(Finding("gpus", BAD, node, why, kernel_log.REBOOT, (node,)))
-            elif value["no_gpus"]:
-                self._unchecked("gpus", node, value["no_gpus"])
-            if value["no_log"]:
-                self._unchecked("kernel log", node, value["no_log"])
-            else:
-                self.findings += kernel_log.judge_log(value["log"], node)
-            self.findings += nvml.judge_gpus(readings, node)
-        counts = {n: len(v["gpus"]) for n, v in by_node.items() if not v["nvml_hangs"]}
+        came = self.board.gather("machine", own, seconds=limit)
+        skews = self.board.gather("clock", self._clock_skew())
+        if self.world.rank == 0:
+            leading = {rank: self.devices[rank].node for rank in self.leaders}
+            machines = {node: came[rank] for rank, node in leading.items() if rank in came}
+            clocks = {node: skews[rank] for rank, node in leading.items() if rank in skews}
+            self._judge_machines(machines)
+            self.findings += host.judge_clocks(clocks, most=self.settings.max_clock_skew)
+
+    def _judge_machines(self, machines: dict[str, _Machine]) -> None:
+        for node, machine in machines.items():
+            if machine.nvml_hangs:
+                action = kernel_log.REBOOT
+                self.findings.append(Finding("gpus", BAD, node, machine.no_gpus, action, (node,)))
+            elif machine.no_gpus:
+                self._unchecked("gpus", node, machine.no_gpus)
+            if machine.no_log:
+                self._unchecked("kernel log", node, machine.no_log)
+            self.findings += kernel_log.judge_log(machine.log, node)
+            self.findings += nvml.judge_gpus(machine.gpus, node)
+        counts = {node: len(m.gpus) for node, m in machines.items() if not m.nvml_hangs}
         self.findings += nvml.judge_gpu_counts(counts)
-        answers = {n: [host.PathReading(**p) for p in v["paths"]] for n, v in by_node.items()}
+        paths = {node: machine.paths for node, machine in machines.items()}
         least = n_bytes(self.settings.min_free_disk)
-        self.findings += host.judge_paths(answers, least_free=least)
-        machines = {n: host.MachineFacts(**v["machine"]) for n, v in by_node.items()}
-        self.findings += host.judge_machines(machines)
-        clocks = {self.nodes[r]: by for r, by in skews.items() if r in self.leaders}
-        self.findings += host.judge_clocks(clocks, most=self.settings.max_clock_skew)
+        self.findings += host.judge_paths(paths, least_free=least)
+        facts = {node: machine.facts for node, machine in machines.items()}
+        self.findings += host.judge_machines(facts)
 
-    def _read_machine(self) -> dict[str, Any]:
-        """What this node's leader finds, as JSON knows it."""
-        readings, no_gpus, nvml_hangs = self._gpus()
-        lines, no_log = kernel_log.read_log(
-            self.settings.kernel_log, hours=self.settings.kernel_log_hours
+    def _read_machine(self) -> _Machine:
+        """What this node's leader finds; of the log, lines with a meaning."""
+        config = self.settings
+        lines, no_log = kernel_log.read_log(config.kernel_log, hours=config.kernel_log_hours)
+        patience = config.timeout / max(1, len(self.paths))
+        return _Machine(
+            *self._gpus(),
+            log=[line for line in lines if any(kernel_log.log_events([line]))],
+            no_log=no_log,
+            paths=[host.try_path(path, patience=patience) for path in self.paths],
+            facts=host.read_machine(),
         )
-        known = [line for line in lines if any(True for _ in kernel_log.log_events([line]))]
-        patience = self.settings.timeout / max(1, len(self.paths))
-        answers = [asdict(host.try_path(path, patience=patience)) for path in self.paths]
-        return {
-            "gpus": [asdict(reading) for reading in readings],
-            "no_gpus": no_gpus,
-            "nvml_hangs": nvml_hangs,
-            "log": known,
-            "no_log": no_log,
-            "paths": answers,
-            "machine": asdict(host.read_machine()),
-        }
 
-    def _ticks(self) -> float:
-        """This machine's clock beside rank 0's."""
+    def _clock_skew(self) -> float:
+        """Seconds by which this machine's clock is ahead of rank 0's."""
         ahead = []
         for n in range(5):
             if self.world.rank == 0:
                 time.sleep(0.01)
-            said = self.board.tell(f"tick/{n}", self.tools.now())
-            ahead.append(self.tools.now() - said)
+            theirs = self.board.broadcast(f"tick/{n}", self.tools.now())
+            ahead.append(self.tools.now() - theirs)
         return min(ahead, key=abs)  # each is off by the time that the message took
 
-    def _unchecked(self, check: str, where: str, why: str) -> None:
-        self.findings.append(Finding(check, UNCHECKED, where, why))
-
     def _burn(self) -> dict[int, Speed]:
-        """Products and copies on every device, of slow ones twice."""
-        seconds = self.settings.burn_seconds
-        first = self._speeds("burn", seconds)
-        again = self.board.tell("burn/again", sorted(slow_devices(self.devices, first)))
+        """Products and copies on every device, of slow ones twice; on rank 0, by rank."""
+        first = self._speeds("burn", range(self.world.size))
+        again = self.board.broadcast("burn/again", sorted(slow_devices(self.devices, first)))
         if again:
-            second = self._speeds("burn/2", seconds, only=again)
+            second = self._speeds("burn/2", again)
             first |= {rank: first[rank].better(speed) for rank, speed in second.items()}
-        if self.world.rank == 0:
-            self.failed = {rank for rank, speed in first.items() if speed.error}
-            self.findings += judge_speeds(self.devices, first)
+        self.failed = {rank for rank, speed in first.items() if speed.error}
+        self.findings += judge_speeds(self.devices, first)
         return first
 
-    def _speeds(
-        self, topic: str, seconds: float, *, only: Iterable[int] | None = None
-    ) -> dict[int, Speed]:
-        said: dict[str, Any] = {}
+    def _speeds(self, topic: str, ranks: Iterable[int]) -> dict[int, Speed]:
+        """What some of the devices reach."""
+        found, seconds = None, self.settings.burn_seconds
         limit = 2 * seconds + self.settings.timeout
-        if only is None or self.world.rank in only:
+        if self.world.rank in ranks:
             own = partial(burn, self.world.device, seconds, multiply=self.tools.multiply)
             try:
-                said = asdict(within(limit, own))
+                found = within(limit, own)
             except RuntimeError as error:
-                said = {"error": str(error).splitlines()[0][:200]}
-        came = self._gather(topic, said, seconds=limit)
-        return {rank: Speed(**value) for rank, value in came.items() if value}
+                found = Speed(error=str(error).splitlines()[0][:200])
+        came = self.board.gather(topic, found, seconds=limit)
+        return {rank: speed for rank, speed in came.items() if speed is not None}
 
     def _pair(self) -> PairRates | None:
-        """All-reduces between all pairs; slow ones must be slow each time that they are asked."""
-        units: list[list[int]] = self.board.tell("units", self._units())
+        """All-reduces between all pairs; those that are slow must be so in each measurement."""
+        units: list[list[int]] = self.board.broadcast("units", self._units())
+        is_main = self.world.rank == 0
         if len(units) < 2:
-            if self.world.rank == 0:
-                what = "node" if self.settings.pairs_of == "nodes" else "process"
-                self._unchecked("pairs", "the network", f"one {what} alone has no pair")
+            what = "node" if self.settings.pairs_of == "nodes" else "process"
+            self._unchecked("pairs", "the network", f"one {what} alone has no pair")
             return None
-        first = self._rates(
-            "pairs", units, tournament(len(units), rounds=self.settings.pair_rounds)
-        )
+        first = tournament(len(units), rounds=self.settings.pair_rounds)
         found = PairRates(
-            [[self.devices[rank] for rank in unit] for unit in units]
-            if not self.world.rank
-            else [],
-            first,
+            [[self.devices[rank] for rank in unit] for unit in units] if is_main else [],
+            self._rates("pairs", units, first),
             least=self.settings.min_bus_bandwidth,
-            groups=self._switch_groups(units),
+            groups=self._switch_groups(units) if is_main else [],
         )
-        slow = found.slow() if self.world.rank == 0 else {}
+        slow = found.slow() if is_main else {}
         for attempt in range(CONFIRMED):
-            again = self.board.tell(f"pairs/{attempt}/again", disjoint(slow))
+            again = self.board.broadcast(f"again/{attempt}", disjoint(slow))
             if not again:
                 break
-            rounds = [[(a, b) for a, b in pairs] for pairs in again]
-            for n, rates in self._rates(f"pairs{attempt}", units, rounds).items():
-                for pair, rate in rates.items():
-                    first[n][pair] = max(first[n].get(pair, 0.0), rate)
-            if self.world.rank == 0:
-                slow = {pair: why for pair, why in found.slow().items() if pair in slow}
-        if self.world.rank == 0:
-            self._leave_out_lost(units, first)
-            slow = {pair: why for pair, why in slow.items() if pair in _pairs(first)}
+            found.keep_best(self._rates(f"pairs/again {attempt}", units, again))
+            still = found.slow() if is_main else {}
+            slow = {pair: why for pair, why in still.items() if pair in slow}
+        if is_main:
+            lost = {n for n, unit in enumerate(units) if self.board.lost.keys() & {*unit}}
+            found.leave_out(lost)  # not the fault of links
+            slow = {pair: why for pair, why in slow.items() if not lost & {*pair}}
             self.findings += judge_pairs(found, slow)
         return found
 
-    def _leave_out_lost(
-        self, units: Sequence[Sequence[int]], rates: dict[int, dict[Pair, float]]
-    ) -> None:
-        """Pairs of a process that has gone silent say nothing about links."""
-        for own in rates.values():
-            for pair in [*own]:
-                if any(self.board.lost & {*units[unit]} for unit in pair):
-                    del own[pair]
-
     def _units(self) -> list[list[int]]:
         """Ranks of each unit that is paired."""
-        alive = [rank for rank in self.nodes if rank not in self.board.lost | self.failed]
+        alive = [rank for rank in self.devices if rank not in self.board.lost.keys() | self.failed]
         by_node: dict[str, list[int]] = {}
         for rank in alive:
-            by_node.setdefault(self.nodes[rank], []).append(rank)
+            by_node.setdefault(self.devices[rank].node, []).append(rank)
         of = self.settings.pairs_of
         is_by_node = of == "nodes" or (of == "auto" and len(by_node) > 1)
         return list(by_node.values()) if is_by_node else [[rank] for rank in alive]
 
     def _switch_groups(self, units: Sequence[Sequence[int]]) -> list[list[int]]:
         """Units of one switch, by Slurm's `spine1.leaf3.node7`, at every height."""
-        if self.world.rank:
-            return []
         groups: dict[str, list[int]] = {}
         for number, unit in enumerate(units):
             parts = self.switches.get(unit[0], "").split(".")[:-1]
@@ -348,30 +328,12 @@ class _Sweep:
         is_gpu = self.world.device.type == "cuda"
         sizes = self.settings.payloads or (_GPU_PAYLOADS if is_gpu else _CPU_PAYLOADS)
         payloads = [n_bytes(size) for size in sizes]
-        asked = links.Links(units, payloads, self.settings.timeout, self.tools.all_reduce)
-        before = {*self.board.lost}
-        found = links.measure(asked, rounds, self.board, self.world.device, name=name)
-        for rank in sorted(self.board.lost - before) if self.world.rank == 0 else ():
-            self._lose(rank, "all-reduces")
-        return found
-
-
-def _pairs(rates: Mapping[int, Mapping[Pair, float]]) -> set[Pair]:
-    return {pair for own in rates.values() for pair in own}
-
-
-def _reading(raw: Mapping[str, Any]) -> nvml.GpuReading:
-    """A reading that came as JSON."""
-    found = dict(raw)
-    if found["processes"] is not None:
-        found["processes"] = tuple(nvml.GpuProcess(**process) for process in found["processes"])
-    if found["links_down"] is not None:
-        found["links_down"] = tuple(found["links_down"])
-    return nvml.GpuReading(**found)
+        chosen = links.Links(units, payloads, self.settings.timeout, self.tools.all_reduce)
+        return links.measure(chosen, rounds, self.board, self.world.device, name=name)
 
 
 def _numa(pci: str) -> int | None:
-    """The socket that a card is at, as Linux says."""
+    """The socket that a card is at, by Linux."""
     try:
         text = Path(f"/sys/bus/pci/devices/{pci}.0/numa_node").read_text(encoding="ascii")
     except OSError:

@@ -213,22 +213,18 @@ def slow_devices(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> 
 
 def judge_speeds(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> list[Finding]:
     """Devices that fail, compute wrongly, or are slow; and what the others reach."""
-    found = []
-    for rank, speed in speeds.items():
-        at = devices[rank]
-        if speed.error:
-            why = f"failed: {speed.error}"
-        elif speed.mismatches:
-            why = f"computed wrongly: {speed.mismatches} repeats of one product differ"
-        else:
-            continue
-        found.append(Finding("compute", BAD, at.where, why, REPLACE, (at.node,)))
-    wrong = {finding.where for finding in found}
+    wrong = {
+        rank: f"computed wrongly: {speed.mismatches} repeats of one product differ"
+        for rank, speed in speeds.items()
+        if speed.mismatches
+    } | {rank: f"failed: {speed.error}" for rank, speed in speeds.items() if speed.error}
+    answers = [(rank, "compute", why, REPLACE) for rank, why in sorted(wrong.items())]
     action = "look at clocks, heat and power; replace it if nothing helps"
     for rank, check, why in [*_slow(devices, speeds), *_disagreeing(devices, speeds)]:
-        at = devices[rank]
-        if at.where not in wrong:
-            found.append(Finding(check, BAD, at.where, why, action, (at.node,)))
+        if rank not in wrong:
+            answers.append((rank, check, why, action))
+    found = [Finding(check, BAD, devices[rank].where, why, action, (devices[rank].node,))
+             for rank, check, why, action in answers]  # fmt: skip
     return [*found, *_reached(devices, speeds)]
 
 

@@ -87,11 +87,9 @@ class Ranks:
                 self._known[rank].kill()
 
     def stacks(self, target: Path, *, wake: bool) -> dict[int, bool | None]:
-        """Write stacks and the system's facts of each process to `target`.
+        """Write stacks and the system's facts of each process to the new folder `target`.
 
-        Args:
-            target: a folder, which is made.
-            wake: continue stopped processes for that, as they are to be ended anyway.
+        `wake`: continue stopped processes for that, as they are to be ended anyway.
 
         Returns:
             Of each rank whether its main thread is in PyTorch; None: it gave no stack.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from llmfoundry.heartbeat import LEARNED, PHASES
+from llmfoundry.recipe.resilience.hang import HangConfig
 
 _FACTOR = 5.0  # times the longest step, as in NVIDIA's resiliency extension
 _LEAST, _LEAST_COMPILED = 30.0, 300.0  # seconds; a compiled block may be recompiled
@@ -56,39 +57,6 @@ class RankReading:
 
 
 @dataclass(frozen=True)
-class HangLimits:
-    """Seconds that processes may spend in a phase: `recipe.resilience.hang.HangConfig`, filled."""
-
-    step: float | None = None
-    first_step: float = 1800.0
-    stopped: float = 30.0
-    data: float = 900.0
-    save: float = 1800.0
-    evaluation: float = 14_400.0
-    callback: float = 1800.0
-    notice: float = 60.0
-    is_compiled: bool = False
-
-    def of(self, phase: str, longest: float | None, *, callback: str = "") -> float:
-        """The limit of a phase, or of a callback in whichever phase it is called.
-
-        `longest`: seconds of the longest recent step of any process, if known.
-        """
-        if callback:
-            return self.callback
-        if phase in LEARNED:
-            if self.step is not None:
-                return self.step
-            if longest is None:
-                return self.first_step
-            least = _LEAST_COMPILED if self.is_compiled else _LEAST
-            return max(least, _FACTOR * longest)
-        limits = {"data": self.data, "save": self.save}
-        limits |= {"evaluation": self.evaluation, "callbacks": self.callback}
-        return limits.get(phase, float("inf"))
-
-
-@dataclass(frozen=True)
 class HangVerdict:
     """`culprits` hang; all processes, where those that hang cannot be distinguished.
 
@@ -123,16 +91,18 @@ class HangVerdict:
         return f"{who} {verb} {where}: {self.why}"
 
 
-def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | None:
-    """Who hangs, if the run is stuck for too long; who is behind, after `limits.notice` seconds.
+def judge(
+    readings: Sequence[RankReading], config: HangConfig, *, is_compiled: bool = False
+) -> HangVerdict | None:
+    """Who hangs, if the run is stuck for too long; who is behind, after `notice_seconds`.
 
-    Args:
-        readings: of every process that still runs.
-        limits: of each phase.
+    `readings`: of every process that still runs; `config`: filled; `is_compiled`: whether steps may
+    compile once more.
     """
+    assert config.stopped_seconds is not None and config.notice_seconds is not None
     if not readings:
         return None
-    stopped = [r for r in readings if r.stopped_for > limits.stopped]
+    stopped = [r for r in readings if r.stopped_for > config.stopped_seconds]
     if stopped:
         states = " and ".join(sorted({r.state for r in stopped}))
         return _verdict(stopped, f"process state: {states}")
@@ -141,16 +111,39 @@ def judge(readings: Sequence[RankReading], limits: HangLimits) -> HangVerdict | 
     last = [r for r in readings if r.position == behind]
     steps = [sum(r.longest.values()) for r in readings if r.longest]
     longest, alone = max(steps, default=None), len(last) < len(readings)
-    limit = max(limits.of(r.phase, longest, callback=r.callback) for r in last)
-    if min(r.age for r in last) > limit and still > min(limit, limits.stopped):
+    limit = max(_limit(r, longest, config, is_compiled) for r in last)
+    if min(r.age for r in last) > limit and still > min(limit, config.stopped_seconds):
         halted = [r for r in last if r.stopped_for > 0]  # not yet for long, but it explains all
         if halted:
             return _verdict(halted, f"process state: {halted[0].state}")
         why = "all others wait for it" if alone else "all processes are in this phase"
         return _verdict(last, why)
-    if alone and still > limits.notice:
+    if alone and still > config.notice_seconds:
         return _verdict(last, "they are in a later phase", is_final=False)
     return None
+
+
+def _limit(
+    reading: RankReading, longest: float | None, config: HangConfig, is_compiled: bool
+) -> float:
+    """Seconds for a callback, in whichever phase, or a phase.
+
+    `longest`: of the longest recent step of any process, if known.
+    """
+    if reading.phase in LEARNED and not reading.callback:
+        if config.step_seconds is not None:
+            return config.step_seconds
+        if longest is not None:
+            return max(_LEAST_COMPILED if is_compiled else _LEAST, _FACTOR * longest)
+    limits = {
+        **dict.fromkeys(LEARNED, config.first_step_seconds),
+        "data": config.data_seconds,
+        "evaluation": config.evaluation_seconds,
+        "callbacks": config.callback_seconds,
+        "save": config.save_seconds,
+    }
+    limit = limits.get("callbacks" if reading.callback else reading.phase)
+    return float("inf") if limit is None else limit
 
 
 def refine(verdict: HangVerdict, readings: Sequence[RankReading]) -> HangVerdict:

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import add_event
+from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS, Ranks
-from llmfoundry.resilience.hang.judge import HangLimits, HangVerdict, RankReading, judge, refine
+from llmfoundry.resilience.hang.judge import HangVerdict, RankReading, judge, refine
 
 FOLDER = "hangs"
 """Below a run's folder: the stacks of those that hung."""
@@ -51,8 +52,8 @@ class Settings:
         run_folder: the run's.
         node: the name of this machine.
         ranks: processes of the whole run.
-        ends: whether a run that hangs is ended.
-        limits: fields of `judge.HangLimits`.
+        config: fields of the recipe's section, filled.
+        is_compiled: whether steps may compile once more.
         hub: the address of the hub; empty: it is here.
         listen: the host of this machine at which the hub listens; empty: there is no other machine.
     """
@@ -61,8 +62,8 @@ class Settings:
     run_folder: str
     node: str
     ranks: int
-    ends: bool
-    limits: dict[str, Any]
+    config: dict[str, Any]
+    is_compiled: bool = False
     hub: str = ""
     listen: str = ""
 
@@ -75,7 +76,9 @@ class Monitor:
         self._settings = settings
         self._folder = Path(settings.run_folder)
         self._ranks = Ranks(Path(settings.heartbeats), settings.node)
-        self._hub = Hub(HangLimits(**settings.limits), ranks=settings.ranks)
+        config = HangConfig(**settings.config)
+        self._ends = config.action == "end"
+        self._hub = Hub(config, ranks=settings.ranks, is_compiled=settings.is_compiled)
         self._client = HubClient(settings.hub) if settings.hub else self._hub
         self._waits: dict[int, bool | None] = {}
         self._collected, self._noticed = False, (0, 0)
@@ -107,7 +110,7 @@ class Monitor:
         elif order == COLLECT and not self._collected:
             with suppress(OSError):  # the disk may be what hangs or is full
                 target = self._folder / FOLDER / self._client.stamp
-                self._waits = self._ranks.stacks(target, wake=self._settings.ends)
+                self._waits = self._ranks.stacks(target, wake=self._ends)
             self._collected = True
         elif order == END and self._client.verdict is not None:
             return self._end(self._client.verdict)
@@ -122,12 +125,11 @@ class Monitor:
 
     def _end(self, verdict: HangVerdict) -> bool:
         """Report, and end this machine's processes, those that hang first."""
-        ends = self._settings.ends
         if self._client is self._hub:
-            self._report("hang", verdict, "end" if ends else "report")
-        if not ends:
-            if self._client is self._hub:
+            self._report("hang", verdict, "end" if self._ends else "report")
+            if not self._ends:
                 self._hub.resume()
+        if not self._ends:
             return True
         self._ranks.kill(set(verdict.culprits))
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -164,10 +166,16 @@ class Hub:
     """The readings of all machines, and what is to be done about them."""
 
     def __init__(
-        self, limits: HangLimits, *, ranks: int, clock: Callable[[], float] = time.monotonic
+        self,
+        config: HangConfig,
+        *,
+        ranks: int,
+        is_compiled: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """For a run of so many processes; nothing is judged before all have begun."""
-        self._limits, self._ranks, self._clock = limits, ranks, clock
+        self._config, self._ranks = config, ranks
+        self._is_compiled, self._clock = is_compiled, clock
         self._received: dict[str, tuple[float, list[RankReading]]] = {}
         self._collected: set[str] = set()
         self._since = 0.0
@@ -181,13 +189,7 @@ class Hub:
         """When a process last moved before the verdict, by this machine's clock."""
 
     def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
-        """Take a machine's readings; its order.
-
-        Args:
-            node: the machine.
-            readings: of its processes.
-            collected: whether it has kept their stacks.
-        """
+        """Take a machine's readings; its order. `collected`: whether it has kept the stacks."""
         with self._lock:
             self._received[node] = (self._clock(), list(readings))
             if collected:
@@ -211,7 +213,7 @@ class Hub:
             for reading in readings
         ]
         if self.order == WATCH and len(readings) == self._ranks:
-            found = judge(readings, self._limits)
+            found = judge(readings, self._config, is_compiled=self._is_compiled)
             if found is None or not found.is_final:
                 self.notice = found
             elif _identity(found) != self._reported:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -23,12 +22,10 @@ from llmfoundry.distributed.launch import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_ranks
 from llmfoundry.heartbeat import BEATS, RECORDER, memory_folder, start_heartbeat, stop_heartbeat
+from llmfoundry.processes import start_module
 from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.resilience.hang.collect import FLIGHT, PIPE, RECORDERS
-from llmfoundry.resilience.hang.judge import HangLimits
 from llmfoundry.resilience.hang.monitor import Settings
-
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 def keep_recorder(config: HangConfig) -> None:
@@ -39,13 +36,13 @@ def keep_recorder(config: HangConfig) -> None:
     is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if config.monitor == "off" or is_alone or not torch.cuda.is_available():
         return
-    place = tempfile.mkdtemp(prefix=RECORDERS)
-    os.environ[RECORDER] = place
+    folder = tempfile.mkdtemp(prefix=RECORDERS)
+    os.environ[RECORDER] = folder
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        os.environ.setdefault(name, f"{place}/{FLIGHT}")
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{place}/{PIPE}")
+        os.environ.setdefault(name, f"{folder}/{FLIGHT}")
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/{PIPE}")
 
 
 @contextmanager
@@ -54,11 +51,7 @@ def monitored(
 ) -> Iterator[None]:
     """Send heartbeats, and have a monitor; every process calls it.
 
-    Args:
-        config: filled.
-        world: this process.
-        folder: the run's, where events and stacks are kept.
-        is_compiled: whether steps may compile once more.
+    `config`: filled; `is_compiled`: whether steps may compile once more.
     """
     is_supervised = BEATS in os.environ
     several = world.size > 1 or is_supervised  # a supervisor needs to know of a hang
@@ -83,15 +76,15 @@ def _start(
         run_folder=str(folder.absolute()),
         node=own_node(),
         ranks=world.size,
-        ends=config.action == "end",
-        limits=asdict(_limits(config, is_compiled)),
+        config=asdict(config),
+        is_compiled=is_compiled,
     )
     others = world.size > 1 and (world.machine is None or world.machine.group is not None)
-    here = {**asdict(settings), "listen": own_host() if others else ""}
+    here = replace(settings, listen=own_host() if others else "")
     address = on_rank0(world, lambda: _launch(here))
     first = world.rank if world.machine is None else world.machine.first
     if world.rank == first != 0:
-        _launch({**asdict(settings), "hub": address})
+        _launch(replace(settings, hub=address))
 
 
 def _record_ranks(world: World) -> None:
@@ -107,28 +100,18 @@ def _record_ranks(world: World) -> None:
         record_ranks(Path(os.environ[ENDS]), ranks)
 
 
-def _limits(config: HangConfig, is_compiled: bool) -> HangLimits:
-    seconds = {name: getattr(config, f"{name}_seconds") for name in _NAMES}
-    return HangLimits(**seconds, is_compiled=is_compiled)
-
-
-_NAMES = ("step", "first_step", "stopped", "data", "save", "evaluation", "callback", "notice")
-
-
-def _launch(settings: dict[str, object]) -> str:
+def _launch(settings: Settings) -> str:
     """Start a monitor that outlives this process; the address at which it listens."""
-    paths = [str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmfoundry.resilience.hang.monitor", json.dumps(settings)],
+    process = start_module(  # in a session of its own: no signal to the run's group ends it
+        "llmfoundry.resilience.hang.monitor",
+        json.dumps(asdict(settings)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # no signal to the run's group ends it
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         text=True,
     )
     assert process.stdout is not None
     with process.stdout as output:
-        return output.readline().strip()
+        return str(output.readline()).strip()
 
 
 def _make_folder() -> str:

@@ -28,7 +28,7 @@ import psutil
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, ENDS_FOLDER, SAVED, ResumeLimits, read_ends
 from llmfoundry.heartbeat import BEATS, PHASES, read_heartbeats
-from llmfoundry.processes import keep_children
+from llmfoundry.processes import is_alive, keep_children, kill_all
 from llmfoundry.resilience.supervise import slurm
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
@@ -87,10 +87,8 @@ class AttemptTimes:
     def last_moved(self, hang: dict[str, Any] | None, node: str) -> float:
         """When a process last moved by itself, of an attempt that has ended.
 
-        Args:
-            hang: the event in which a monitor named who hangs. A process that it has woken for its
-                stack sends one more heartbeat.
-            node: this machine: another has another clock, and only how long it hung counts.
+        A process that a monitor has woken for its stack sends one more heartbeat, so its event
+        `hang` counts; that of another machine than `node`, whose clock differs, by its duration.
         """
         last = self.ended if self.last_beat is None else self.last_beat
         if hang is None or not isinstance(hang.get("seconds"), int | float):
@@ -113,7 +111,7 @@ class RunningAttempt:
         is_local: bool,
         limits: ResumeLimits,
     ) -> None:
-        """Start it.
+        """Start a command.
 
         Args:
             command: its words.
@@ -173,7 +171,7 @@ class RunningAttempt:
 
         srun takes SIGTERM as "force the step's end", so Slurm itself signals what srun has started.
         """
-        ranks = [rank for rank in self._ranks.values() if _is_alive(rank)]
+        ranks = [rank for rank in self._ranks.values() if is_alive(rank)]
         if not ranks and not self._is_local and slurm.in_job():
             slurm.signal_steps("TERM")
         elif not ranks or self.times.loaded is None:
@@ -191,25 +189,21 @@ class RunningAttempt:
             self._failed = now if statuses - {DONE, SAVED} else 0.0
             return
         patience = _LAUNCHER_SECONDS if self._ranks else _REMOTE_LAUNCHER_SECONDS
-        if now - self._failed > patience and not any(map(_is_alive, self._ranks.values())):
+        if now - self._failed > patience and not any(map(is_alive, self._ranks.values())):
             self.kill()
 
     def kill(self) -> None:
         """End all of it at once."""
         if not self._is_local and slurm.in_job():
             slurm.signal_steps("KILL")
-        with suppress(psutil.Error):
-            own = psutil.Process(self._process.pid)
-            for process in [*own.children(recursive=True), own]:
-                with suppress(psutil.Error):
-                    process.kill()
+        kill_all(self._process.pid)
 
     def end(self) -> int:
         """Once it has ended: end the processes that it has left behind; its status."""
         self.times.ended = time.monotonic()
         for rank in self._ranks.values():  # stopped, or waiting in a driver
             with suppress(psutil.Error):
-                if _is_alive(rank):
+                if is_alive(rank):
                     rank.kill()
         self._reader.join(5.0)
         return self._process.wait()
@@ -258,10 +252,6 @@ def _write_stderr(chunk: bytes) -> None:
 
 def _decoded(line: bytes) -> str:
     return line[-_LINE_BYTES:].decode(errors="replace").rstrip("\r")
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def make_ends_folder(above: Path, number: int, heartbeats: Path) -> Path:

@@ -2,7 +2,7 @@
 
 The supervisor gathers the evidence and calls it. The idea: the best informed source is believed
 first. A process that reports its own mistake knows why it ended; one that lost another does not;
-the exit code that torchrun prints says least.
+the exit code that torchrun prints is the least informative.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Evidence:
         stderr: the last lines of standard error.
         expects_end: whether a run that is complete records that in `ends`.
         node_of: the machine of each rank.
-        lost: machines that the scheduler has lost, and what it says of them.
+        lost: machines that the scheduler has lost, and what it reports of them.
         went_back: whether the run has removed checkpoints, as it rolled back before a spike.
     """
 

@@ -1,9 +1,9 @@
 """Whether a run's checkpoints are still where they were, before an attempt resumes from them.
 
-The supervisor lists them (`list_in_folder`, `list_in_store`) and `judge_listing`, a pure function,
-says what to do. The idea: without checkpoints a run begins at step 1, so a file system that is not
-mounted, a folder that was renamed, or a bucket that was emptied would silently cost all that was
-trained.
+The supervisor lists them (`list_in_folder`, `list_in_store`); `judge_listing`, a pure function,
+decides what to do. The idea: without checkpoints a run begins at step 1, so a file system that is
+not mounted, a folder that was renamed, or a bucket that was emptied would silently cost all that
+was trained.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import FAILED, GIVE_UP
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.resilience.supervise.decide import STOP, Decision
 
-START, WAIT, STOP = "start", "wait", "stop"
+START, WAIT = "start", "wait"
 _LONGEST_WAIT = 300.0  # seconds between two listings
 _NAME = re.compile(r"ba(\d{7,})")
 _FOLDER, _COMMIT = "checkpoints", "COMMIT"
@@ -55,51 +56,41 @@ class CheckpointListing:
         return next((found for found in self.batches if found < batch), -1)
 
 
-@dataclass(frozen=True)
-class ListingVerdict:
-    """START, WAIT (and list again after `wait` seconds) or STOP with `status`; and why."""
-
-    action: str
-    why: str = ""
-    status: int = 0
-    wait: float = 0.0
-
-
 def judge_listing(
     expected: int,
     listing: CheckpointListing,
     config: SuperviseConfig,
     *,
-    place: str,
+    where: str,
     waited: float,
     tries: int,
-) -> ListingVerdict:
-    """Whether an attempt may begin.
+) -> Decision:
+    """Whether an attempt may begin: START, WAIT (and list again after `wait` seconds) or STOP.
 
     Args:
         expected: the batch of the newest checkpoint after the last attempt; -1: there was none.
         listing: what is there.
-        config: `vanished_seconds` and `store_seconds` count.
-        place: where, for messages.
-        waited: seconds since the first listing.
-        tries: how many listings there were.
+        config: of the recipe.
+        where: the run, for messages.
+        waited: seconds since the first of `tries` listings.
+        tries: how many there were.
     """
     if expected < 0 or (not listing.problem and listing.newest >= expected):
-        return ListingVerdict(START)
+        return Decision(START, "")
     is_away = bool(listing.problem) and listing.may_pass
     limit = config.store_seconds if is_away else config.vanished_seconds
-    name = f"checkpoint ba{expected:07d} in {place}"
+    name = f"checkpoint ba{expected:07d} in {where}"
     if waited < limit:
         wait = min(_LONGEST_WAIT, 2.0 ** min(tries, 10), limit - waited)
         what = f"cannot be listed: {listing.problem}" if listing.problem else "is no longer there"
-        return ListingVerdict(WAIT, f"{name} {what}; trying again", wait=wait)
+        return Decision(WAIT, f"{name} {what}; trying again", wait=wait)
     if is_away:
         why = f"{name} could not be listed for {waited:.0f} s: {listing.problem}"
-        return ListingVerdict(STOP, f"{why}; run the same command once it can", FAILED)
-    return ListingVerdict(STOP, _vanished(name, expected, listing, place), GIVE_UP)
+        return Decision(STOP, f"{why}; run the same command once it can", FAILED)
+    return Decision(STOP, _vanished(name, expected, listing, where), GIVE_UP)
 
 
-def _vanished(name: str, expected: int, listing: CheckpointListing, place: str) -> str:
+def _vanished(name: str, expected: int, listing: CheckpointListing, where: str) -> str:
     if listing.problem:
         return f"{name} cannot be listed: {listing.problem}; run the same command once it can"
     if listing.batches:
@@ -107,7 +98,7 @@ def _vanished(name: str, expected: int, listing: CheckpointListing, place: str) 
         way = f", or run the same command to repeat all after step {listing.newest}"
     else:
         there = f"{listing.missing} is not there" if listing.missing else "none is there"
-        way = f"; to begin at step 1, delete the rest of {place} or write another run_name"
+        way = f"; to begin at step 1, delete the rest of {where} or write another run_name"
     return (
         f"{name} has vanished since the last attempt ended, and {there}: renamed, deleted or not"
         f" mounted? nothing was started; bring it back and run the same command{way}"
@@ -119,11 +110,8 @@ def expected_newest(
 ) -> int:
     """The batch of the newest checkpoint that an attempt has left, as far as is known; -1: none.
 
-    Args:
-        before: the same before it.
-        saved: by its processes' last heartbeats; -1: not known.
-        listing: after it.
-        went_back: whether it has removed checkpoints itself, as it rolled back before a spike.
+    `before`: the same before it; `saved`: by its last heartbeats, -1: not known; `went_back`:
+    whether it has removed checkpoints itself, as it rolled back before a spike.
     """
     known = [saved] if listing.problem else [saved, listing.newest]
     return max(known if went_back else [before, *known])

@@ -80,10 +80,7 @@ def decide_restart(
 ) -> Decision:
     """What to do after the last of these attempts.
 
-    Args:
-        attempts: so far, the last one last.
-        policy: the recipe's.
-        can_exclude: whether the next start can do without a machine.
+    `can_exclude`: whether the next start can do without a machine.
     """
     last = attempts[-1]
     cause = last.cause

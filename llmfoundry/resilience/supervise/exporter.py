@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.exit_status import SAVED
@@ -48,25 +48,14 @@ def export_to(supervise: SuperviseConfig, logger: LoggerConfig) -> ExportTo | No
     return ExportTo(logger.prometheus_host or "127.0.0.1", port, textfile)
 
 
-@dataclass(frozen=True)
-class State:
-    """What is known of a supervisor and its run.
-
-    Attributes:
-        state: one of STATES.
-        attempts: begun so far.
-        restarts: of these, after a decision.
-        last_status: of the last attempt that has ended; None: none has.
-        checkpoint: the batch of the newest; -1: there is none.
-        exit_status: of the supervisor; None: it has not ended.
-    """
-
-    state: str = "starting"
-    attempts: int = 0
-    restarts: int = 0
-    last_status: int | None = None
-    checkpoint: int = -1
-    exit_status: int | None = None
+_METRICS = {
+    "last_attempt_status": "Exit status of the last attempt.",
+    "exit_status": "Exit status of the supervisor, at its end.",
+    "checkpoint_step": "Step of the newest checkpoint; -1: none.",
+    "attempts": "Attempts begun.",
+    "restarts": "Attempts begun after another had failed.",
+}
+_COUNTERS = ("attempts", "restarts")
 
 
 class Exporter:
@@ -79,7 +68,8 @@ class Exporter:
             UserError: Prometheus' package is not installed, or the file's folder is not there.
         """
         self._run, self._where = run, where
-        self._now = State()
+        self._state = STATES[0]
+        self._values = {"attempts": 0, "restarts": 0, "checkpoint_step": -1}
         self._scrapes, self._reported = 0, False
         self._server: Any = None
         if where is None:
@@ -94,9 +84,10 @@ class Exporter:
         self._registry.register(self)
         self.update()
 
-    def update(self, **facts: Any) -> None:
-        """Serve what has changed of the state."""
-        self._now = replace(self._now, **facts)
+    def update(self, state: str | None = None, **values: int) -> None:
+        """Serve what has changed: the state, one of STATES, and metrics by name."""
+        self._state = state or self._state
+        self._values |= values
         if self._where is None:
             return
         if self._where.port is not None and self._server is None:
@@ -107,11 +98,9 @@ class Exporter:
     def end(self, status: int, is_stopped: Callable[[], bool]) -> None:
         """Serve the end until it was scraped once, unless nobody scrapes or a scheduler waits.
 
-        Args:
-            status: the supervisor's exit status.
-            is_stopped: whether a signal has made it stop.
+        `is_stopped`: whether a signal has made the supervisor stop.
         """
-        self.update(state="ended", exit_status=status)
+        self.update("ended", exit_status=status)
         scrapes, deadline = self._scrapes, time.monotonic() + _LINGER_SECONDS
         while (
             self._server is not None
@@ -130,30 +119,25 @@ class Exporter:
         """The metric families of a scrape (prometheus_client's custom collector)."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        now = self._now
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        families = (
-            (gauge, "timestamp_seconds", "Time of this scrape.", time.time()),
-            (gauge, "last_attempt_status", "Exit status of the last attempt.", now.last_status),
-            (gauge, "exit_status", "Exit status of the supervisor, at its end.", now.exit_status),
-            (gauge, "checkpoint_step", "Step of the newest checkpoint; -1: none.", now.checkpoint),
-            (counter, "attempts", "Attempts begun.", now.attempts),
-            (counter, "restarts", "Attempts begun after another had failed.", now.restarts),
-        )
-        for family_type, name, meaning, value in families:
-            if value is not None:
-                family = family_type(f"{_PREFIX}{name}", meaning, labels=["run"])
-                family.add_metric([self._run], value)
-                yield family
+        def family(name: str, meaning: str, value: float) -> Any:
+            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+            made = kind(f"{_PREFIX}{name}", meaning, labels=["run"])
+            made.add_metric([self._run], value)
+            return made
+
+        yield family("timestamp_seconds", "Time of this scrape.", time.time())
+        for name, meaning in _METRICS.items():
+            if name in self._values:
+                yield family(name, meaning, self._values[name])
         meaning = "1: what the supervisor does."
         states = GaugeMetricFamily(f"{_PREFIX}state", meaning, labels=["run", "state"])
         for name in STATES:
-            states.add_metric([self._run, name], name == now.state)
+            states.add_metric([self._run, name], name == self._state)
         yield states
         self._scrapes += 1
 
     def _keep_writing(self) -> None:
-        while self._now.exit_status is None:
+        while "exit_status" not in self._values:
             time.sleep(_WRITE_SECONDS)
             self._try(self._write)
 

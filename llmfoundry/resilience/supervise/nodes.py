@@ -48,22 +48,17 @@ def kernel_events(
 ) -> list[tuple[str, str, bool]]:
     """Machine, why, and whether it takes the machine out, of the kernel's latest lines.
 
-    Args:
-        path: health_check.kernel_log.
-        node: this machine.
-        seconds: how far back; counted, not the difference of two times of a clock that may be set.
-        start: bytes of the file of that path to pass over.
+    Those of the last `seconds`, or of the file at `path` (health_check.kernel_log) from byte
+    `start`.
     """
     lines, _ = kernel_log.read_log(path, hours=max(1.0, seconds) / 3600, start=start)
     return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in kernel_log.log_events(lines)]
 
 
-def run_check(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
+def run_check_script(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
     """Run scripts/check.py; the machines that it finds bad, and its verdict in words.
 
-    Args:
-        command: its words, which write to `output`.
-        output: where check.json is written.
+    `output`: where the words of its command have it write check.json.
     """
     try:
         done = subprocess.run(
@@ -93,10 +88,7 @@ def find_bad(
 ) -> tuple[tuple[str, ...], set[str], str]:
     """Machines of a Slurm job that are bad, those of them that do not answer, and why.
 
-    Args:
-        suspected: their names.
-        command: the words of scripts/check.py; empty: Slurm alone is queried.
-        output: where check.json is written.
+    `command`: the words of scripts/check.py; empty: Slurm alone is queried.
     """
     lost = slurm.lost_nodes()
     silent = {node: lost[node] for node in suspected if node in lost}
@@ -112,19 +104,13 @@ def find_bad(
     if rest:
         tasks = [f"--ntasks={len(rest)}", f"--nodes={len(rest)}", "--ntasks-per-node=1"]
         srun = ["srun", *tasks, f"--nodelist={','.join(rest)}", sys.executable]
-        found, verdict = run_check([*srun, *command], output)
+        found, verdict = run_check_script([*srun, *command], output)
         reasons.append(verdict)
     return (*silent, *found), set(silent), "; ".join(reasons)
 
 
 def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0) -> list[str]:
-    """The words of `supervise.launch` for a start without the excluded machines.
-
-    Args:
-        launch: as in the recipe.
-        excluded: their names.
-        nodes: how many machines there are without them.
-    """
+    """The words of `supervise.launch` for a start without the excluded machines, on `nodes`."""
     names = ",".join(sorted(excluded))
     words = [word for word in launch if names or EXCLUDE not in word]
     return [word.replace(EXCLUDE, names).replace(NODES, str(nodes)) for word in words]
@@ -133,12 +119,7 @@ def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0)
 def take_out_of_service(
     nodes: Iterable[str], why: str, *, silent: Collection[str]
 ) -> tuple[str, set[str]]:
-    """Have the scheduler start nothing on machines any more.
-
-    Args:
-        nodes: their names.
-        why: for the administrator.
-        silent: those that do not answer.
+    """Have the scheduler start nothing on machines any more; `silent`: those that do not answer.
 
     Returns:
         What came of it, in words, and which of them Slurm may still use.

@@ -1,4 +1,4 @@
-"""Who hears of a supervisor's decisions: events.jsonl, standard error, a webhook, MLflow, a store.
+"""Where a supervisor's decisions go: events.jsonl, standard error, a webhook, MLflow, a store.
 
 `supervisor.py` calls `Reporter` for all that it sees and decides, and at the end `send_to_mlflow`
 and `send_to_store`. The idea: what cannot be written or does not answer must not keep the
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,9 +31,9 @@ from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.loggers.background_queue import describe
 from llmfoundry.loggers.mlflow_logger import RUN_ID_FILE, tag_ended
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.processes import start_module
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.resilience.supervise import WEBHOOK_FORMS, SuperviseConfig
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.redaction import hide, public, public_texts
 from llmfoundry.retry import Late, within
 
@@ -99,18 +99,13 @@ def print_stderr(line: str) -> None:
 
 
 def post_to_webhook(webhook: str, form: str | None, text: str, event: Mapping[str, Any]) -> str:
-    """Post a text; empty, or why it did not arrive.
+    """Post a line, and in the form json the event that it is about; empty, or why it failed.
 
-    Who knows a webhook's address may post to it, so that no part of it is ever shown.
-
-    Args:
-        webhook: the URL.
-        form: one of WEBHOOK_FORMS; None: by the URL's host.
-        text: a line.
-        event: the line of events.jsonl that it is about, which the form json has too.
+    Whoever knows a webhook's address may post to it, so that no part of it is ever shown. `form`:
+    one of the recipe's WEBHOOK_FORMS; None: by the URL's host.
     """
     try:
-        body = json.dumps(_BODIES[form or form_of(webhook)](public(text), event)).encode()
+        body = json.dumps(_body(form or form_of(webhook), public(text), event)).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "llmfoundry"}
         request = urllib.request.Request(webhook, data=body, headers=headers)
         within(WEBHOOK_SECONDS, lambda: send(request))
@@ -137,49 +132,31 @@ _HOSTS = {
 }
 
 
-def _slack(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Slack reads <...> as links and mentions, and truncates texts at 40,000 characters."""
-    text = _truncated(text, 4000)
-    return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
+def _body(form: str, text: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """What a receiver takes."""
 
+    def short(most: int) -> str:
+        return text if len(text) <= most else f"{text[: most - 1]}…"
 
-def _discord(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Discord refuses more than 2000 characters."""
-    return {"content": _truncated(text, 2000), "allowed_mentions": {"parse": []}}
-
-
-def _teams(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Teams' workflows take adaptive cards alone."""
-    block = {"type": "TextBlock", "text": _truncated(text, 4000), "wrap": True}
+    if form == "slack":  # reads <...> as links and mentions, and truncates at 40,000 characters
+        return {"text": escape(short(4000), quote=False)}
+    if form == "discord":  # refuses more than 2000 characters
+        return {"content": short(2000), "allowed_mentions": {"parse": []}}
+    if form == "json":
+        return {"text": text, "event": public_texts(event)}
+    assert form == "teams"  # whose workflows take adaptive cards alone
     card = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "type": "AdaptiveCard",
         "version": "1.4",
-        "body": [block],
+        "body": [{"type": "TextBlock", "text": short(4000), "wrap": True}],
     }
     kind = "application/vnd.microsoft.card.adaptive"
     return {"type": "message", "attachments": [{"contentType": kind, "content": card}]}
 
 
-def _json(text: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    return {"text": text, "event": public_texts(event)}
-
-
-_BODIES: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
-    "slack": _slack,
-    "discord": _discord,
-    "teams": _teams,
-    "json": _json,
-}
-assert tuple(_BODIES) == WEBHOOK_FORMS
-
-
-def _truncated(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
 def _reason(error: Exception) -> str:
-    """Why, in words that cannot hold a part of the address."""
+    """Why, without any part of the address."""
     if isinstance(error, urllib.error.HTTPError):
         with error:
             lines = error.read(200).decode(errors="replace").strip().splitlines()
@@ -228,10 +205,7 @@ def send(request: urllib.request.Request, *handlers: urllib.request.BaseHandler)
 def send_to_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
     """Send the tags of a run that has ended; empty, or why MLflow does not have them.
 
-    Args:
-        logger: its section, filled.
-        folder: the run's.
-        status: finished, failed or killed, for an MLflow run that is still marked as running.
+    `status`: finished, failed or killed, for an MLflow run that is still marked as running.
     """
     if not logger.mlflow or not (folder / RUN_ID_FILE).is_file():
         return ""
@@ -240,26 +214,17 @@ def send_to_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
 
 
 def send_to_store(url: str, options: FetchOptions, folder: Path) -> str:
-    """Send the events, and what else the supervisor wrote; empty, or why they are not there.
-
-    Args:
-        url: the run's.
-        options: of its store.
-        folder: the working copy.
-    """
+    """Send the events, and what else is in the run's working copy; empty, or why that failed."""
     facts = {"url": url, "options": asdict(options), "folder": str(folder.absolute())}
     return _send_by_process(public(url), {"store": facts})
 
 
 def _send_by_process(receiver: str, message: dict[str, Any]) -> str:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    process = start_module(
+        __name__,
         stdin=subprocess.PIPE,  # no address on a command line, which everybody sees
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
         text=True,
     )
     try:

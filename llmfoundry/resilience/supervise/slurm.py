@@ -7,7 +7,7 @@ but not in the job (`--no-kill`); steps on it never end by themselves.
 With `--no-kill` a job continues without any machine that dies, even without the first: the batch
 script and the supervisor are gone then, and the job holds the others idle. So `start_standby` runs
 this file as a step on another machine; it ends with the job, or requeues it once Slurm has taken
-the supervisor's machine out. It imports nothing but Python's own modules.
+the supervisor's machine out.
 
     python -m llmfoundry.resilience.supervise.slurm NODE
 """
@@ -21,14 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
+
+from llmfoundry.processes import start_module
 
 _COMMAND_SECONDS = 60.0
 _EXCLUDE_SECONDS = 20.0  # of the 30 s (KillWait) from a requeue until Slurm kills
 _STANDBY_SECONDS = 20.0  # between two looks
 _LOST = ("down", "fail", "error", "powered_down", "powering_down")
 _DRAINED = ("drain", "drng")
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_job() -> bool:
@@ -112,26 +112,20 @@ def step_problem(node: str) -> str:
 def set_state(nodes: Iterable[str], why: str, *, state: str) -> str:
     """Let no job use machines any more; empty, or why that was not done.
 
-    Args:
-        nodes: their names.
-        why: for the administrator.
-        state: drain, or down for those that do not answer: a job that leaves one, or ends, would
-            wait until Slurm itself marks it down (SlurmdTimeout).
+    `state`: drain, or down for those that do not answer: a job that leaves one, or ends, would wait
+    until Slurm itself marks it down (SlurmdTimeout).
     """
     names, reason = f"nodename={','.join(nodes)}", f"reason=llmfoundry: {why[:120]}"
     return _run("scontrol", "update", names, f"state={state}", reason)[1]
 
 
 def requeue(without: Iterable[str]) -> str:
-    """Put this job back into the queue; what came of it, in words.
+    """Put this job back into the queue, not `without` again; what came of it, in words.
 
     Slurm then ends this job with SIGTERM, and 30 s (KillWait) later with SIGKILL. Machines to leave
     out are added to the job's own list, which needs no operator's rights. It can be written once
     the job is pending again; of a job that has lost a machine only where Slurm keeps accounts
     (slurmdbd): elsewhere it fails forever with "the DB index is being set".
-
-    Args:
-        without: machines that the job must not get again, though Slurm may use them.
     """
     job, _ = _run("scontrol", "--oneliner", "show", "job", _job())
     state = _field(job, "JobState")
@@ -185,25 +179,19 @@ def _run(*words: str) -> tuple[str, str]:
 
 
 def start_standby(own: str, without: Iterable[str]) -> subprocess.Popen[bytes] | None:
-    """Start this file on another machine of the job; None: there is no other.
-
-    Args:
-        own: the machine of the supervisor.
-        without: other machines that are excluded.
-    """
+    """Start this file on another machine than the supervisor's `own`; None: there is no other."""
     others = [node for node in job_nodes() if node not in {own, *without}]
     if not others:
         return None
-    env = step_environment()
-    paths = [str(_ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)]
     tasks = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={others[-1]}"]
-    return subprocess.Popen(
-        ["srun", *tasks, sys.executable, "-m", __name__, own],
-        env=env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    return start_module(
+        __name__,
+        own,
+        before=["srun", *tasks],
+        env=step_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
 
 

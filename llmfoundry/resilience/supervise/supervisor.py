@@ -140,7 +140,7 @@ class Supervisor:
             decision = self._attempt(heartbeats / str(len(self.attempts)))
             if decision.action not in (RESTART, WITHOUT):
                 return decision
-            self._exporter.update(state="waiting", restarts=len(self.attempts))
+            self._exporter.update("waiting", restarts=len(self.attempts))
             self._pause(decision.wait)
             if self._signals:
                 return self._end_with("stopped", "stopped between two attempts", status=SAVED)
@@ -157,19 +157,19 @@ class Supervisor:
                 self._newest,
                 listing,
                 self.config,
-                place=self.url or show(self.folder),
+                where=self.url or show(self.folder),
                 waited=time.monotonic() - began,
                 tries=tries,
             )
             if verdict.action == checkpoints.START:
                 return None
-            if verdict.action == checkpoints.STOP:
+            if verdict.action == STOP:
                 why = f"not started: {verdict.why}"
                 return self._end_with("checkpoints", why, status=verdict.status)
             if verdict.why != reported:
                 self._report("checkpoints", verdict.why, "wait")
             reported = verdict.why
-            self._exporter.update(state="waiting")
+            self._exporter.update("waiting")
             self._pause(verdict.wait)
         why = "stopped before its checkpoints were there"
         return self._end_with("stopped", why, status=SAVED)
@@ -206,7 +206,7 @@ class Supervisor:
         launcher, excluded = self._launcher()
         command = [*launcher, *self.script]
         words = [public_override(word) for word in command]
-        self._exporter.update(state="starting", attempts=number, checkpoint=self._newest)
+        self._exporter.update("starting", attempts=number, checkpoint_step=self._newest)
         known = len(list(read_events(self.folder)))
         start = self._report("start", f"attempt {number}", "start", attempt=number, command=words)
         log_size = kernel_log.log_size(self.kernel_log)
@@ -251,17 +251,17 @@ class Supervisor:
         while is_running:
             is_running = running.poll()
             if running.times.saved > self._newest:
-                self._exporter.update(checkpoint=running.times.saved)
+                self._exporter.update(checkpoint_step=running.times.saved)
             if not (is_elsewhere or has_stepped) and _has_begun_elsewhere(running):
                 is_elsewhere = True
-                self._exporter.update(state="training")
+                self._exporter.update("training")
             if not has_stepped and running.times.stepped is not None:
                 has_stepped = True
-                self._exporter.update(state="training")
+                self._exporter.update("training")
                 self._report_return(running.times)
         status = running.end()
         self._running = None
-        self._exporter.update(state="checking", last_status=status)
+        self._exporter.update("checking", last_attempt_status=status)
         return status
 
     def _report_return(self, times: AttemptTimes) -> None:
@@ -397,7 +397,7 @@ class Supervisor:
             command = [] if is_off else words
             bad, self._silent, verdict = nodes.find_bad(cause.nodes, command, output)
         elif set(cause.nodes) <= {self.node}:
-            bad, verdict = nodes.run_check([sys.executable, *words], output)
+            bad, verdict = nodes.run_check_script([sys.executable, *words], output)
         else:
             self._report("check", f"{suspected} cannot be checked from here", "none")
             return ()

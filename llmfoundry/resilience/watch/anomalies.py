@@ -103,15 +103,9 @@ class History:
 def find_anomalies(
     table: Sequence[RankTimes], history: History, config: WatchConfig
 ) -> tuple[list[Anomaly], History]:
-    """Anomalies of a round, and the history with it.
-
-    Args:
-        table: by rank.
-        history: of the rounds before.
-        config: filled.
-    """
-    now = {**_slow_ranks(table, config), **_slow_steps(table, history, config)}
-    now |= {**_waits(table, history, config), **_slowed_gpus(table)}
+    """Anomalies of a round, and the history with it; `table`: by rank."""
+    now = _slow_ranks(table, config) | _slow_steps(table, history, config)
+    now |= _waits(table, history, config) | _slowed_gpus(table)
     unusual = {key: history.unusual.get(key, 0) + 1 for key in now}
     found = [now[key] for key, rounds in unusual.items() if rounds == config.in_a_row]
     found += [
@@ -200,13 +194,12 @@ def _stalls(table: Sequence[RankTimes], history: History, config: WatchConfig) -
     if stall <= least:
         return
     rank = max(range(len(table)), key=lambda n: table[n].stall_wait)
-    waited = table[rank].stall_wait
-    if waited > stall / 2:
+    seen = f"a stretch between two logs took {stall:.3g} s longer than usual"
+    if (waited := table[rank].stall_wait) > stall / 2:
         why = f"rank {rank} ({{host}}) waited {waited:.3g} s for data"
+        yield Anomaly("stall", f"{seen}; {why}", rank)
     else:
-        why, rank = "no process waited for data", -1
-    seen = f"a stretch between two logs took {stall:.3g} s longer than usual; {why}"
-    yield Anomaly("stall", seen, rank if rank >= 0 else None)
+        yield Anomaly("stall", f"{seen}; no process waited for data")
 
 
 def _slowed_gpus(table: Sequence[RankTimes]) -> dict[str, Anomaly]:
