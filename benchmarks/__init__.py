@@ -1,1 +1,1 @@
-"""Ours beside others, by turns, as ratios: what `make bench*` runs; README.md has the numbers."""
+"""Ours beside others, interleaved, as ratios: what `make bench*` runs; numbers are in README.md."""

@@ -109,7 +109,7 @@ def machine() -> dict[str, Any]:
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     if line := re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE):
         flags = set(line[1].split())
-    for key in ("cpu family", "model"):  # what tells processors apart that have no proper name
+    for key in ("cpu family", "model"):  # what distinguishes processors that have no proper name
         if line := re.search(rf"^{key}\s*: (\d+)$", text, re.MULTILINE):
             numbers.append(f"{key.removeprefix('cpu ')} {line[1]}")
     name = ", ".join([facts["processor"], *numbers])

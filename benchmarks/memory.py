@@ -358,7 +358,7 @@ def _local(tensor: torch.Tensor) -> int:
 
 
 def fill(root: Root, device: torch.device) -> None:
-    """`to_empty`, which cannot swap fake tensors: new ones in their place, and FSDP is told."""
+    """`to_empty`, which cannot swap fake tensors: new ones in their place, and FSDP is notified."""
     for module in root.modules():
         for name, p in list(module._parameters.items()):
             if p is not None:
@@ -391,7 +391,7 @@ def _as_on_a_gpu(recipe: TrainRecipe, degrees: Degrees) -> Iterator[None]:
 
 
 def _even(recipe: TrainRecipe, degrees: Degrees) -> Callable[..., tuple[list[int], list[int]]]:
-    """Rows to each process and from it where experts have as many each: fake counts tell none."""
+    """Rows to each process and from it where experts have as many each: fake counts have none."""
     rows, top_k = recipe.device_train_microbatch_size, recipe.model.ffn_config.moe_top_k or 0
     assert isinstance(rows, int)
     own = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor) * top_k

@@ -232,7 +232,7 @@ _FLAGS: dict[str, Callable[[], str]] = {
     "-V": versions,
 }
 
-# Each asks `llmfoundry --complete WORD…`. What ends with `=`, `.` or `/` goes on without a space.
+# Each asks `llmfoundry --complete WORD…`. What ends with `=`, `.` or `/` continues without a space.
 # Bash cuts words at `=` and `:`, and replaces only what stands behind them.
 _SHELLS = {
     "bash": r"""

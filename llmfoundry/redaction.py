@@ -31,7 +31,7 @@ _OPEN_NAMES = re.compile(
     r"|(default_)?(block_size|cache_type)|(connect|read)_timeout|max_\w+"
 )
 _OPEN_VALUES = ("", "anon", "browser", "cache", "cloud", "google_default")
-_SHORTEST = 8  # characters of a secret that is looked for where no place tells it
+_SHORTEST = 8  # characters of a secret that is looked for where no key names it
 
 # What names a secret without holding it: ${oc.env:NAME}, ${another.key}.
 _REFERENCE = r"\$\{(?:oc\.env:\w+(?:,\s*null)?|oc\.decode:\$\{oc\.env:\w+\}|[A-Za-z_][\w.\[\]]*)\}"

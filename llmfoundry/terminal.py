@@ -128,7 +128,7 @@ def quiet_libraries() -> None:
             os.environ.setdefault(name, "1")
 
 
-def tell_loading() -> None:
+def show_loading() -> None:
     """Say at once that PyTorch is being imported, which takes seconds.
 
     On a terminal alone, where a person waits: a log file's reader does not, and whoever reads

@@ -8,7 +8,7 @@
 Training prepares what is missing by itself; this does it ahead, on a machine without a GPU. Without
 prepare.output the result is where training looks for it, data.cache_folder, keyed by its content.
 With it, it is a folder here or at a URL that any run reads: data.name=shards data.remote=FOLDER
-data.split=train. A preparation that was stopped goes on where it was.
+data.split=train. A preparation that was stopped resumes where it was.
 """
 
 from llmfoundry.recipe.front.script import run

@@ -5,7 +5,7 @@
     python scripts/train.py yamls/quickstart.yaml model=mpt-125m eval=off                groups
     python scripts/train.py yamls/quickstart.yaml --cfg job > my.yaml                    flat copy
     python scripts/train.py yamls/quickstart.yaml -m optimizer.lr=1e-3,3e-3              sweep
-    python scripts/train.py runs/quickstart/recipe.yaml                                  go on
+    python scripts/train.py runs/quickstart/recipe.yaml                                  resume
     torchrun --nproc-per-node 8 scripts/train.py yamls/mpt-125m.yaml                     cluster
 
 A run writes runs/NAME/: recipe.yaml (itself a recipe), metrics.jsonl, report.html, checkpoints/.

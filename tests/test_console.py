@@ -98,8 +98,8 @@ def test_a_copied_group_is_a_choice_of_the_recipe_beside_it(tmp_path: Path) -> N
 
 def test_a_name_that_means_two_recipes_is_refused(tmp_path: Path) -> None:
     call("cp", "quickstart", cwd=tmp_path)
-    told = call("train", "quickstart", "--cfg", "job", cwd=tmp_path, status=2).stderr
-    assert "write quickstart.yaml or yamls/quickstart.yaml" in told
+    reported = call("train", "quickstart", "--cfg", "job", cwd=tmp_path, status=2).stderr
+    assert "write quickstart.yaml or yamls/quickstart.yaml" in reported
 
 
 def test_ls_lists_every_recipe_and_a_groups_choices(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_hints_of_a_run_are_commands_of_the_caller(tmp_path: Path) -> None:
     """Torchrun's processes and a sweep's know it as well."""
     write_recipe(tmp_path)
     words = ["train", "tiny.yaml", "max_duration=1ba", "-m", "seed=1,2"]
-    told = call(*words, cwd=tmp_path).stdout
-    assert "llmfoundry eval runs/tiny/seed=1" in told and "scripts/" not in told
+    reported = call(*words, cwd=tmp_path).stdout
+    assert "llmfoundry eval runs/tiny/seed=1" in reported and "scripts/" not in reported
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +243,8 @@ def test_the_wheel_carries_licence_recipes_and_gauntlets(wheel: Path) -> None:
 def test_the_wheel_lists_no_command_that_needs_the_repository(wheel: Path, tmp_path: Path) -> None:
     listed = call(cwd=tmp_path, package=wheel).stdout
     assert "train" in listed and "gpu_check" not in listed
-    told = call("gpu_check", cwd=tmp_path, status=2, package=wheel)
-    assert "benchmarks" not in told.stderr and "Traceback" not in told.stderr
+    reported = call("gpu_check", cwd=tmp_path, status=2, package=wheel)
+    assert "benchmarks" not in reported.stderr and "Traceback" not in reported.stderr
     for script in (wheel / "llmfoundry" / "shipped" / "scripts").glob("*.py"):
         assert script.stem in listed
         call(script.stem, "--help", cwd=tmp_path, package=wheel)
@@ -262,21 +262,21 @@ def test_the_wheel_works_outside_the_repository(wheel: Path, tmp_path: Path) -> 
 def test_the_wheel_trains_and_evaluates(wheel: Path, tmp_path: Path) -> None:
     small = ["model.d_model=64", "model.n_layers=1", "model.n_heads=2", "tokenizer.vocab_size=512"]
     words = [*small, "max_duration=1ba", "eval.icl_rows=2", "eval.validation_rows=2"]
-    told = call("train", "quickstart", *words, cwd=tmp_path, package=wheel).stdout
-    assert "llmfoundry eval runs/quickstart" in told
+    reported = call("train", "quickstart", *words, cwd=tmp_path, package=wheel).stdout
+    assert "llmfoundry eval runs/quickstart" in reported
     call("eval", "checkpoint=runs/quickstart", cwd=tmp_path, package=wheel)
     assert list((tmp_path / "runs/quickstart/eval").rglob("results.json"))
 
 
 def test_fetched_rows_do_not_go_into_the_installation(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "scripts/eval/local_data/world_knowledge").mkdir(parents=True)
-    told = call(
+    reported = call(
         *("fetch_eval_data", "tasks=[arc_easy]", f"from_foundry={tmp_path}"),
         cwd=tmp_path,
         status=2,
         package=wheel,
     )
-    assert " files are in eval/local_data;" in told.stdout
+    assert " files are in eval/local_data;" in reported.stdout
     assert not (wheel / "llmfoundry/shipped/eval/local_data").exists()
 
 

@@ -380,7 +380,7 @@ def test_gradients_and_moments_are_of_what_trains_alone() -> None:
         ("lora", "nf4", "write a smaller max_seq_len, parallel.activation_checkpointing: true"),
     ],
 )
-def test_a_model_too_large_to_fine_tune_is_told_what_fits(
+def test_a_model_too_large_to_fine_tune_is_reported_what_fits(
     adapter: str, quantize: str, said: str
 ) -> None:
     recipe = FinetuneRecipe(max_seq_len=256, global_train_batch_size=4, precision="amp_bf16")

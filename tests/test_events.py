@@ -20,7 +20,7 @@ def test_a_line_behind_a_torn_one_is_whole(tmp_path: Path) -> None:
     assert [event["what"] for event in read_events(tmp_path)] == ["first", "second", "third"]
 
 
-def test_a_line_that_is_cut_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_cut_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:9]))
     with pytest.raises(OSError, match="No space left"):

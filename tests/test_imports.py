@@ -1,6 +1,6 @@
 """No module imports, by whatever way, one that imports it: not in a function, not for types alone.
 
-The floors of the rooms, and that there are no circles between packages of `llmfoundry`, are
+The layers of the packages, and that there are no cycles between packages of `llmfoundry`, are
 import-linter's (pyproject.toml); benchmarks and scripts are looked at here alone.
 """
 
@@ -25,7 +25,7 @@ def imported(module: Path) -> Iterator[str]:
             yield from [node.module, *names]
 
 
-def circle(root: Path, *packages: str) -> list[str]:
+def cycle(root: Path, *packages: str) -> list[str]:
     """Modules of `root` that import each other in a ring, the first of them again last."""
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
@@ -41,16 +41,19 @@ def circle(root: Path, *packages: str) -> list[str]:
 
 
 def test_no_module_imports_one_that_imports_it() -> None:
-    assert circle(ROOT, "llmfoundry", "benchmarks", "scripts") == []
+    assert cycle(ROOT, "llmfoundry", "benchmarks", "scripts") == []
 
 
-def test_a_circle_is_found_that_only_type_checkers_and_calls_enter(tmp_path: Path) -> None:
-    house = tmp_path / "house"
-    house.mkdir()
-    (house / "__init__.py").touch()
-    lazy, typed = "def f():\n    from house import b\n", "if TYPE_CHECKING:\n    import house.a\n"
-    for name, text in {"a": lazy, "b": "from house.c import C\n", "c": typed}.items():
-        (house / f"{name}.py").write_text(text)
-    assert {*circle(tmp_path, "house")} == {"house.a", "house.b", "house.c"}
-    (house / "c.py").write_text("import torch\n")
-    assert circle(tmp_path, "house") == []
+def test_a_cycle_is_found_that_only_type_checkers_and_calls_enter(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    lazy, typed = (
+        "def f():\n    from package import b\n",
+        "if TYPE_CHECKING:\n    import package.a\n",
+    )
+    for name, text in {"a": lazy, "b": "from package.c import C\n", "c": typed}.items():
+        (package / f"{name}.py").write_text(text)
+    assert {*cycle(tmp_path, "package")} == {"package.a", "package.b", "package.c"}
+    (package / "c.py").write_text("import torch\n")
+    assert cycle(tmp_path, "package") == []

@@ -1,4 +1,4 @@
-"""Plugins: what a user's file adds is a choice like ours, and no stranger's file is ever run."""
+"""Plugins: what a user's file adds is a choice like ours, and no untrusted file is ever run."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def train(*argv: str) -> int:
     return call(TrainRecipe, "train:train", *argv)
 
 
-def test_a_run_uses_one_of_each_and_goes_on_by_its_own_recipe(
+def test_a_run_uses_one_of_each_and_resumes_by_its_own_recipe(
     place: Path, forget: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("run_name=all", "max_duration=8ba", "eval=off", "eval.gauntlet=words.yaml")
@@ -204,9 +204,9 @@ def test_the_readmes_file_is_a_plugin(place: Path, capsys: pytest.CaptureFixture
     words += ["run_name=readme", "max_duration=2ba", "callbacks.plugins.notify.every=1", "eval=off"]
     capsys.readouterr()
     assert train("tiny.yaml", *words, "plugins=[readme/my_file.py, my_file.py]") == 0
-    told = capsys.readouterr().out
-    assert "1 of 2 steps" in told and "2 of 2 steps" in told
-    assert "scripts/eval.py runs/readme plugins='[readme/my_file.py,my_file.py]'" in told
+    reported = capsys.readouterr().out
+    assert "1 of 2 steps" in reported and "2 of 2 steps" in reported
+    assert "scripts/eval.py runs/readme plugins='[readme/my_file.py,my_file.py]'" in reported
     assert "lr-nadam/group0" in Path("runs/readme/metrics.jsonl").read_text()
 
 
@@ -248,8 +248,8 @@ def test_help_lists_it_and_a_typo_names_it(
     place: Path, forget: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("--help", "optimizer", "plugins=[my_file.py]") == 0
-    told = capsys.readouterr().out
-    assert "sgd: Plain and old.\n" in told and "muon, sgd\n" in told
+    reported = capsys.readouterr().out
+    assert "sgd: Plain and old.\n" in reported and "muon, sgd\n" in reported
     forget()
     assert train("tiny.yaml", *CHOSEN, "optimizer.name=sdg", "callbacks.plugins.count.evry=1") == 2
     wrong = capsys.readouterr().err.splitlines()
@@ -292,7 +292,7 @@ def test_a_name_that_is_neither_file_nor_module_is_one_line(
     ]
 
 
-def test_a_strangers_run_imports_nothing(
+def test_an_untrusted_run_imports_nothing(
     place: Path, forget: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("copied").mkdir()
@@ -303,13 +303,14 @@ def test_a_strangers_run_imports_nothing(
     Path("imported").unlink()
     capsys.readouterr()
     assert call(EvalRecipe, "evaluate:evaluate", "copied", "eval.validation_rows=2") == 2
-    told = capsys.readouterr().err
-    assert "model.norm_type: 'scale_norm' is not a choice (choices: layernorm, rmsnorm," in told
-    assert "names, write plugins=[copied/evil.py]" in told
+    reported = capsys.readouterr().err
+    assert "model.norm_type: 'scale_norm' is not a choice (choices: layernorm, rmsnorm," in reported
+    assert "names, write plugins=[copied/evil.py]" in reported
     assert train("copied/recipe.yaml", "max_duration=2ba") == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert (
-        told.startswith("plugins: copied/evil.py lies in a run's folder") and told.count("\n") == 1
+        reported.startswith("plugins: copied/evil.py lies in a run's folder")
+        and reported.count("\n") == 1
     )
     assert not Path("imported").exists()
     said = "plugins=[my_file.py]"

@@ -23,7 +23,7 @@ from llmfoundry.terminal import columns, progress, quiet_libraries
 
 BAR = """
 from llmfoundry.terminal import *
-outlast_readers(); quiet_libraries(); tell_loading()
+outlast_readers(); quiet_libraries(); show_loading()
 with progress(1000, "preparing", "B", scaled=True) as bar:
     for _ in range(1000):
         bar.update()
@@ -52,7 +52,7 @@ def on_a_terminal(code: str) -> str:
     return shown.decode()
 
 
-def test_a_terminal_gets_a_bar_and_is_told_at_once_that_pytorch_loads() -> None:
+def test_a_terminal_gets_a_bar_and_a_notice_at_once_that_pytorch_loads() -> None:
     shown = on_a_terminal(BAR)
     assert shown.startswith("loading PyTorch ...\r\n") and "done" in shown
     assert "\rpreparing" in shown.replace("\r\n", "\n")
@@ -65,9 +65,16 @@ def test_a_log_file_gets_a_line_each_tenth_and_no_control_characters(tmp_path: P
     text = log.read_bytes().decode()
     assert "\r" not in text and "\x1b" not in text and "loading" not in text
     lines = text.splitlines()
-    told = [int(line.split("%")[0].split()[-1]) for line in lines if line.startswith("preparing")]
-    assert told[0] == 0 and told[-1] == 100 and told == sorted(told) and len(told) <= 11
-    assert "done" in lines and len(lines) == len(told) + 1, "other libraries' bars are silent"
+    reported = [
+        int(line.split("%")[0].split()[-1]) for line in lines if line.startswith("preparing")
+    ]
+    assert (
+        reported[0] == 0
+        and reported[-1] == 100
+        and reported == sorted(reported)
+        and len(reported) <= 11
+    )
+    assert "done" in lines and len(lines) == len(reported) + 1, "other libraries' bars are silent"
 
 
 LOGS = """
@@ -124,7 +131,7 @@ def test_a_command_outlives_its_reader(tmp_path: Path) -> None:
         "from llmfoundry.terminal import outlast_readers as o; o()\n"
         "import os, sys\n"
         "for n in range(20_000): print('line', n)\n"
-        "print('told', file=sys.stderr, flush=True); print('last', flush=True)\n"
+        "print('reported', file=sys.stderr, flush=True); print('last', flush=True)\n"
         f"open({str(tmp_path / 'end')!r}, 'w').write('whole')"
     )
     line = f'{sys.executable} -c "$CODE" 2>&1 | head -1; echo ${{PIPESTATUS[0]}}'

@@ -87,12 +87,12 @@ def test_a_line_shows_the_mean_loss_since_the_last_also_across_a_resume(whole: P
     assert sparse == pytest.approx(means, rel=1e-6)
     for name in ("ba0000008", "ba0000012"):
         shutil.rmtree(whole / "runs" / "sparse" / "checkpoints" / name)
-    run(*arguments, cwd=whole)  # goes on from batch 4, in the middle of a span
+    run(*arguments, cwd=whole)  # resumes from batch 4, in the middle of a span
     assert losses(whole / "runs" / "sparse") == sparse
 
 
 def damage(run_folder: Path, kind: str) -> str:
-    """Spoil the newest checkpoint; what the user should be told of it."""
+    """Spoil the newest checkpoint; what the user should be shown of it."""
     newest = run_folder / "checkpoints" / "ba0000012"
     weights = next(newest.glob("*.distcp"))
     if kind == "torn":
@@ -133,7 +133,7 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_used(
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_signal_saves_and_the_same_command_goes_on(
+def test_a_signal_saves_and_the_same_command_resumes(
     whole: Path, long: dict[int, float], number: signal.Signals
 ) -> None:
     name = f"stopped-{number.name}"

@@ -186,7 +186,7 @@ VERSION = 2  # of the file's form
 
 
 def unpack(folder: Path, into: Path) -> list[Path]:
-    """Install the wheels of a folder, for a machine without a network; what goes on Python's path.
+    """Install the wheels of a folder on a machine without a network; what to add to Python's path.
 
     Raises:
         UserError: there is none, or pip refuses one.

@@ -1,7 +1,7 @@
 """The plugin that times a run of `scripts/train.py` for a GPU check, and ends it before it saves.
 
 It leaves a row in a file: time of a step by the device's own clock, memory next to its estimate,
-losses, waits for data and, where it is told so, what saving costs or which kernels a step runs.
+losses, waits for data and, where it is asked for, what saving costs or which kernels a step runs.
 """
 
 from __future__ import annotations

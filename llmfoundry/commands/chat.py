@@ -31,7 +31,7 @@ def chat(recipe: ChatRecipe) -> None:
     with join(ParallelConfig()) as world:
         conversation = open_conversation(recipe, open_model(recipe, world), world)
         if sys.stdin.isatty():
-            _tell(f"{recipe.checkpoint}; /help shows commands, Ctrl-C ends an answer")
+            _print(f"{recipe.checkpoint}; /help shows commands, Ctrl-C ends an answer")
         for line in _lines():
             if line.startswith("/"):
                 if not _command(line, conversation):
@@ -63,7 +63,7 @@ def _answer(line: str, conversation: Conversation) -> None:
     try:
         pieces = conversation.ask(line)
     except UserError as error:
-        _tell(str(error))
+        _print(str(error))
         return
     try:
         for piece in pieces:
@@ -75,15 +75,15 @@ def _answer(line: str, conversation: Conversation) -> None:
 
 
 def _command(line: str, conversation: Conversation) -> bool:
-    """Do what a line that begins with / says; whether to go on after it."""
+    """Do what a line that begins with / says; whether to continue after it."""
     name, _, text = line.partition(" ")
     if name in ("/exit", "/quit"):
         return False
     if name not in COMMANDS:
         names = (*COMMANDS, "/exit")
-        _tell(f"{name} is not a command{nearest(name, names)} ({', '.join(names)})")
+        _print(f"{name} is not a command{nearest(name, names)} ({', '.join(names)})")
         return True
-    _tell(COMMANDS[name](conversation, text.strip()))
+    _print(COMMANDS[name](conversation, text.strip()))
     return True
 
 
@@ -110,5 +110,5 @@ COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
 }
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(shown_on(sys.stderr, text), file=sys.stderr, flush=True)

@@ -114,7 +114,7 @@ def evaluate(recipe: EvalRecipe) -> None:
             if world.is_main:
                 found.write()
                 send_files(found.folder, console.warn)
-                _tell(console, found, _logged(found, console))
+                _report(console, found, _logged(found, console))
             examined.append(found)
         if world.is_main and len(examined) > 1:
             _compare(recipe, examined, console)
@@ -165,7 +165,7 @@ def _logged(found: Examined, console: Console) -> list[str]:
     return log_evaluation(found, found.logger, note=console.note, warn=console.warn)
 
 
-def _tell(console: Console, found: Examined, places: Sequence[str]) -> None:
+def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
     metrics: Mapping[str, float] = found.results["metrics"]
     shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
     page = [("page", named(found.folder / PAGE))] * bool(found.answers)
@@ -325,7 +325,7 @@ def _held_out(
     A key to a store that is not set here may not be needed: the text may lie on this machine.
     """
     for line in missing(loaded.recipe, f"data.{OPTIONS}"):
-        console.note(f"going on without it: {line}")
+        console.note(f"continuing without it: {line}")
     others = [f"data.{key}" for key in Schema.of(DataConfig).keys if key != OPTIONS]
     if not config.validation and missing(loaded.recipe, *others):
         return no_held_out()

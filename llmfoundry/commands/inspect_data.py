@@ -1,7 +1,7 @@
 """`scripts/inspect_data.py`: what a run reads at some time, without a model.
 
 The run's own loader is built and asked; samples are a pure function of the recipe, so nothing of
-what lies before has to be read. Where the run has been going on for a while, its newest checkpoint
+what lies before has to be read. Where the run has trained for a while, its newest checkpoint
 up to that time says what each stream has given, as it does for the run itself.
 """
 

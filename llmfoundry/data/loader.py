@@ -197,7 +197,7 @@ class Loader:
     def skip(self, step: int, steps: int) -> None:
         """Leave out the batches number `step` … `step + steps - 1`: the next one takes their place.
 
-        Each stream goes on with the first sample that none of them had; phases of a mixture begin
+        Each stream continues with the first sample that none of them had; phases of a mixture begin
         at their own steps. No prefetcher may read meanwhile.
         """
         self.mixture.resume(self.mixture.state(step + steps), step)
@@ -432,7 +432,7 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _start_worker(closing: Any, _: int) -> None:
-    """In a new process: go on through the signals that make the run end after its step.
+    """In a new process: continue through the signals that make the run end after its step.
 
     As in the run's own process a second SIGTERM ends it at once.
     """

@@ -30,7 +30,7 @@ class Row(NamedTuple):
         weights: (n,) fp32, what each of `ids` counts where it is the label, 0: it is not learned;
             None: each counts 1, over the borders of documents too.
         sides: of preference rows, for each document: 1 chosen or desirable, -1 rejected or
-            undesirable, 0 neither. A pair is two neighbours, the chosen one first, with their
+            undesirable, 0 neither. A pair is two adjacent rows, the chosen one first, with their
             prompt in each; the learned ids of a document are its answer.
         references: (k, D) fp32, the reference model's log-probabilities of its D documents'
             answers: each with its own prompt, then (k = 2) each prompt with the answer of the

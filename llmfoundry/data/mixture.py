@@ -6,7 +6,7 @@ after it is shifted by n golden ratios (systematic sampling). Such shifts fill 0
 any sequence can, so what a source has given stays within a few rows of its part of the run for
 ever, and the sum over any number of batches has a closed form: nothing is planned or replayed.
 
-Each phase, and a resumed run, goes on counting where what was before it stopped: no change of
+Each phase, and a resumed run, continues counting where what was before it stopped: no change of
 proportions repeats or loses a sample, and all that a checkpoint keeps is how many of each source
 are given.
 """

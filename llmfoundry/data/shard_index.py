@@ -1,8 +1,8 @@
 """The index of a folder of shards, whichever format they are of.
 
 `builders/data.py` reads it once per run, the preparation where shards are its input. One idea: an
-index is all that tells one data set from another, so reading it also asks whose copies are here,
-and what it leaves open, the content of shards without hashes, is sampled.
+index is all that distinguishes one data set from another, so reading it also asks whose copies are
+here, and what it leaves open, the content of shards without hashes, is sampled.
 """
 
 from __future__ import annotations

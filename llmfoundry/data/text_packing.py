@@ -56,7 +56,7 @@ def group_rows(batch_size: int) -> int:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the first documents of an order tell.
+    """Statistics of the first documents of an order.
 
     Attributes:
         packing: that drops about as much as it pads.

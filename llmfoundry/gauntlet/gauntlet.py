@@ -145,7 +145,7 @@ class Gauntlet:
             validation_texts: the run's held-out documents, called if a task is made from them;
                 None: the model has no run.
             cache_folder: where prompts are kept for the next time.
-            say: told when a cached file is damaged.
+            say: called when a cached file is damaged.
             fetching: how rows at an address are asked for; unset: with the environment's rights.
             once: of several processes: what calls the readers on one of them.
 

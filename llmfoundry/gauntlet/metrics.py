@@ -6,9 +6,9 @@ every choice. All metrics are functions of that table, and rows.jsonl is the tab
 
 A written answer is judged as LLM Foundry's generation metric does it: the text is cut before a
 stop, its part after the last `cot_delimiter` is cleaned, and it is right if it *begins* with a
-cleaned alias: models go on writing after the answer. That has two known holes. An alias of which
+cleaned alias: models keep writing after the answer. That has two known holes. An alias of which
 cleaning leaves nothing would accept every text: here it accepts none, and `empty_aliases` names it.
-And "3" accepts "30": LLM Foundry's numbers count that as right, so it stays, and `runs_on` tells
+And "3" accepts "30": LLM Foundry's numbers count that as right, so it stays, and `runs_on` counts
 such answers apart.
 """
 

@@ -1,1 +1,1 @@
-"""What a run tells: console, metrics.jsonl, MLflow, report.html."""
+"""What a run reports: console, metrics.jsonl, MLflow, report.html."""

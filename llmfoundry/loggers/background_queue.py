@@ -227,7 +227,7 @@ class BackgroundWriter:
         while self._thread.is_alive() and self._left() > 0:  # which an outage makes less
             self._thread.join(min(1.0, self._left()))
         self._thread.join(0.5)
-        self._tell_lost(cut_off=self._thread.is_alive())
+        self._report_lost(cut_off=self._thread.is_alive())
         # A thread that was cut off must not print into the final message.
         self._note = self._warn = _nobody
 
@@ -340,7 +340,7 @@ class BackgroundWriter:
                 self._refuse(what)
                 raise _GivenUpError from error
             if failures == 2:  # one failure may be a lock of a moment
-                self._tell_outage()
+                self._report_outage()
             return backoff(failures, first=1.0, longest=_LONGEST_PAUSE, jitter=(1.0, 1.0))
 
         try:
@@ -352,7 +352,7 @@ class BackgroundWriter:
         self._is_away = False
         return True
 
-    def _tell_outage(self) -> None:
+    def _report_outage(self) -> None:
         """Warn once; after training it is reported with what is lost, which then comes soon."""
         self._is_away = True
         with self._changed:
@@ -397,7 +397,7 @@ class BackgroundWriter:
     def _count_lost(self, items: Sequence[Item]) -> None:
         self._lost.update(_kind(item) for item in items)
 
-    def _tell_lost(self, *, cut_off: bool) -> None:
+    def _report_lost(self, *, cut_off: bool) -> None:
         """One line for what the target did not get, if anything."""
         with self._changed:
             self._count_lost(list(self._waiting))

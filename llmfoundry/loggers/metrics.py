@@ -28,7 +28,7 @@ BATCH, TOKEN = "time/batch", "time/token"
 WALL = "time/unix_ms"  # when a line was written: milliseconds since 1970
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_WAITING = 256 * 2**20  # bytes of lines kept while the disk is full
-_APPEND = "to be appended when there is room, before the run goes on"
+_APPEND = "to be appended when there is room, before the run continues"
 
 
 class JsonLines:

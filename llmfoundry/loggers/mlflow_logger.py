@@ -255,7 +255,7 @@ def _begin(
 
 
 def tag_ended(uri: str, folder: Path, status: str) -> None:
-    """Bring the tags of a run whose processes have ended; and its end, if they could not tell it.
+    """Bring the tags of a run whose processes have ended; and its end, if they could not report it.
 
     Raises:
         Exception: whatever MLflow raises.

@@ -1,4 +1,4 @@
-"""The `logger` and `callbacks` sections: what a run tells, to whom, and how often."""
+"""The `logger` and `callbacks` sections: what a run reports, to whom, and how often."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LoggerConfig:
     reaches it; run names and metrics are not protected by any password."""
     prometheus_textfile: str | None = None
     """A file NAME.prom in the folder that node-exporter's textfile collector reads, which is
-    written while the run goes on; no port is opened then unless prometheus_port names one."""
+    written during the run; no port is opened then unless prometheus_port names one."""
     in_memory: bool = False
     """Keep every metric in the tracker, for a Python program that calls the trainer."""
     plugins: Plugins = field(default_factory=dict)

@@ -28,7 +28,7 @@ AXES = (
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
-"""The mesh's dimensions, the outermost first: neighbours work most closely together."""
+"""The mesh's dimensions, the outermost first: adjacent ranks work most closely together."""
 EXPERT = "expert_parallel_degree"
 METHODS = ("ulysses", "all_gather")
 NCCL, GLOO = "nccl", "gloo"

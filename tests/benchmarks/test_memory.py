@@ -36,7 +36,7 @@ def test_every_layout_of_a_mixture_holds_what_the_estimate_says(layout: str) -> 
 
 
 def test_a_layout_s_groups_and_rows_are_listed() -> None:
-    """By hand, of rank 257 of 512: its neighbours in twos, fours and sixteens."""
+    """By hand, of rank 257 of 512: its groups in twos, fours and sixteens."""
     one = build("dbrx-mini", "all", 512, looked_at=[257])
     assert one.parameters == pytest.approx(one.expected[0], rel=0.02)
     assert one.moments == pytest.approx(one.expected[1], rel=0.02)

@@ -39,8 +39,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def budget(folder: Path, told: list[str], fraction: float = 0.2, **options: Any) -> EvalBudget:
-    return EvalBudget(fraction, folder, ALONE, told.append, **{"resumed": False, **options})
+def budget(folder: Path, reported: list[str], fraction: float = 0.2, **options: Any) -> EvalBudget:
+    return EvalBudget(fraction, folder, ALONE, reported.append, **{"resumed": False, **options})
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def budget(folder: Path, told: list[str], fraction: float = 0.2, **options: Any)
 def test_the_share_fits_into_the_fraction_of_the_wall_time(
     trained: float, fraction: float, share: float, tmp_path: Path, clock: SimpleNamespace
 ) -> None:
-    gauntlet, told = SlowGauntlet(), list[str]()
+    gauntlet, reported = SlowGauntlet(), list[str]()
     asked: Any = gauntlet
-    chosen = budget(tmp_path, told, fraction)
+    chosen = budget(tmp_path, reported, fraction)
     clock.seconds += trained
     assert chosen.share(asked, asked) == share
     spent = share * TOKENS / 100
     assert share == 1 or spent <= fraction * (trained + spent)
-    assert len(told) == 1 and f"asks {100 * share:.2g} % of each task's rows" in told[0]
-    assert "about 100.0 s after" in told[0]
+    assert len(reported) == 1 and f"asks {100 * share:.2g} % of each task's rows" in reported[0]
+    assert "about 100.0 s after" in reported[0]
 
 
 def test_training_is_counted_from_the_last_evaluation(

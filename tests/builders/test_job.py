@@ -88,10 +88,10 @@ def test_a_processor_that_would_emulate_bfloat16_computes_in_fp32_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "HAS_BF16", has_bf16)
-    told: list[str] = []
-    assert served_precision(precision, World(0, 1, 0, device), told.append) == served
-    assert len(told) == (served != precision)
-    assert all(line.startswith("precision: fp32 in place of amp_bf16") for line in told)
+    reported: list[str] = []
+    assert served_precision(precision, World(0, 1, 0, device), reported.append) == served
+    assert len(reported) == (served != precision)
+    assert all(line.startswith("precision: fp32 in place of amp_bf16") for line in reported)
 
 
 def test_backends_that_need_a_gpu_are_refused_on_a_cpu(tmp_path: Path, recipe: TrainRecipe) -> None:

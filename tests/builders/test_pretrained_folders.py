@@ -238,7 +238,7 @@ SPOILT = {
 def test_a_checkpoint_does_not_run_code_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its model.yaml may name a folder of code: a stranger's is not run."""
+    """Its model.yaml may name a folder of code: an untrusted one is not run."""
     config = HFModelConfig(hf_config={"model_type": "own"}, code=str(tmp_path))
     write_model_file(tmp_path, config)
     monkeypatch.delenv(TRUST, raising=False)

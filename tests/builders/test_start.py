@@ -53,17 +53,17 @@ def saved(place: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(place / "runs" / "saved", tmp_path / "saved"))
 
 
-def start(folder: Path, *words: str, told: list[str] | None = None) -> Start:
+def start(folder: Path, *words: str, reported: list[str] | None = None) -> Start:
     recipe = checked(TrainRecipe, "tiny.yaml", [f"save_folder={folder}", *words])
     recipe.fill()
-    return find_start(recipe, ALONE, [].append if told is None else told.append)
+    return find_start(recipe, ALONE, [].append if reported is None else reported.append)
 
 
 def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").iterdir())
 
 
-def test_a_run_goes_on_from_its_own_newest_whole_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_own_newest_whole_checkpoint(saved: Path, tmp_path: Path) -> None:
     older, newest = checkpoints(saved)
     assert (older.name, newest.name) == ("ba0000001", "ba0000002")
     assert start(saved) == Start(newest)
@@ -72,9 +72,9 @@ def test_a_run_goes_on_from_its_own_newest_whole_checkpoint(saved: Path, tmp_pat
     assert start(tmp_path / "new") == Start()
     largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    told: list[str] = []
-    assert start(saved, told=told) == Start(older)
-    assert len(told) == 1 and newest.name in told[0]
+    reported: list[str] = []
+    assert start(saved, reported=reported) == Start(older)
+    assert len(reported) == 1 and newest.name in reported[0]
 
 
 def test_another_run_is_begun_from_by_its_path(saved: Path, tmp_path: Path) -> None:
@@ -199,13 +199,15 @@ def test_a_models_identity_is_all_but_how_it_is_computed() -> None:
         assert differ == {f"model.{key}" + (".clip_qkv" if key == "attn_config" else "")}
 
 
-@pytest.mark.parametrize(("words", "told"), [((), 0), (("callbacks.watch.loss_spike=skip",), 1)])
-def test_a_key_newer_than_the_checkpoint_is_told_only_where_it_changes_something(
-    saved: Path, words: tuple[str, ...], told: int
+@pytest.mark.parametrize(
+    ("words", "reported"), [((), 0), (("callbacks.watch.loss_spike=skip",), 1)]
+)
+def test_a_key_newer_than_the_checkpoint_is_reported_only_where_it_changes_something(
+    saved: Path, words: tuple[str, ...], reported: int
 ) -> None:
     recipe = checked(TrainRecipe, "tiny.yaml", [])
     recipe.fill()
     then = {k: v for k, v in recipe.training_settings().items() if not k.startswith("callbacks")}
     now = checked(TrainRecipe, "tiny.yaml", list(words))
     now.fill()
-    assert len(list(_changes(now, saved, {"settings": then}))) == told
+    assert len(list(_changes(now, saved, {"settings": then}))) == reported

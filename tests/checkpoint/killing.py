@@ -1,10 +1,10 @@
-"""Kill a run at every point of its life, let it go on, and compare it with one left alone.
+"""Kill a run at every point of its life, let it resume, and compare it with one left alone.
 
     python -m tests.checkpoint.killing --kills 300 --requests 8       (make test-slow)
 
 The process imports all that training needs, once, and forks every start of a run from itself, so
 that a start takes a fraction of a second; each fork then does what `scripts/train.py` does. One
-idea: the moments that matter are those at which the run's folder changes. Python tells of each
+idea: the moments that matter are those at which the run's folder changes. Python reports each
 (audit events: open, rename, remove …), so the run is killed at the k-th change, for any k, again
 and again the same; kills at moments of the clock are put between them, and signals that ask a run
 to stop come in each of its phases.
@@ -249,7 +249,7 @@ def strike(folder: Path, name: str, mode: Mode, blow: Blow, whole: dict[str, Any
         if not any(again):
             break
     else:
-        return f"does not go on: {again}"
+        return f"does not resume: {again}"
     if final(folder, name) != whole:
         return "another end"
     left = [path.name for path in (folder / "runs" / name / "checkpoints").iterdir()]

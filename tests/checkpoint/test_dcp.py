@@ -137,7 +137,7 @@ def work(rank: int, folder: Path) -> None:
         timeout=timedelta(seconds=60),
     )
     world = World(rank, RANKS, rank, torch.device("cpu"), timedelta(seconds=60))
-    told: dict[str, Any] = {"made": saves(folder / "forms", world)}
+    reported: dict[str, Any] = {"made": saves(folder / "forms", world)}
     run = Run(folder / "failing", world)
     real = TensorFiles._list
     with pytest.MonkeyPatch.context() as patch:
@@ -151,12 +151,12 @@ def work(rank: int, folder: Path) -> None:
         run.saver.save(run.batch, run.model, run.optimizer, {})
         run.saver.wait()
         patch.setattr(TensorFiles, "_list", real)
-        told["after a failure"] = run.save()
+        reported["after a failure"] = run.save()
     table = run.folder / f"checkpoints/ba{run.batch:07d}"
-    told["tensors"] = len(FileSystemReader(str(table)).read_metadata().storage_data)
+    reported["tensors"] = len(FileSystemReader(str(table)).read_metadata().storage_data)
     parameter = next(run.model.parameters())
     assert isinstance(parameter, DTensor)
-    (folder / f"rank{rank}").write_text(json.dumps(told))
+    (folder / f"rank{rank}").write_text(json.dumps(reported))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -177,9 +177,9 @@ def test_one_process_plans_again_only_for_another_form(tmp_path: Path) -> None:
 def test_shards_are_planned_once_and_a_plan_that_failed_is_not_kept(tmp_path: Path) -> None:
     """In PyTorch's own cache, of 2.11, what follows a failure has no tensors in its table."""
     on_ranks(work, (tmp_path,), RANKS)
-    told = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(RANKS)]
-    check(told[0]["made"], list(PLANS))
-    check(told[1]["made"], list(PLANS)[:1])
-    assert [one["after a failure"] for one in told] == [list(PLANS)[1:], list(PLANS)[:1]]
+    reported = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(RANKS)]
+    check(reported[0]["made"], list(PLANS))
+    check(reported[1]["made"], list(PLANS)[:1])
+    assert [one["after a failure"] for one in reported] == [list(PLANS)[1:], list(PLANS)[:1]]
     moments = 3 * 4 * RANKS + 4  # three tensors each of four parameters' shards, and their steps
-    assert told[0]["tensors"] == told[1]["tensors"] > moments
+    assert reported[0]["tensors"] == reported[1]["tensors"] > moments

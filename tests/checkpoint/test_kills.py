@@ -1,4 +1,4 @@
-"""A run that is killed or asked to stop anywhere, and goes on, ends as one left alone: bit-equal.
+"""A run that is killed or asked to stop anywhere, and resumes, ends as one left alone: bit-equal.
 
 `tests/checkpoint/killing.py` strikes; it runs in a process of its own, which forks the runs.
 """

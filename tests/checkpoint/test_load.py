@@ -1,4 +1,4 @@
-"""Files from strangers: a pickle is planted in each kind that is opened, and nothing runs."""
+"""Untrusted files: a pickle is planted in each kind that is opened, and nothing runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bomb:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with runs/whole, saved after its second and last batch."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("strangers")
+        folder = tmp_path_factory.mktemp("untrusted")
         write_recipe(folder)
         patch.chdir(folder)
         train_here("whole", "max_duration=2ba", "eval=off")
@@ -87,7 +87,7 @@ def commit(folder: Path) -> None:
     (folder / "COMMIT").write_text(json.dumps({"version": 1, "files": sums}))
 
 
-def stranger(name: str) -> Path:
+def untrusted(name: str) -> Path:
     """A copy of the whole run's checkpoint, to be spoilt."""
     run = Path("runs") / name
     shutil.rmtree(run, ignore_errors=True)
@@ -117,7 +117,7 @@ TABLES: dict[str, Callable[[Any], bytes]] = {
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_planted_table_of_contents_runs_nothing(place: Path, kind: str) -> None:
-    folder = stranger("table")
+    folder = untrusted("table")
     table = folder / ".metadata"
     table.write_bytes(TABLES[kind](pickle.loads(table.read_bytes())))
     commit(folder)
@@ -148,7 +148,7 @@ def replant(folder: Path, value: Any, *, as_bytes: bool) -> None:
 
 
 def test_a_value_in_place_of_a_tensor_runs_nothing(place: Path) -> None:
-    folder = stranger("value")
+    folder = untrusted("value")
     replant(folder, Bomb(), as_bytes=True)
     careless = {"model": {"wte.weight": torch.zeros(1)}}
     assert goes_off(lambda: dcp.load(careless, checkpoint_id=str(folder), no_dist=True))
@@ -157,7 +157,7 @@ def test_a_value_in_place_of_a_tensor_runs_nothing(place: Path) -> None:
 
 
 def test_a_tensor_that_is_none_runs_nothing(place: Path) -> None:
-    folder = stranger("tensor")
+    folder = untrusted("tensor")
     replant(folder, Bomb(), as_bytes=False)
     with pytest.raises(
         UserError, match=r"tensor/.* cannot be read: a file of tensors is damaged, or holds"
@@ -177,7 +177,7 @@ def test_a_recipe_of_another_model_than_its_tensors_takes_no_memory(
     place: Path, key: str, value: int, line: str
 ) -> None:
     """Sizes that would take minutes, or terabytes, before the first tensor is read."""
-    folder = stranger("sizes")
+    folder = untrusted("sizes")
     recipe, state = folder / "recipe.yaml", json.loads((folder / "state.json").read_text())
     recipe.write_text(re.sub(rf"(?m)^  {key}: .*$", f"  {key}: {value}", recipe.read_text()))
     state["identity"][f"model.{key}"] = value
@@ -189,7 +189,7 @@ def test_a_recipe_of_another_model_than_its_tensors_takes_no_memory(
 
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"batch": ' + "9" * 10**4 + "}", "\0"])
 def test_a_state_that_is_none_is_a_line_of_our_own(place: Path, text: str) -> None:
-    folder = stranger("state")
+    folder = untrusted("state")
     (folder / "state.json").write_text(text)
     commit(folder)
     with pytest.raises(UserError, match=r"state.json: is not a run's state \(.*choose") as refused:
@@ -199,7 +199,7 @@ def test_a_state_that_is_none_is_a_line_of_our_own(place: Path, text: str) -> No
 
 @pytest.mark.parametrize("name", ["../../../../secret", "/etc/hostname", "COMMIT"])
 def test_tensors_are_read_from_the_checkpoints_own_files_alone(place: Path, name: str) -> None:
-    folder = stranger("path")
+    folder = untrusted("path")
     table = folder / ".metadata"
     metadata = pickle.loads(table.read_bytes())
     for where in metadata.storage_data.values():
@@ -226,7 +226,7 @@ def test_yaml_that_names_python_objects_runs_nothing(place: Path, file: str) -> 
         with pytest.raises(UserError, match="python/object/apply:os"):
             read_gauntlet(Path(file))
         return
-    folder = stranger("yaml")
+    folder = untrusted("yaml")
     (folder / file).write_text(text)
     commit(folder)
     with pytest.raises(UserError, match="python/object/apply:os"):

@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         hold(tmp_path / "file")
 
 
-def test_without_locks_a_run_goes_on_and_says_so(
+def test_without_locks_a_run_continues_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Saves that fail: told at once, tried again, known to all processes; and what saves remove."""
+"""Saves that fail: reported at once, tried again, known to all processes; and what saves remove."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the disk full for files that match, as the kernel tells it."""
+    """Makes the disk full for files that match, as the kernel reports it."""
     return partial(fill_disk, monkeypatch)
 
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_a_save_that_fails_is_told_and_the_next_one_tried(
+def test_a_save_that_fails_is_reported_and_the_next_one_tried(
     place: Path,
     full_disk: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
@@ -147,7 +147,7 @@ def test_failures_that_are_not_in_a_row_do_not_end_it(
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_a_last_save_that_fails_is_an_error_and_the_same_command_goes_on(
+def test_a_last_save_that_fails_is_an_error_and_the_same_command_resumes(
     place: Path, background: str
 ) -> None:
     name = f"last-{background}"
@@ -275,7 +275,7 @@ def work(rank: int, folder: Path) -> None:
         timeout=timedelta(seconds=20),
     )
     world = World(rank, 2, rank, torch.device("cpu"))
-    told: list[Any] = []
+    reported: list[Any] = []
     for background in (False, True):
         run = folder / f"run-{background}"
         saver, said = make_saver(run, world, background=background)
@@ -291,8 +291,8 @@ def work(rank: int, folder: Path) -> None:
                     saver.check()
                 except UserError as error:
                     said.append(str(error))
-        told.append(said)
-    (folder / f"rank{rank}").write_text(json.dumps(told))
+        reported.append(said)
+    (folder / f"rank{rank}").write_text(json.dumps(reported))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -101,8 +101,8 @@ class OnGpu(Tensor):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a GPU is told to do, and waited for, in order."""
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a GPU is asked to do, and waited for, in order."""
     found: list[str] = []
 
     class Stream:
@@ -132,17 +132,17 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_gpu_copies_beside_the_steps_and_the_update_waits_for_it(told: list[str]) -> None:
+def test_a_gpu_copies_beside_the_steps_and_the_update_waits_for_it(reported: list[str]) -> None:
     source = torch.ones(8).as_subclass(OnGpu)
     copies = Staging().copy([torch.zeros(2), source])
-    assert told == ["copies waits for steps", "on copies", "mark copies", "back"]
-    told.clear()
+    assert reported == ["copies waits for steps", "on copies", "mark copies", "back"]
+    reported.clear()
     copies.before_update()
-    assert told == ["steps waits for the copies"], "the host goes on"
-    told.clear()
+    assert reported == ["steps waits for the copies"], "the host continues"
+    reported.clear()
     assert len(copies.sources) == 2, "nothing else may take their memory"
     copies.wait()
-    assert told == ["the host waits"] and not copies.sources
+    assert reported == ["the host waits"] and not copies.sources
     assert copies.tensors[1].sum() == 8
 
 
@@ -194,14 +194,14 @@ def slow_saves(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_a_save_that_is_due_too_early_is_left_out_by_all_and_told(tmp_path: Path) -> None:
+def test_a_save_that_is_due_too_early_is_left_out_by_all_and_reported(tmp_path: Path) -> None:
     on_ranks(slow_saves, (tmp_path,), 2)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    [line] = told[0]["said"]
+    reported = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    [line] = reported[0]["said"]
     assert line.startswith("save_max_wait: the checkpoint of batch 2 is left out: the one before")
-    assert "after 0.3 s more; write a longer save_interval" in line and not told[1]["said"]
+    assert "after 0.3 s more; write a longer save_interval" in line and not reported[1]["said"]
     assert names(tmp_path) == ["ba0000001", "ba0000003", "ba0000004"]
-    (first, _), (second, whole), (third, _) = told[0]["waits"]
+    (first, _), (second, whole), (third, _) = reported[0]["waits"]
     assert second >= 0.3 > first and third < 0.3 and whole >= second
 
 
@@ -224,17 +224,19 @@ def test_the_end_of_a_run_waits_for_as_long_as_it_takes(
     assert names(tmp_path) == ["ba0000001", "ba0000002"] and not said
 
 
-def test_what_a_save_holds_training_up_is_logged_and_told(
+def test_what_a_save_holds_training_up_is_logged_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    run = train_here("told", "max_duration=4ba", "save_interval=2ba", "save_async=true", "eval=off")
+    run = train_here(
+        "reported", "max_duration=4ba", "save_interval=2ba", "save_async=true", "eval=off"
+    )
     found = rows(run, "time/checkpoint_blocking")
     assert [*found] == [2, 4]
     for row in found.values():
         assert 0 <= row["time/checkpoint_wait"] <= row["time/checkpoint_blocking"] < 60
-    lines = [line for line in capsys.readouterr().out.splitlines() if "saved runs/told" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "saved runs/reported" in line]
     assert len(lines) == 2
     for line in lines:
         assert re.search(r"ba000000\d \([\d.]+ MB in [\d.]+ s; training waited [\d.]+ s\)", line)
@@ -257,8 +259,11 @@ def test_machines_that_do_not_share_the_folder_are_found_before_it_counts(
 ) -> None:
     monkeypatch.setattr(storage, "_LATE_S", 0.1)
     (tmp_path / "__0_0.distcp").touch()
-    told = [{"__0_0.distcp": {"bytes": 0, "crc32": 0}}, {"__1_0.distcp": {"bytes": 9, "crc32": 1}}]
+    reported = [
+        {"__0_0.distcp": {"bytes": 0, "crc32": 0}},
+        {"__1_0.distcp": {"bytes": 9, "crc32": 1}},
+    ]
     with pytest.raises(OSError, match=r"__1_0.distcp, which rank 1 wrote, is not in .* rank 0;"):
-        storage._await_files(tmp_path, told)
+        storage._await_files(tmp_path, reported)
     (tmp_path / "__1_0.distcp").touch()
-    storage._await_files(tmp_path, told)
+    storage._await_files(tmp_path, reported)

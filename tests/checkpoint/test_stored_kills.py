@@ -81,9 +81,12 @@ def check_newest(store: ObjectStore) -> str:
         if f"checkpoints/{name}/COMMIT" not in files:
             continue
         marker = json.loads(store.read(f"checkpoints/{name}/COMMIT"))["files"]
-        for file, told in marker.items():
+        for file, reported in marker.items():
             data = store.read(f"checkpoints/{name}/{file}")
-            assert (len(data), zlib.crc32(data)) == (told["bytes"], told["crc32"]), (name, file)
+            assert (len(data), zlib.crc32(data)) == (reported["bytes"], reported["crc32"]), (
+                name,
+                file,
+            )
         return name
     return ""
 

@@ -87,7 +87,7 @@ def fetched(server: FaultyS3) -> set[str]:
 
 
 @pytest.mark.slow
-def test_it_goes_on_on_any_number_of_processes_and_machines(place: Path, server: FaultyS3) -> None:
+def test_it_resumes_on_any_number_of_processes_and_machines(place: Path, server: FaultyS3) -> None:
     train_here("alone", *BRIEF, *SCHEDULE)
     url = url_of(place)
     store = ObjectStore(url, FetchOptions(), key="save_folder")

@@ -1,4 +1,4 @@
-"""Runs whose folder is a URL: what they leave there, and what they go on with after any end."""
+"""Runs whose folder is a URL: what they leave there, and what they resume from after any end."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_what_is_written_between_two_attempts_is_sent_with_the_next(
             monkeypatch.delenv("LLMFOUNDRY_ENDS")
             add_event(folder, "hang", "again", action="end")
         train_at(url, *SHORT, f"max_duration={4 if supervised else 6}ba")
-        told = events_of(store)
-        assert told[:2] == [start, hang] and len(told) == (2 if supervised else 3)
+        reported = events_of(store)
+        assert reported[:2] == [start, hang] and len(reported) == (2 if supervised else 3)
     assert store.read("hangs/step-3/rank-1.txt") == b"stacks"
 
     stale = tmp_path / "stale"  # another run was at this URL when this machine worked on it
@@ -129,7 +129,7 @@ def events_of(store: ObjectStore) -> list[dict[str, Any]]:
     return [json.loads(line) for line in store.read("events.jsonl").splitlines()]
 
 
-def test_another_machine_goes_on_where_it_was(place: Path, tmp_path: Path) -> None:
+def test_another_machine_resumes_where_it_was(place: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/runs/moved"
     train_at(url, *WHOLE, "save_async=true")
     whole = losses_at(url, tmp_path / "whole")
@@ -211,7 +211,7 @@ def test_a_store_that_fails_costs_a_save_and_not_the_run(
 
 
 @pytest.mark.slow
-def test_a_last_save_that_fails_is_an_error_and_the_same_command_goes_on(
+def test_a_last_save_that_fails_is_an_error_and_the_same_command_resumes(
     place: Path, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/runs/late"

@@ -80,7 +80,7 @@ def work(rank: int, folder: Path) -> None:
     world = World(rank, RANKS, rank, torch.device("cpu"), timedelta(seconds=TIMEOUT))
     group = dist.group.WORLD
     assert group is not None
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     real, lengths = zlib.crc32, list[int]()
 
     def slow(block: bytes, crc: int = 0) -> int:
@@ -93,24 +93,24 @@ def work(rank: int, folder: Path) -> None:
         dist.barrier()
         set_group_timeouts(group, world)
         began = time.monotonic()
-        told["whole"] = resume(folder / "whole", world)
-        told["seconds"] = time.monotonic() - began
+        reported["whole"] = resume(folder / "whole", world)
+        reported["seconds"] = time.monotonic() - began
         set_group_timeouts(group, replace(world, timeout=timedelta(seconds=60)))
-        told["bytes"] = sum(lengths)
-    told["damaged"] = resume(folder / "damaged", world)
+        reported["bytes"] = sum(lengths)
+    reported["damaged"] = resume(folder / "damaged", world)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(zlib, "crc32", lambda *_: threading.Event().wait())
         with pytest.raises(RunFailure) as caught:
             resume(folder / "whole", replace(world, timeout=timedelta(seconds=6)))
-        told["hung"] = str(caught.value)
-    (folder / f"rank{rank}").write_text(json.dumps(told))
+        reported["hung"] = str(caught.value)
+    (folder / f"rank{rank}").write_text(json.dumps(reported))
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the processes found in runs that are whole, damaged, and not readable."""
     folder = tmp_path_factory.mktemp("reads")
     for name in ("whole", "damaged"):
@@ -122,26 +122,26 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_each_process_reads_the_files_that_it_wrote_however_long_that_takes(
-    told: list[dict[str, Any]],
+    reported: list[dict[str, Any]],
 ) -> None:
     """Rank 0 read all of it before, and the others waited for it within dist_timeout."""
-    assert [one["whole"] for one in told] == [["ba0000002", []]] * RANKS
+    assert [one["whole"] for one in reported] == [["ba0000002", []]] * RANKS
     # of ten writers every second one each; and rank 0 the small files
-    assert [one["bytes"] for one in told] == [8 * 50_000, 5 * 50_000]
-    assert min(one["seconds"] for one in told) > TIMEOUT, "too fast to show anything"
+    assert [one["bytes"] for one in reported] == [8 * 50_000, 5 * 50_000]
+    assert min(one["seconds"] for one in reported) > TIMEOUT, "too fast to show anything"
 
 
 def test_all_processes_pass_over_what_one_of_them_finds_damaged(
-    told: list[dict[str, Any]],
+    reported: list[dict[str, Any]],
 ) -> None:
-    assert [one["damaged"][0] for one in told] == ["ba0000001"] * RANKS
-    [line], *others = [one["damaged"][1] for one in told]
+    assert [one["damaged"][0] for one in reported] == ["ba0000001"] * RANKS
+    [line], *others = [one["damaged"][1] for one in reported]
     assert line.endswith("ba0000002 is refused: its file __7_0.distcp is damaged (checksum)")
     assert others == [[]] * (RANKS - 1)
 
 
-def test_a_process_whose_reading_hangs_is_named_by_all(told: list[dict[str, Any]]) -> None:
-    for one in told:
+def test_a_process_whose_reading_hangs_is_named_by_all(reported: list[dict[str, Any]]) -> None:
+    for one in reported:
         assert one["hung"].startswith("parallel.dist_timeout: rank 1 has read nothing of ")
 
 

@@ -99,5 +99,5 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
         ("", ""),
     ],
 )
-def test_a_card_tells_no_path_of_this_machine(place: str, published: str) -> None:
+def test_a_card_reports_no_path_of_this_machine(place: str, published: str) -> None:
     assert _published(place) == published

@@ -52,7 +52,7 @@ def test_a_training_run_is_planned_and_nothing_is_written(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_processes_are_told_what_they_send_to_each_other(
+def test_what_processes_send_to_each_other_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["model.vocab_size=2048", "parallel=ddp", "global_train_batch_size=4"]

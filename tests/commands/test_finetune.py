@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.tiny import RECIPE, finetune_recipe, losses, run, write_recipe
 
 
-def test_a_run_goes_on_from_another_and_from_its_export(tmp_path: Path) -> None:
+def test_a_run_resumes_from_another_and_from_its_export(tmp_path: Path) -> None:
     assert RECIPE["precision"] == "fp32"
     run("train.py", write_recipe(tmp_path), "max_duration=4ba", "run_name=base", cwd=tmp_path)
     run("convert.py", "checkpoint=runs/base", "to=hf", "output=hf", cwd=tmp_path)
@@ -19,7 +19,7 @@ def test_a_run_goes_on_from_another_and_from_its_export(tmp_path: Path) -> None:
     expected = losses(tmp_path / "runs/same")
     assert losses(tmp_path / "runs/finetune") == expected
     assert losses(tmp_path / "runs/hf") == expected
-    # killed runs and longer ones go on; the base is not needed for what has a checkpoint
+    # killed runs and longer ones resume; the base is not needed for what has a checkpoint
     (tmp_path / "runs/base").rename(tmp_path / "runs/moved")
     run("finetune.py", recipe, "model.pretrained=runs/moved", "max_duration=8ba", cwd=tmp_path)
     assert len(losses(tmp_path / "runs/finetune")) == 8

@@ -100,7 +100,7 @@ def bomb(compression: str, n_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("compression", ["br", "bz2", "gz", "snappy", "zstd"])
-def test_unpacking_ends_soon_after_the_length_that_it_is_told(
+def test_unpacking_ends_soon_after_the_length_that_it_is_given(
     compression: str, tmp_path: Path
 ) -> None:
     need(compression)

@@ -91,7 +91,7 @@ def test_hashes_decide_where_all_shards_have_them(tmp_path: Path) -> None:
     write(one, 4, rows=ROWS + 1, hashes=("sha1",))
     opened(one, tmp_path / "trusted", cache=tmp_path / "c")
     write(one, 5, rows=ROWS + 1, hashes=("sha1",))
-    with pytest.raises(UserError, match="without hashes nobody can tell"):
+    with pytest.raises(UserError, match="without hashes nobody can know"):
         opened(one, tmp_path / "trusted", cache=tmp_path / "c", validate_hash=False)
 
 

@@ -210,7 +210,7 @@ def test_changed_proportions_repeat_and_lose_nothing(folder: Path) -> None:
 
 
 def test_batches_that_are_left_out_are_the_only_ones_that_do_not_come(folder: Path) -> None:
-    """Each stream goes on behind them, phases begin at their own steps, and a resume knows it."""
+    """Each stream continues behind them, phases begin at their own steps, and a resume knows it."""
     plain, cut = (loader(three(folder), phases=CURRICULUM) for _ in range(2))
     cut.batch(4)  # what was planned before is not kept
     cut.skip(4, 3)
@@ -244,7 +244,7 @@ def test_a_stream_that_was_away_comes_back_where_it_was_or_is_refused(folder: Pa
 
 
 @pytest.mark.parametrize("after", [4, 16])
-def test_resume_goes_on_after_the_last_sample_given(web: OrderedStream, after: int) -> None:
+def test_resume_continues_after_the_last_sample_given(web: OrderedStream, after: int) -> None:
     """Also where the batch size changed with the resume: no sample twice, none left out."""
     before = loader([web])
     state = json.loads(json.dumps(before.state(5)))
@@ -328,7 +328,7 @@ def test_a_worker_that_ends_is_an_error_not_a_hang(web: OrderedStream) -> None:
         next(batches)
         (worker,) = multiprocessing.active_children()
         assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGTERM)  # that of a run's end: the step goes on
+        os.kill(worker.pid, signal.SIGTERM)  # that of a run's end: the step continues
         next(batches)
         os.kill(worker.pid, signal.SIGTERM)  # a second one ends it, as it ends the run
         with pytest.raises(RuntimeError, match="exited unexpectedly"):

@@ -53,7 +53,7 @@ def test_rows_land_uniformly_over_the_epoch() -> None:
     grid, _, _ = np.histogram2d(np.arange(n), rows, bins=16)
     expected = n / 256
     assert ((grid - expected) ** 2 / expected).sum() < 225 + 4 * (2 * 225) ** 0.5
-    # Neighbours must not stay neighbours: of 40,000 pairs a random order keeps about two.
+    # Adjacent samples must not stay adjacent: of 40,000 pairs a random order keeps about two.
     assert (np.abs(np.diff(rows)) == 1).sum() < 12
 
 
@@ -152,7 +152,7 @@ def test_blocks_mix_their_shards_as_a_permutation_would() -> None:
     expected = counts.sum(0) / 2
     freedom = len(expected) - 1
     assert ((counts - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
-    assert (np.diff(shards) == 0).mean() < 0.25  # neighbours from one shard: about one in ten
+    assert (np.diff(shards) == 0).mean() < 0.25  # adjacent ones from one shard: about one in ten
 
 
 def test_shards_and_borders_of_blocks_differ_between_epochs() -> None:

@@ -1,4 +1,4 @@
-"""Input that a stranger made: one line that names the file and the row, in bounded time and memory.
+"""Untrusted input: one line that names the file and the row, in bounded time and memory.
 
 What is refused for its form alone stands in test_data_corpus.py.
 """

@@ -91,10 +91,10 @@ def test_the_world_is_one_and_its_facts_are_in_training() -> None:
     facts = world_facts()
     assert len(facts) == len(set(facts.values())) == 120
     learned = {(asked(row), said(row)) for row in rows("world", 3000)}
-    told = {value for _, value in learned}
-    assert told == set(facts.values())
+    reported = {value for _, value in learned}
+    assert reported == set(facts.values())
     for row in rows("world", 40, split="held_out"):
-        assert said(row) in told
+        assert said(row) in reported
 
 
 def test_rows_are_a_pure_function_of_task_seed_and_number() -> None:

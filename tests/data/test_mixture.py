@@ -132,7 +132,7 @@ def through_json(of: Mixture, step: int) -> dict[str, object]:
 PHASES = [Phase(0, (0.7, 0.3, 0.0)), Phase(30, (0.1, 0.2, 0.7)), Phase(30, (0.2, 0.2, 0.6))]
 
 
-def test_phases_begin_where_they_say_and_go_on_counting() -> None:
+def test_phases_begin_where_they_say_and_continue_counting() -> None:
     made = Mixture("abc", [*PHASES, Phase(50, (0.0, 1.0, 0.0))], batch_size=10)
     Given().take(made, range(80))
     batches = counts(made, 80)

@@ -1,4 +1,4 @@
-"""Files fetched from a real S3 server through a proxy that fails, and what users are told."""
+"""Files fetched from a real S3 server through a proxy that fails, and what users are shown."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_index_is_read_whole_in_parts_of_any_size(
         ("internal", 2, 3),
         ("too many", 1, 2),
         ("cut", 2, 3),
-        ("truncated", 2, 3),  # each goes on where the last one ended
+        ("truncated", 2, 3),  # each resumes where the last one ended
         ("damaged", 1, 2),
         ("spoiled", 1, 2),
     ],
@@ -158,7 +158,7 @@ def test_a_trickle_is_a_failure_after_the_timeout(s3: FaultyS3, tmp_path: Path) 
     assert folder.get(SPEC).read_bytes() == DATA
 
 
-def test_a_store_that_is_not_there_is_told(tmp_path: Path, s3: FaultyS3) -> None:
+def test_a_store_that_is_not_there_is_reported(tmp_path: Path, s3: FaultyS3) -> None:
     nowhere = {"s3": {"endpoint_url": "http://127.0.0.1:9", "key": "id", "secret": "secret"}}
     options = FetchOptions(cache_folder=str(tmp_path), retry=1, storage_options=nowhere)
     folder = ShardFolder.open(f"s3://{BUCKET}/data", None, options)
@@ -264,7 +264,7 @@ def test_azures_account_is_in_the_environment_or_in_the_url(
     }
 
 
-def test_a_missing_package_is_told_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(remote_backends._PACKAGES, "gs", "no_such_package_of_ours")
     with pytest.raises(UserError, match=r"gs:// needs .*; write: pip install no_such_package_of"):
         backend_for("gs://b/p", {}, 1.0)
@@ -306,7 +306,7 @@ def test_which_errors_pass(error: Exception, passing: bool) -> None:
     assert remote_errors.is_passing(outer) == passing
 
 
-def test_missing_credentials_are_told_with_how_to_give_them() -> None:
+def test_missing_credentials_are_reported_with_how_to_give_them() -> None:
     botocore = pytest.importorskip("botocore.exceptions")
     line = remote_errors.remote_problem(
         botocore.NoCredentialsError(), kind="s3", attempts=1, timeout=1

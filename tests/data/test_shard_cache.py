@@ -282,7 +282,7 @@ def test_a_full_disk_says_what_is_needed_and_where(far: str, tmp_path: Path) -> 
     assert kept(tmp_path / "near") == set()
 
 
-def test_a_cache_that_cannot_be_written_is_told(far: str, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(far: str, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"data\.cache_folder: cannot write .*Not a directory"):
         opened(tmp_path, remote=far).get(spec(0))
@@ -372,7 +372,7 @@ def test_accounts_that_are_garbage_are_made_anew(
 
 
 @pytest.mark.parametrize("name", [".used", ".files", ".lock"])
-def test_accounts_that_are_folders_are_told(far: str, tmp_path: Path, name: str) -> None:
+def test_accounts_that_are_folders_are_reported(far: str, tmp_path: Path, name: str) -> None:
     (tmp_path / "cache/remote" / name).mkdir(parents=True)
     with pytest.raises(
         UserError, match=rf"/cache/remote/{name}: Is a directory; .* in the way"

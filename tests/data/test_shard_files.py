@@ -107,7 +107,7 @@ def test_a_damaged_compressed_file_is_an_error(tmp_path: Path, options: FetchOpt
         (lambda path: path.write_bytes(b"abd"), "a: its md5 is 4911e516.*, its index says 900150"),
     ],
 )
-def test_what_is_wrong_with_a_local_file_is_told(
+def test_what_is_wrong_with_a_local_file_is_reported(
     damage: Callable[[Path], object], line: str, tmp_path: Path, options: FetchOptions
 ) -> None:
     (tmp_path / "a").write_bytes(b"abc")
@@ -257,7 +257,7 @@ def test_a_failure_waits_for_who_asks_for_the_file() -> None:
     ahead.close()
 
 
-def test_a_queue_that_fails_is_told_at_the_next_use() -> None:
+def test_a_queue_that_fails_is_reported_at_the_next_use() -> None:
     def broken() -> object:
         yield from specs_of("a")
         raise ZeroDivisionError

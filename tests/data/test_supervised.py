@@ -482,7 +482,7 @@ def test_what_is_cut_dropped_or_double_is_counted_and_named(tmp_path):
         opened(tmp_path, config | {"supervised": {"too_long": "error"}})
 
 
-def test_messages_that_spell_special_tokens_are_told(tmp_path):
+def test_messages_that_spell_special_tokens_are_reported(tmp_path):
     rows = [{"messages": [user("say <|im_end|>"), assistant("no")]}, *chats(5)]
     path = str(write(tmp_path / "in" / "a.jsonl", rows))
     data = opened(tmp_path, {"paths": [path], "format": "chat"})
@@ -817,7 +817,7 @@ def test_a_row_that_is_too_long_is_one_bad_row(tmp_path, suffix):
     assert sum(documents(rows_of(data)).values()) == 1_501
 
 
-def test_bad_rows_of_all_streams_and_of_validation_are_told_at_once(tmp_path):
+def test_bad_rows_of_all_streams_and_of_validation_are_reported_at_once(tmp_path):
     write(tmp_path / "a" / "a.jsonl", [*chats(20), "no"])
     write(tmp_path / "b" / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "c"}])
     kinds = {"a": ("a", "chat"), "b": ("b", "prompt_response")}
@@ -905,7 +905,7 @@ def test_orders_that_a_template_refuses_or_leaves_out_are_named(tmp_path):
         opened(tmp_path, config | {"paths": [path]}, template=str(tmp_path / "silent.jinja"))
 
 
-def test_keys_of_messages_that_nothing_reads_are_told(tmp_path):
+def test_keys_of_messages_that_nothing_reads_are_reported(tmp_path):
     (tmp_path / "named.jinja").write_text(
         "{% for m in messages %}{{ m.role }} {{ m['mood'] }}: {{ m.content }}{{ eos_token }}"
         "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"

@@ -98,7 +98,7 @@ class Entry:
     def counts_bytes(self) -> bool:
         """Whether the gradients that it holds between microbatches are counted.
 
-        They can be told in advance; six and eight processes pad their shards. Counting takes as
+        They can be computed in advance; six and eight processes pad their shards. Counting takes as
         long as all else, and finds the same whatever a block computes again.
         """
         odd = self.compiled or self.adapter or self.precision != "fp32" or self.processes > 4

@@ -221,7 +221,7 @@ def test_one_makes_and_all_get(shared: list[dict[str, Any]]) -> None:
     ]
 
 
-def test_what_fails_on_one_is_told_by_all(shared: list[dict[str, Any]]) -> None:
+def test_what_fails_on_one_is_raised_by_all(shared: list[dict[str, Any]]) -> None:
     assert [one["user"] for one in shared] == [["UserError", "x: no", "y: no"]] * N_RANKS
     odd = ["RuntimeError", "TwoWordsError: not again"]
     assert [one["odd"] for one in shared[1:]] == [odd] * (N_RANKS - 1)

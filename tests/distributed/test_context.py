@@ -101,10 +101,10 @@ def test_every_token_is_with_one_process_and_what_is_added_counts_nowhere(
             flags = torch.zeros_like(flags).index_fill(0, real, True)
         for row in range(4):
             for i, place in enumerate(places):
-                told = (part.labels, part.weights, part.tokens, part.layout.positions)
+                reported = (part.labels, part.weights, part.tokens, part.layout.positions)
                 is_real = bool(flags.view(part.tokens.shape)[row, i])
                 assert (row, place) not in found
-                found[row, place] = (*(x[row, i].item() for x in told), is_real)
+                found[row, place] = (*(x[row, i].item() for x in reported), is_real)
     for row in range(4):
         for place in range(parts[0].layout.width):  # type: ignore[union-attr]
             label, weight, token, position, is_real = found.pop((row, place))

@@ -53,7 +53,7 @@ def same_as_alone(folder: Path, name: str) -> None:
     assert rows(ours, "time/token") == rows(theirs, "time/token")
 
 
-def test_a_run_goes_on_with_other_degrees_and_is_that_of_one_process(alone: Path) -> None:
+def test_a_run_resumes_with_other_degrees_and_is_that_of_one_process(alone: Path) -> None:
     named = ("tiny.yaml", "run_name=moved", *STEPS)
     gathered = ("parallel.context_parallel_degree=2", FOUR[1])
     run("train.py", *named, *gathered, "max_duration=3ba", cwd=alone, processes=2)

@@ -59,13 +59,13 @@ def test_train_resume_eval_convert_are_those_of_one_process(tmp_path: Path) -> N
         resumed = train(name, *layout, processes=processes)
         assert min(resumed) == 5
         assert resumed == pytest.approx({b: alone[b] for b in resumed}, rel=1e-6)
-    told, converted = [], []
+    reported, converted = [], []
     for name in ("one", "two"):
         out = run("eval.py", f"runs/{name}", cwd=tmp_path).stdout
-        told.append([float(x) for x in re.findall(r"LanguageCrossEntropy +([\d.]+)", out)])
+        reported.append([float(x) for x in re.findall(r"LanguageCrossEntropy +([\d.]+)", out)])
         run("convert.py", f"runs/{name}", "to=hf", f"output=hf-{name}", cwd=tmp_path)
         converted.append(weights(tmp_path / f"hf-{name}"))
-    assert told[0] and told[0] == pytest.approx(told[1], abs=2e-4)
+    assert reported[0] and reported[0] == pytest.approx(reported[1], abs=2e-4)
     assert converted[0].keys() == converted[1].keys() and converted[0]
     for key, tensor in converted[0].items():
         torch.testing.assert_close(converted[1][key], tensor, rtol=1e-4, atol=1e-5)
@@ -101,5 +101,5 @@ def test_selective_checkpointing_within_blocks_is_not_compiled(degree: str) -> N
     recipe = FinetuneRecipe(compile=True)
     recipe.parallel.activation_checkpointing = "selective"
     setattr(recipe.parallel, degree, 2)
-    told = [line for line in recipe.check() if "selective is not compiled" in line]
-    assert len(told) == (degree == "expert_parallel_degree")
+    reported = [line for line in recipe.check() if "selective is not compiled" in line]
+    assert len(reported) == (degree == "expert_parallel_degree")

@@ -346,8 +346,8 @@ def shared_row(kind: str, rank: int | None) -> dict[str, Tensor]:
     (routed.balance + 3 * routed.z).backward()
     grad = layer.router.weight.grad
     assert grad is not None
-    told = {key: value.detach() for key, value in routed._asdict().items()}
-    return told | {"grad": grad}
+    reported = {key: value.detach() for key, value in routed._asdict().items()}
+    return reported | {"grad": grad}
 
 
 @pytest.mark.parametrize("kind", ["added", "tensor"])

@@ -332,9 +332,11 @@ def test_two_processes_with_one_gpu_are_named(gpus: str) -> None:
     found = [("node7 a4c3", gpu) for gpu in gpus] + [("node8 b1d2", gpu) for gpu in gpus[:2]]
     if gpus == "abc":
         return launch.check_devices(found)
-    with pytest.raises(UserError, match=r"ranks 0 and 2 have the same GPU of node7; start") as told:
+    with pytest.raises(
+        UserError, match=r"ranks 0 and 2 have the same GPU of node7; start"
+    ) as reported:
         launch.check_devices(found)
-    assert str(told.value).startswith("parallel.nproc_per_node: ")
+    assert str(reported.value).startswith("parallel.nproc_per_node: ")
 
 
 def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -361,9 +363,9 @@ def test_processes_share_a_gpu_where_gloo_is_written(
     gpus_here(monkeypatch, gpus)
     config = ParallelConfig(nproc_per_node=wanted, dist_backend=backend)
     if refusal is not None:
-        with pytest.raises(UserError, match=refusal) as told:
+        with pytest.raises(UserError, match=refusal) as reported:
             launch.wanted_processes(config)
-        assert len(told.value.problems) == 1
+        assert len(reported.value.problems) == 1
         return
     assert launch.wanted_processes(config) == wanted
     places = [launch.choose_device(rank, backend) for rank in range(wanted)]

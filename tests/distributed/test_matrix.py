@@ -41,7 +41,7 @@ GLOO_ON_GPUS = {  # what gloo has for tensors on GPUs, by PyTorch's ProcessGroup
 
 
 def beside_data(world: World) -> World:
-    """Two shares of rows on four processes; neighbours read the same."""
+    """Two shares of rows on four processes; adjacent processes read the same."""
     config = ParallelConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)
     return with_mesh(world, build_mesh(config, world))
 
@@ -136,7 +136,7 @@ def test_each_row_is_counted_once_whatever_axes_there_are(found: Found) -> None:
     alone = found["measured-1-0"]
     assert alone["language"]["metrics/eval/LanguageCrossEntropy"] > 0
     for rank in range(4):
-        told = found[f"measured-4-{rank}"]
-        assert told["texts"] == alone["texts"]
+        reported = found[f"measured-4-{rank}"]
+        assert reported["texts"] == alone["texts"]
         for name in ("language", "preference", "references", "scores"):
-            assert told[name] == pytest.approx(alone[name], rel=1e-5), name
+            assert reported[name] == pytest.approx(alone[name], rel=1e-5), name

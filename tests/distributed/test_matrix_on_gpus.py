@@ -41,8 +41,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
     ],
 )
 def test_a_layouts_step_on_a_gpu_meets_no_tensor_of_another_device(names: list[str]) -> None:
-    told = run_on_fake_cuda(f"from tests.distributed.fake_gpu_matrix import main\nmain({names!r})")
-    assert told.splitlines() == [f"{name} cuda:0 cuda:0" for name in names]
+    reported = run_on_fake_cuda(
+        f"from tests.distributed.fake_gpu_matrix import main\nmain({names!r})"
+    )
+    assert reported.splitlines() == [f"{name} cuda:0 cuda:0" for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def grad_norms(run_folder: Path) -> list[float]:
     return [row["l2_norm/grad/global"] for row in rows if "l2_norm/grad/global" in row]
 
 
-def test_four_processes_go_on_as_two_and_then_as_one(alone: Path) -> None:
+def test_four_processes_continue_as_two_and_then_as_one(alone: Path) -> None:
     """Losses and norms after each change of the number of processes are the whole run's."""
     expected = losses(alone / "runs" / "alone")
     again = ("parallel.activation_checkpointing=true", "schedule.t_max=8ba")

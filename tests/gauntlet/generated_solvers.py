@@ -103,7 +103,7 @@ def by_parsing(row: Row) -> list[str]:
 
 
 def cancelled(word: str) -> str:
-    """What is left of a word without spaces when neighbours that match have gone."""
+    """What is left of a word without spaces when adjacent letters that match have gone."""
     while (shorter := re.sub(r"\(\)|\[\]|\{\}|<>", "", word)) != word:
         word = shorter
     return word
@@ -140,7 +140,7 @@ def by_first_line(row: Row) -> list[str]:
 
 
 def by_obeying(row: Row) -> list[str]:
-    """Says what it is told to, word by word."""
+    """Says what it is asked to, word by word."""
 
     def obey(text: str) -> Iterator[str]:
         if text.endswith("; all of that twice"):

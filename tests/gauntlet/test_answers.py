@@ -136,7 +136,7 @@ def test_an_answer_is_right_if_it_begins_with_an_alias(
         ("The answer is 4", ("3",), False),
     ],
 )
-def test_answers_that_only_begin_like_an_alias_are_told_apart(
+def test_answers_that_only_begin_like_an_alias_are_distinguished(
     text: str, aliases: tuple[str, ...], more: bool
 ) -> None:
     assert runs_on(text, row(*aliases), task(**GSM8K)) is more

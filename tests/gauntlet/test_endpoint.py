@@ -283,7 +283,7 @@ def test_the_first_refusal_ends_all(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_server_that_does_not_echo_is_told_with_the_task_types_that_work(
+def test_a_server_that_does_not_echo_is_reported_with_the_task_types_that_work(
     serve: Serve, chat: bool
 ) -> None:
     server = serve(lambda path, body: (200, completion("c")))

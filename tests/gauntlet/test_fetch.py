@@ -135,7 +135,7 @@ def test_a_clone_is_read_in_place_counted_and_entered_with_checksums(
     assert linked.read_text() == jsonl(COPA), "linked anew"
 
 
-def test_what_a_clone_lacks_is_told_for_each_task_and_the_rest_is_kept(
+def test_what_a_clone_lacks_is_reported_for_each_task_and_the_rest_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clone = write_clone(tmp_path / "clone", {COPA_FILE: COPA})
@@ -148,10 +148,10 @@ def test_what_a_clone_lacks_is_told_for_each_task_and_the_rest_is_kept(
     )
     out = tmp_path / "out"
     tasks = "tasks=[copa,piqa,svamp,svamp_cot,siqa]"
-    status, told, err = command(
+    status, reported, err = command(
         capsys, tasks, f"from_foundry={clone}", f"output={out}", f"table={table}"
     )
-    assert status == 2 and "1 of 4 files" in told
+    assert status == 2 and "1 of 4 files" in reported
     lines = err.splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("siqa: commonsense_reasoning/siqa.jsonl: is not in")
@@ -182,7 +182,7 @@ def test_a_truncated_or_broken_file_of_a_clone_is_refused(tmp_path: Path) -> Non
         ({"sha256": hashlib.sha256(jsonl(COPA).encode()).hexdigest()}, None),
     ],
 )
-def test_another_version_of_a_file_is_told(
+def test_another_version_of_a_file_is_reported(
     tmp_path: Path, known: dict[str, Any], note: str | None
 ) -> None:
     clone = write_clone(tmp_path / "clone", {"x/a.jsonl": COPA})
@@ -202,12 +202,12 @@ def test_the_clones_commit_is_the_source(tmp_path: Path) -> None:
     assert f"from LLM Foundry at {head.stdout[:8]}" in found["x/a.jsonl"][1]
 
 
-def test_a_folder_that_is_no_clone_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_clone_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no scripts/eval/local_data; write the folder of a cl"):
         from_foundry(tmp_path)
 
 
-# --- stopping, going on, noticing changes ------------------------------------------------------
+# --- stopping, resuming, noticing changes -------------------------------------------------------
 
 
 def test_a_stopped_run_is_completed_by_the_next(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_file_that_a_user_put_there_is_checked_and_kept(tmp_path: Path) -> Non
     assert not found["b.jsonl"][0] and "b.jsonl:1: is not JSON" in found["b.jsonl"][1]
 
 
-def test_a_spoilt_manifest_is_told(tmp_path: Path) -> None:
+def test_a_spoilt_manifest_is_reported(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"files": {"a": 1}}')
     with pytest.raises(UserError, match=r"manifest\.json: is no manifest .* remove it"):
         outcomes(tmp_path, None)
@@ -271,7 +271,7 @@ def test_a_spoilt_manifest_is_told(tmp_path: Path) -> None:
 # --- from data sets of the hub -----------------------------------------------------------------
 
 
-def test_a_data_set_becomes_rows_with_its_differences_told(
+def test_a_data_set_becomes_rows_with_its_differences_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "world_knowledge/arc_easy.jsonl"
@@ -317,7 +317,7 @@ def test_a_sample_is_drawn_without_repeats_and_always_the_same(tmp_path: Path) -
     assert len(numbers) == 20 and numbers == sorted(set(numbers))
 
 
-def test_a_data_set_with_other_columns_is_told_by_row_and_column(tmp_path: Path) -> None:
+def test_a_data_set_with_other_columns_is_reported_by_row_and_column(tmp_path: Path) -> None:
     rows = [{"goal": "g", "solution1": "a", "sol2": "b", "label": 0}]
     source = write_data_set(tmp_path / "piqa", "default", "test", rows)
     there, line = hub_outcome(tmp_path, id=source)
@@ -333,7 +333,7 @@ def gated() -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (gated(), "someone/x: its terms must be accepted first, at https://hugg"),
         (ConnectionError("name not known"), "someone/x: no network (name not known)"),
@@ -343,14 +343,14 @@ def gated() -> Exception:
     ],
 )
 def test_what_forbids_a_data_set_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reported: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
     there, line = hub_outcome(tmp_path)
-    assert not there and told in line and "\n" not in line
+    assert not there and reported in line and "\n" not in line
 
 
 def test_licence_and_commit_are_those_of_the_data_sets_card(
@@ -373,7 +373,7 @@ def test_licence_and_commit_are_those_of_the_data_sets_card(
     assert loaded["revision"] == info.sha  # the rows are of the commit whose licence was read
 
 
-def test_a_file_that_only_llm_foundry_has_is_told(tmp_path: Path) -> None:
+def test_a_file_that_only_llm_foundry_has_is_reported(tmp_path: Path) -> None:
     found = outcomes(tmp_path, fetch_hub.from_hub(), DataFile("a.jsonl", rows=1))
     assert found["a.jsonl"] == (
         False,
@@ -385,7 +385,7 @@ def test_a_file_that_only_llm_foundry_has_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         ([], "from_foundry: write from_foundry=PATH, a clone of LLM Foundry, or from_hub=true"),
         (["from_foundry=x", "from_hub=true"], "or from_hub=true, not both"),
@@ -395,14 +395,14 @@ def test_a_file_that_only_llm_foundry_has_is_told(tmp_path: Path) -> None:
         (["from_hub=true", "tasks=[wikiqa_2k]"], "reads hf://mosaicml/long_context_eval; it needs"),
     ],
 )
-def test_a_mistake_in_the_call_is_told(
-    capsys: pytest.CaptureFixture[str], argv: list[str], told: str
+def test_a_mistake_in_the_call_is_reported(
+    capsys: pytest.CaptureFixture[str], argv: list[str], reported: str
 ) -> None:
     status, _, err = command(capsys, *argv)
-    assert status == 2 and told in err
+    assert status == 2 and reported in err
 
 
-def test_mistakes_in_the_table_are_all_told(tmp_path: Path) -> None:
+def test_mistakes_in_the_table_are_all_reported(tmp_path: Path) -> None:
     hub = {"id": "x", "split": "test", "mapping": "pica"}
     table = write_table(
         tmp_path / "t.yaml",

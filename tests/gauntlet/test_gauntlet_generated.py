@@ -85,14 +85,14 @@ def test_bracket_choices_are_equally_long() -> None:
         ("sets: [{name: dyck}, {name: 1}, {name: 2}]", "sets[2]: 2 is no generator"),
     ],
 )
-def test_mistakes_in_the_recipe_are_told(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_in_the_recipe_are_reported(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "sets.yaml").write_text(text)
     with pytest.raises(UserError) as error:
         read_recipe(tmp_path / "sets.yaml")
     assert message in str(error.value)
 
 
-def test_the_command_writes_a_file_for_each_set_and_tells_mistakes_in_one_line(
+def test_the_command_writes_a_file_for_each_set_and_reports_mistakes_in_one_line(
     tmp_path: Path,
 ) -> None:
     recipe = tmp_path / "my.yaml"
@@ -176,7 +176,7 @@ def test_short_held_out_text_gives_fewer_rows_and_none_is_an_error() -> None:
         ("/x", "is unknown; write heldout://continuations"),
     ],
 )
-def test_a_wrong_address_is_told(query: str, message: str) -> None:
+def test_a_wrong_address_is_reported(query: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         continuations(stdlib_texts(3), query)
     assert message in str(error.value)

@@ -306,7 +306,7 @@ def test_without_categories_there_is_no_average() -> None:
     assert result.metrics() == {f"metrics/a/0-shot/{MC}": 0.5}
 
 
-def test_a_missing_benchmark_is_told_before_the_run() -> None:
+def test_a_missing_benchmark_is_reported_before_the_run() -> None:
     settings = gauntlet(one=["word"], two=["words"])
     settings.categories[1].benchmarks.append(BenchmarkConfig("words", 5))
     first, second = missing_benchmarks(settings, [task("words", None)])
@@ -397,7 +397,7 @@ def generation() -> tuple[TaskConfig, list[Question]]:
     return config("generation_task_with_answers"), questions
 
 
-def test_an_accuracy_without_generation_is_named_and_told() -> None:
+def test_an_accuracy_without_generation_is_named_and_reported() -> None:
     kind, questions = generation()
     scores = [[Score(-1.0, greedy=True, tied=False, best_logprob=-1.0)], choose(-2.0)]
     result = combine_tasks([grade(blank(2), kind, questions, scores)], gauntlet(one=["words"]), [])

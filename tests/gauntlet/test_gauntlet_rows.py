@@ -1,4 +1,4 @@
-"""How lines become rows, how wrong ones are told, and what is computed from rows."""
+"""How lines become rows, how wrong ones are reported, and what is computed from rows."""
 
 from __future__ import annotations
 
@@ -50,18 +50,22 @@ def test_the_four_schemas_become_one_form(tmp_path: Path) -> None:
     assert (plain.aliases, plain.chain_of_thought) == (("b",), "")
 
 
-def test_half_a_character_is_told_with_its_row_and_field_where_it_is_read(tmp_path: Path) -> None:
+def test_half_a_character_is_reported_with_its_row_and_field_where_it_is_read(
+    tmp_path: Path,
+) -> None:
     half = "a\ud83d"  # which json.dumps writes, and the standard's readers take
-    told = problems_of(
+    reported = problems_of(
         tmp_path,
         "multiple_choice",
         {**CHOICE, "choices": ["a", half]},
         CHOICE,
         {**CHOICE, "query": half, "elsewhere": half},
     )
-    assert told[0].startswith(r":1: field 'choices' is 'a\ud83d': it holds half a surrogate pair")
-    assert told[1].startswith(r":3: field 'query' is 'a\ud83d': it holds half a surrogate pair")
-    assert len(told) == 2
+    assert reported[0].startswith(
+        r":1: field 'choices' is 'a\ud83d': it holds half a surrogate pair"
+    )
+    assert reported[1].startswith(r":3: field 'query' is 'a\ud83d': it holds half a surrogate pair")
+    assert len(reported) == 2
     whole = {**CHOICE, "query": "\U0001f600", "elsewhere": half}
     assert load(tmp_path, "multiple_choice", whole)[0].contexts == ("\U0001f600",)
     for name in ("aliases", "chain_of_thought"):
@@ -89,8 +93,8 @@ def test_categories_are_read_where_the_task_has_them(tmp_path: Path) -> None:
     row = {**LM, "category": "history "}
     assert load(tmp_path, "language_modeling", row)[0].category is None
     assert load(tmp_path, "language_modeling", row, has_categories=True)[0].category == "history"
-    told = problems_of(tmp_path, "language_modeling", row, LM, has_categories=True)
-    assert told == [":2: has no field 'category' (fields: context, continuation)"]
+    reported = problems_of(tmp_path, "language_modeling", row, LM, has_categories=True)
+    assert reported == [":2: has no field 'category' (fields: context, continuation)"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_categories_are_read_where_the_task_has_them(tmp_path: Path) -> None:
         (GENERATION, LM, "these are fields of language_modeling"),
     ],
 )
-def test_a_wrong_row_is_told_with_line_field_and_what_to_write(
+def test_a_wrong_row_is_reported_with_line_field_and_what_to_write(
     tmp_path: Path, kind: str, row: dict[str, Any], message: str
 ) -> None:
     good = {**CHOICE, **SCHEMA, **LM, **ANSWER}
@@ -130,20 +134,20 @@ def test_a_wrong_row_is_told_with_line_field_and_what_to_write(
     assert message in line
 
 
-def test_lines_that_are_no_rows_are_told_and_many_are_counted(tmp_path: Path) -> None:
+def test_lines_that_are_no_rows_are_reported_and_many_are_counted(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("{\n[]\n" + "{}\n" * 20)
     task = TaskConfig("t", "t.jsonl", "language_modeling", [0])
     with pytest.raises(UserError) as error:
         load_rows(task, gauntlet_path=tmp_path / "g.yaml")
-    told = [line.split("t.jsonl")[-1] for line in error.value.problems]
-    assert told[0].startswith(":1: is not JSON")
-    assert told[1].startswith(":2: is not a row")
-    assert told[10:] == [": 12 more rows are not language_modeling rows either"]
+    reported = [line.split("t.jsonl")[-1] for line in error.value.problems]
+    assert reported[0].startswith(":1: is not JSON")
+    assert reported[1].startswith(":2: is not a row")
+    assert reported[10:] == [": 12 more rows are not language_modeling rows either"]
 
 
-def test_a_file_without_rows_is_told(tmp_path: Path) -> None:
-    (told,) = problems_of(tmp_path, "multiple_choice")
-    assert told == ": has no rows; task t needs at least one"
+def test_a_file_without_rows_is_reported(tmp_path: Path) -> None:
+    (reported,) = problems_of(tmp_path, "multiple_choice")
+    assert reported == ": has no rows; task t needs at least one"
 
 
 def test_chance_and_majority_come_from_the_rows(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_line_separators_inside_a_text_do_not_end_a_row(tmp_path: Path) -> None:
     assert contexts(tmp_path, "t.jsonl") == ["a\u2028b\x85c"]
 
 
-def test_a_missing_file_is_told_with_the_places_tried_and_how_to_get_rows(
+def test_a_missing_file_is_reported_with_the_places_tried_and_how_to_get_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = tmp_path / "work"
@@ -105,26 +105,26 @@ def test_a_missing_file_is_told_with_the_places_tried_and_how_to_get_rows(
     (work / "copa.jsonl").write_text("")
     with pytest.raises(RowsNotFound) as error:
         contexts(tmp_path / "yamls", "coppa.jsonl")
-    (told,) = error.value.problems
-    assert "g.yaml: icl_tasks: t: dataset_uri: nothing at coppa.jsonl" in told
-    assert "; did you mean copa.jsonl?" in told
-    assert f"(tried {tmp_path / 'yamls'}, ., " in told
-    assert told.endswith("python scripts/fetch_eval_data.py")
+    (reported,) = error.value.problems
+    assert "g.yaml: icl_tasks: t: dataset_uri: nothing at coppa.jsonl" in reported
+    assert "; did you mean copa.jsonl?" in reported
+    assert f"(tried {tmp_path / 'yamls'}, ., " in reported
+    assert reported.endswith("python scripts/fetch_eval_data.py")
 
 
-def test_what_cannot_be_rows_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_rows_is_reported(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    (told,) = problems_of(tmp_path, "folder")
-    assert "folder is a folder; write a file, or a glob: folder/*.jsonl" in told
+    (reported,) = problems_of(tmp_path, "folder")
+    assert "folder is a folder; write a file, or a glob: folder/*.jsonl" in reported
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
-    (told,) = problems_of(tmp_path, "t.parquet")
-    assert f"is no text; write hf://{tmp_path}/t.parquet" in told
+    (reported,) = problems_of(tmp_path, "t.parquet")
+    assert f"is no text; write hf://{tmp_path}/t.parquet" in reported
     (tmp_path / "t.jsonl").write_bytes(b"\xff\xfe{")
-    (told,) = problems_of(tmp_path, "t.jsonl")
-    assert f"{tmp_path}/t.jsonl: is not UTF-8 text" in told
+    (reported,) = problems_of(tmp_path, "t.jsonl")
+    assert f"{tmp_path}/t.jsonl: is not UTF-8 text" in reported
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(lines("a").encode())[:-6])
-    (told,) = problems_of(tmp_path, "t.jsonl.gz")
-    assert "t.jsonl.gz: is not whole gzip data" in told
+    (reported,) = problems_of(tmp_path, "t.jsonl.gz")
+    assert "t.jsonl.gz: is not whole gzip data" in reported
 
 
 # ------------------------------------------------------------------ addresses
@@ -162,7 +162,7 @@ def web(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_web_address_is_read_and_its_absence_is_told(tmp_path: Path, web: str) -> None:
+def test_a_web_address_is_read_and_its_absence_is_reported(tmp_path: Path, web: str) -> None:
     pytest.importorskip("aiohttp")
     (tmp_path / "t.jsonl").write_text(lines("a", "b"))
     assert contexts(tmp_path, f"{web}/t.jsonl") == ["a", "b"]
@@ -170,14 +170,14 @@ def test_a_web_address_is_read_and_its_absence_is_told(tmp_path: Path, web: str)
         contexts(tmp_path, f"{web}/u.jsonl")
 
 
-def test_a_network_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_a_network_that_fails_is_reported_with_the_reason(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     task = TaskConfig("t", "http://127.0.0.1:9/t.jsonl", KIND, [0])  # the discard port: no server
     with pytest.raises(UserError) as error:
         load_rows(task, gauntlet_path=tmp_path / "g.yaml", fetching=FetchOptions(retry=1))
-    (told,) = error.value.problems
-    assert "t: dataset_uri: cannot read http://127.0.0.1:9/t.jsonl: " in told
-    assert "onnect" in told
+    (reported,) = error.value.problems
+    assert "t: dataset_uri: cannot read http://127.0.0.1:9/t.jsonl: " in reported
+    assert "onnect" in reported
 
 
 def test_a_store_is_asked_with_the_runs_credentials_and_again_after_a_failure(
@@ -207,17 +207,17 @@ def test_a_store_is_asked_with_the_runs_credentials_and_again_after_a_failure(
             read("b.jsonl")
 
 
-def test_a_missing_package_and_an_unknown_protocol_are_told(
+def test_a_missing_package_and_an_unknown_protocol_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    (told,) = problems_of(tmp_path, "gs://bucket/t.jsonl")
-    assert "cannot read gs://bucket/t.jsonl: gs://bucket: gs:// needs the package" in told
-    assert "gcsfs" in told
-    (told,) = problems_of(tmp_path, "s33://bucket/t.jsonl")
-    assert "unknown protocol s33; did you mean 's3" in told
-    (told,) = problems_of(tmp_path, "helout://continuations")
-    assert "unknown protocol helout; did you mean 'heldout'?" in told
+    (reported,) = problems_of(tmp_path, "gs://bucket/t.jsonl")
+    assert "cannot read gs://bucket/t.jsonl: gs://bucket: gs:// needs the package" in reported
+    assert "gcsfs" in reported
+    (reported,) = problems_of(tmp_path, "s33://bucket/t.jsonl")
+    assert "unknown protocol s33; did you mean 's3" in reported
+    (reported,) = problems_of(tmp_path, "helout://continuations")
+    assert "unknown protocol helout; did you mean 'heldout'?" in reported
 
 
 # ------------------------------------------------------------------ data sets
@@ -273,18 +273,18 @@ def test_columns_of_a_data_set_become_fields(tmp_path: Path, parquet: Path) -> N
     assert first.aliases == ("1990", "w", "h2o")
 
 
-def test_a_column_that_is_not_there_is_told_with_those_that_are(
+def test_a_column_that_is_not_there_is_reported_with_those_that_are(
     tmp_path: Path, parquet: Path
 ) -> None:
     texts = {"context": ["gaol"], "continuation": ["sol1"]}
     with pytest.raises(UserError) as error:
         load_set(tmp_path, f"hf://{parquet}", KIND, hf_parsing_map=texts)
-    (told,) = error.value.problems
-    assert "hf_parsing_map.context: no column 'gaol'; did you mean 'goal'?" in told
-    assert "(columns: goal, year, sol1, sol2, label, names)" in told
+    (reported,) = error.value.problems
+    assert "hf_parsing_map.context: no column 'gaol'; did you mean 'goal'?" in reported
+    assert "(columns: goal, year, sol1, sol2, label, names)" in reported
 
 
-def test_the_splits_of_a_data_set_are_told_where_one_must_be_chosen(
+def test_the_splits_of_a_data_set_are_reported_where_one_must_be_chosen(
     tmp_path: Path, parquet: Path
 ) -> None:
     (parquet.parent / "train.parquet").write_bytes(parquet.read_bytes())
@@ -294,7 +294,7 @@ def test_the_splits_of_a_data_set_are_told_where_one_must_be_chosen(
         load_set(tmp_path, "hf://data", KIND, hf_loading_vars={"split": "dev"})
 
 
-def test_a_data_set_that_is_not_there_is_told(
+def test_a_data_set_that_is_not_there_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")

@@ -1,4 +1,4 @@
-"""What a gauntlet file may say, how it is composed, and how mistakes are told."""
+"""What a gauntlet file may say, how it is composed, and how mistakes are reported."""
 
 from __future__ import annotations
 
@@ -230,17 +230,21 @@ def test_a_definitions_rows_are_found_beside_it_where_they_are_there(tmp_path: P
 def test_mistakes_in_definitions_name_the_file_that_they_are_in(tmp_path: Path) -> None:
     content = {"definitions": "tasks.yaml", "icl_tasks": [{"label": "copas", "num_fewshot": 0}]}
     write(tmp_path / "tasks.yaml", {"tasks": [TASK, {"label": "x", "dataset_ur": "y"}]})
-    told = problems_of(tmp_path, content).splitlines()
-    assert told[0].startswith("tasks.yaml: tasks[0] (copa): num_fewshot: is the gauntlet's choice")
-    assert told[1].startswith("tasks.yaml: tasks[1] (x): unknown key 'dataset_ur'; did you mean")
-    assert len(told) == 4  # dataset_uri and icl_task_type are missing too
+    reported = problems_of(tmp_path, content).splitlines()
+    assert reported[0].startswith(
+        "tasks.yaml: tasks[0] (copa): num_fewshot: is the gauntlet's choice"
+    )
+    assert reported[1].startswith(
+        "tasks.yaml: tasks[1] (x): unknown key 'dataset_ur'; did you mean"
+    )
+    assert len(reported) == 4  # dataset_uri and icl_task_type are missing too
 
     defined = {k: v for k, v in TASK.items() if k != "num_fewshot"}
     write(tmp_path / "tasks.yaml", {"tasks": [defined, defined]})
     assert "(copa): label: is defined before" in problems_of(tmp_path, content)
     write(tmp_path / "tasks.yaml", {"tasks": [defined]})
-    told = problems_of(tmp_path, content)
-    assert "(copas): label: is not among the definitions; did you mean 'copa'?" in told
+    reported = problems_of(tmp_path, content)
+    assert "(copas): label: is not among the definitions; did you mean 'copa'?" in reported
     write(tmp_path / "tasks.yaml", {"icl_tasks": [TASK]})
     assert "tasks.yaml: tasks: is missing or empty" in problems_of(tmp_path, content)
 
@@ -249,10 +253,10 @@ def test_a_task_of_the_harness_takes_label_and_type_from_its_address(tmp_path: P
     entry = {"dataset_uri": "lm_eval:arc_easy", "num_fewshot": [0, 5]}
     (task,) = read_gauntlet(write(tmp_path / "g.yaml", {"icl_tasks": [entry]})).tasks
     assert (task.label, task.icl_task_type) == ("arc_easy", "lm_eval")
-    told = problems_of(tmp_path, {"icl_tasks": [{**entry, "prompt_string": "Q"}]})
-    assert "prompt_string: has no effect on a task of the harness, which has its own" in told
-    told = problems_of(tmp_path, {"icl_tasks": [{**TASK, "icl_task_type": "lm_eval"}]})
-    assert "icl_task_type: 'lm_eval' is not a choice" in told
+    reported = problems_of(tmp_path, {"icl_tasks": [{**entry, "prompt_string": "Q"}]})
+    assert "prompt_string: has no effect on a task of the harness, which has its own" in reported
+    reported = problems_of(tmp_path, {"icl_tasks": [{**TASK, "icl_task_type": "lm_eval"}]})
+    assert "icl_task_type: 'lm_eval' is not a choice" in reported
 
 
 @pytest.mark.parametrize(
@@ -299,9 +303,9 @@ def test_a_task_of_the_harness_takes_label_and_type_from_its_address(tmp_path: P
 def test_a_mistake_in_a_task_names_file_task_key_and_what_to_write(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    told = problems_of(tmp_path, {"icl_tasks": [{**TASK, **change}]})
-    assert message in told
-    assert told.startswith("gauntlet.yaml: icl_tasks[0] (")
+    reported = problems_of(tmp_path, {"icl_tasks": [{**TASK, **change}]})
+    assert message in reported
+    assert reported.startswith("gauntlet.yaml: icl_tasks[0] (")
 
 
 @pytest.mark.parametrize(
@@ -362,37 +366,39 @@ def test_generation_that_is_not_greedy_is_refused_with_the_reason(
         ({"categories": [CATEGORY], "averages": {"core": []}}, "averages: core: is empty"),
     ],
 )
-def test_a_mistake_in_the_categories_is_told(
+def test_a_mistake_in_the_categories_is_reported(
     tmp_path: Path, gauntlet: dict[str, Any], message: str
 ) -> None:
-    told = problems_of(tmp_path, {"icl_tasks": [TASK], "eval_gauntlet": gauntlet})
-    assert message in told
-    assert told.startswith("gauntlet.yaml: eval_gauntlet: ")
+    reported = problems_of(tmp_path, {"icl_tasks": [TASK], "eval_gauntlet": gauntlet})
+    assert message in reported
+    assert reported.startswith("gauntlet.yaml: eval_gauntlet: ")
 
 
-def test_every_mistake_of_a_file_is_told_at_once(tmp_path: Path) -> None:
-    told = problems_of(tmp_path, {"icl_tasks": [{"label": "x"}, {**TASK, "k": 1}], "icl_task": 1})
-    assert len(told.splitlines()) == 5  # three missing keys, two unknown ones
+def test_every_mistake_of_a_file_is_reported_at_once(tmp_path: Path) -> None:
+    reported = problems_of(
+        tmp_path, {"icl_tasks": [{"label": "x"}, {**TASK, "k": 1}], "icl_task": 1}
+    )
+    assert len(reported.splitlines()) == 5  # three missing keys, two unknown ones
 
 
-def test_a_key_given_twice_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_key_given_twice_is_reported_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "g.yaml", "icl_tasks:\n- label: x\n  label: y\n")
     with pytest.raises(UserError, match=r"g\.yaml:3: key 'label' is given twice"):
         read_gauntlet(path)
 
 
-def test_files_that_are_no_gauntlet_are_told(tmp_path: Path) -> None:
+def test_files_that_are_no_gauntlet_are_reported(tmp_path: Path) -> None:
     assert "gauntlet.yaml:1: " in problems_of(tmp_path, "a: [")
     assert "holds no keys" in problems_of(tmp_path, "- 1")
     assert "icl_tasks: is missing or empty" in problems_of(tmp_path, {"icl_tasks": []})
     assert "icl_tasks: nothing at tasks.yam" in problems_of(tmp_path, {"icl_tasks": "tasks.yam"})
     assert "icl_tasks: . is a folder" in problems_of(tmp_path, {"icl_tasks": "."})
-    told = problems_of(tmp_path, {"icl_tasks": [TASK, TASK]})
-    assert "label: 'copa, 0-shot' is there more than once" in told
+    reported = problems_of(tmp_path, {"icl_tasks": [TASK, TASK]})
+    assert "label: 'copa, 0-shot' is there more than once" in reported
 
 
-def test_a_named_file_without_the_key_is_told_and_not_taken_for_nothing(tmp_path: Path) -> None:
+def test_a_named_file_without_the_key_is_reported_and_not_taken_for_nothing(tmp_path: Path) -> None:
     write(tmp_path / "other.yaml", "eval_gauntle: {weighting: EQUAL}")
-    told = problems_of(tmp_path, {"icl_tasks": [TASK], "eval_gauntlet": "other.yaml"})
-    assert "eval_gauntlet: other.yaml has no key eval_gauntlet with something below it" in told
-    assert "did you mean 'eval_gauntle'?" in told
+    reported = problems_of(tmp_path, {"icl_tasks": [TASK], "eval_gauntlet": "other.yaml"})
+    assert "eval_gauntlet: other.yaml has no key eval_gauntlet with something below it" in reported
+    assert "did you mean 'eval_gauntle'?" in reported

@@ -53,13 +53,13 @@ def test_every_place_is_right_equally_often(name: str, rows: int) -> None:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_counting_brackets_does_not_tell_which_words_are_valid() -> None:
+def test_counting_brackets_does_not_show_which_words_are_valid() -> None:
     for row in generated_rows("generated://dyck_validity?level=3&rows=200"):
         for pair in ("()", "[]", "{}", "<>"):
             assert row["query"].count(pair[0]) == row["query"].count(pair[1])
 
 
-def test_neither_mention_nor_subject_tells_whom_a_sentence_is_about() -> None:
+def test_neither_mention_nor_subject_shows_whom_a_sentence_is_about() -> None:
     for level in LEVELS:
         first = 0
         for row in generated_rows(f"generated://pronouns?level={level}&rows=400"):
@@ -197,7 +197,7 @@ def test_a_wrong_address_is_one_line_that_says_what_to_write(uri: str, message: 
     assert line.startswith(f"my.yaml: icl_tasks: recall: dataset_uri: {uri}: {message}")
 
 
-def test_all_mistakes_of_an_address_are_told_at_once() -> None:
+def test_all_mistakes_of_an_address_are_reported_at_once() -> None:
     with pytest.raises(UserError) as error:
         generated_rows("generated://sorting?rows=0&sed=1")
     wrong_rows, unknown_key = error.value.problems

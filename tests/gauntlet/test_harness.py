@@ -463,7 +463,7 @@ def test_a_group_gives_its_own_result_and_a_tag_those_of_its_tasks(
         ("local_written", {"unsafe_code": True}, 0, "runs programs that the model writes"),
     ],
 )
-def test_a_task_that_cannot_be_run_is_told_in_a_line(
+def test_a_task_that_cannot_be_run_is_reported_in_a_line(
     name: str,
     changes: dict[str, Any],
     shots: int,
@@ -479,7 +479,7 @@ def test_a_task_that_cannot_be_run_is_told_in_a_line(
 
 
 @needs_harness
-def test_a_model_that_outputs_nan_fails_its_task_and_draws_go_on_as_if_nothing_ran(
+def test_a_model_that_outputs_nan_fails_its_task_and_draws_continue_as_if_nothing_ran(
     tasks: Path,
     tmp_path: Path,
 ) -> None:

@@ -229,7 +229,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_a_line(
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_the_hub_without_a_network_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_without_a_network_is_reported_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"^owner/model: .*; connect to the network, or") as raised:
         load_hugging_face("owner/model", device=CPU, precision="fp32", batch_tokens=500)

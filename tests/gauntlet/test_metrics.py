@@ -258,7 +258,7 @@ def test_generated_texts_are_judged_by_their_answer() -> None:
     kind = task("generation_task_with_answers", do_normalization=True)
     answers = [generated(text) for text in ("12", " Twelve.", "120", "31", "")]
     found = values(kind, answers)
-    # A model that tells no probabilities has no other metric.
+    # A model that reports no probabilities has no other metric.
     assert found == {GENERATION: 3 / 5, "whole_word_exact_match": 2 / 5}
 
 

@@ -100,7 +100,7 @@ def test_what_is_saved_is_loaded_whatever_the_tokens(tmp_path: Path) -> None:
         load_questions(tmp_path / "q.npz", [q.row for q in asked][:49])
 
 
-def test_all_that_decides_the_prompts_is_told_apart(tmp_path: Path) -> None:
+def test_all_that_decides_the_prompts_is_distinguished(tmp_path: Path) -> None:
     some = rows()
     changed_row = [*some[:-1], dataclasses.replace(some[-1], choices=("a5", "cc"))]
     variants: list[dict[str, Any]] = [

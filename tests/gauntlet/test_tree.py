@@ -18,7 +18,7 @@ def request(*tokens: int, n: int = 1) -> Request:
 
 
 def random_requests(seed: int, n: int = 60, longest: int = 40) -> list[Request]:
-    """Inputs that go on from the beginnings of others, of a vocabulary that large tokens are in."""
+    """Inputs that continue the beginnings of others, of a vocabulary that large tokens are in."""
     rng = random.Random(seed)
     texts: list[tuple[int, ...]] = [(0,)]
     for _ in range(n):

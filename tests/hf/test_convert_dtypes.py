@@ -1,4 +1,4 @@
-"""`convert.py from=hf` keeps what a file's dtype means; `generate.py` can be told another."""
+"""`convert.py from=hf` keeps what a file's dtype means; `generate.py` can be given another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hf.random_models import CARD, LLAMA, decoder, settings, write_tokeniz
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The precisions that text was generated in."""
     seen: list[str] = []
     real = command.build_autocast
@@ -42,13 +42,13 @@ def imported(dtype: str, tmp_path: Path) -> str:
     ("dtype", "precision"), [("fp32", "fp32"), ("bf16", "amp_bf16"), ("fp16", "fp32")]
 )
 def test_the_precision_is_what_the_weights_were_stored_in(
-    dtype: str, precision: str, tmp_path: Path, told: list[str]
+    dtype: str, precision: str, tmp_path: Path, reported: list[str]
 ) -> None:
     run = imported(dtype, tmp_path)
     assert f"\nprecision: {precision}\n" in (Path(run) / "recipe.yaml").read_text()
     for wanted in (None, "amp_bf16", "fp32"):
         generate(GenerateRecipe(checkpoint=run, precision=wanted, max_new_tokens=2))
-    assert told == [precision, "amp_bf16", "fp32"]
+    assert reported == [precision, "amp_bf16", "fp32"]
 
 
 def test_a_precision_that_does_not_exist_is_refused() -> None:

@@ -176,7 +176,7 @@ def test_published_configs_are_read_as_they_are() -> None:
 def test_what_transformers_class_passes_over_is_refused_with_the_reason(
     key: str, value: Any
 ) -> None:
-    """It computes with 8, whatever it reads: whose model this is cannot be told."""
+    """It computes with 8, whatever it reads: whose model this is cannot be known."""
     written = merged(MPT_7B, {"attn_config": {key: value}, "architectures": ["MptForCausalLM"]})
     with pytest.raises(UserError, match=rf"attn_config\.{key} .*transformers passes.*MPTForCausal"):
         read_settings(written)

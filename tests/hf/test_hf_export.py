@@ -88,7 +88,7 @@ def said(config: ModelConfig) -> dict[str, Any]:
     written = to_dict(config)
     for key in ("expansion_ratio", "init_config", "block_overrides", "logit_scale"):
         del written[key]
-    for key in ("sliding_window_size", "rope", "nope", "attn_impl"):  # layers() tells them
+    for key in ("sliding_window_size", "rope", "nope", "attn_impl"):  # layers() lists them
         del written["attn_config"][key]
     if not any(layer.rotary for layer in config.layers()):
         written["attn_config"]["rope_theta"] = None

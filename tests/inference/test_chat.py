@@ -16,7 +16,7 @@ from llmfoundry.inference.chat import Conversation, until
 
 
 class Model:
-    """Writes what it is told to, a byte at a time; keeps what it read."""
+    """Writes what it is asked to, a byte at a time; keeps what it read."""
 
     def __init__(self, *texts: str, template: str = "zephyr") -> None:
         self.tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
@@ -68,7 +68,7 @@ def test_an_answer_that_is_broken_off_was_said_as_far_as_it_was() -> None:
     assert conversation.messages[-1] == {"role": "assistant", "content": "ab"}
 
 
-def test_a_full_window_is_told_and_reset_empties_it() -> None:
+def test_a_full_window_is_reported_and_reset_empties_it() -> None:
     model = Model("a" * 500, "b")
     conversation = model.conversation(window=120, new=500)
     assert len("".join(conversation.ask("x"))) == model.rooms[0] < 120

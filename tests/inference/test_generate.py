@@ -178,7 +178,7 @@ def test_padded_rows_of_the_embedding_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("kind", ["alibi", "rope"])
-def test_relative_positions_go_on_beyond_max_seq_len(kind: str) -> None:
+def test_relative_positions_continue_beyond_max_seq_len(kind: str) -> None:
     model = make(kind, tie_word_embeddings=False)
     tokens = continued(model, max_new_tokens=2 * LENGTH)
     assert len(tokens) == 2 * LENGTH

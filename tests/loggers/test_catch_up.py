@@ -156,7 +156,7 @@ def test_the_command_sends_what_a_killed_run_could_not(
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["during", "after"])
 def test_a_lock_of_25_seconds_costs_no_value(store: Path, ends: str) -> None:
-    """The run ends while the database is locked, or goes on."""
+    """The run ends while the database is locked, or continues."""
     folder = store / "tiny"
     record = run(folder, 0, 3)
     until = time.monotonic() + 60

@@ -262,7 +262,7 @@ def test_scores_at_chance_do_not_fill_the_frame() -> None:
     assert min(values) >= 0.25
 
 
-def test_ten_models_are_told_apart_by_number_and_colour() -> None:
+def test_ten_models_are_distinguished_by_number_and_colour() -> None:
     results = [(f"model-{i}", result(entry("copa", 0.5))) for i in range(10)]
     html = eval_page(results)
     styles = re.findall(r'<circle class="dot" style="(.*?)"', html)

@@ -1,4 +1,4 @@
-"""What happened to a run is told by tags; what MLflow has of them: test_mlflow.py."""
+"""What happened to a run is reported by tags; what MLflow has of them: test_mlflow.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decide(folder: Path, attempt: int, why: str, action: str, **more: Any) -> No
     add_event(folder, "decision", f"attempt {attempt} ended: {why}", action=action, **more)
 
 
-def test_tags_count_kinds_and_tell_the_newest(tmp_path: Path) -> None:
+def test_tags_count_kinds_and_name_the_newest(tmp_path: Path) -> None:
     assert event_tags([]) == {}
     add_event(tmp_path, "loss_spike", "a loss of 9 at http://me:secret@host", step=7, action="log")
     add_event(tmp_path, "loss_spike", "a loss of 8", step=9, action="log", done="nothing is done")
@@ -84,7 +84,7 @@ def test_the_store_of_a_runs_url_has_the_last_decision(
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_is_told_without_its_password(
+def test_a_store_that_is_away_is_reported_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "FINAL_SECONDS", 300.0)

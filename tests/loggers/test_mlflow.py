@@ -88,7 +88,7 @@ def test_events_of_all_who_write_them_become_tags(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "FINAL_SECONDS", 300.0)  # a busy machine
-    folder, heard = tmp_path / "told", Hears()
+    folder, heard = tmp_path / "reported", Hears()
     add_event(folder, "hang", "rank 1 hung in the attempt before", action="end")
     sender = mlflow_writer(store, folder, heard)
     sender.start(facts(folder))
@@ -103,7 +103,7 @@ def test_events_of_all_who_write_them_become_tags(
     assert found == {"events.hang": "1", "events.loss_spike": "1", "events.waiting": "1"}
     assert not heard or "sending the rest" in heard[0]  # a busy machine
 
-    # Killed meanwhile: its supervisor tells the end, by a process of its own.
+    # Killed meanwhile: its supervisor reports the end, by a process of its own.
     client.update_run(run.info.run_id, status="RUNNING")
     add_event(folder, "decision", "attempt 1 ended: given up", action="stop", cause="given up")
     config = LoggerConfig(tracking_uri=store)
@@ -116,7 +116,7 @@ def test_events_of_all_who_write_them_become_tags(
     assert notify.send_to_mlflow(config, folder, "failed") == ""
 
 
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run(store: str, tmp_path: Path) -> None:
+def test_a_resumed_run_resumes_in_the_same_mlflow_run(store: str, tmp_path: Path) -> None:
     """With the same recipe each step is there once; with another the repeated ones are twice."""
     folder, heard = tmp_path / "again", Hears()
     ids, steps = [], []

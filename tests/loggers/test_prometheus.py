@@ -127,7 +127,9 @@ def test_the_newest_of_each_metric_is_served_in_base_units_until_the_end(
     assert [line for line in heard if "sending the rest" not in line] == []
 
 
-def test_a_port_that_is_taken_is_told_and_had_once_it_is_free(tmp_path: Path, port: int) -> None:
+def test_a_port_that_is_taken_is_reported_and_had_once_it_is_free(
+    tmp_path: Path, port: int
+) -> None:
     heard = Hears()
     with taken(port):
         made = begin(tmp_path / "tiny", heard, prometheus_port=port, prometheus_host="127.0.0.1")
@@ -254,7 +256,7 @@ def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
-def test_a_real_prometheus_scrapes_it_and_tells_of_a_hang(
+def test_a_real_prometheus_scrapes_it_and_reports_of_a_hang(
     sender: tuple[Path, Hears, BackgroundWriter], port: int, tmp_path: Path
 ) -> None:
     folder, own = sender[0], closed_port()

@@ -14,7 +14,7 @@ from llmfoundry.loggers.pages.titles import GROUPS, OTHERS, Title, title
     [
         ("loss/train/total", Title("training loss", "Loss")),
         ("metrics/eval/bits_per_byte", Title("validation bits per byte", "Loss")),
-        ("rewards/eval/accuracies", Title("pairs told apart by reward, validation", "Answers")),
+        ("rewards/eval/accuracies", Title("pairs distinguished by reward, validation", "Answers")),
         ("logps/train/chosen", Title("log-probability of chosen answers, training", "Answers")),
         ("l2_norm/grad/global", Title("norm of the gradient", "Optimizer")),
         ("lr-DecoupledAdamW/group0", Title("learning rate, DecoupledAdamW/group0", "Optimizer")),

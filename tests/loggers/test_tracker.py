@@ -68,7 +68,7 @@ def test_a_line_a_training_step_and_none_for_evaluations(tmp_path: Path) -> None
     assert "  model  dbrx\n" in text
 
 
-def test_the_report_tells_how_the_run_ended(tmp_path: Path) -> None:
+def test_the_report_reports_how_the_run_ended(tmp_path: Path) -> None:
     tracker, _ = train(tmp_path, 0, 3)
     tracker.report()
     assert "not finished" in (tmp_path / "report.html").read_text()
@@ -163,7 +163,7 @@ def test_metrics_are_kept_in_memory_for_a_program(tmp_path: Path) -> None:
         assert tracker.history == (kept if wanted else {})
 
 
-def test_a_logger_gets_what_the_run_tells(tmp_path: Path) -> None:
+def test_a_logger_gets_what_the_run_reports(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray

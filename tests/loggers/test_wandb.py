@@ -120,7 +120,7 @@ def test_an_offline_run_is_whole_in_its_folder(tmp_path: Path, server: WandbServ
     assert server.exit_codes[-1] == 0
 
 
-def test_a_resumed_run_goes_on_in_the_same_one_and_repeats_nothing(
+def test_a_resumed_run_resumes_in_the_same_one_and_repeats_nothing(
     tmp_path: Path, server: WandbServer
 ) -> None:
     folder = tmp_path / "tiny"

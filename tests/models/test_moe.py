@@ -130,7 +130,7 @@ def test_load_and_probability_are_counted() -> None:
     assert not (routed.load.requires_grad or routed.probability.requires_grad)
 
 
-def test_padding_is_left_out_of_what_is_told_of_the_routing() -> None:
+def test_padding_is_left_out_of_what_is_logged_of_the_routing() -> None:
     layer, x = make(), random(2, 7, 24)
     real = torch.tensor([*range(7), *range(7, 12)])  # the second row ends with two of padding
     y, routed = layer(x, real)

@@ -20,7 +20,7 @@ class Forest:
 
 
 def random_forest(width: int, rng: random.Random, branchiness: float = 0.2) -> Forest:
-    """Each token goes on from the last one, from one of its ancestors, or starts a tree."""
+    """Each token continues the last one, from one of its ancestors, or starts a tree."""
     parents = [-1]
     for i in range(1, width):
         path = visible(parents, i - 1)

@@ -119,7 +119,9 @@ def test_queries_that_are_some_of_the_row_see_all_keys_before_them(
 
 
 @pytest.mark.parametrize(("name", "ranges"), PAIRS)
-def test_flex_is_told_where_its_queries_stand(name: str, ranges: Ranges, eager_flex: None) -> None:
+def test_flex_is_reported_where_its_queries_stand(
+    name: str, ranges: Ranges, eager_flex: None
+) -> None:
     forward, _ = range_errors("flex", GRID[name], ranges, "fp32", backward=False)
     assert forward <= 2
 

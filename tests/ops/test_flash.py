@@ -1,4 +1,4 @@
-"""FlashAttention 3: what its package is handed, where it is chosen, and what PyTorch is told.
+"""FlashAttention 3: what its package is handed, where it is chosen, and what PyTorch is given.
 
 Its stand-in has the signatures of hopper/flash_attn_interface.py of Dao-AILab/flash-attention at
 0251105a (3.0.0), and computes what they document, on a CPU.

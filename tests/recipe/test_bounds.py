@@ -165,7 +165,7 @@ def test_an_address_may_be_longer_than_a_file_name() -> None:
     assert checked(TrainRecipe, None, words).data.remote == signed
 
 
-def test_texts_that_no_file_can_hold_are_told(front: Front, tmp_path: Path) -> None:
+def test_texts_that_no_file_can_hold_are_reported(front: Front, tmp_path: Path) -> None:
     for text in ('"\\ud800"', '"a\\0"'):
         (tmp_path / "r.yaml").write_text(f"logger: {{experiment_name: {text}}}\n")
         got = front(tmp_path / "r.yaml")
@@ -210,7 +210,7 @@ def test_long_words_are_shortened_and_control_characters_shown(front: Front) -> 
     assert line == "unknown key 'se\\x1b\\ned'; did you mean 'seed'?"
 
 
-def test_of_many_problems_the_first_are_told(front: Front, tmp_path: Path) -> None:
+def test_of_many_problems_the_first_are_reported(front: Front, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("".join(f"nosuchkey{n}: 1\n" for n in range(2000)))
     began = time.process_time()
     got = front(tmp_path / "r.yaml")

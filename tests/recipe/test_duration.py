@@ -22,7 +22,7 @@ def test_a_duration_is_written_as_it_was_read(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "10", "ba", "10 ba", "-1ba", "10baa", "1e3", "1.5tok", "infba"]
 )
-def test_what_is_no_duration_is_told(text: str) -> None:
+def test_what_is_no_duration_is_reported(text: str) -> None:
     with pytest.raises(ValueError, match="is not a"):
         Duration.parse(text)
     assert len(list(check_duration("key", text))) == 1
@@ -45,7 +45,7 @@ def test_every_unit_is_a_number_of_batches(text: str, batches: float) -> None:
     ("text", "total"),
     [("7ba", 7), ("513tok", 2), ("512tok", 1), ("1ep", 13), ("2ep", 25), ("1sp", 1)],
 )
-def test_a_run_goes_on_until_its_duration_is_reached(text: str, total: int) -> None:
+def test_a_run_continues_until_its_duration_is_reached(text: str, total: int) -> None:
     assert clock(text).total == total
 
 

@@ -238,7 +238,7 @@ def test_a_mistake_on_the_command_line_is_one_line(front: Front, word: str) -> N
     assert MISTAKES[word] in got.errors
 
 
-def test_all_mistakes_are_told_at_once_each_with_file_and_line(front: Front) -> None:
+def test_all_mistakes_are_reported_at_once_each_with_file_and_line(front: Front) -> None:
     write("group/model/bad.yaml", "# a comment\nd_model: 64\nn_hed: 2\n")
     write(
         "group/my.yaml",
@@ -375,7 +375,7 @@ def test_training_needs_a_recipe_or_a_name(front: Front) -> None:
     ]
 
 
-def test_only_the_first_process_tells_what_all_of_them_find(
+def test_only_the_first_process_reports_what_all_of_them_find(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "3")
@@ -405,7 +405,7 @@ def test_ctrl_c_ends_quietly(front: Front, monkeypatch: pytest.MonkeyPatch) -> N
     assert (got.status, got.errors) == (130, [])
 
 
-def test_a_clash_with_the_other_distribution_is_told(
+def test_a_clash_with_the_other_distribution_is_reported(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: name)

@@ -108,11 +108,13 @@ def test_every_key_of_every_section_of_every_script_has_a_meaning(
         assert section is not None
         got = front("--help", topic, schema=schema.cls)
         assert got.status == 0 and got.out.startswith((f"{topic}: ", f"  {topic}"))
-        told = entries(got.out)
+        reported = entries(got.out)
         for name in section.keys:
             full = f"{topic}{item}.{name}"
             text = next(
-                told[as_told] for as_told in (full, f"{full}[N]", f"{full}.NAME") if as_told in told
+                reported[as_told]
+                for as_told in (full, f"{full}[N]", f"{full}.NAME")
+                if as_told in reported
             )
             meaning = re.sub(r"^\S+(: [^=]* = \S+| \(section, \d+ keys\))", "", text)
             assert len(meaning.split()) >= 1 and not meaning.startswith(" choices:"), (topic, text)

@@ -227,7 +227,7 @@ def test_only_what_is_really_near_is_guessed() -> None:
     assert nearest_option("x" * 10_000, own) is None
 
 
-def test_a_whole_section_of_anothers_recipe_is_told_key_by_key(
+def test_a_whole_section_of_anothers_recipe_is_reported_key_by_key(
     front: Front, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "r.yaml"

@@ -20,9 +20,9 @@ QUICKSTART = str(YAMLS / "quickstart.yaml")
 TARGET = """
 import json, os
 def remember(recipe):
-    told = [recipe.run_name, recipe.save_folder, recipe.optimizer.lr, recipe.seed, os.getpid()]
-    with open("told.jsonl", "a") as file:
-        print(json.dumps(told), file=file)
+    reported = [recipe.run_name, recipe.save_folder, recipe.optimizer.lr, recipe.seed, os.getpid()]
+    with open("reported.jsonl", "a") as file:
+        print(json.dumps(reported), file=file)
     os.makedirs(recipe.save_folder)
     loss = 20 - recipe.seed if recipe.seed != 15 else float("nan")
     with open(f"{recipe.save_folder}/metrics.jsonl", "w") as file:
@@ -44,30 +44,30 @@ def sweep(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], 
     """Run a script with -m; what it printed, and what each run's target was given."""
     (folder / "sweep_target.py").write_text(TARGET)
     (folder / "script.py").write_text(SCRIPT)
-    (folder / "told.jsonl").write_text("")
+    (folder / "reported.jsonl").write_text("")
     arguments = [sys.executable, "script.py", *words]
     got = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=120)
-    told = (folder / "told.jsonl").read_text().splitlines()
-    return got, [json.loads(line) for line in told]
+    reported = (folder / "reported.jsonl").read_text().splitlines()
+    return got, [json.loads(line) for line in reported]
 
 
 def test_each_point_has_its_own_process_name_and_folder(tmp_path: Path) -> None:
-    got, told = sweep(tmp_path, QUICKSTART, "optimizer.lr=1e-3,3e-3", "-m", "seed=1")
+    got, reported = sweep(tmp_path, QUICKSTART, "optimizer.lr=1e-3,3e-3", "-m", "seed=1")
     assert got.returncode == 0, got.stderr
     names = ["quickstart/optimizer.lr=0.001", "quickstart/optimizer.lr=0.003"]
-    assert [row[:4] for row in told] == [
+    assert [row[:4] for row in reported] == [
         [names[0], f"runs/{names[0]}", 1e-3, 1],
         [names[1], f"runs/{names[1]}", 3e-3, 1],
     ]
-    assert told[0][4] != told[1][4]
+    assert reported[0][4] != reported[1][4]
     table = got.stdout[got.stdout.index("  status") :]
     assert all(f"runs/{name}" in table for name in names) and table.count(" ok ") == 2
 
 
 def test_a_failed_point_does_not_stop_the_others_but_fails_the_sweep(tmp_path: Path) -> None:
-    got, told = sweep(tmp_path, "-m", QUICKSTART, "seed=13,14")
+    got, reported = sweep(tmp_path, "-m", QUICKSTART, "seed=13,14")
     assert got.returncode == 1
-    assert [row[3] for row in told] == [13, 14]
+    assert [row[3] for row in reported] == [13, 14]
     table = got.stdout[got.stdout.index("  status") :].splitlines()
     assert table[1].split()[:2] == ["exit", "1"] and table[2].split()[0] == "ok"
     assert "best" not in got.stdout, "of one that ended"
@@ -103,10 +103,10 @@ def test_cfg_prints_every_point_and_runs_none(front: Front) -> None:
 def test_places_differ_even_where_folder_names_would_not(tmp_path: Path) -> None:
     saved = tmp_path / "flat.yaml"
     saved.write_text("run_name: fixed\nsave_folder: runs/fixed\ndata: {name: files}\n")
-    got, told = sweep(tmp_path, "flat.yaml", "-m", "data.paths=[a/b],[a-b]", "run_name=p,q")
+    got, reported = sweep(tmp_path, "flat.yaml", "-m", "data.paths=[a/b],[a-b]", "run_name=p,q")
     assert got.returncode == 0, got.stderr
-    assert len({row[1] for row in told}) == len(told) == 4
-    assert {str(row[0]).split("/")[0] for row in told} == {"p", "q"}
+    assert len({row[1] for row in reported}) == len(reported) == 4
+    assert {str(row[0]).split("/")[0] for row in reported} == {"p", "q"}
 
 
 def test_all_points_are_checked_before_the_first_starts(front: Front) -> None:

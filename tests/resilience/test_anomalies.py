@@ -27,7 +27,9 @@ def a_round(draw: random.Random, ranks: int, noise: float, **changes: float) -> 
     ]
 
 
-def told(rounds: list[list[RankTimes]], config: WatchConfig = CONFIG) -> list[tuple[int, Anomaly]]:
+def reported(
+    rounds: list[list[RankTimes]], config: WatchConfig = CONFIG
+) -> list[tuple[int, Anomaly]]:
     """Findings by the number of their round; the history goes through a checkpoint each time."""
     history, found = History({"processes": 4}), []
     for number, table in enumerate(rounds):
@@ -41,7 +43,7 @@ def told(rounds: list[list[RankTimes]], config: WatchConfig = CONFIG) -> list[tu
 @pytest.mark.parametrize(("ranks", "noise"), [(1, 0.05), (4, 0.05), (4, 0.01), (64, 0.03)])
 def test_the_rounds_of_forty_thousand_quiet_steps_have_no_finding(ranks: int, noise: float) -> None:
     draw = random.Random(ranks)
-    assert told([a_round(draw, ranks, noise) for _ in range(400)]) == []
+    assert reported([a_round(draw, ranks, noise) for _ in range(400)]) == []
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 256])
@@ -50,7 +52,7 @@ def test_a_rank_slowed_by_half_is_named_once_and_so_is_its_return(ranks: int) ->
     rounds = [a_round(draw, ranks, 0.03) for _ in range(30)]
     for table in rounds[10:20]:
         table[3] = replace(table[3], compute=1.5 * table[3].compute)
-    found = told(rounds)
+    found = reported(rounds)
     assert [(n, f.kind, f.rank, f.is_over) for n, f in found] == [
         (11, "slow_rank", 3, False),
         (20, "slow_rank", 3, True),
@@ -62,8 +64,8 @@ def test_a_rank_that_is_slow_in_one_round_is_chance() -> None:
     draw = random.Random(0)
     rounds = [a_round(draw, 4, 0.03) for _ in range(10)]
     rounds[5][1] = replace(rounds[5][1], compute=0.9)
-    assert told(rounds) == []
-    assert [f.rank for _, f in told(rounds, WatchConfig(in_a_row=1))] == [1, 1]
+    assert reported(rounds) == []
+    assert [f.rank for _, f in reported(rounds, WatchConfig(in_a_row=1))] == [1, 1]
 
 
 def test_of_fewer_than_four_none_is_slow() -> None:
@@ -71,7 +73,7 @@ def test_of_fewer_than_four_none_is_slow() -> None:
     rounds = [a_round(draw, 3, 0.01) for _ in range(10)]
     for table in rounds:
         table[0] = replace(table[0], compute=5.0)
-    assert told(rounds) == []
+    assert reported(rounds) == []
 
 
 def test_a_rank_that_waits_for_its_data_is_named() -> None:
@@ -79,7 +81,7 @@ def test_a_rank_that_waits_for_its_data_is_named() -> None:
     rounds = [a_round(draw, 4, 0.02) for _ in range(6)]
     for table in rounds:
         table[2] = replace(table[2], data_wait=0.3)
-    found = told(rounds)
+    found = reported(rounds)
     assert [(f.kind, f.rank) for _, f in found] == [("slow_rank", 2)]
     assert "waits 300 ms a step for data" in found[0][1].seen
 
@@ -89,7 +91,7 @@ def test_a_drop_of_mfu_is_one_against_the_runs_own_rounds() -> None:
     rounds = [a_round(draw, 4, 0.02) for _ in range(12)]
     rounds += [a_round(draw, 4, 0.02, step=0.6) for _ in range(40)]
     rounds += [a_round(draw, 4, 0.02) for _ in range(5)]
-    found = told(rounds)
+    found = reported(rounds)
     assert [(n, f.kind, f.is_over) for n, f in found] == [
         (13, "mfu_drop", False),
         (52, "mfu_drop", True),
@@ -97,7 +99,7 @@ def test_a_drop_of_mfu_is_one_against_the_runs_own_rounds() -> None:
     assert "utilisation is 67% of the usual" in found[0][1].seen or "66%" in found[0][1].seen
     small = [a_round(draw, 4, 0.02) for _ in range(12)]
     small += [a_round(draw, 4, 0.02, step=0.44) for _ in range(40)]  # 9 % less is within the limit
-    assert told(small) == []
+    assert reported(small) == []
 
 
 def test_in_another_configuration_nothing_is_known() -> None:
@@ -113,40 +115,40 @@ def test_a_rising_wait_for_data_names_who_waits_longest() -> None:
     for table in rounds[10:]:
         for rank in range(4):
             table[rank] = replace(table[rank], data_wait=0.2 + 0.01 * (rank == 1))
-    found = [(n, f) for n, f in told(rounds) if f.kind == "data_wait"]
+    found = [(n, f) for n, f in reported(rounds) if f.kind == "data_wait"]
     assert [(n, f.rank) for n, f in found] == [(11, 1)]
     assert "wait for data 35% of their time, and waited" in found[0][1].seen
 
 
-def test_a_stall_is_told_at_once_with_what_it_waited_for() -> None:
+def test_a_stall_is_reported_at_once_with_what_it_waited_for() -> None:
     draw = random.Random(0)
     rounds = [a_round(draw, 4, 0.02) for _ in range(8)]
     rounds[6][2] = replace(rounds[6][2], stall=70.0, stall_wait=69.0)
     rounds[7] = [replace(times, stall=45.0) for times in rounds[7]]
-    found = told(rounds)
+    found = reported(rounds)
     assert [(n, f.kind, f.rank) for n, f in found] == [(6, "stall", 2), (7, "stall", None)]
     assert "waited 69 s for data" in found[0][1].seen
     assert "no process waited for data" in found[1][1].seen
     slow = [[replace(times, step=10.0) for times in table] for table in rounds]
-    assert told(slow) == []  # of steps of ten seconds a stall is longer
+    assert reported(slow) == []  # of steps of ten seconds a stall is longer
 
 
-def test_what_is_off_is_not_told() -> None:
+def test_what_is_off_is_not_reported() -> None:
     draw = random.Random(0)
     rounds = [a_round(draw, 4, 0.02) for _ in range(8)]
     for table in rounds:
         table[2] = replace(table[2], stall=70.0, compute=9.0)
-    assert told(rounds, WatchConfig(stall="off", slow_rank="off")) == []
+    assert reported(rounds, WatchConfig(stall="off", slow_rank="off")) == []
 
 
-def test_errors_of_a_gpu_are_told_at_once_and_its_slowness_in_two_rounds() -> None:
+def test_errors_of_a_gpu_are_reported_at_once_and_its_slowness_in_two_rounds() -> None:
     draw = random.Random(0)
     rounds = [a_round(draw, 4, 0.02) for _ in range(8)]
     rounds[1][0] = replace(rounds[1][0], xid=79.0)
     rounds[2][1] = replace(rounds[2][1], lost=1.0, xid=999.0)
     for n in (4, 5):
         rounds[n][3] = replace(rounds[n][3], slowed=float(0x40 | 0x8))
-    found = told(rounds)
+    found = reported(rounds)
     assert [(n, f.kind, f.rank, f.is_over) for n, f in found] == [
         (1, "gpu", 0, False),
         (2, "gpu", 1, False),

@@ -44,7 +44,7 @@ def a_report() -> Report:
 
 
 class Reader(HTMLParser):
-    """What a browser is told to load, and the titles of cells."""
+    """What a browser is asked to load, and the titles of cells."""
 
     def __init__(self) -> None:
         super().__init__()

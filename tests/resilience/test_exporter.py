@@ -85,7 +85,7 @@ def test_a_file_stays_with_the_exit_status(tmp_path: Path) -> None:
         Exporter("mine", ExportTo(textfile=str(tmp_path / "nowhere/x.prom")))
 
 
-def test_a_port_that_is_taken_is_told_once_and_had_later(
+def test_a_port_that_is_taken_is_reported_once_and_had_later(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LINGER_SECONDS", 0.0)

@@ -74,7 +74,7 @@ def test_a_callback_has_a_limit_of_its_own_in_every_phase_and_is_named(phase: st
     )
 
 
-def test_of_a_callback_and_what_waits_beside_it_the_stacks_tell_which_hangs() -> None:
+def test_of_a_callback_and_what_waits_beside_it_the_stacks_show_which_hangs() -> None:
     """In one phase who has not come to it, or who is in it, may be what the others wait for."""
     beside = [reading(r, "step", 1810.0) for r in (0, 1)]
     inside = reading(2, "step", 1805.0, callback="Norms.on_gradients")
@@ -125,14 +125,14 @@ def test_long_steps_have_long_limits() -> None:
     assert judge([replace(reading(r, "step", 301.0), longest=slow) for r in (0, 1)], LIMITS)
 
 
-def test_that_one_keeps_the_others_waiting_is_told_and_ends_nothing() -> None:
+def test_that_one_keeps_the_others_waiting_is_reported_and_ends_nothing() -> None:
     found = judge([reading(0, "step", 61.0), reading(1, "data", 62.0)], LIMITS)
     assert found is not None and not found.is_final and found.culprits == (1,)
     assert "rank 1 on node0 kept the others waiting in phase data" in found.line()
     assert judge([reading(0, "step", 59.0), reading(1, "data", 62.0)], LIMITS) is None
 
 
-def test_a_run_that_goes_on_is_never_judged() -> None:
+def test_a_run_that_continues_is_never_judged() -> None:
     """2,000 steps of eight processes with uneven phases, seen at every moment."""
     draw = random.Random(5)
     for _ in range(2000):
@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_is_never_judged() -> None:
         assert judge(readings, LIMITS) is None
 
 
-def test_stacks_tell_who_does_not_wait_where_all_are_in_one_phase() -> None:
+def test_stacks_show_who_does_not_wait_where_all_are_in_one_phase() -> None:
     readings = [reading(r, "step", 40.0, waits=r != 2) for r in range(4)]
     found = judge(readings, LIMITS)
     assert found is not None and found.culprits == (0, 1, 2, 3)

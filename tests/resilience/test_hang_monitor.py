@@ -151,7 +151,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_all_are_ended(group: Group) 
         text = (stacks / f"rank-{rank}.txt").read_text()
         assert "most recent call first" in text  # by faulthandler
         assert (stacks / f"flight-{rank}").read_text() == f"messages of {rank}"
-    text = (stacks / "rank-1.txt").read_text()  # those of ranks that go on may be cut short
+    text = (stacks / "rank-1.txt").read_text()  # those of ranks that continue may be cut short
     assert "on here: stopped" in text and 'File "<string>"' in text
     assert [rank.wait(10) for rank in group.ranks] == [-signal.SIGKILL] * RANKS
     assert not group.beats.exists()
@@ -194,11 +194,11 @@ def test_ranks_that_are_done_take_the_monitor_with_them(group: Group) -> None:
     assert not list(read_events(group.run)) and not group.beats.exists()
 
 
-def test_where_it_only_reports_the_run_goes_on_once_it_can(group: Group) -> None:
+def test_where_it_only_reports_the_run_continues_once_it_can(group: Group) -> None:
     group.start(ends=False)
     group.ranks[1].send_signal(signal.SIGSTOP)
     until(lambda: bool(list(read_events(group.run))))
-    time.sleep(1)  # in which the same could be told again
+    time.sleep(1)  # in which the same could be reported again
     (event,) = read_events(group.run)
     assert (event["rank"], event["action"]) == (1, "report")
     before = max(group.steps())

@@ -82,7 +82,7 @@ def test_other_lines_say_nothing(line: str) -> None:
     assert judge_log([line], "n1") == []
 
 
-def test_repeats_are_counted_and_one_fault_is_told_once_for_each_gpu() -> None:
+def test_repeats_are_counted_and_one_fault_is_reported_once_for_each_gpu() -> None:
     xid = "NVRM: Xid (PCI:0000:{}:00): {}, pid=1, x"
     lines = [xid.format("c1", 31)] * 4 + [xid.format("c2", 31), xid.format("c2", 79)]
     lines.append("NVRM: GPU at PCI:0000:c2:00 has fallen off the bus.")

@@ -164,7 +164,7 @@ def test_a_refusal_names_the_role_to_grant(cluster: Cluster) -> None:
     assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"]}]
 
 
-def test_what_else_fails_is_told_without_the_token(
+def test_what_else_fails_is_reported_without_the_token(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = [nodes.cordon(["n1", "pod-7", "zz"], "x")]

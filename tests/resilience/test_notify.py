@@ -28,7 +28,7 @@ EVENT = {"kind": "decision", "what": "rank 1 at http://me:pass@host hangs", "act
 
 
 class Hook:
-    """A webhook on loopback that answers as it is told, and what it heard."""
+    """A webhook on loopback that answers as it is reported, and what it heard."""
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
@@ -105,14 +105,14 @@ def test_one_that_is_busy_is_asked_again(hook: Hook, monkeypatch: pytest.MonkeyP
     assert len(hook.heard) == 4
 
 
-def test_what_fails_is_told_without_the_address(
+def test_what_fails_is_reported_without_the_address(
     hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook.answers = [(404, "no_service"), (400, f"<html>{hook.url}"), (302, hook.url)]
-    told = [post_to_webhook(hook.url, None, "x", EVENT) for _ in range(3)]
+    reported = [post_to_webhook(hook.url, None, "x", EVENT) for _ in range(3)]
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        told.append(
+        reported.append(
             post_to_webhook(f"http://127.0.0.1:{closed.getsockname()[1]}/{SECRET}", None, "x", {})
         )
     with socket.socket() as silent:
@@ -120,10 +120,10 @@ def test_what_fails_is_told_without_the_address(
         silent.listen()
         monkeypatch.setattr(notify, "WEBHOOK_SECONDS", 0.3)
         port = silent.getsockname()[1]
-        told.append(post_to_webhook(f"http://127.0.0.1:{port}/{SECRET}", None, "x", {}))
-    told.append(post_to_webhook(f"http://host/{SECRET} x\n", None, "x", {}))
-    told.append(post_to_webhook(f"http://[::1/{SECRET}", None, "x", {}))
-    assert [line.removeprefix("supervise.webhook: nobody was notified: ") for line in told] == [
+        reported.append(post_to_webhook(f"http://127.0.0.1:{port}/{SECRET}", None, "x", {}))
+    reported.append(post_to_webhook(f"http://host/{SECRET} x\n", None, "x", {}))
+    reported.append(post_to_webhook(f"http://[::1/{SECRET}", None, "x", {}))
+    assert [line.removeprefix("supervise.webhook: nobody was notified: ") for line in reported] == [
         "status 404 (no_service)",
         "status 400 (Bad Request)",
         "status 302 (Found)",
@@ -149,7 +149,7 @@ def test_a_webhook_hears_of_every_decision_and_may_be_away(tmp_path: Path, hook:
 
 
 @pytest.mark.parametrize("log", ["full", "closed", "none", "disk"])
-def test_where_nothing_can_be_written_the_run_is_still_restarted_and_told_of(
+def test_where_nothing_can_be_written_the_run_is_still_restarted_and_reported(
     tmp_path: Path, hook: Hook, log: str
 ) -> None:
     """A log on a full disk, a pipe whose reader has left, no standard error, a full run folder."""
@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_the_last_words_of_processes_in_memory(
     assert found == tmp_path / "beats" / "0-ends"
 
 
-def test_a_supervisor_that_fails_itself_tells_the_webhook(tmp_path: Path, hook: Hook) -> None:
+def test_a_supervisor_that_fails_itself_reports_the_webhook(tmp_path: Path, hook: Hook) -> None:
     place = Place(tmp_path)
     assert place.supervise([], webhook=hook.url, launch=["nosuchprogram"]) == 1
     (message,) = hook.heard

@@ -123,7 +123,7 @@ def test_cards_without_nvlink_are_sound_and_one_of_two_is_only_noticed(
     assert answers[""]["reason"] == "NVML knows no GPU"
 
 
-def test_a_driver_that_is_not_there_is_told_as_not_checked() -> None:
+def test_a_driver_that_is_not_there_is_reported_as_not_checked() -> None:
     script = "from llmfoundry.resilience.check import nvml; print(nvml.read_gpus())"
     env = os.environ | environment("healthy", FAKE_NVML_ERROR="9")
     words = [sys.executable, "-c", script]

@@ -105,7 +105,7 @@ def test_a_folder_shows_what_counts_and_where_it_ends(
     assert found.may_pass and found.problem.startswith("Stale file handle")
 
 
-def test_a_store_that_is_empty_is_told_from_one_that_does_not_answer(
+def test_a_store_that_is_empty_is_distinguished_from_one_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with s3_server() as (server, put):

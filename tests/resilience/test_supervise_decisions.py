@@ -113,7 +113,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_causes_are_told_apart(name: str) -> None:
+def test_causes_are_distinguished(name: str) -> None:
     evidence, kind, nodes = CASES[name]
     cause = find_cause(evidence)
     assert (cause.kind, cause.nodes) == (kind, nodes), cause
@@ -279,8 +279,11 @@ def test_pauses_grow_without_progress_up_to_five_minutes() -> None:
 
 def test_machines_are_taken_out_only_where_it_may_and_can() -> None:
     bad = [of("machine", bad=("n4",))]
-    told = decide_restart(bad, POLICY)
-    assert (told.action, told.nodes) == (RESTART, ()) and "the check finds n4 bad" in told.why
+    reported = decide_restart(bad, POLICY)
+    assert (reported.action, reported.nodes) == (
+        RESTART,
+        (),
+    ) and "the check finds n4 bad" in reported.why
     out = decide_restart(bad, SuperviseConfig(act=True), can_exclude=True)
     assert (out.action, out.nodes) == (WITHOUT, ("n4",))
     alone = decide_restart(bad, SuperviseConfig(act=True))

@@ -155,7 +155,7 @@ def test_a_stopped_rank_is_found_and_the_run_ends_as_one_that_never_was(
 
 @pytest.mark.slow
 @names("rank-killed", "agent-killed", "damaged")
-def test_what_is_killed_goes_on_to_the_same_losses(started: Run, whole: dict[int, float]) -> None:
+def test_what_is_killed_resumes_to_the_same_losses(started: Run, whole: dict[int, float]) -> None:
     """Also where the newest checkpoint is damaged by it."""
     started.wait_for(10)
     launcher, ranks = started.processes()
@@ -181,7 +181,7 @@ def test_what_is_killed_goes_on_to_the_same_losses(started: Run, whole: dict[int
 
 @pytest.mark.slow
 @names("preempted")
-def test_a_preempted_run_is_saved_and_goes_on(
+def test_a_preempted_run_is_saved_and_resumes(
     started: Run, place: Path, whole: dict[int, float]
 ) -> None:
     started.wait_for(10)

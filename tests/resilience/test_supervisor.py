@@ -1,4 +1,4 @@
-"""The supervisor around commands that fail as told: real processes without PyTorch."""
+"""The supervisor around commands that fail as reported: real processes without PyTorch."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     yield Place(tmp_path)
 
 
-def test_a_killed_run_goes_on_and_the_way_back_is_measured(place: Place) -> None:
+def test_a_killed_run_resumes_and_the_way_back_is_measured(place: Place) -> None:
     assert place.supervise(["killed"]) == 0
     assert place.decisions() == [("unknown", "restart"), ("done", "finish")]
     (back,) = place.events("returned")
@@ -216,14 +216,14 @@ def test_progress_in_a_store_is_seen_there(place: Place) -> None:
 def test_checkpoints_that_have_vanished_are_waited_for_and_nothing_begins_at_step_1(
     place: Place,
 ) -> None:
-    """Renamed while the run was under way: only what it said tells that there were any."""
+    """Renamed while the run was under way: only what it logged shows that there were any."""
     assert place.supervise(["vanishes"], vanished_seconds=0.3) == 93
-    told = (
+    reported = (
         "checkpoint ba0000003 in run has vanished since the last attempt ended, and run/checkpoints"
         " is not there: renamed, deleted or not mounted? nothing was started; bring it back and run"
         " the same command; to begin at step 1, delete the rest of run or write another run_name"
     )
-    assert told in place.said and len(place.events("start")) == 1
+    assert reported in place.said and len(place.events("start")) == 1
     assert place.events("checkpoints")[0]["action"] == "wait"
     assert place.supervise([], vanished_seconds=0.1) == 93  # another supervisor knows it, too
     process = place.start([], vanished_seconds=60)
@@ -329,7 +329,7 @@ def test_a_program_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
             RunningAttempt([word], **facts(tmp_path))
 
 
-def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "supervise").touch()
     ends = tmp_path / "supervise/attempt-1"
     with pytest.raises(UserError, match=r"save_folder: .* cannot be made: Not a directory"):
@@ -405,7 +405,7 @@ def test_a_request_to_stop_reaches_the_run_which_saves(
     assert place.decisions() == [("preemption", "stop")]
     assert f"stopped by {number.name}, and saved" in said
     assert (place.run / "checkpoints/ba0000004/COMMIT").exists()
-    assert place.supervise([]) == 0  # the same command goes on
+    assert place.supervise([]) == 0  # the same command resumes
 
 
 def test_who_asks_twice_does_not_wait(place: Place) -> None:
@@ -421,7 +421,7 @@ def test_who_asks_twice_does_not_wait(place: Place) -> None:
     assert "before it could save" in said
 
 
-def test_a_machine_is_checked_and_told_of_but_not_touched(place: Place) -> None:
+def test_a_machine_is_checked_and_reported_but_not_touched(place: Place) -> None:
     assert place.supervise(["xid"]) == 0
     assert place.decisions() == [("machine", "restart"), ("done", "finish")]
     first, _ = place.events("decision")
@@ -479,7 +479,7 @@ def wait_for_step(place: Place, step: int) -> None:
         (TrainRecipe(autoresume=False), "^autoresume: false, but a supervised run resumes"),
     ],
 )
-def test_a_run_that_would_not_go_on_is_not_supervised(recipe: TrainRecipe, line: str) -> None:
+def test_a_run_that_would_not_continue_is_not_supervised(recipe: TrainRecipe, line: str) -> None:
     with pytest.raises(UserError, match=line):
         supervise(recipe)
 

@@ -19,7 +19,7 @@ from llmfoundry.resilience.watch.watch import ForwardTimer, Watch
 
 
 class Clock:
-    """Stands in for `time`, and goes as it is told."""
+    """Stands in for `time`, and goes as it is reported."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -70,7 +70,7 @@ def test_a_round_is_of_steps_without_evaluation_saving_compilation_and_waits(
     assert all(math.isnan(times.compute) for times in rounds)
 
 
-def test_the_longest_stretch_between_two_logs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_stretch_between_two_logs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     watch, trainer = Watch(WatchConfig(), {}), make_trainer()

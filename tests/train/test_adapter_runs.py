@@ -1,4 +1,4 @@
-"""Runs that train an adapter: what they save, how they go on, and what is made of them."""
+"""Runs that train an adapter: what they save, how they resume, and what is made of them."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def test_pythons_collector_comes_back_after_an_error(place: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_memory_of_a_gpu_is_told_apart(place: Path) -> None:
+def test_memory_of_a_gpu_is_distinguished(place: Path) -> None:
     row = rows(train_here("memory", *NO_EVALUATION), "loss/train/total")[3]
     allocated, reserved = (
         [row[f"memory/{when}_{kind}_mem"] for when in ("current", "peak")]

@@ -85,7 +85,7 @@ def test_dropout_falls_on_the_same_elements_when_a_compiled_block_is_computed_ag
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_compiled_or_not(place: Path) -> None:
+def test_a_run_resumes_compiled_or_not(place: Path) -> None:
     train_here("switched", *OPTIONS, "compile=true", "max_duration=3ba", "schedule.t_max=6ba")
     checkpoint = "checkpoints/ba0000003"
     assert dtypes(Path("runs/switched") / checkpoint) == dtypes(Path("runs/eager") / checkpoint)

@@ -90,7 +90,7 @@ def test_a_recipe_becomes_its_mixture(tmp_path: Path) -> None:
     assert learning_corpus(recipe.data).paths == [str(tmp_path / "web.jsonl")]
 
 
-def test_a_stop_goes_on_with_other_proportions(tmp_path: Path) -> None:
+def test_a_stop_resumes_with_other_proportions(tmp_path: Path) -> None:
     _, _, before = opened(tmp_path)
     state = json.loads(json.dumps(before.state(6)))
     phases = [{"at": "9ba", "proportions": {"web": 1}}]
@@ -117,7 +117,7 @@ def test_phases_and_corpora_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_mixture_goes_on_with_other_ranks_and_workers(tmp_path: Path) -> None:
+def test_a_stopped_mixture_resumes_with_other_ranks_and_workers(tmp_path: Path) -> None:
     write(tmp_path)
     done = run("train.py", "mix.yaml", "run_name=mix", cwd=tmp_path)
     assert "data.streams.web: " in done.stdout

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout of processes goes on on any other, with the losses of one process.
+"""A checkpoint of any layout of processes resumes on any other, with the losses of one process.
 
 Each number of processes is started once and runs its layouts in turn: first all save after two
 steps, then each loads what others saved and takes a third. What they are compared with is a plain
@@ -351,7 +351,7 @@ def check(found: dict[str, dict[str, float]], names: list[str]) -> None:
         assert values["weights"] == pytest.approx(logits, rel=1e-5), key
 
 
-def test_any_layout_goes_on_from_any_other(routine: Any) -> None:
+def test_any_layout_resumes_from_any_other(routine: Any) -> None:
     check(routine[1], [name for name, layout in LAYOUTS.items() if layout.routine])
 
 
@@ -392,7 +392,7 @@ def test_only_the_first_replica_writes(routine: Any) -> None:
 
 
 @pytest.mark.slow
-def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+def test_every_layout_resumes_from_every_other(tmp_path: Path) -> None:
     check(matrix(tmp_path, [*LAYOUTS]), [*LAYOUTS])
 
 
@@ -413,7 +413,7 @@ def link(rank: int, processes: int, number: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_eight_to_three_to_one_to_eight_processes(tmp_path: Path) -> None:
+def test_a_run_resumes_from_eight_to_three_to_one_to_eight_processes(tmp_path: Path) -> None:
     for number, name in enumerate(CHAIN):
         start(link, LAYOUTS[name].processes, number, tmp_path)
     found = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(4)]

@@ -309,7 +309,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_in_shards_goes_on_alone_with_its_biases(tmp_path: Path) -> None:
+def test_a_run_in_shards_resumes_alone_with_its_biases(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     run("train.py", "tiny.yaml", "run_name=whole", *EIGHT, BIAS, cwd=tmp_path)
     first = (*EIGHT, BIAS, *SHARDS, "max_duration=4ba", "schedule.t_max=8ba")

@@ -77,7 +77,7 @@ def test_a_resume_repeats_the_run_bit_for_bit(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [("bf16", "fp32"), ("amp_bf16", "bf16")])
-def test_a_run_does_not_go_on_with_weights_of_another_dtype(
+def test_a_run_does_not_continue_with_weights_of_another_dtype(
     place: Path, then: str, now: str
 ) -> None:
     name = f"{then}-{now}"
@@ -88,7 +88,7 @@ def test_a_run_does_not_go_on_with_weights_of_another_dtype(
     train_here(f"{name}-weights", *arguments, "max_duration=1ba", "eval=off")
 
 
-def test_fp32_goes_on_as_amp_bf16_whose_weights_are_the_same(place: Path) -> None:
+def test_fp32_resumes_as_amp_bf16_whose_weights_are_the_same(place: Path) -> None:
     train_here("mixed", "precision=fp32", "max_duration=1ba", "eval=off")
     train_here("mixed", "precision=amp_bf16", "max_duration=2ba", "eval=off")
     assert sorted(losses(Path("runs/mixed"))) == [1, 2]
@@ -109,8 +109,8 @@ def test_a_processor_without_bf16_computes_in_fp32_and_says_so(
     assert [note.split(";")[0] for note in notes] == ["precision: fp32 in place of amp_bf16"]
     monkeypatch.setattr("llmfoundry.ops.devices.HAS_BF16", True)
     train_here("served", "precision=amp_bf16", "max_duration=3ba", "eval=off")
-    told = "precision: fp32 until ba0000002, amp_bf16 from here on"
-    assert told in capsys.readouterr().out
+    reported = "precision: fp32 until ba0000002, amp_bf16 from here on"
+    assert reported in capsys.readouterr().out
 
 
 def test_evaluation_may_ask_for_wider_weights(place: Path) -> None:

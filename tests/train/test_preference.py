@@ -124,7 +124,7 @@ def step(
     return result, seen
 
 
-def told(objective: Preference, result: StepResult) -> dict[str, float]:
+def reported(objective: Preference, result: StepResult) -> dict[str, float]:
     return objective.metrics({name: value.item() for name, value in result.reported.items()})
 
 
@@ -140,7 +140,7 @@ def test_loss_rewards_and_gradients_are_trls(case: str, folders: dict[str, Path]
     assert result.loss.item() == close(golden["loss"])
     assert result.grad_norm.item() == close(golden["norm"])
     assert gradients["lm_head.weight"].sum(1).tolist() == close(golden["head"])
-    ours = told(objective, result)
+    ours = reported(objective, result)
     theirs = {
         (f"rewards/train/{key}" if key == "kl" else key.replace("/", "/train/")): value
         for key, value in golden["metrics"].items()
@@ -161,7 +161,7 @@ def test_kto_of_rows_that_are_not_packed_is_trls_too(folders: dict[str, Path]) -
         close = partial(pytest.approx, rel=1e-5, abs=1e-5)
         assert result.loss.item() == close(golden["loss"])
         assert gradients["lm_head.weight"].sum(1).tolist() == close(golden["head"])
-        ours = told(objective, result)
+        ours = reported(objective, result)
         assert ours["rewards/train/kl"] == close(golden["metrics"]["kl"])
         assert ours["rewards/train/chosen"] == close(golden["metrics"]["rewards/chosen"])
 
@@ -184,7 +184,9 @@ def test_no_split_into_microbatches_changes_a_step(case: str, folders: dict[str,
     for microbatch in (1, 2, 3):
         part, others = step(decoder(folders["model"]), batch, objective, microbatch)
         torch.testing.assert_close(part.loss, whole.loss, rtol=1e-5, atol=1e-6)
-        assert told(objective, part) == pytest.approx(told(objective, whole), rel=1e-4, abs=1e-5)
+        assert reported(objective, part) == pytest.approx(
+            reported(objective, whole), rel=1e-4, abs=1e-5
+        )
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6)
 
@@ -247,4 +249,4 @@ def test_a_step_whose_rows_could_not_be_had_is_empty(folders: dict[str, Path]) -
     for case in ("sigmoid", "kto", "simpo"):
         result, gradients = step(decoder(folders["model"]), batch, objective_of(case))
         assert result.loss == 0 and not any(g.any() for g in gradients.values())
-        assert told(objective_of(case), result) == {}
+        assert reported(objective_of(case), result) == {}

@@ -161,7 +161,7 @@ def test_rows_bring_what_the_pretrained_model_says_of_each_document(tmp_path: Pa
     assert run.identity[WEIGHTS] == identity_of(model)
 
 
-def test_nothing_is_asked_twice_and_a_killed_pass_goes_on(
+def test_nothing_is_asked_twice_and_a_killed_pass_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Run(tmp_path / "whole")
@@ -200,7 +200,7 @@ def checkpoint(folder: Path, weights: str | None) -> Start:
     return Start(folder)
 
 
-def test_a_resumed_run_never_asks_the_weights_that_it_goes_on_from(tmp_path: Path) -> None:
+def test_a_resumed_run_never_asks_the_weights_that_it_resumes_from(tmp_path: Path) -> None:
     first = Run(tmp_path)
     first.begin()
     start = checkpoint(tmp_path / "checkpoint", first.identity[WEIGHTS])

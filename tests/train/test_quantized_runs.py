@@ -1,4 +1,4 @@
-"""Runs whose base is in 4 bits: what their checkpoints hold, how they go on, what is refused."""
+"""Runs whose base is in 4 bits: what their checkpoints hold, how they resume, what is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
 
 
 @pytest.mark.parametrize("precision", ["amp_bf16", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_stopped(
+def test_a_run_that_resumes_has_the_losses_of_one_that_was_not_stopped(
     finetune: Finetune, precision: str
 ) -> None:
     how = (f"precision={precision}", "max_duration=4ba", "save_interval=2ba")

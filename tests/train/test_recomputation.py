@@ -1,4 +1,4 @@
-"""What activation checkpointing's `auto` stood for: told, saved, kept when the run goes on."""
+"""What activation checkpointing's `auto` stood for: reported, saved, kept when the run resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def saved(folder: Path, batch: int) -> str:
     return str(json.loads(state.read_text())["activation_checkpointing"])
 
 
-def test_a_run_goes_on_as_it_began_and_its_losses_are_the_same(
+def test_a_run_resumes_as_it_began_and_its_losses_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_recipe(tmp_path)

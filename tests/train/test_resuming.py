@@ -155,7 +155,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_keeps_its_record(
 def test_a_run_killed_in_its_first_save_begins_anew(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There never was anything to go on from, so nobody is asked."""
+    """There never was anything to resume from, so nobody is asked."""
     run = copy("first")
     shutil.rmtree(run / "checkpoints/ba0000004")
     (run / "checkpoints/ba0000002/COMMIT").unlink()
@@ -207,7 +207,7 @@ OF_NO_EFFECT = (
 )
 
 
-def test_what_a_resume_changes_is_told_line_by_line(
+def test_what_a_resume_changes_is_reported_line_by_line(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmfoundry.ops.devices.HAS_BF16", True)  # or precision would be fp32
@@ -220,7 +220,7 @@ def test_what_a_resume_changes_is_told_line_by_line(
         assert sum(line.startswith(wanted) for line in lines) == 1, wanted
 
 
-def test_a_resume_with_the_same_recipe_tells_no_change(
+def test_a_resume_with_the_same_recipe_reports_no_change(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy("same")
@@ -231,7 +231,7 @@ def test_a_resume_with_the_same_recipe_tells_no_change(
     assert "resuming from" in said and "until ba" not in said
 
 
-def test_an_environment_variable_that_has_changed_is_told(
+def test_an_environment_variable_that_has_changed_is_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The recipe in the checkpoint may name the variable; its value then is in state.json."""

@@ -24,7 +24,7 @@ def hear(numbers: Sequence[signal.Signals]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_slurm_and_torchrun_may_both_tell() -> None:
+def test_slurm_and_torchrun_may_both_signal() -> None:
     assert hear([signal.SIGTERM, signal.SIGTERM]) == 0
     assert hear([signal.SIGUSR1, signal.SIGTERM]) == 0
 

@@ -1,8 +1,8 @@
 """Whose copies a folder holds: the remote and its index, written down beside them.
 
-`ShardFolder` asks before it reads or writes a copy. One idea: names and sizes do not tell one data
-set's files from another's, so a folder of copies belongs to one remote and one index. They are
-named in `.copies.json`, and the index itself lies beside it, unchanged. A run with others is
+`ShardFolder` asks before it reads or writes a copy. One idea: names and sizes do not distinguish
+one data set's files from another's, so a folder of copies belongs to one remote and one index. They
+are named in `.copies.json`, and the index itself lies beside it, unchanged. A run with others is
 refused; but where every file has a hash to compare with, the hashes decide.
 """
 
@@ -62,7 +62,7 @@ class Copies:
 
         Args:
             folder: of the copies.
-            remote: what tells their remote from all others, without secrets.
+            remote: what distinguishes their remote from all others, without secrets.
             mode: permissions of what is written down.
         """
         self._folder, self._remote, self._mode = folder, remote, mode
@@ -172,7 +172,7 @@ class Copies:
         if written["remote"] == self._remote:
             return UserError(
                 f"{self._folder}: holds copies of {self._remote} from before its index was"
-                " written anew, and without hashes nobody can tell which are still right; remove"
+                " written anew, and without hashes nobody can know which are still right; remove"
                 " the folder, or write another local"
             )
         return UserError(

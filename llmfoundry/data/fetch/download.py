@@ -78,7 +78,7 @@ class Remote:
 
     @property
     def identity(self) -> str:
-        """What tells this folder from any other, also from one of another endpoint; no secrets."""
+        """What distinguishes this folder from any other, also of another endpoint; no secrets."""
         endpoint = self._backend.options.get("endpoint_url") or ""
         return f"{self.url} {without_secrets(endpoint)}".rstrip()
 

@@ -55,7 +55,7 @@ async def _get(
             skip = max(0, skip - len(chunk))
         return found
     finally:
-        answer.close()  # also where the server goes on sending
+        answer.close()  # also where the server keeps sending
 
 
 async def _filled(stream: Any, n_bytes: int) -> bytearray:

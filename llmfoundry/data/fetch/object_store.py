@@ -285,7 +285,7 @@ class ObjectStore(Remote):
         return f"{self._backend.root}/{name}" if name else self._backend.root
 
     def _fresh(self) -> Any:
-        """The file system, which forgets what it was told earlier."""
+        """The file system, which forgets what it was given earlier."""
         files = self._backend.file_system()
         files.invalidate_cache()
         return files

@@ -1,7 +1,7 @@
 """What a failed request means: whether it may pass, and the line that a user reads.
 
 `remote.Remote` asks. One idea: the libraries behind fsspec agree on no exceptions, but each keeps
-the HTTP status somewhere, on the error or on what caused it, and a class name tells the rest. What
+the HTTP status somewhere, on the error or on what caused it, and a class name has the rest. What
 is not known to pass counts as lasting: an error is shown at once rather than after minutes.
 """
 
@@ -90,7 +90,7 @@ def is_no_bucket(error: BaseException) -> bool:
 
 def is_passing(error: BaseException) -> bool:
     """Whether the same request may succeed later."""
-    for e in _chain(error):  # the outermost that tells decides
+    for e in _chain(error):  # the outermost that has one decides
         if is_timeout(e) or not _PASSING_NAMES.isdisjoint(_names(e)):
             return True
         if isinstance(e, ConnectionError) or getattr(e, "errno", None) in _PASSING_ERRNO:

@@ -254,7 +254,7 @@ def _absolute(path: str) -> str:
 
 
 def _name(identity: str) -> str:
-    """A folder's name: its last part, for people, and what tells it from all others."""
+    """A folder's name: its last part, for people, and what distinguishes it from all others."""
     last = identity.split()[0].partition("?")[0].rpartition("/")[2] or "data"
     return f"{last[:40]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
 

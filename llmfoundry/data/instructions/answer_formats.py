@@ -20,11 +20,11 @@ def json_object(rng: random.Random) -> Exchange:
     keys = rng.sample(WORDS, rng.randint(1, 4))
     values = rng.sample(range(100), len(keys))
     content = dict(zip(keys, values, strict=True))
-    told = ", ".join(f"{key} {value}" for key, value in content.items())
+    listed = ", ".join(f"{key} {value}" for key, value in content.items())
     wrong = json.dumps(content | {keys[-1]: another(rng, values[-1], 0, 99)})
     if rng.random() < 0.5:
-        wrong = told
-    return ask(f"JSON: {told}", json.dumps(content), wrong, {"check": "json", "value": content})
+        wrong = listed
+    return ask(f"JSON: {listed}", json.dumps(content), wrong, {"check": "json", "value": content})
 
 
 def upper(rng: random.Random) -> Exchange:
@@ -51,10 +51,10 @@ def constraints(rng: random.Random) -> Exchange:
         {"check": "has", "text": wanted},
     ]
     words = [wanted, *others[: n - 1]]
-    told = f"with the word {wanted}"
+    required = f"with the word {wanted}"
     if rng.random() < 0.5:
         checks.append({"check": "lacks", "text": banned})
-        told += f" and without the word {banned}"
+        required += f" and without the word {banned}"
     casing = rng.choice(("", " in upper case", " in lower case"))
     form = rng.choice((" in one line", " in lines", " as a list"))
     join, start = _FORMS[form]
@@ -65,7 +65,7 @@ def constraints(rng: random.Random) -> Exchange:
         checks[0] = {"check": "bullets", "n": n}
     text = start + join.join(words)
     text = text.upper() if casing == " in upper case" else text
-    question = f"Write {n} words{casing}{form} {told}."
+    question = f"Write {n} words{casing}{form} {required}."
     return ask(question, text, _broken(rng, text, join), *checks)
 
 

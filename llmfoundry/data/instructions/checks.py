@@ -151,7 +151,7 @@ CHECKS: dict[str, tuple[Callable[..., bool], dict[str, str]]] = {
     "json_keys": (_json_keys, {"keys": "list"}),
     "call": (_call, {"value": "mapping"}),
 }
-"""Each requirement: what tells whether it is met, and its arguments with their kinds."""
+"""Each requirement: what checks whether it is met, and its arguments with their kinds."""
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a text", lambda value: isinstance(value, str) and bool(value)),

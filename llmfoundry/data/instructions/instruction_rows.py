@@ -57,7 +57,7 @@ def instruction_rows(
     split: str = "train",
     key: str = "data.",
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the tasks, by turns.
+    """Rows of the tasks, interleaved.
 
     Args:
         tasks: names in `TASKS`; none: all.

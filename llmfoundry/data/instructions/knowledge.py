@@ -31,8 +31,8 @@ def recall(rng: random.Random) -> Exchange:
     values = rng.sample(range(10, 100), len(words))
     given = dict(zip(words, values, strict=True))
     *before, last = rng.sample(words, rng.randint(1, 3))
-    told = ", ".join(f"{word} is {value}" for word, value in given.items())
-    messages = [{"role": "system", "content": f"Remember: {told}."}]
+    facts = ", ".join(f"{word} is {value}" for word, value in given.items())
+    messages = [{"role": "system", "content": f"Remember: {facts}."}]
     for i, word in enumerate(before):
         messages.append({"role": "user", "content": _asked(word, i)})
         messages.append({"role": "assistant", "content": str(given[word])})

@@ -32,7 +32,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, keep: str | None 
     Args:
         folder: what to make.
         build: fills a folder.
-        keep: name of a folder that `build` leaves in its own if it can go on with what is there
+        keep: name of a folder that `build` leaves in its own if it can resume from what is there
             when it is called again; removed in the end.
 
     Raises:

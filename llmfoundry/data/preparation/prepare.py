@@ -89,7 +89,7 @@ def prepare_to(
     execution: ExecutionOptions,
     about: Mapping[str, str],
 ) -> Manifest:
-    """The corpus in shards at a place; goes on with what an interrupted call left there.
+    """The corpus in shards at a place; resumes from what an interrupted call left there.
 
     Args:
         place: the folder.
@@ -126,7 +126,7 @@ def _fill_cache(place: OutputFolder, plan: PreparationPlan, execution: Execution
         prepare_folder(place, plan, execution)
     except UserError:
         if not any(name.endswith(".json") for name in place.names_below(WORK)):
-            place.remove(WORK)  # not one part to go on with
+            place.remove(WORK)  # not one part to resume from
         raise
 
 

@@ -23,7 +23,7 @@ class Split:
 
     Attributes:
         bound: of 2**64.
-        note: what to tell the user about it; empty for the ordinary case.
+        note: what to show the user about it; empty for the ordinary case.
         tail: of the only document: its share that is held out.
     """
 

@@ -105,7 +105,7 @@ PUBLISHED: dict[str, Callable[[Row], dict[str, Any]]] = {
     "stackmathqa": _stackmathqa,
     "numina": _numina,
 }
-"""By the names of `recipe.source.MAPPINGS`, which tells to what format and of which columns."""
+"""By the names of `recipe.source.MAPPINGS`, which names the format and its columns."""
 
 
 def _column(row: Row, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 `Tokenizer.chat` gives the one of a tokenizer; fine-tuning, generation and the gauntlet render with
 it. Filters, functions and settings are those of transformers, so that the same template gives the
-same text there. A template comes with a stranger's model: one that is not of this package runs in
+same text there. A template comes with an untrusted model: one that is not of this package runs in
 Jinja's sandbox and in a child process with bounds (`bounded.py`), as the sandbox lets loops run for
 ever and texts grow without end.
 """

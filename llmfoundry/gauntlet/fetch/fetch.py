@@ -2,7 +2,7 @@
 
 `commands.fetch_eval_data` calls `fetch` with one of two routes, `from_foundry` here and
 `fetch_hub.from_hub`. The idea: a file appears under its name only when it is whole, after its
-checksum is in `manifest.json`; so a stopped run leaves nothing to repair, the next one goes on, and
+checksum is in `manifest.json`; so a stopped run leaves nothing to repair, the next one resumes, and
 a file that changed later is noticed. No file is ever overwritten.
 """
 

@@ -1,7 +1,7 @@
 """Rows from the Hugging Face hub: the second route of `fetch`.
 
 A data set is loaded with `datasets`, which keeps what it has downloaded, shows its own progress and
-goes on where it was stopped; `fetch/maps.py` turns its rows into LLM Foundry's form. Whatever
+resumes where it was stopped; `fetch/maps.py` turns its rows into LLM Foundry's form. Whatever
 forbids it (no network, terms to accept, a data set that moved) is one line for the file concerned.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmfoundry.gauntlet.questions import Refusal, Score
 
-ALTERNATIVES = 2  # of each token: the likeliest and the next, which tells a tie
+ALTERNATIVES = 2  # of each token: the likeliest and the next, which shows a tie
 ECHO: Mapping[str, Any] = {"echo": True, "logprobs": ALTERNATIVES, "max_tokens": 1}
 """What a request says beside the text and the model."""
 _TIE = 1e-6  # nats

@@ -52,7 +52,7 @@ class Endpoint:
         url: the address up to and including its version, such as https://api.openai.com/v1.
         model: the name that the server gives the model.
         first_delay: seconds before the second attempt; each later one waits twice as long.
-        tokens_computed: of all inputs, as the server counted them; 0 where it does not tell.
+        tokens_computed: of all inputs, as the server counted them; 0 where it does not report them.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Endpoint:
         return f"write its address up to and including /v1, the name of its model; or {kind}"
 
     def _models(self) -> list[str]:
-        """Names of the server's models, 20 at most; none where it does not tell."""
+        """Names of the server's models, 20 at most; none where it does not list them."""
         try:
             return [str(model["id"]) for model in self._send("/models", None)["data"]][:20]
         except (OSError, http.client.HTTPException, KeyError, TypeError):

@@ -345,7 +345,7 @@ def _grid(prompts: Sequence[tuple[int, ...]], width: int) -> Tensor:
 
 
 def _kept(answers: list[_Answer]) -> list[int]:
-    """Rows that go on: those at the end take the places of those that are done."""
+    """Rows that continue: those at the end take the places of those that are done."""
     going = [i for i, answer in enumerate(answers) if not answer.is_done]
     stay = [i for i in going if i < len(going)]
     movers = iter(going[len(stay) :])

@@ -203,7 +203,7 @@ def _evaluate(
             log_samples=False,
             **model.chat_arguments(),
         )
-    except (FloatingPointError, RefusedError) as error:  # the model's fault: the others go on
+    except (FloatingPointError, RefusedError) as error:  # the model's fault: the others continue
         return [HarnessResult(name, max(shots.values()), 0, failure=str(error))]
     metrics = {label: _metrics(entry) for label, entry in found["results"].items()}
     counts = {label: entry["effective"] for label, entry in found["n-samples"].items()}
@@ -233,7 +233,7 @@ def _metrics(entry: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
 
 @contextlib.contextmanager
 def _own_seeds() -> Iterator[None]:
-    """Seed what the harness's tasks draw from, and put it back: a training run goes on after.
+    """Seed what the harness's tasks draw from, and put it back: a training run continues after.
 
     Its standard errors are computed in this process: it would fork one that holds a GPU.
     """

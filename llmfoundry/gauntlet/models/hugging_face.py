@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel, end_
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 
 DEFAULT_SEQ_LEN = 2048
-"""For configs and tokenizers that tell no longest input, as in lm-evaluation-harness."""
+"""For configs and tokenizers that specify no longest input, as in lm-evaluation-harness."""
 _SEQ_LENS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 _WEIGHTS = ("*.safetensors", "*.bin")
 _UNSET = 10**9  # transformers writes 1e30 as a tokenizer's model_max_length where none is known

@@ -54,7 +54,7 @@ class OwnModel:
         end_ids: Collection[int] | None = None,
         n_tokens: int | None = None,
     ) -> None:
-        """Take a model over, which may go on being trained.
+        """Take a model over, whose training may continue.
 
         Args:
             root: `Root`, as it is or wrapped by DDP or FSDP.

@@ -1,11 +1,11 @@
 """Inputs that begin alike, computed once: a prefix tree over all requests, cut into rows.
 
 `score.score_requests` calls `grow` and `write_row`. The one idea: sorted, inputs that share a
-beginning are neighbours, and all that a tree needs to know is how much each shares with the one
+beginning are adjacent, and all that a tree needs to know is how much each shares with the one
 before it. A row is a range of the sorted inputs. The first of them is written whole, so that where
 a row ends the path to the next is computed again, and nothing else ever is.
 
-A worked-example prefix, under it the questions, under these the choices: they are found, not told.
+A worked-example prefix, under it the questions, under these the choices: they are found, not given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Questions kept on disk, so that a task is tokenised once for many runs, processes and users.
 
 `Gauntlet` calls `cached_questions`. A file is found by what determines its content, and holds each
-sequence of tokens as what it adds to the one before, as neighbours share most of their prompts.
+sequence of tokens as what it adds to the one before, as adjacent ones share most of their prompts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def cached_questions(
         mode: native, harness or foundry.
         seq_len: longest input in tokens.
         folder: where all prompts are kept.
-        say: told when a file is damaged; it is made again.
+        say: called when a file is damaged; it is made again.
         keep: indices of the rows to ask; unset: all.
         special: tokens around every text; unset: the tokenizer's own.
         generate: whether answers are to be written.

@@ -99,8 +99,8 @@ def chat_messages(
         has_own = row.messages[0]["role"] == "system"
         system = [] if has_own or not chat.system else [_say("system", chat.system)]
         return [*system, *row.messages]
-    told = _delimited(chat.system, task.prompt_string, task.example_delimiter)
-    system = [_say("system", told)] if told else []
+    instruction = _delimited(chat.system, task.prompt_string, task.example_delimiter)
+    system = [_say("system", instruction)] if instruction else []
     turns: list[tuple[str, str]] = []
     for example in examples:
         answer = right_answer(example, task, reasoned=reasoned)

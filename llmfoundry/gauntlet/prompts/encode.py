@@ -3,7 +3,7 @@ r"""Questions and answers as the tokens of one text, with what many texts begin 
 The prompt modes call `encode_joint`, and share what follows it: the text of a worked example, the
 length of an answer. A model was trained on whole texts, in which a token may hold the end of a
 question with the start of its answer. So each answer is encoded together with its question, and the
-question alone only tells where the answer begins.
+question alone only shows where the answer begins.
 """
 
 from __future__ import annotations

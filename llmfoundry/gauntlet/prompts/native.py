@@ -294,7 +294,7 @@ def _n_new(
     """`max_new_tokens`; what the delimiter ends in is left to the model: see joint_tokens.
 
     In a conversation there is room for the end of the turn, and for a few tokens too many: what
-    goes on after a right answer shows.
+    writes on after a right answer shows.
     """
     if chat is not None:
         end = len(tokenizer.encode_chat(chat.end_of_turn)) + _TOO_MANY

@@ -2,8 +2,8 @@
 
 `Gauntlet` calls `load_rows` once a task, then `row_order`, `chance`, `majority` and `rows_hash`. A
 row has contexts and choices, and at most one of the two has more than one entry; its type's reader
-makes it (`task_types`). What is not there raises `RowsNotFound`, so that a caller may go on without
-the task; all else `UserError`.
+makes it (`task_types`). What is not there raises `RowsNotFound`, so that a caller may
+continue without the task; all else `UserError`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _digest(row: TaskRow) -> bytes:
 
 
 def _row(raw: RawRow, place: str, task: TaskConfig) -> TaskRow:
-    """A checked row; a ValueError tells what is wrong with it."""
+    """A checked row; a ValueError names what is wrong with it."""
     row = _parse(raw) if isinstance(raw, str) else raw
     if task.strip_dataset:  # as LLM Foundry: texts of the row itself, not those in its lists
         row = {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}

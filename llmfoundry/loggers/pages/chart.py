@@ -203,7 +203,7 @@ def _style(i: int) -> str:
 
 
 def _tick_label(value: float, ticks: list[float], *, log: bool) -> str:
-    """The value with as many decimals as its neighbours need."""
+    """The value with as many decimals as the ticks beside it need."""
     top = max(abs(t) for t in ticks)
     if log or top < 1e-3:
         return number(value, digits=3) if top < 1e4 else short(short_count(value))

@@ -238,7 +238,7 @@ def cost_table(results: Results) -> str:
             unit = cost.get("unit", "tokens")
             ratio = f"{unshared / computed:.2f}" if computed and unit == "tokens" else "n/a"
             seconds = duration(cost["seconds"])
-            known = short_count(computed) if computed else "not told"
+            known = short_count(computed) if computed else "not reported"
             shown = short_count(unshared) + f" {unit}" * (unit != "tokens")
             rows.append((name, known, shown, ratio, seconds))
     head = ("model", "tokens computed", "tokens unshared", "unshared over computed", "time")

@@ -15,7 +15,7 @@ from llmfoundry.loggers.metrics import BATCH, WALL
 from llmfoundry.loggers.pages.page import Tile
 
 _TRAINING, _EVALUATION, _SAVING = "time/train", "time/val", "time/checkpoint_blocking"
-_LEAST = 0.001  # a share that is told
+_LEAST = 0.001  # a share that is shown
 _LONGEST_PAUSE = 330.0  # seconds between two attempts: decide.py waits for 300 s at most
 Rows = Sequence[Mapping[str, Any]]
 

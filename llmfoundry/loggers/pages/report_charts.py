@@ -141,7 +141,7 @@ def preference_charts() -> list[Chart]:
     margins = {name: f"rewards/{split}/margins" for split, name in splits.items()}
     note = "% of pairs: rewards, and log-probabilities, in order"
     return [
-        Chart("Pairs told apart", shares, note, "tenth", smooth=True, scale=100),
+        Chart("Pairs distinguished", shares, note, "tenth", smooth=True, scale=100),
         Chart("Rewards", rewards, "beta times log of policy over reference", smooth=True),
         Chart("Reward margin", margins, "chosen less rejected", smooth=True),
         Chart("Log-probabilities of answers", log_probs, "nats", smooth=True),

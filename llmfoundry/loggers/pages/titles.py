@@ -29,7 +29,7 @@ _TITLES = (
     (rf"metrics/{_SPLIT}/bits_per_byte", "{split} bits per byte", LOSS),
     (r"metrics/eval/PairAccuracy", "pairs of likelier chosen answers", ANSWERS),
     (r"metrics/eval/PairAccuracyPerToken", "pairs of likelier chosen answers, by token", ANSWERS),
-    (rf"rewards/{_SPLIT}/accuracies", "pairs told apart by reward, {split}", ANSWERS),
+    (rf"rewards/{_SPLIT}/accuracies", "pairs distinguished by reward, {split}", ANSWERS),
     (rf"rewards/{_SPLIT}/margins", "reward margin, {split}", ANSWERS),
     (rf"rewards/{_SPLIT}/kl", "distance to the reference, {split}", ANSWERS),
     (rf"rewards/{_SPLIT}/(?P<side>\w+)", "reward of {side} answers, {split}", ANSWERS),

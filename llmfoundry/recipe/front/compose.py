@@ -118,7 +118,7 @@ class Composed:
 
         def size(place: tuple[str, ...], value: Any) -> int:
             if place not in sizes:
-                sizes[place] = 1  # of one that leads back to itself, which is told later
+                sizes[place] = 1  # of one that leads back to itself, which is reported later
                 named = _NAMED.findall(value) if isinstance(value, str) else []
                 parts = [(*place, name) for name in _names(value)]
                 parts += [_named_place(name, place) for name in named]

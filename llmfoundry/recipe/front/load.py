@@ -72,11 +72,11 @@ def read(
         leave_out(getattr(recipe, "plugins", []), file)
     problems = [problem for problem in problems if problem.key not in pending]
     if problems:
-        told = [
+        listed = [
             [p] if not p.is_unknown else unknown_key(schema, p.key, value_at(values, p.key))
             for p in problems[:MOST_LINES]
         ]
-        problems = [*itertools.chain(*told), *problems[MOST_LINES:]]
+        problems = [*itertools.chain(*listed), *problems[MOST_LINES:]]
         shown, others = problems[:MOST_LINES], problems[MOST_LINES:]
         places = [composed.where(problem.key) for problem in shown]  # each is looked for in files
         lines = [where + problem.line for where, problem in zip(places, shown, strict=True)]

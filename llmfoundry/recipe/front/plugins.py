@@ -114,7 +114,7 @@ def _place(label: str, file: str, error: BaseException) -> str:
 
 
 def _refuse_strangers(name: str, path: Path, recipe: Path | None) -> None:
-    """A run's folder may be a stranger's: its recipe brings no code along by itself."""
+    """A run's folder may be untrusted: its recipe brings no code along by itself."""
     if recipe is not None and _is_of_a_run(recipe) and _is_of_a_run(path):
         raise UserError(
             f"plugins: {name} lies in a run's folder, and so does {show(recipe)}, which names it; a"

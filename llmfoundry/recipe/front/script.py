@@ -32,7 +32,7 @@ from llmfoundry.recipe.front.sweep import sweep, sweep_points
 from llmfoundry.recipe.front.typed import is_named, notes, placed, require, to_yaml
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.redaction import mask_tracebacks, public
-from llmfoundry.terminal import outlast_readers, quiet_libraries, tell_loading
+from llmfoundry.terminal import outlast_readers, quiet_libraries, show_loading
 
 DISTRIBUTION = "llmfoundry-recipes"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, somebody's share of it, a file
@@ -73,7 +73,7 @@ def run(
         if recipe is not None:
             module, _, function = target.partition(":")
             quiet_libraries()
-            tell_loading()
+            show_loading()
             if "--dry-run" in command.flags:
                 beside = f"{module.rpartition('.')[0]}.dry_run"
                 importlib.import_module(beside).print_plan(function, recipe, command.hardware)

@@ -131,7 +131,7 @@ def _execute(arguments: list[str]) -> int:
 
     def terminate(number: int, _: object) -> None:
         asked.append(number)
-        if process is not None:  # or it is told as soon as it is there
+        if process is not None:  # or it is notified as soon as it is there
             process.terminate()
             sys.exit(128 + number)
 

@@ -38,8 +38,8 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs
 GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 
-# Fields and sections that do not change what is learnt: where files lie, what is told and measured,
-# how it is computed. Model and tokenizer may not change at all (assemble.start.run_identity).
+# Fields and sections that do not change what is learnt: where files are, what is logged, how it is
+# computed. Model and tokenizer may not change at all (builders.resume.run_identity).
 NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|health_check|hang|supervise"
@@ -112,7 +112,7 @@ class TrainRecipe:
     written when the next is due; then that one is left out, and it is said. Unset: 30. The end of a
     run, and a signal, wait for as long as it takes."""
     save_max_failures: Annotated[int, Range(1)] = 3
-    """Saves that may fail in a row, each told at once and tried again at the next, until the run
+    """Saves that may fail in a row, each reported at once and retried at the next, until the run
     ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
     autoresume: bool = True
     """Go on from the newest whole checkpoint in save_folder, where there is one."""

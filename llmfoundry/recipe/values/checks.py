@@ -86,7 +86,7 @@ def nearest_option(name: str, options: Iterable[str]) -> str | None:
 
 
 def _slips(left: str, right: str) -> int:
-    """Letters inserted, left out, replaced or swapped with their neighbour (Damerau, 1964)."""
+    """Letters inserted, left out, replaced or swapped with the next (Damerau, 1964)."""
     if abs(len(left) - len(right)) > 2 or len(left) > LONGEST_NAME:
         return LONGEST_NAME
     before, row = [], list(range(len(right) + 1))

@@ -123,7 +123,7 @@ class Job:
         return [(event["cause"], event["action"]) for event in self.events("decision")]
 
 
-def tell(what: str, job: Job, began: float) -> None:
+def report(what: str, job: Job, began: float) -> None:
     """For people (pytest -s): seconds from a moment to the job's end, and what was lost."""
     for event in read_events(job.folder):
         if event["kind"] in ("decision", "returned", "requeue", "check"):
@@ -143,15 +143,15 @@ def test_two_machines_train_as_two_processes_of_one(
 def test_a_job_leaves_a_drained_machine(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
-    """Slurm lets a job end on a machine that is drained: it goes when it is told."""
+    """Slurm lets a job end on a machine that is drained: it goes when it is reported."""
     job = Job(cluster, place, "drained")
     job.wait_for(10)
     began = time.time()
     cluster.ask("scontrol", "update", "nodename=n1", "state=drain", "reason=disk")
-    job.wait_for(14)  # goes on all the same
+    job.wait_for(14)  # continues all the same
     cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
     ended = job.end()
-    tell("drained", job, began)
+    report("drained", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
     assert (ended["NodeList"], ended["Restarts"]) == ("n[2-3]", "1")
     assert job.decisions() == [("preemption", "stop"), ("done", "finish")]
@@ -167,7 +167,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_dies(
     began = time.time()
     cluster.kill("n2")
     ended = job.end()
-    tell("spare", job, began)
+    report("spare", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
     assert ended["Restarts"] == "0"
     assert job.decisions() == [("machine", "restart_without"), ("done", "finish")]
@@ -188,7 +188,7 @@ def test_a_machine_that_lost_its_processes_and_is_sound_is_kept(
         if any(word.endswith("train.py") for word in process.cmdline()):
             process.kill()
     ended = job.end()
-    tell("sound", job, began)
+    report("sound", job, began)
     assert (ended["ExitCode"], ended["NodeList"]) == ("0:0", "n[1-2]"), job.said()
     assert job.decisions() == [("machine", "restart"), ("done", "finish")]
     (check,) = job.events("check")
@@ -197,7 +197,7 @@ def test_a_machine_that_lost_its_processes_and_is_sound_is_kept(
     assert losses(job.folder) == whole
 
 
-def test_without_a_spare_the_run_goes_on_with_fewer(
+def test_without_a_spare_the_run_continues_with_fewer(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
     job = Job(cluster, place, "fewer")
@@ -205,7 +205,7 @@ def test_without_a_spare_the_run_goes_on_with_fewer(
     began = time.time()
     cluster.kill("n2")
     ended = job.end()
-    tell("fewer", job, began)
+    report("fewer", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
     assert job.decisions() == [("machine", "restart_without"), ("done", "finish")]
     found = losses(job.folder)
@@ -221,7 +221,7 @@ def test_a_run_that_needs_two_machines_waits_for_another(
     began = time.time()
     cluster.kill("n2")
     ended = job.end()
-    tell("elsewhere", job, began)
+    report("elsewhere", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
     assert (ended["NodeList"], ended["Restarts"]) == ("n[1,3]", "1")
     assert [action for _, action in job.decisions()] == ["restart_without", "stop", "finish"]
@@ -247,7 +247,7 @@ exec {shutil.which("scontrol", path=PATH)} "$@"
     # the job waits until Slurm, or an administrator, gives the machine up
     cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=dead")
     ended = job.end()
-    tell("no-rights", job, began)
+    report("no-rights", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
     assert (ended["NodeList"], ended["ExcNodeList"]) == ("n[1,3]", "n2")
     first = job.events("decision")[0]
@@ -265,13 +265,13 @@ def test_the_job_begins_again_where_the_supervisors_machine_dies(
     began = time.time()
     cluster.kill("n1")
     ended = job.end()
-    tell("first-machine", job, began)
+    report("first-machine", job, began)
     assert ended["ExitCode"] == "0:0", job.said()
     assert (ended["NodeList"], ended["Restarts"]) == ("n[2-3]", "1")
     assert losses(job.folder) == whole
 
 
-def test_a_job_is_told_ahead_of_its_limit(
+def test_a_job_is_notified_ahead_of_its_limit(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
     """By --signal of sbatch: saved, status 75, requeued, and counted."""
@@ -280,7 +280,7 @@ def test_a_job_is_told_ahead_of_its_limit(
     )
     began = time.time()
     wait(lambda: job.cluster.job(job.number)["Restarts"] == "1", "a requeue")
-    tell("limit", job, began)
+    report("limit", job, began)
     assert job.decisions() == [("preemption", "stop")]
     (requeue,) = job.events("requeue")
     assert requeue["what"].endswith("requeued")
@@ -296,14 +296,14 @@ def test_a_job_is_told_ahead_of_its_limit(
 def test_torchrun_and_its_processes_hear_of_a_preemption(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
-    """Slurm tells both, and torchrun tells its processes once more."""
+    """Slurm signals both, and torchrun signals its processes once more."""
     (port,) = free_ports(1)
     job = Job(cluster, place, "torchrun", TORCHRUN.replace("PORT", str(port)))
     job.wait_for(10)
     began = time.time()
     cluster.ask("scancel", "--signal=TERM", job.number)
     ended = job.end()
-    tell("torchrun", job, began)
+    report("torchrun", job, began)
     assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1"), job.said()
     assert job.decisions() == [("preemption", "stop"), ("done", "finish")]
     assert losses(job.folder) == whole

@@ -184,7 +184,7 @@ def test_no_step_of_a_real_run_is_a_spike_and_one_that_is_raised_is() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_step_of_longer_runs_like_the_real_one_is_a_spike(seed: int) -> None:
-    """Its second half's noise around a line that goes on falling, drawn anew for 2,000 steps."""
+    """Its second half's noise around a line that keeps falling, drawn anew for 2,000 steps."""
     half = real()[-800:]
     draw = random.Random(seed)
     deviations = [[a - statistics.fmean(x) for a in x] for x in zip(*half, strict=True)]

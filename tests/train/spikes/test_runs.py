@@ -128,8 +128,11 @@ def test_after_going_back_a_run_is_one_that_never_had_the_block(
         run = train_here("back", *SETTINGS, *BACK)
     same(run, without)
     assert events(run) == [("loss_spike", SPIKE + 1, "roll_back")]
-    told = next(read_events(run))["done"]
-    assert "ba0000016" in told and f"batches {KEPT + 1} to {KEPT + SKIPPED} are left out" in told
+    reported = next(read_events(run))["done"]
+    assert (
+        "ba0000016" in reported
+        and f"batches {KEPT + 1} to {KEPT + SKIPPED} are left out" in reported
+    )
     assert "warning: step 25: the loss is" in capsys.readouterr().out
     names = sorted(folder.name for folder in (run / "checkpoints").iterdir())
     assert "ba0000017" in names  # saved at once, so that a kill does not cost the decision
@@ -152,7 +155,7 @@ def test_a_resume_after_going_back_is_exact(
     assert len(events(run)) == 1 + again
 
 
-def test_without_an_old_checkpoint_the_weights_of_before_go_on(
+def test_without_an_old_checkpoint_the_weights_of_before_continue(
     place: Path, places: set[int]
 ) -> None:
     """Behind the log, so that steps have passed since."""
@@ -242,7 +245,7 @@ def test_a_step_that_is_not_finite_again_and_again_ends_a_run_that_goes_back(pla
     assert newest == "ba0000024"  # of before the step
 
 
-def test_a_stall_that_stops_a_run_saves_it_and_the_next_start_goes_on(place: Path) -> None:
+def test_a_stall_that_stops_a_run_saves_it_and_the_next_start_resumes(place: Path) -> None:
     words = (*SETTINGS, "max_duration=12ba", "save_interval=0ba", "callbacks.watch.interval=2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "astuple", lambda own: (math.nan, 0.0, 0.1, 99.0, *[0.0] * 5))
@@ -294,11 +297,11 @@ def test_four_shards_go_back_together_and_name_the_slow_one(
     found, expected = losses(run), losses(without)
     assert found.keys() == expected.keys()
     assert all(found[n] == pytest.approx(expected[n], rel=1e-6) for n in expected)
-    told = list(read_events(run))
-    assert [(e["kind"], e["action"]) for e in told if e["kind"] == "loss_spike"] == [
+    reported = list(read_events(run))
+    assert [(e["kind"], e["action"]) for e in reported if e["kind"] == "loss_spike"] == [
         ("loss_spike", "roll_back")
     ]
-    slow = [e for e in told if e["kind"] == "slow_rank"]
+    slow = [e for e in reported if e["kind"] == "slow_rank"]
     assert {e["rank"] for e in slow} == {2}
     assert slow[0]["host"] == socket.gethostname() and slow[0]["action"] == "log"
     assert "rank 2 (" in slow[0]["what"] and "as long as the median of 4" in slow[0]["what"]

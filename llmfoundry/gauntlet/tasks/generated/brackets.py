@@ -61,7 +61,7 @@ def dyck_validity(rng: random.Random, level: int) -> Item:
     """`( [ ) ]` → invalid: level + 1 to 2 * level + 1 pairs; as many are valid as not.
 
     Invalid words are valid ones in which, up to level 2, one bracket has become another; above,
-    two closing brackets have changed places, so that counting does not tell.
+    two closing brackets have changed places, so that counting is not enough.
     """
     pairs = rng.randint(level + 1, 2 * level + 1)
     word: list[str] = []

@@ -1,1 +1,1 @@
-"""What a user is told: the text of `--help`, completion, nearest keys."""
+"""What a user is shown: the text of `--help`, completion, nearest keys."""

@@ -27,7 +27,7 @@ from llmfoundry.recipe.values.bounds import Choice
 def complete(
     recipe_type: type[Any] | Callable[[CommandLine], type[Any]], words: Sequence[str]
 ) -> list[str]:
-    """The words that the last of `words` can become; one that ends with `=`, `.` or `/` goes on."""
+    """The words that the last of `words` can become; one that ends with `=`, `.` or `/` is open."""
     *before, current = words or [""]
     command = _understood(before)
     try:

@@ -18,7 +18,7 @@ from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.bounds import Choice
 from llmfoundry.recipe.values.checks import nearest, nearest_option
 
-MOST_PLACES = 3  # of one name, that are told
+MOST_PLACES = 3  # of one name, that are listed
 LONGEST = 60  # characters of a value that is put into a hint
 
 
@@ -32,7 +32,7 @@ def unknown_key(schema: Schema, key: str, value: Any = None) -> list[Problem]:
     """
     if isinstance(value, dict) and value:
         below = [(f"{key}.{name}", item) for name, item in flat(value)]
-        if any(_told(schema, name, item, alone=False) for name, item in below):
+        if any(_suggestion(schema, name, item, alone=False) for name, item in below):
             return [_problem(schema, name, item) for name, item in below]
     return [_problem(schema, key, value)]
 
@@ -41,24 +41,24 @@ def unknown_flag(schema: Schema, argument: str, following: str | None = None) ->
     """What to say of a flag, `--name` or `--name=value`, and the word that follows it."""
     name, equals, value = argument.lstrip("-").partition("=")
     key, given = name.replace("-", "_"), value if equals else following
-    told = _told(schema, key, given)
+    suggestion = _suggestion(schema, key, given)
     if schema.find(key) is not None:
-        told = f"; settings have no dashes: {key}={'VALUE' if given is None else given}"
-    elif not told:
-        told = nearest(argument, FLAG_WORDS)
-    if not told and equals:
-        told = f"; settings have no dashes: {argument.lstrip('-')}"
-    return f"unknown flag '{argument}'{told} (flags: {', '.join(FLAGS)})"
+        suggestion = f"; settings have no dashes: {key}={'VALUE' if given is None else given}"
+    elif not suggestion:
+        suggestion = nearest(argument, FLAG_WORDS)
+    if not suggestion and equals:
+        suggestion = f"; settings have no dashes: {argument.lstrip('-')}"
+    return f"unknown flag '{argument}'{suggestion} (flags: {', '.join(FLAGS)})"
 
 
 FLAG_WORDS = [*(flag.split()[0] for flag in FLAGS), "--multirun"]
 
 
 def _problem(schema: Schema, key: str, value: Any) -> Problem:
-    return Problem(key, _told(schema, key, value), is_unknown=True)
+    return Problem(key, _suggestion(schema, key, value), is_unknown=True)
 
 
-def _told(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str:
+def _suggestion(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str:
     """The clause that says what to write; "" where nothing is near. `alone`: guess it as well."""
     head, _, name = key.partition(".")
     if head == "variables":
