@@ -1,58 +1,148 @@
-"""Suspected nodes: check them, take them out of service (Slurm, Kubernetes), start without them.
+"""`Nodes`: the machines of a run, and which of them are bad, left out, or taken out of service.
 
-`supervisor.py` calls it; nothing is decided here. A bad node of a Kubernetes cluster is cordoned,
-so that no pod is started there any more: one PATCH of the API over HTTPS with what every pod has (a
-token, the cluster's certificate), and no client library. The control plane makes a taint of
-spec.unschedulable; an annotation gives the reason. Without the right to do so, the message names
-the role to grant: examples/kubernetes.yaml has it.
+`supervisor.py` calls it; `slurm.py` and `kubernetes.py` have the schedulers' commands. Which
+machines are suspected is the cause's (`causes.py`); one is bad if Slurm has lost it, no step starts
+on it, or scripts/check.py finds it so.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import re
-import ssl
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from urllib.parse import quote
 
 from llmfoundry.events import names_in
-from llmfoundry.exit_status import BAD_MACHINE
-from llmfoundry.files import parse_json, read_json
-from llmfoundry.recipe.resilience.supervise import EXCLUDE, NODES
-from llmfoundry.redaction import public
+from llmfoundry.exit_status import BAD_MACHINE, own_node
+from llmfoundry.files import read_json
+from llmfoundry.recipe.resilience.supervise import EXCLUDE, NODES, SuperviseConfig
 from llmfoundry.resilience.check import kernel_log
-from llmfoundry.resilience.supervise import slurm
-from llmfoundry.resilience.supervise.notify import print_stderr, send
-from llmfoundry.retry import Late, within
+from llmfoundry.resilience.supervise import kubernetes, slurm
+from llmfoundry.resilience.supervise.notify import print_stderr
 
 _CHECK_SECONDS = 1800.0
-_CORDON_SECONDS = 60.0  # for all nodes
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its service account: token (which is renewed), ca.crt, namespace."""
-ANNOTATION = "llmfoundry/cordoned"
-_HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
-_EXAMPLE = "llmfoundry/resilience/examples/kubernetes.yaml"
 
 
-def kernel_events(
-    path: str | None, node: str, *, seconds: float, start: int
-) -> list[tuple[str, str, bool]]:
-    """Machine, why, and whether it takes the machine out, of the kernel's latest lines.
+class Nodes:
+    """The machines that a supervisor starts its run on."""
 
-    Those of the last `seconds`, or of the file at `path` (health_check.kernel_log) from byte
-    `start`.
-    """
-    lines, _ = kernel_log.read_log(path, hours=max(1.0, seconds) / 3600, start=start)
-    return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in kernel_log.log_events(lines)]
+    def __init__(self, config: SuperviseConfig) -> None:
+        """All of them are sound yet."""
+        self._config, self._own = config, own_node()
+        self._is_slurm = bool(config.launch) and slurm.in_job()
+        self._excluded = set[str]()  # from the next start on
+        self._silent = set[str]()  # of the bad ones, those that do not answer
+        self._kept = set[str]()  # of the bad ones, those that Slurm may still use
+        self._standby: subprocess.Popen[bytes] | None = None
+
+    def launcher(self, *, is_first: bool) -> tuple[list[str], set[str]]:
+        """The words before the script, and the machines that the attempt does not use."""
+        excluded, left = set(self._excluded), 0
+        if not self._config.launch:
+            return [sys.executable], excluded
+        if self._is_slurm:
+            if self._config.act and not is_first:
+                excluded |= slurm.drained_nodes().keys()  # an administrator wants them free
+            there = set(slurm.job_nodes())  # empty: Slurm's controller is away
+            if not there - excluded:
+                excluded = set(self._excluded)
+            first = int(os.environ.get("SLURM_NNODES", 1))
+            left = len(there - excluded) if there else first - len(excluded)
+            self.end_standby()
+            if self._config.requeue:
+                self._standby = slurm.start_standby(self._own, excluded)
+        return launch_words(self._config.launch, excluded, left), excluded
+
+    def end_standby(self) -> None:
+        """End the process that waits for the loss of this machine."""
+        if self._standby is not None:  # its machine may be the one that is lost
+            self._standby.terminate()
+
+    def lost(self) -> dict[str, str]:
+        """Machines that the scheduler has lost, and what it reports of them."""
+        return slurm.lost_nodes() if self._is_slurm else {}
+
+    def can_exclude(self, bad: tuple[str, ...]) -> bool:
+        """Whether the launcher can leave machines out, and any other is left."""
+        if not any(EXCLUDE in word for word in self._config.launch):
+            return False
+        return not self._is_slurm or bool(set(slurm.job_nodes()) - self._excluded - set(bad))
+
+    def find_bad(
+        self, suspected: tuple[str, ...], check: Sequence[str], output: Path
+    ) -> tuple[tuple[str, ...], str, str]:
+        """Which of the suspected machines are bad.
+
+        Args:
+            suspected: their names.
+            check: the words of scripts/check.py.
+            output: a folder for its report.
+
+        Returns:
+            The names of the bad ones, and a line and the action for the run's events; an empty
+            line: nothing was done.
+        """
+        level, names = self._config.confirm, ", ".join(suspected)
+        if not suspected or (level == "off" and not self._is_slurm):
+            return (), "", ""
+        words = [*check, f"level={level}", f"output={output}"]
+        if self._is_slurm:
+            bad, verdict = self._find_in_job(suspected, words if level != "off" else [], output)
+        elif set(suspected) <= {self._own}:
+            bad, verdict = run_check_script([sys.executable, *words], output)
+        else:
+            return (), f"{names} cannot be checked from here", "none"
+        bad = tuple(node for node in bad if node in suspected)
+        return bad, f"{names} suspected; {verdict}", "check"
+
+    def _find_in_job(
+        self, suspected: Iterable[str], command: Sequence[str], output: Path
+    ) -> tuple[tuple[str, ...], str]:
+        """Machines of a Slurm job that are bad, and why; without a command by Slurm alone."""
+        lost = slurm.lost_nodes()
+        silent = {node: lost[node] for node in suspected if node in lost}
+        reasons = list(silent.values())
+        rest = [node for node in suspected if node not in silent] if command else []
+        for node in rest:
+            if problem := slurm.step_problem(node):
+                silent[node] = problem
+                reasons.append(f"{node}: {problem}")
+        rest = [node for node in rest if node not in silent]
+        found: tuple[str, ...] = ()
+        if rest:
+            tasks = [f"--ntasks={len(rest)}", f"--nodes={len(rest)}", "--ntasks-per-node=1"]
+            srun = ["srun", *tasks, f"--nodelist={','.join(rest)}", sys.executable]
+            found, verdict = run_check_script([*srun, *command], output)
+            reasons.append(verdict)
+        self._silent = {*silent}
+        return (*silent, *found), "; ".join(reasons) or "not checked"
+
+    def take_out(self, bad: Iterable[str], why: str) -> str:
+        """Leave machines out, and have the scheduler start nothing there; what came of it."""
+        names, found = {*bad}, list[str]()
+        self._excluded |= names
+        if "SLURM_JOB_ID" not in os.environ and kubernetes.in_pod():
+            return kubernetes.cordon(names, why)
+        if not slurm.in_job():
+            return ""
+        for state, some in (("down", names & self._silent), ("drain", names - self._silent)):
+            if some:
+                problem = slurm.set_state(sorted(some), why, state=state)
+                found.append(f"not set to {state}: {problem}" if problem else f"set to {state}")
+                self._kept |= some if problem else set()
+        return ", ".join(found)
+
+    def requeue(self) -> str:
+        """Requeue this job without bad machines; what came of it, in a line."""
+        return f"job {os.environ['SLURM_JOB_ID']}: {slurm.requeue(self._kept)}"
+
+
+def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0) -> list[str]:
+    """The words of `supervise.launch` for a start without the excluded machines, on `nodes`."""
+    names = ",".join(sorted(excluded))
+    words = [word for word in launch if names or EXCLUDE not in word]
+    return [word.replace(EXCLUDE, names).replace(NODES, str(nodes)) for word in words]
 
 
 def run_check_script(command: Sequence[str], output: Path) -> tuple[tuple[str, ...], str]:
@@ -83,136 +173,13 @@ def run_check_script(command: Sequence[str], output: Path) -> tuple[tuple[str, .
     return found, f"bad: {', '.join(found) or 'no machine alone is to blame'}"
 
 
-def find_bad(
-    suspected: Iterable[str], command: Sequence[str], output: Path
-) -> tuple[tuple[str, ...], set[str], str]:
-    """Machines of a Slurm job that are bad, those of them that do not answer, and why.
+def kernel_events(
+    path: str | None, node: str, *, seconds: float, start: int
+) -> list[tuple[str, str, bool]]:
+    """Machine, why, and whether it takes the machine out, of the kernel's latest lines.
 
-    `command`: the words of scripts/check.py; empty: Slurm alone is queried.
+    Those of the last `seconds`, or of the file at `path` (health_check.kernel_log) from byte
+    `start`.
     """
-    lost = slurm.lost_nodes()
-    silent = {node: lost[node] for node in suspected if node in lost}
-    reasons = list(silent.values())
-    rest = [node for node in suspected if node not in silent]
-    if not command or not rest:
-        return tuple(silent), set(silent), "; ".join(reasons) or "not checked"
-    problems = {node: why for node in rest if (why := slurm.step_problem(node))}
-    reasons += [f"{node}: {why}" for node, why in problems.items()]
-    silent |= problems
-    rest = [node for node in rest if node not in silent]
-    found: tuple[str, ...] = ()
-    if rest:
-        tasks = [f"--ntasks={len(rest)}", f"--nodes={len(rest)}", "--ntasks-per-node=1"]
-        srun = ["srun", *tasks, f"--nodelist={','.join(rest)}", sys.executable]
-        found, verdict = run_check_script([*srun, *command], output)
-        reasons.append(verdict)
-    return (*silent, *found), set(silent), "; ".join(reasons)
-
-
-def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0) -> list[str]:
-    """The words of `supervise.launch` for a start without the excluded machines, on `nodes`."""
-    names = ",".join(sorted(excluded))
-    words = [word for word in launch if names or EXCLUDE not in word]
-    return [word.replace(EXCLUDE, names).replace(NODES, str(nodes)) for word in words]
-
-
-def take_out_of_service(
-    nodes: Iterable[str], why: str, *, silent: Collection[str]
-) -> tuple[str, set[str]]:
-    """Have the scheduler start nothing on machines any more; `silent`: those that do not answer.
-
-    Returns:
-        What came of it, in words, and which of them Slurm may still use.
-    """
-    if "SLURM_JOB_ID" not in os.environ and in_pod():
-        return cordon(nodes, why), set()
-    if not slurm.in_job():
-        return "", set()
-    found, names, kept = [], set(nodes), set[str]()
-    for state, some in (("down", names & {*silent}), ("drain", names - {*silent})):
-        if some:
-            problem = slurm.set_state(sorted(some), why, state=state)
-            found.append(f"not set to {state}: {problem}" if problem else f"set to {state}")
-            kept |= some if problem else set()
-    return ", ".join(found), kept
-
-
-def in_pod() -> bool:
-    """Whether this is a Kubernetes pod that has access to its cluster's API."""
-    return bool(os.environ.get(_HOST)) and (ACCOUNT / "token").is_file()
-
-
-def cordon(nodes: Iterable[str], why: str) -> str:
-    """Let no pod be started on these nodes any more; what came of it, in a line."""
-    done = list[str]()
-    names = sorted(nodes)
-
-    def patch_all() -> None:
-        for name in names:
-            _patch(name, why)
-            done.append(name)
-
-    try:
-        within(_CORDON_SECONDS, patch_all)
-    except (OSError, ValueError, http.client.HTTPException, Late) as error:
-        left = ", ".join(name for name in names if name not in done)
-        cordoned = f"cordoned {', '.join(done)}; " if done else ""
-        return f"{cordoned}not cordoned {left}: {_reason(error, names[len(done)])}"
-    return f"cordoned {', '.join(done)}"
-
-
-def _patch(node: str, why: str) -> None:
-    """Cordon a node; one that is cordoned already stays so.
-
-    Raises:
-        OSError: the API cannot be reached, or refuses.
-    """
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    note = {ANNOTATION: f"{stamp} {public(why)[:500]}"}
-    patch = {"metadata": {"annotations": note}, "spec": {"unschedulable": True}}
-    host, port = os.environ[_HOST], os.environ.get(_PORT) or "443"
-    host = f"[{host}]" if ":" in host else host
-    token = (ACCOUNT / "token").read_text(encoding="ascii").strip()
-    request = urllib.request.Request(
-        f"https://{host}:{port}/api/v1/nodes/{quote(node, safe='')}",
-        data=json.dumps(patch).encode(),
-        method="PATCH",
-        headers={
-            "Authorization": f"Bearer {token}",
-            "Content-Type": "application/merge-patch+json",
-            "Accept": "application/json",
-            "User-Agent": "llmfoundry",
-        },
-    )
-    context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
-    no_proxy = urllib.request.ProxyHandler({})  # the API is inside of the cluster
-    send(request, no_proxy, urllib.request.HTTPSHandler(context=context))
-
-
-def _reason(error: Exception, node: str) -> str:
-    """Why a node was not cordoned, and what to do about it."""
-    if isinstance(error, urllib.error.HTTPError):
-        message = _api_message(error)
-        if error.code == 403:
-            user = re.search(r'User "([^"]+)"', message)
-            who = user[1] if user else "the pod's service account"
-            return f"{who} may not patch nodes (403); grant the ClusterRole of {_EXAMPLE}"
-        if error.code == 404:
-            return (
-                f"{node} is no node of the cluster (404); give pods their node's name as NODE_NAME,"
-                f" as {_EXAMPLE} does"
-            )
-        if error.code == 401:
-            return "the API does not know the pod's token (401)"
-        return f"the API's status {error.code}: {message or error.reason}"
-    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
-        error = error.reason
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"the API cannot be reached: {why or type(error).__name__}"
-
-
-def _api_message(error: urllib.error.HTTPError) -> str:
-    """The message of the API's Status object."""
-    with error, suppress(OSError, ValueError, AttributeError, http.client.HTTPException):
-        return public(str(parse_json(error.read(100_000)).get("message", "")))[:300]
-    return ""
+    lines, _ = kernel_log.read_log(path, hours=max(1.0, seconds) / 3600, start=start)
+    return [(node, f"{e.code} {e.why}".strip(), e.is_bad) for e in kernel_log.log_events(lines)]

@@ -13,8 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,10 +38,10 @@ from llmfoundry.exit_status import (
 )
 from llmfoundry.heartbeat import memory_folder
 from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.resilience.supervise import EXCLUDE, SuperviseConfig
+from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.redaction import public_override
 from llmfoundry.resilience.check import kernel_log
-from llmfoundry.resilience.supervise import checkpoints, nodes, slurm
+from llmfoundry.resilience.supervise import checkpoints, slurm
 from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt, make_ends_folder
 from llmfoundry.resilience.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.resilience.supervise.checkpoints import CheckpointListing, expected_newest
@@ -56,6 +54,7 @@ from llmfoundry.resilience.supervise.decide import (
     decide_restart,
 )
 from llmfoundry.resilience.supervise.exporter import Exporter, ExportTo
+from llmfoundry.resilience.supervise.nodes import Nodes, kernel_events
 from llmfoundry.resilience.supervise.notify import Reporter, print_stderr
 
 FOLDER = "supervise"
@@ -95,17 +94,12 @@ class Supervisor:
         self._reporter = Reporter(self.config, self.folder)
         self._report = self._reporter.report
         self._exporter = Exporter(self.folder.name, self.export)
+        self._nodes = Nodes(self.config)
         self._signals: list[int] = []  # received: the first makes it stop
         self._running: RunningAttempt | None = None
         # Checkpoints, by batch: the newest that must be there; resume from one before (None: any).
         self._newest = self._recorded_newest()
         self._resume_before: int | None = None
-        # Machines: not to use; of the bad ones that do not answer; that Slurm may still use.
-        self._is_slurm = bool(self.config.launch) and slurm.in_job()
-        self._excluded = set[str]()
-        self._silent = set[str]()
-        self._kept = set[str]()
-        self._standby: subprocess.Popen[bytes] | None = None
         # The attempt before, and when it last moved.
         self._previous: tuple[AttemptTimes, float] | None = None
 
@@ -126,7 +120,7 @@ class Supervisor:
             raise
         finally:
             self._reporter.wait()
-            self._end_standby()
+            self._nodes.end_standby()
             for number, handler in handlers.items():  # stopping already: further signals do nothing
                 signal.signal(number, signal.SIG_IGN if self._signals else handler)
             shutil.rmtree(heartbeats, ignore_errors=True)
@@ -203,7 +197,7 @@ class Supervisor:
 
     def _attempt(self, heartbeats: Path) -> Decision:
         number = len(self.attempts) + 1
-        launcher, excluded = self._launcher()
+        launcher, excluded = self._nodes.launcher(is_first=not self.attempts)
         command = [*launcher, *self.script]
         words = [public_override(word) for word in command]
         self._exporter.update("starting", attempts=number, checkpoint_step=self._newest)
@@ -223,24 +217,6 @@ class Supervisor:
         evidence = self._evidence(running, status, log_size, events[first:], excluded)
         self._previous = running.times, running.times.last_moved(evidence.hang, self.node)
         return self._decide(number, running.times, evidence, excluded)
-
-    def _launcher(self) -> tuple[list[str], set[str]]:
-        """The words before the script, and the machines that the attempt does not use."""
-        excluded, left = set(self._excluded), 0
-        if not self.config.launch:
-            return [sys.executable], excluded
-        if self._is_slurm:
-            if self.config.act and self.attempts:
-                excluded |= slurm.drained_nodes().keys()  # an administrator wants them free
-            there = set(slurm.job_nodes())  # empty: Slurm's controller is away
-            if not there - excluded:
-                excluded = set(self._excluded)
-            first = int(os.environ.get("SLURM_NNODES", 1))
-            left = len(there - excluded) if there else first - len(excluded)
-            self._end_standby()
-            if self.config.requeue:
-                self._standby = slurm.start_standby(self.node, excluded)
-        return nodes.launch_words(self.config.launch, excluded, left), excluded
 
     def _watch(self, running: RunningAttempt) -> int:
         """Wait until an attempt has ended; its status."""
@@ -299,7 +275,7 @@ class Supervisor:
     ) -> Evidence:
         """What an attempt has left behind; `events`: its own."""
         times = running.times
-        lost = slurm.lost_nodes() if status and self._is_slurm else {}
+        lost = self._nodes.lost() if status else {}
         return Evidence(
             status=status,
             node=self.node,
@@ -307,7 +283,7 @@ class Supervisor:
             ends=read_ends(running.ends),
             hang=_first(events, "end", "hang"),
             watch=_first(events, "stop", *_WATCHED),
-            kernel=nodes.kernel_events(
+            kernel=kernel_events(
                 self.kernel_log, self.node, seconds=times.ended - times.started, start=log_size
             ),
             gpu=_first((event for event in events if event.get("is_bad")), "log", "gpu"),
@@ -325,14 +301,13 @@ class Supervisor:
         attempt = self._as_attempt(cause, times, evidence, excluded)
         bad = attempt.bad_nodes
         self.attempts.append(attempt)
-        decision = decide_restart(self.attempts, self.config, can_exclude=self._can_exclude(bad))
+        can_exclude = self._nodes.can_exclude(bad)
+        decision = decide_restart(self.attempts, self.config, can_exclude=can_exclude)
         self._resume_before = decision.resume_before or self._resume_before
         self.attempts[-1] = replace(attempt, seconds=attempt.seconds + decision.wait)
         done = decision.action
         if bad and self.config.act:
-            self._excluded |= set(bad)
-            result, kept = nodes.take_out_of_service(bad, cause.why, silent=self._silent)
-            self._kept |= kept
+            result = self._nodes.take_out(bad, cause.why)
             done += f" ({result})" if result else ""
         event = self._report(
             "decision",
@@ -386,29 +361,11 @@ class Supervisor:
         )
 
     def _confirm(self, cause: Cause) -> tuple[str, ...]:
-        """Which of the suspected machines are bad: lost, or found so by the check."""
-        is_off = self.config.confirm == "off"
-        if not cause.nodes or (is_off and not self._is_slurm):
-            return ()
-        output = self.folder / FOLDER
-        words = [*self.check, f"level={self.config.confirm}", f"output={output}"]
-        suspected = ", ".join(cause.nodes)
-        if self._is_slurm:
-            command = [] if is_off else words
-            bad, self._silent, verdict = nodes.find_bad(cause.nodes, command, output)
-        elif set(cause.nodes) <= {self.node}:
-            bad, verdict = nodes.run_check_script([sys.executable, *words], output)
-        else:
-            self._report("check", f"{suspected} cannot be checked from here", "none")
-            return ()
-        self._report("check", f"{suspected} suspected; {verdict}", "check")
-        return tuple(node for node in bad if node in cause.nodes)
-
-    def _can_exclude(self, bad: tuple[str, ...]) -> bool:
-        """Whether the launcher can leave machines out, and any other is left."""
-        if not any(EXCLUDE in word for word in self.config.launch):
-            return False
-        return not self._is_slurm or bool(set(slurm.job_nodes()) - self._excluded - set(bad))
+        """Which of the suspected machines are bad."""
+        bad, line, action = self._nodes.find_bad(cause.nodes, self.check, self.folder / FOLDER)
+        if line:
+            self._report("check", line, action)
+        return bad
 
     def _end_with(self, cause: str, line: str, *, status: int) -> Decision:
         """Report an end that no attempt has led to; `cause`: a word that no attempt ends with."""
@@ -434,8 +391,7 @@ class Supervisor:
         if status == SAVED and self.config.requeue and slurm.in_job() and not is_person:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
-            done = slurm.requeue(self._kept)
-            self._report("requeue", f"job {os.environ['SLURM_JOB_ID']}: {done}", "requeue")
+            self._report("requeue", self._nodes.requeue(), "requeue")
         return status
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -451,10 +407,6 @@ class Supervisor:
                 self._running.request_stop(number)
             elif not slurm.in_job():
                 self._running.kill()
-
-    def _end_standby(self) -> None:
-        if self._standby is not None:  # its machine may be the one that is lost
-            self._standby.terminate()
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -1,0 +1,115 @@
+"""Cordons bad nodes of a Kubernetes cluster, so that no pod is started there any more.
+
+`nodes.py` calls it, in a pod. The idea: one PATCH of the API over HTTPS with what every pod has (a
+token, the cluster's certificate), and no client library. The control plane makes a taint of
+spec.unschedulable; an annotation gives the reason. Without the right to do so, the message names
+the role to grant: examples/kubernetes.yaml has it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from llmfoundry.files import parse_json
+from llmfoundry.redaction import public
+from llmfoundry.resilience.supervise.notify import send
+from llmfoundry.retry import Late, within
+
+_CORDON_SECONDS = 60.0  # for all nodes
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod finds its service account: token (which is renewed), ca.crt, namespace."""
+ANNOTATION = "llmfoundry/cordoned"
+_HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
+_EXAMPLE = "llmfoundry/resilience/examples/kubernetes.yaml"
+
+
+def in_pod() -> bool:
+    """Whether this is a Kubernetes pod that has access to its cluster's API."""
+    return bool(os.environ.get(_HOST)) and (ACCOUNT / "token").is_file()
+
+
+def cordon(nodes: Iterable[str], why: str) -> str:
+    """Let no pod be started on these nodes any more; what came of it, in a line."""
+    done = list[str]()
+    names = sorted(nodes)
+
+    def patch_all() -> None:
+        for name in names:
+            _patch(name, why)
+            done.append(name)
+
+    try:
+        within(_CORDON_SECONDS, patch_all)
+    except (OSError, ValueError, http.client.HTTPException, Late) as error:
+        left = ", ".join(name for name in names if name not in done)
+        cordoned = f"cordoned {', '.join(done)}; " if done else ""
+        return f"{cordoned}not cordoned {left}: {_reason(error, names[len(done)])}"
+    return f"cordoned {', '.join(done)}"
+
+
+def _patch(node: str, why: str) -> None:
+    """Cordon a node; one that is cordoned already stays so.
+
+    Raises:
+        OSError: the API cannot be reached, or refuses.
+    """
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    note = {ANNOTATION: f"{stamp} {public(why)[:500]}"}
+    patch = {"metadata": {"annotations": note}, "spec": {"unschedulable": True}}
+    host, port = os.environ[_HOST], os.environ.get(_PORT) or "443"
+    host = f"[{host}]" if ":" in host else host
+    token = (ACCOUNT / "token").read_text(encoding="ascii").strip()
+    request = urllib.request.Request(
+        f"https://{host}:{port}/api/v1/nodes/{quote(node, safe='')}",
+        data=json.dumps(patch).encode(),
+        method="PATCH",
+        headers={
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/merge-patch+json",
+            "Accept": "application/json",
+            "User-Agent": "llmfoundry",
+        },
+    )
+    context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
+    no_proxy = urllib.request.ProxyHandler({})  # the API is inside of the cluster
+    send(request, no_proxy, urllib.request.HTTPSHandler(context=context))
+
+
+def _reason(error: Exception, node: str) -> str:
+    """Why a node was not cordoned, and what to do about it."""
+    if isinstance(error, urllib.error.HTTPError):
+        message = _api_message(error)
+        if error.code == 403:
+            user = re.search(r'User "([^"]+)"', message)
+            who = user[1] if user else "the pod's service account"
+            return f"{who} may not patch nodes (403); grant the ClusterRole of {_EXAMPLE}"
+        if error.code == 404:
+            return (
+                f"{node} is no node of the cluster (404); give pods their node's name as NODE_NAME,"
+                f" as {_EXAMPLE} does"
+            )
+        if error.code == 401:
+            return "the API does not know the pod's token (401)"
+        return f"the API's status {error.code}: {message or error.reason}"
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
+        error = error.reason
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"the API cannot be reached: {why or type(error).__name__}"
+
+
+def _api_message(error: urllib.error.HTTPError) -> str:
+    """The message of the API's Status object."""
+    with error, suppress(OSError, ValueError, AttributeError, http.client.HTTPException):
+        return public(str(parse_json(error.read(100_000)).get("message", "")))[:300]
+    return ""
