@@ -180,17 +180,17 @@ def test_machines_speak_to_the_hub_and_one_that_falls_silent_is_named() -> None:
     try:
         here = [reading(r, "update", 0.0) for r in (0, 1)]
         there = [reading(r, "step", 0.0) for r in (2, 3)]
-        assert hub.exchange("node0", here, collected=False) == WATCH
-        assert far.exchange("node1", there, collected=False) == WATCH
+        assert hub.exchange("node0", here, collected=False).action == WATCH
+        assert far.exchange("node1", there, collected=False).action == WATCH
         clock.now = 31.0  # and nothing more from node1
         here = [replace(r, age=31.0) for r in here]
-        assert hub.exchange("node0", here, collected=False) == COLLECT
-        assert hub.exchange("node0", here, collected=True) == COLLECT
+        assert hub.exchange("node0", here, collected=False).action == COLLECT
+        assert hub.exchange("node0", here, collected=True).action == COLLECT
         clock.now = 50.0
-        assert hub.exchange("node0", here, collected=True) == END
-        assert hub.verdict is not None and hub.verdict.nodes == ("node1",)
-        assert far.exchange("node1", there, collected=False) == END  # it is back, and ends its own
-        assert far.verdict == hub.verdict and far.stamp == hub.stamp
+        assert hub.exchange("node0", here, collected=True).action == END
+        assert hub.order.verdict is not None and hub.order.verdict.nodes == ("node1",)
+        order = far.exchange("node1", there, collected=False)
+        assert order.action == END and order == hub.order  # it is back, and ends its own
         intruder = HubClient(door.address[:-1] + ("0" if door.address[-1] != "0" else "1"))
         with pytest.raises(OSError):
             intruder.exchange("node9", there, collected=True)
@@ -203,15 +203,15 @@ def test_a_report_is_given_once_and_again_only_for_another_hang() -> None:
     clock = Clock()
     hub = Hub(LIMITS, ranks=2, clock=clock)
     hung = [reading(0, "update", 40.0), reading(1, "step", 41.0)]
-    assert hub.exchange("node0", hung, collected=False) == COLLECT
-    assert hub.exchange("node0", hung, collected=True) == END
+    assert hub.exchange("node0", hung, collected=False).action == COLLECT
+    assert hub.exchange("node0", hung, collected=True).action == END
     hub.resume()
-    assert hub.exchange("node0", hung, collected=False) == WATCH
+    assert hub.exchange("node0", hung, collected=False).action == WATCH
     later = [replace(r, step=9) for r in hung]
-    assert hub.exchange("node0", later, collected=False) == COLLECT
+    assert hub.exchange("node0", later, collected=False).action == COLLECT
 
 
 def test_nothing_is_judged_before_all_have_begun_or_after_one_has_ended() -> None:
     hub = Hub(LIMITS, ranks=3)
     hung = [reading(0, "update", 4000.0), reading(1, "step", 4001.0)]
-    assert hub.exchange("node0", hung, collected=False) == WATCH
+    assert hub.exchange("node0", hung, collected=False).action == WATCH

@@ -1,6 +1,6 @@
 """Who is blamed for slow pairs, on networks that are made up here: rates by a rule, and noise.
 
-What is to be found is what was put in; nothing of the room's own arithmetic is asked for it.
+What is to be found is what was put in; none of the package's own arithmetic is used for it.
 """
 
 from __future__ import annotations

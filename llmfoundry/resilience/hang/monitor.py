@@ -68,6 +68,15 @@ class Settings:
     listen: str = ""
 
 
+@dataclass(frozen=True)
+class Order:
+    """What a monitor is to do: WATCH, or, of the verdict, COLLECT stacks in `stamp`, then END."""
+
+    action: str = WATCH
+    stamp: str = ""
+    verdict: HangVerdict | None = None
+
+
 class Monitor:
     """Watches the processes of this machine until they have ended."""
 
@@ -104,16 +113,16 @@ class Monitor:
             order = self._client.exchange(self._settings.node, found, collected=self._collected)
         except OSError:  # rank 0's machine is lost: torchrun and timeouts notice that
             return True
-        if order == WATCH:
+        if order.action == WATCH:
             self._collected, self._waits = False, {}
             self._report_notice()
-        elif order == COLLECT and not self._collected:
+        elif order.action == COLLECT and not self._collected:
             with suppress(OSError):  # the disk may be what hangs or is full
-                target = self._folder / FOLDER / self._client.stamp
+                target = self._folder / FOLDER / order.stamp
                 self._waits = self._ranks.stacks(target, wake=self._ends)
             self._collected = True
-        elif order == END and self._client.verdict is not None:
-            return self._end(self._client.verdict)
+        elif order.action == END and order.verdict is not None:
+            return self._end(order.verdict)
         return True
 
     def _report_notice(self) -> None:
@@ -139,7 +148,7 @@ class Monitor:
         return False
 
     def _report(self, kind: str, verdict: HangVerdict, action: str) -> None:
-        target = self._folder / FOLDER / self._hub.stamp
+        target = self._folder / FOLDER / self._hub.order.stamp
         is_hang = kind == "hang"
         stacks = f"; stacks in {target}" if is_hang else ""
         ended = "; all processes are ended now" if action == "end" else ""
@@ -181,14 +190,12 @@ class Hub:
         self._since = 0.0
         self._lock = threading.Lock()
         self._reported: tuple[int, str, tuple[int, ...]] | None = None
-        self.order = WATCH
-        self.verdict: HangVerdict | None = None
+        self.order = Order()
         self.notice: HangVerdict | None = None
-        self.stamp = ""
         self.moved = 0.0
         """When a process last moved before the verdict, by this machine's clock."""
 
-    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
+    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> Order:
         """Take a machine's readings; its order. `collected`: whether it has kept the stacks."""
         with self._lock:
             self._received[node] = (self._clock(), list(readings))
@@ -200,9 +207,8 @@ class Hub:
     def resume(self) -> None:
         """Watch again after a verdict that was only reported; the same one is not given twice."""
         with self._lock:
-            assert self.verdict is not None
-            self._reported = _identity(self.verdict)
-            self.verdict, self.order = None, WATCH
+            assert self.order.verdict is not None
+            self._reported, self.order = _identity(self.order.verdict), Order()
             self._collected.clear()
 
     def _judge(self) -> None:
@@ -212,19 +218,20 @@ class Hub:
             for at, readings in self._received.values()
             for reading in readings
         ]
-        if self.order == WATCH and len(readings) == self._ranks:
+        if self.order.action == WATCH and len(readings) == self._ranks:
             found = judge(readings, self._config, is_compiled=self._is_compiled)
             if found is None or not found.is_final:
                 self.notice = found
             elif _identity(found) != self._reported:
-                self.verdict, self.order, self._since = found, COLLECT, now
-                self.moved = now - min(reading.age for reading in readings)
-                self.stamp = f"step-{found.step}-{time.strftime('%Y%m%d-%H%M%S')}"
-        elif self.order == COLLECT:
+                self._since, self.moved = now, now - min(reading.age for reading in readings)
+                stamp = f"step-{found.step}-{time.strftime('%Y%m%d-%H%M%S')}"
+                self.order = Order(COLLECT, stamp, found)
+        elif self.order.action == COLLECT:
             is_late = now - self._since > _COLLECT_SECONDS
             if is_late or self._collected >= self._received.keys():
-                assert self.verdict is not None
-                self.verdict, self.order = refine(self.verdict, readings), END
+                assert self.order.verdict is not None
+                verdict = refine(self.order.verdict, readings)
+                self.order = replace(self.order, action=END, verdict=verdict)
 
 
 def _identity(verdict: HangVerdict) -> tuple[int, str, tuple[int, ...]]:
@@ -258,56 +265,45 @@ class _HubHandler(socketserver.StreamRequestHandler):
             if not secrets.compare_digest(secret, server.secret.encode()):
                 return
             while line := self.rfile.readline(_MESSAGE_BYTES):
-                answer = _answer(server.hub, json.loads(line))
-                self.wfile.write(json.dumps(answer).encode() + b"\n")
-
-
-def _answer(hub: Hub, message: dict[str, Any]) -> dict[str, Any]:
-    readings = [RankReading(**reading) for reading in message["readings"]]
-    order = hub.exchange(message["node"], readings, collected=message["collected"])
-    verdict = None if hub.verdict is None else asdict(hub.verdict)
-    return {"order": order, "stamp": hub.stamp, "verdict": verdict}
+                message = json.loads(line)
+                message["readings"] = [RankReading(**reading) for reading in message["readings"]]
+                order = server.hub.exchange(**message)
+                self.wfile.write(json.dumps(asdict(order)).encode() + b"\n")
 
 
 class HubClient:
-    """A connection to the hub of another machine, with the hub's `exchange`, verdict and stamp."""
+    """A connection to the hub of another machine, with the hub's `exchange`."""
 
     def __init__(self, address: str) -> None:
         """To a HubServer's address; connected at the first message."""
         self._host, port, self._secret = address.rsplit(":", 2)
         self._port = int(port)
         self._socket: socket.socket | None = None
-        self.verdict: HangVerdict | None = None
-        self.stamp = ""
 
-    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> str:
+    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> Order:
         """Send readings; the order.
 
         Raises:
             OSError: the hub does not answer.
         """
-        message = {"node": node, "collected": collected}
-        message |= {"readings": [asdict(reading) for reading in readings]}
+        found = [asdict(reading) for reading in readings]
+        message = {"node": node, "readings": found, "collected": collected}
         try:
             if self._socket is None:
                 self._socket = socket.create_connection((self._host, self._port), _ANSWER_SECONDS)
                 self._lines = self._socket.makefile("rb")
                 self._socket.sendall(self._secret.encode() + b"\n")
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-            answer = json.loads(self._lines.readline(_MESSAGE_BYTES) or b"null")
-            if answer is None:
-                raise OSError("the hub has closed the connection")
+            answer = json.loads(self._lines.readline(_MESSAGE_BYTES))  # empty: it was closed
         except (OSError, ValueError) as error:
             if self._socket is not None:
                 self._socket.close()
             self._socket = None
             raise OSError(str(error)) from error
-        if answer["verdict"] is not None:
-            facts = answer["verdict"]
+        if facts := answer["verdict"]:
             facts |= {"culprits": tuple(facts["culprits"]), "nodes": tuple(facts["nodes"])}
-            self.verdict = HangVerdict(**facts)
-        self.stamp = answer["stamp"]
-        return str(answer["order"])
+            answer["verdict"] = HangVerdict(**facts)
+        return Order(**answer)
 
 
 def main() -> None:
