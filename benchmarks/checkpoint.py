@@ -25,9 +25,10 @@ from torch import nn
 
 from benchmarks.harness import interleaved, over_rounds, ratio, table, write
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.launch import World
-from llmfoundry.files import atomic_write
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 
 WIDTH = 4096
 BYTES = 12  # of a parameter: fp32, and both moments of Adam
@@ -70,18 +71,15 @@ class Subject:
 def ours(subject: Subject, folder: Path, *, background: bool) -> Callable[[int], Saved]:
     """A save by a run's own writer."""
 
-    def extras(place: Path) -> None:
-        atomic_write(place / "recipe.yaml", "")
-
     def refuse(line: str) -> None:
         raise RuntimeError(line)
 
     saver = Checkpointer(
-        folder,
+        Storage(folder),
         subject.world,
-        extras=extras,
-        policy=SavePolicy(keep=-1, background=background, max_failures=1),
-        warn=refuse,
+        Contents({"recipe.yaml": ""}, all_stacked_rows(subject.model)),
+        SavePolicy(keep=-1, background=background, max_failures=1),
+        Reports(refuse),
     )
 
     def save(number: int) -> Saved:

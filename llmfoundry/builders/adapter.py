@@ -211,8 +211,8 @@ def check_base(model: Decoder, folder: Path, key: str, *, rows: int | None = Non
         )
 
 
-def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None]:
-    """A function of a checkpoint's folder that adds the adapter in peft's format.
+def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | None:
+    """A function of a checkpoint's folder that adds the adapter in peft's format; None: no adapter.
 
     It reads the tensors back from the checkpoint, which was just written there: by then the model
     has trained on, and none of its processes has all of it. Every process calls `adapter_writer`,
@@ -220,7 +220,7 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None]:
     """
     recipe, model = job.recipe, job.root.model
     if not has_adapter(recipe):
-        return lambda folder: None
+        return None
     assert isinstance(written, FinetuneRecipe)
     sample = base_sample(model, frozen=True)
     plan = {name: lora for name, _, _, lora in adapted_layers(model)}

@@ -27,7 +27,6 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
 from llmfoundry.models.adapter import is_added, merge_into
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import grown
@@ -301,9 +300,9 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def write_model(folder: Path, config: ModelConfig) -> None:
-    """Write down a fine-tuned model's shape beside its recipe."""
-    atomic_write(folder / MODEL, dump(to_dict(config)))
+def model_yaml(config: ModelConfig) -> str:
+    """A fine-tuned model's shape, for the file `MODEL` beside its recipe."""
+    return dump(to_dict(config))
 
 
 def open_folder(

@@ -25,7 +25,7 @@ from llmfoundry.builders.job import (
     with_defaults,
 )
 from llmfoundry.builders.preference import build_objective, open_reference, with_places
-from llmfoundry.builders.pretrained import Pretrained, fit_vocabulary, write_model
+from llmfoundry.builders.pretrained import MODEL, Pretrained, fit_vocabulary, model_yaml
 from llmfoundry.builders.resume import (
     Start,
     check_same_recipe,
@@ -37,7 +37,7 @@ from llmfoundry.builders.resume import (
 )
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.run_folder import run_folder
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import batch_of, named, storage_of
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
@@ -64,6 +64,7 @@ from llmfoundry.loggers.loggers import Tracker
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.plan.communication import spanning
 from llmfoundry.plan.fit import (
     Fit,
@@ -433,37 +434,27 @@ def build_checkpointer(
     found = None if job.recipe.save_overwrite else start.checkpoint
     own = found is not None and found.parent == folder / "checkpoints"
 
-    write_adapter = adapter_writer(written, job)
-
     files = {"recipe.yaml": to_yaml(written)}
-    for name, content in job.tokenizer.files().items():
-        files[f"tokenizer/{name}"] = content
-
-    def extras(folder: Path) -> None:
-        (folder / "tokenizer").mkdir()
-        for name, content in files.items():
-            (folder / name).write_text(content, encoding="utf-8")
-        if isinstance(written, FinetuneRecipe):
-            write_model(folder, job.recipe.model)
-            write_adapter(folder)
+    files |= {f"tokenizer/{name}": text for name, text in job.tokenizer.files().items()}
+    if isinstance(written, FinetuneRecipe):
+        files[MODEL] = model_yaml(job.recipe.model)
+    stacked = all_stacked_rows(job.root.model)
 
     def failed(batch: int, seen: str, done: str) -> None:
         tracker.event("save_failed", seen, done, step=batch, action="log")
 
     return Checkpointer(
-        folder,
+        storage_of(folder),
         job.world,
-        extras=extras,
-        policy=SavePolicy(
+        Contents(files, stacked, adapter_writer(written, job)),
+        SavePolicy(
             keep=job.recipe.save_num_checkpoints_to_keep,
             background=job.recipe.save_async,
             max_failures=job.recipe.save_max_failures,
             max_wait=job.recipe.save_max_wait,
         ),
-        warn=tracker.console.warn,
-        note=tracker.note,
-        failed=failed,
-        saved=batch_of(found) if found is not None and own else None,
+        Reports(tracker.console.warn, tracker.note, failed),
+        saved=batch_of(found) if found is not None and own else -1,
     )
 
 

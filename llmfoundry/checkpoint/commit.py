@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO
 
 from llmfoundry.files import sync, write_json
 
@@ -58,29 +59,32 @@ def read_commit(folder: Path) -> dict[str, tuple[int, int]]:
 def sums_of_small_files(folder: Path) -> FileSums:
     """All files of a checkpoint but its tensors: the main process wrote them."""
     sums: FileSums = {}
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        if file.name != COMMIT and writer_of(file.name) < 0:
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name != COMMIT and writer_of(file.name) < 0:
             with file.open("rb") as opened:
-                crc = checksum(blocks(opened))
-            sums[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "crc32": crc}
+                found = {"bytes": file.stat().st_size, "crc32": checksum(opened)}
+            sums[file.relative_to(folder).as_posix()] = found
     return sums
 
 
-def commit_content(files: FileSums) -> dict[str, Any]:
-    """The content of COMMIT."""
-    return {"version": 1, "files": files}
-
-
-def write_commit(folder: Path, files: FileSums) -> None:
+def write_commit(folder: Path, parts: Iterable[FileSums]) -> int:
     """Write COMMIT, last: with this name on the disk the checkpoint counts.
 
     Who wrote tensors has waited until they were on the disk.
+
+    Args:
+        folder: the checkpoint's.
+        parts: the files of each process.
+
+    Returns:
+        The bytes of all files.
     """
-    small = [folder / name for name in files if writer_of(name) < 0]
-    folders = {above for file in small for above in file.parents if folder in above.parents}
-    for path in [*small, *folders, folder, folder.parent, folder.parent.parent]:
-        sync(path)  # what libraries wrote, too
-    write_json(folder / COMMIT, commit_content(files))
+    for path in [*folder.rglob("*"), folder, folder.parent, folder.parent.parent]:
+        if writer_of(path.name) < 0:
+            sync(path)  # what libraries wrote, too
+    files = {name: sums for part in parts for name, sums in part.items()}
+    write_json(folder / COMMIT, {"version": 1, "files": files})
+    return sum(map(itemgetter("bytes"), files.values()))
 
 
 def writer_of(name: str) -> int:
@@ -89,14 +93,11 @@ def writer_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def blocks(file: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of a file, a block at a time."""
-    return iter(lambda: file.read(_BLOCK), b"")
-
-
-def checksum(blocks: Iterator[bytes]) -> int:
-    """CRC-32 of a file's blocks."""
+def checksum(file: IO[bytes], read: Callable[[], object] | None = None) -> int:
+    """CRC-32 of an open file; `read` is called after each block."""
     crc = 0
-    for block in blocks:
+    while block := file.read(_BLOCK):
         crc = zlib.crc32(block, crc)
+        if read is not None:
+            read()
     return crc

@@ -142,8 +142,8 @@ class _Plan:
 class TensorFiles:
     """Writes states, one after another."""
 
-    def __init__(self, world: World, mailbox: Mailbox) -> None:
-        self._world, self._mailbox = world, mailbox
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._staging = Staging()
         self._listed: tuple[Any, SavePlan] | None = None  # of the state before: form and part
         self._plan: _Plan | None = None
@@ -159,8 +159,8 @@ class TensorFiles:
             copy: to host memory, for a save in the background.
         """
         planner = _Planner()
-        planner.set_up_planner(state, is_coordinator=self._world.is_main)
-        own = own_names(planner.state_dict, self._world)
+        planner.set_up_planner(state, is_coordinator=self._mailbox.is_main)
+        own = own_names(planner.state_dict, self._mailbox.world)
         planner.state_dict = as_block_tensors(planner.state_dict, stacked)
         form = _form(planner)
         if self._listed is None or self._listed[0] != form:
@@ -177,12 +177,13 @@ class TensorFiles:
     def _list(self, planner: DefaultSavePlanner, own: Collection[str]) -> SavePlan:
         """What this process writes; of what others hold as well, one of them alone."""
         held = {name: value for name, value in planner.state_dict.items() if name in own}
-        plan = create_default_local_save_plan(held, self._world.is_main)
+        is_main = self._mailbox.is_main
+        plan = create_default_local_save_plan(held, is_main)
         # names are the same everywhere
-        return replace(plan, planner_data=planner.mappings if self._world.is_main else {})
+        return replace(plan, planner_data=planner.mappings if is_main else {})
 
     def write(self, folder: Path, staged: Staged) -> FileSums:
-        """Write this process's part; every process calls it.
+        """Write this process's part, which can be written; every process calls it.
 
         Returns:
             The files of this process, with the bytes and checksum that were written.
@@ -190,7 +191,6 @@ class TensorFiles:
         Raises:
             CollectiveError: it failed on one of them; on all.
         """
-        self._mailbox.run(staged.wait)
         writer = _Writer(folder)
         kept = self._plan is not None and self._plan.form == staged.form
         if self._mailbox.all_true(kept):
@@ -408,7 +408,11 @@ def as_block_tensors(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
         state: by names as planners have them: model.NAME, optimizer.state.NAME.KEY.
         stacked: by the names of parameters.
     """
-    return {path: _shown(value, stacked.get(_parameter(path), ())) for path, value in state.items()}
+    shown = dict(state)
+    for path, value in state.items():
+        if isinstance(value, DTensor) and len(ShardLayout.of(value).axes) > 1:
+            shown[path] = BlockTensor(value, stacked.get(_parameter(path), ()))
+    return shown
 
 
 def _parameter(path: str) -> str:
@@ -418,14 +422,6 @@ def _parameter(path: str) -> str:
 
 
 _MOMENTS = "optimizer.state."
-
-
-def _shown(value: Any, stacked: Sequence[int]) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    return BlockTensor(value, stacked) if len(ShardLayout.of(value).axes) > 1 else value
-
-
 _MESSAGE = 1 << 28  # bytes of a broadcast at most, and of the copy that it is made from
 
 
@@ -485,17 +481,13 @@ def _owners(state: Mapping[str, Any], world: World) -> dict[str, int]:
     owners = dict.fromkeys(full, 0)
     if len(full) < len(state):  # the others are sharded
         return owners
-    sizes = {name: _bytes(value) for name in full if isinstance(value := state[name], Tensor)}
+    sizes = [(state[name].nbytes, name) for name in full if isinstance(state[name], Tensor)]
     load = [(0, rank) for rank in range(world.size)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        size, rank = heapq.heappop(load)
+    for size, name in sorted(sizes, key=lambda of: (-of[0], of[1])):
+        least, rank = heapq.heappop(load)
         owners[name] = rank
-        heapq.heappush(load, (size + sizes[name], rank))
+        heapq.heappush(load, (least + size, rank))
     return owners
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _replicated(tensor: DTensor) -> list[dist.ProcessGroup]:
@@ -521,11 +513,11 @@ def _messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     row: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if row and size + _bytes(tensor) > _MESSAGE:
+        if row and size + tensor.nbytes > _MESSAGE:
             yield row
             row, size = [], 0
         row.append(tensor)
-        size += _bytes(tensor)
+        size += tensor.nbytes
     if row:
         yield row
 
@@ -601,7 +593,7 @@ class Staging:
 
     def _places(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors of these shapes and dtypes in the buffer, each its own storage."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+        sizes = [tensor.nbytes for tensor in like]
         spaces = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
         if sum(spaces) > self._buffer.nbytes:
             self._buffer = host_buffer(0)  # let go before there is another

@@ -185,12 +185,12 @@ def load_training_state(
     set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
 
 
-def training_state(model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
+def training_state(model: Decoder, optimizer: Optimizer | None) -> dict[str, Any]:
     """All tensors of a run, by the names that they have in a checkpoint."""
-    return {
-        "model": saved_state(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    state = {"model": saved_state(model)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
 
 
 _DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's words and advice

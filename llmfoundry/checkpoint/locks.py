@@ -145,8 +145,8 @@ class Lease:
                     break  # whose process has ended, since the lock on the folder is ours
                 first, deadline = text, time.monotonic() + _DEAD_S
                 self._note(
-                    f"save_folder: {self._run.url} was left by {_name(facts)}, or is in use by it;"
-                    f" {_DEAD_S:.0f} s will tell"
+                    f"save_folder: {self._run.place} was left by {_name(facts)}, or is in use by"
+                    f" it; {_DEAD_S:.0f} s will tell"
                 )
             elif text and text != first:
                 raise self._in_use(facts)
@@ -197,8 +197,8 @@ class Lease:
 
     def _in_use(self, facts: dict[str, object]) -> UserError:
         return UserError(
-            f"save_folder: {self._run.url} is in use by {_name(facts)}; wait for its end, or write"
-            " another run_name"
+            f"save_folder: {self._run.place} is in use by {_name(facts)}; wait for its end, or"
+            " write another run_name"
         )
 
 

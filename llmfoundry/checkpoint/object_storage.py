@@ -29,9 +29,9 @@ from typing import IO
 from llmfoundry.checkpoint.commit import (
     COMMIT,
     FileSums,
-    commit_content,
     read_commit,
     sums_of_small_files,
+    write_commit,
 )
 from llmfoundry.checkpoint.dcp import holds_tensors
 from llmfoundry.checkpoint.storage import (
@@ -39,12 +39,8 @@ from llmfoundry.checkpoint.storage import (
     Storage,
     add_storage,
     batch_of,
-    has_commit,
-    list_checkpoints,
     local_size,
     make_empty,
-    merged,
-    total_bytes,
 )
 from llmfoundry.data.fetch.download import DamagedError
 from llmfoundry.data.fetch.object_store import ObjectStore
@@ -60,7 +56,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.events import CHECKPOINTS
-from llmfoundry.files import atomic_write, write_json
+from llmfoundry.files import atomic_write
 
 _NAME_CHARS = 40  # of a run's name in its folder's
 _SENDING = 4  # files of a process that are sent at a time; each in several requests
@@ -120,15 +116,10 @@ class ObjectStorage(Storage):
     def __init__(self, store: ObjectStore, folder: Path) -> None:
         """No request is sent yet."""
         super().__init__(folder)
-        self.store, self.local_copies = store, 0
+        self.store, self.place, self.local_copies = store, store.url, 0
         self.before_commit: Callable[[], None] = lambda: None
         self._sizes: dict[str, int] = {}  # bytes of files in the store, as far as they are known
         self._committed: dict[str, bool] = {}  # by a checkpoint's name: whether it has a marker
-
-    @property
-    def url(self) -> str:
-        """Where it is, without secrets."""
-        return self.store.url
 
     def name(self, path: Path) -> str:
         """A file's name in the store."""
@@ -139,10 +130,7 @@ class ObjectStorage(Storage):
         status = self.folder.stat()
         return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
 
-    def shown(self, path: Path) -> str:  # noqa: D102
-        return self.url if path == self.folder else f"{self.url}/{self.name(path)}"
-
-    def folder_names(self, above: Path) -> list[str]:  # noqa: D102
+    def _folder_names(self, above: Path) -> list[str]:
         return self.store.folders(self.name(above))
 
     def has_commit(self, folder: Path) -> bool:  # noqa: D102
@@ -264,11 +252,11 @@ class ObjectStorage(Storage):
         own = mailbox.run(
             lambda: written | (sums_of_small_files(folder) if mailbox.is_main else {})
         )
-        files = merged(mailbox.gather(own))
+        every = mailbox.gather(own)
         mailbox.run_long(lambda: self._send(folder, own))
-        mailbox.run(lambda: self._mark(folder, files), only_main=True)
+        n_bytes = mailbox.run(lambda: self._mark(folder, every), only_main=True)
         self._keep_copies(folder, mailbox)
-        return total_bytes(files)
+        return n_bytes or 0
 
     def _send(self, folder: Path, own: Iterable[str]) -> None:
         """This process's own files, several at a time."""
@@ -278,12 +266,13 @@ class ObjectStorage(Storage):
             for future in sent:
                 future.result()
 
-    def _mark(self, folder: Path, files: FileSums) -> None:
-        """Write the marker, last of all, if the run is still this process's."""
+    def _mark(self, folder: Path, every: list[FileSums]) -> int:
+        """Write the marker, last of all, if the run is still this process's; bytes of all files."""
         self.before_commit()
-        write_json(folder / COMMIT, commit_content(files))
+        n_bytes = write_commit(folder, every)
         self.store.upload(self.name(folder / COMMIT), folder / COMMIT)
         self._committed[folder.name] = True
+        return n_bytes
 
     def _keep_copies(self, folder: Path, mailbox: Mailbox) -> None:
         """Leave on this machine's disk the newest few checkpoints, of what it has written."""
@@ -307,17 +296,17 @@ class ObjectStorage(Storage):
                 self._remove(folder.name)
 
     def prune(self, batch: int, keep: int) -> None:  # noqa: D102
-        older = [f.name for f in list_checkpoints(self.folder) if batch_of(f) < batch]
+        older = [f.name for f in self.checkpoints() if batch_of(f) < batch]
         for name in older:
             if name not in self._committed:
-                self._committed[name] = has_commit(self.folder / CHECKPOINTS / name)
+                self._committed[name] = self.has_commit(self.folder / CHECKPOINTS / name)
         complete = [name for name in older if self._committed[name]]
         kept = complete[: keep - 1] if keep > 0 else complete
         for name in [name for name in older if name not in kept]:
             self._remove(name)
 
     def forget_after(self, batch: int, world: World) -> None:  # noqa: D102
-        newer = [f for f in list_checkpoints(self.folder) if batch_of(f) > batch]
+        newer = [f for f in self.checkpoints() if batch_of(f) > batch]
         for folder in newer:
             if not world.local_rank:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -334,7 +323,7 @@ class ObjectStorage(Storage):
 
     def newest(self) -> str | None:  # noqa: D102
         try:
-            found = next(filter(has_commit, list_checkpoints(self.folder)), None)
+            found = next(filter(self.has_commit, self.checkpoints()), None)
         except UserError:  # the store is what failed; what this process has saved, it knows
             return max((name for name, there in self._committed.items() if there), default=None)
         return None if found is None else found.name

@@ -143,7 +143,7 @@ def send_files(folder: Path, warn: Callable[[str], None]) -> None:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             run.store.upload(run.name(path), path)
     except (UserError, OSError) as error:
-        warn(f"{folder} was not sent to {run.url}: {one_line(error)}")
+        warn(f"{folder} was not sent to {run.place}: {one_line(error)}")
 
 
 _EVERY_S = 30.0

@@ -23,18 +23,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import Staged, TensorFiles
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.storage import storage_of
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
@@ -42,8 +41,8 @@ from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.devices import device_thread
+from llmfoundry.ops.shard_layout import Stacked
 
 
 @dataclass
@@ -79,46 +78,75 @@ class SavePolicy:
     max_wait: float | None = None
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What each checkpoint of a run holds beside its tensors and state.json.
+
+    Attributes:
+        files: texts by their names: recipe.yaml, tokenizer/...
+        stacked: of the model's parameters, as in `ops.shard_layout`.
+        add_files: writes what is made from the tensors, into a checkpoint's folder that has them;
+            called on rank 0. None: nothing.
+    """
+
+    files: Mapping[str, str]
+    stacked: Stacked
+    add_files: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True)
+class Reports:
+    """How the user learns of saves.
+
+    Attributes:
+        warn: reports what does not end the run, at once.
+        note: reports each complete save.
+        failed: reports one that failed or was left out: after which batch, what happened, what is
+            done; None: as `warn` does.
+    """
+
+    warn: Callable[[str], None]
+    note: Callable[[str], None] = lambda line: None
+    failed: Callable[[int, str, str], None] | None = None
+
+
 class Checkpointer:
-    """Writes a run's checkpoints, one at a time, in a background thread where set."""
+    """Writes a run's checkpoints, one at a time, in a background thread where set.
+
+    Attributes:
+        waits: of the latest save.
+        saved: the batch of the newest checkpoint that this process knows to be there; -1: of none.
+    """
 
     def __init__(
         self,
-        run_folder: Path,
+        storage: Storage,
         world: World,
-        *,
-        extras: Callable[[Path], None],
+        contents: Contents,
         policy: SavePolicy,
-        warn: Callable[[str], None],
-        note: Callable[[str], None] = lambda line: None,
-        failed: Callable[[int, str, str], None] | None = None,
-        saved: int | None = None,
+        reports: Reports,
+        *,
+        saved: int = -1,
     ) -> None:
         """Prepare to write.
 
         Args:
-            run_folder: the run's folder.
+            storage: the run's.
             world: this process; every one takes part in each save.
-            extras: writes recipe and tokenizer into a checkpoint's folder; called on rank 0.
+            contents: of each checkpoint.
             policy: how to save.
-            warn: reports what does not end the run, at once.
-            note: reports each complete save.
-            failed: reports one that failed or was left out: after which batch, what happened, what
-                is done; None: as `warn` does.
-            saved: the batch whose checkpoint in this folder the run resumes from; None: none.
+            reports: of saves.
+            saved: the batch whose checkpoint in this folder the run resumes from; -1: none.
         """
-        self._folder, self._world, self._extras = run_folder, world, extras
-        self._policy, self._warn, self._note = policy, warn, note
-        self._report_failed = failed or (lambda batch, seen, done: warn(f"{seen}; {done}"))
+        self._storage, self._world, self._contents = storage, world, contents
+        self._policy, self._reports = policy, reports
         # other processes learn of it by a collective, which has its own limit
         self._max_wait = policy.max_wait and min(policy.max_wait, world.timeout.total_seconds() / 2)
-        self.waits = Waits()  # of the latest save
+        self.waits, self.saved = Waits(), saved
         self._mailbox = Mailbox(world)
-        self._storage = storage_of(run_folder)
-        self._tensor_files = TensorFiles(world, self._mailbox)
+        self._tensor_files = TensorFiles(self._mailbox)
         self._staged: Staged | Exception | None = None  # whose copies may be under way
         self._thread: threading.Thread | None = None
-        self._saved = saved  # the newest batch that this process knows to be saved
         self._failures = 0  # in a row
         self._problem = ""  # the last one's
 
@@ -126,7 +154,7 @@ class Checkpointer:
         self,
         batch: int,
         model: Decoder,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         state: dict[str, Any],
         *,
         last: bool = False,
@@ -136,7 +164,7 @@ class Checkpointer:
         Args:
             batch: steps done.
             model: what to save.
-            optimizer: what to save.
+            optimizer: what to save; None: of a model that has not been trained here.
             state: what to save as state.json.
             last: no other save follows: return once it is written.
 
@@ -144,14 +172,14 @@ class Checkpointer:
             UserError: the last save failed, or too many in a row did; on every process.
         """
         began = time.perf_counter()
-        folder = self._folder / "checkpoints" / f"ba{batch:07d}"
+        folder = self._storage.checkpoint_folder(batch)
         in_time = self._wait_for_previous(None if last else self._max_wait)
         self.waits = Waits(before=time.perf_counter() - began)
         if not last:
             self.check()
         if not in_time:
             self._report_skipped(batch)
-        elif batch != self._saved:  # by its interval, and now once more by a signal or at the end
+        elif batch != self.saved:  # by its interval, and now once more by a signal or at the end
             stage = partial(self._stage, model, optimizer)
             self._begin(batch, folder, stage, state, last=last)
         self.waits.total = time.perf_counter() - began
@@ -181,11 +209,8 @@ class Checkpointer:
     def _stage(self, model: Decoder, optimizer: Optimizer | None, copy: bool) -> Staged | Exception:
         """What to write; or why there is none, which the other processes have to learn."""
         try:
-            if optimizer is None:
-                tensors = {"model": get_model_state_dict(model)}
-            else:
-                tensors = training_state(model, optimizer)
-            return self._tensor_files.stage(tensors, all_stacked_rows(model), copy=copy)
+            tensors = training_state(model, optimizer)
+            return self._tensor_files.stage(tensors, self._contents.stacked, copy=copy)
         except Exception as error:  # no memory
             return error
 
@@ -210,7 +235,7 @@ class Checkpointer:
         return True
 
     def _report_skipped(self, batch: int) -> None:
-        if self._world.is_main:
+        if self._mailbox.is_main:
             self._report_failed(
                 batch,
                 f"save_max_wait: the checkpoint of batch {batch} is left out: the one before is"
@@ -218,37 +243,33 @@ class Checkpointer:
                 "write a longer save_interval or save_max_wait, or a faster disk's save_folder",
             )
 
-    def save_weights(self, model: Decoder, state: dict[str, Any]) -> Path:
-        """Save a model that has not been trained here, as the checkpoint of batch 0."""
-        folder = self._folder / "checkpoints" / f"ba{0:07d}"
-        self._write(0, folder, self._stage(model, None, False), state, True)
-        return folder
+    def _report_failed(self, batch: int, seen: str, done: str) -> None:
+        if self._reports.failed is not None:
+            self._reports.failed(batch, seen, done)
+        else:
+            self._reports.warn(f"{seen}; {done}")
 
     def tidy(self) -> None:
         """Remove what the newest checkpoint makes needless; a start may find it half done."""
-        if self._saved is None or not self._world.is_main:
+        if self.saved < 0 or not self._mailbox.is_main:
             return
         try:
-            self._storage.prune(self._saved, self._policy.keep)
+            self._storage.prune(self.saved, self._policy.keep)
         except (OSError, UserError) as error:
-            self._warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
+            self._reports.warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
 
     def find(self, until: int) -> Path | None:
         """The newest complete checkpoint saved after at most so many steps; all call."""
         self.wait()
-        return find_checkpoint(self._folder, note=self._warn, world=self._world, until=until)
+        folder, note = self._storage.folder, self._reports.warn
+        return find_checkpoint(folder, note=note, world=self._world, until=until)
 
     def forget_after(self, batch: int) -> None:
         """Remove what was saved after more steps, as the run resumes from there; all call."""
         self.wait()
         self._mailbox.begin()
         self._mailbox.run(lambda: self._storage.forget_after(batch, self._world))
-        self._saved = None
-
-    @property
-    def saved(self) -> int:
-        """The batch of the newest checkpoint that this process knows to be there; -1: of none."""
-        return -1 if self._saved is None else self._saved
+        self.saved = -1
 
     @property
     def is_writing(self) -> bool:
@@ -286,20 +307,20 @@ class Checkpointer:
         """
         try:
             began = time.perf_counter()
-            size = self._write_files(folder, staged, state)
+            n_bytes = self._write_files(folder, staged, state)
         except Exception as error:  # CollectiveError, or the other processes cannot be reached
             self._fail(batch, error, last=last)
             self._storage.discard(folder, self._world)
             if last:
                 raise UserError(f"{self._problem}{self._advice()}") from error
             return
-        self._saved, self._failures = batch, 0
-        if self._world.is_main:
-            copied = isinstance(staged, Staged) and staged.copies is not None
+        self.saved, self._failures = batch, 0
+        if self._mailbox.is_main:
             seconds = time.perf_counter() - began
-            waited = self.waits.before + (self.waits.copies if copied else seconds)
-            how = f"{size / 1e6:,.1f} MB in {seconds:.1f} s; training waited {waited:.2f} s"
-            self._note(f"saved {self._storage.shown(folder)} ({how})")
+            in_background = threading.current_thread() is self._thread
+            blocked = self.waits.before + (self.waits.copies if in_background else seconds)
+            how = f"{n_bytes / 1e6:,.1f} MB in {seconds:.1f} s; training waited {blocked:.2f} s"
+            self._reports.note(f"saved {self._storage.shown(folder)} ({how})")
         self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
@@ -322,18 +343,24 @@ class Checkpointer:
         Raises:
             CollectiveError: a step failed on one of them; on all.
         """
-        sound = self._mailbox.run(partial(_sound, staged))
+        ready = self._mailbox.run(partial(_ready, staged))
         self._storage.prepare(folder, self._mailbox)
-        written = self._tensor_files.write(folder, sound)
-        self._mailbox.run(partial(self._write_extras, folder, state), only_main=True)
+        written = self._tensor_files.write(folder, ready)
+        self._mailbox.run(partial(self._write_small_files, folder, state), only_main=True)
         return self._storage.commit(folder, written, self._mailbox)
 
-    def _write_extras(self, folder: Path, state: dict[str, Any]) -> None:
+    def _write_small_files(self, folder: Path, state: dict[str, Any]) -> None:
         write_json(folder / "state.json", state, indent=2)
-        self._extras(folder)
+        for name, text in self._contents.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(text.encode())
+        if self._contents.add_files is not None:
+            self._contents.add_files(folder)
 
 
-def _sound(staged: Staged | Exception) -> Staged:
+def _ready(staged: Staged | Exception) -> Staged:
+    """What can be written now: copies from a GPU have arrived."""
     if isinstance(staged, Exception):
         raise staged
+    staged.wait()
     return staged

@@ -53,9 +53,7 @@ def batch_of(folder: Path) -> int:
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """All checkpoint folders of a run, complete or not, newest first."""
-    above = run_folder / CHECKPOINTS
-    found = filter(_NAME.fullmatch, storage_of(run_folder).folder_names(above))
-    return sorted((above / name for name in found), key=batch_of, reverse=True)
+    return storage_of(run_folder).checkpoints()
 
 
 def has_commit(folder: Path) -> bool:
@@ -114,15 +112,26 @@ class Storage:
 
     def __init__(self, folder: Path) -> None:
         """Nothing is made yet."""
-        self.folder, self._began = folder, time.time()
+        self.folder, self.place = folder, show(folder)
+        self._began = time.time()
 
     # Reading: of any path inside of the run.
 
     def shown(self, path: Path) -> str:
         """What a user calls a file or a folder."""
-        return show(path)
+        return os.path.join(self.place, path.relative_to(self.folder)).removesuffix("/.")
 
-    def folder_names(self, above: Path) -> list[str]:
+    def checkpoint_folder(self, batch: int) -> Path:
+        """Of the checkpoint that is saved after so many steps."""
+        return self.folder / CHECKPOINTS / f"ba{batch:07d}"
+
+    def checkpoints(self) -> list[Path]:
+        """All checkpoint folders, complete or not, newest first."""
+        above = self.folder / CHECKPOINTS
+        found = [above / name for name in self._folder_names(above) if _NAME.fullmatch(name)]
+        return sorted(found, key=batch_of, reverse=True)
+
+    def _folder_names(self, above: Path) -> list[str]:
         """Folders directly below another."""
         return [folder.name for folder in above.glob("*") if folder.is_dir()]
 
@@ -217,13 +226,11 @@ class Storage:
         """
         every = mailbox.gather(written)
 
-        def mark() -> FileSums:
+        def mark() -> int:
             _await_files(folder, every)
-            files = merged([*every, sums_of_small_files(folder)])
-            write_commit(folder, files)
-            return files
+            return write_commit(folder, [*every, sums_of_small_files(folder)])
 
-        return total_bytes(mailbox.run(mark, only_main=True) or {})
+        return mailbox.run(mark, only_main=True) or 0
 
     def discard(self, folder: Path, world: World) -> None:
         """Remove what there is of a save that failed; never raises."""
@@ -239,18 +246,18 @@ class Storage:
         a process reads at the time goes at a later call. Later batches than this one are of a run
         that was refused at the start; they stay until there is a newer checkpoint.
         """
-        older = [f for f in list_checkpoints(self.folder) if batch_of(f) < batch]
+        older = [f for f in self.checkpoints() if batch_of(f) < batch]
         complete = [f for f in older if self._seems_complete(f)]
-        needless = [f for f in older if not has_commit(f) and _last_change(f) < self._began]
+        needless = [f for f in older if not self.has_commit(f) and _last_change(f) < self._began]
         if keep > 0 and len(complete) >= keep:
             last = complete[keep - 1]
-            needless += [f for f in older if batch_of(f) <= batch_of(last) and has_commit(f)]
+            needless += [f for f in older if batch_of(f) <= batch_of(last) and self.has_commit(f)]
         for folder in needless:
             remove_unpinned(folder)
 
     def forget_after(self, batch: int, world: World) -> None:
         """Remove what was saved after more steps than `batch`, as the run goes back there."""
-        for folder in list_checkpoints(self.folder) if world.is_main else ():
+        for folder in self.checkpoints() if world.is_main else ():
             if batch_of(folder) > batch:
                 _remove_folder(folder)
 
@@ -260,7 +267,7 @@ class Storage:
 
     def newest(self) -> str | None:
         """The name of the newest checkpoint that seems complete; the main process."""
-        found = next(filter(self._seems_complete, list_checkpoints(self.folder)), None)
+        found = next(filter(self._seems_complete, self.checkpoints()), None)
         return None if found is None else found.name
 
     def _seems_complete(self, folder: Path) -> bool:
@@ -309,19 +316,6 @@ def _await_files(folder: Path, every: Sequence[FileSums]) -> None:
                 " write a folder that all machines share, or an object store"
             )
         time.sleep(0.2)
-
-
-def merged(parts: Iterable[FileSums]) -> FileSums:
-    """The files of several processes."""
-    files: FileSums = {}
-    for part in parts:
-        files |= part
-    return files
-
-
-def total_bytes(files: FileSums) -> int:
-    """The size of all files."""
-    return sum(file["bytes"] for file in files.values())
 
 
 def make_empty(folder: Path) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry.checkpoint.commit import blocks, checksum, writer_of
+from llmfoundry.checkpoint.commit import checksum, writer_of
 from llmfoundry.checkpoint.dcp import holds_optimizer, holds_tensors
 from llmfoundry.checkpoint.storage import (
     Storage,
@@ -242,15 +242,13 @@ class _Reading:
         try:
             while self._left and self._problem is None:
                 name, crc = self._left.popleft()
-                if checksum(self._blocks(name)) != crc:
-                    self._damaged.append(name)
+                with open_file(self._folder / name) as file:
+                    if checksum(file, self._move) != crc:
+                        self._damaged.append(name)
         except IndexError:
             return  # another thread took the last
         except Exception as error:
             self._problem = f"it cannot be read: {one_line(error)}"
 
-    def _blocks(self, name: str) -> Iterator[bytes]:
-        with open_file(self._folder / name) as file:
-            for block in blocks(file):
-                yield block
-                self._moved = time.monotonic()
+    def _move(self) -> None:
+        self._moved = time.monotonic()

@@ -12,8 +12,8 @@ from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
 from llmfoundry.checkpoint.run_folder import read_record
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
-from llmfoundry.checkpoint.storage import named
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
+from llmfoundry.checkpoint.storage import Storage, named
 from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
@@ -24,6 +24,7 @@ from llmfoundry.hf.card import CardInfo
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
 from llmfoundry.hf.write import to_hf, whole_or_nothing
 from llmfoundry.models.quantized import is_quantized
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import as_written, flat, to_yaml
@@ -168,22 +169,22 @@ def _import(recipe: ConvertRecipe) -> None:
         root.to_empty(device=ALONE.device)
         fill_model(root.model, opened.tensors())
 
-    def extras(folder: Path) -> None:
-        atomic_write(folder / "recipe.yaml", to_yaml(written))
-        tokenizer.save(folder / "tokenizer")
-
     output.mkdir(parents=True, exist_ok=True)
-    extras(output)
+    atomic_write(output / "recipe.yaml", to_yaml(written))
+    tokenizer.save(output / "tokenizer")
     print(f"precision: {written.precision}, as the weights are stored")
+    files = {"recipe.yaml": to_yaml(written)}
+    files |= {f"tokenizer/{name}": text for name, text in tokenizer.files().items()}
     writer = Checkpointer(
-        output,
+        Storage(output),
         ALONE,
-        extras=extras,
-        policy=SavePolicy(keep=-1, background=False, max_failures=1),
-        warn=print,
+        Contents(files, all_stacked_rows(root.model)),
+        SavePolicy(keep=-1, background=False, max_failures=1),
+        Reports(print),
     )
     state = {"batch": 0, "identity": model_identity(config), "is_trained": is_trained}
-    print(f"{public(recipe.checkpoint)} is {show(writer.save_weights(root.model, state))}")
+    saved = writer.save(0, root.model, None, state, last=True)
+    print(f"{public(recipe.checkpoint)} is {show(saved)}")
 
 
 def _precision(opened: HFFolder) -> str:

@@ -43,15 +43,11 @@ class Mailbox:
 
     def __init__(self, world: World) -> None:
         """Prepare to exchange; messages of two mailboxes never mix."""
-        self.world, self._name = world, f"llmfoundry/mailbox/{next(_numbers)}"
+        self.world, self.is_main = world, world.is_main
+        self._name = f"llmfoundry/mailbox/{next(_numbers)}"
         self._store = None if world.size == 1 else default_store()
         self._round = self._step = 0
         self._sent: list[str] = []  # by this process; deleted once it is known that all have read
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process is rank 0."""
-        return self.world.is_main
 
     def begin(self) -> None:
         """Start a round: messages of one that was cut short on some process are not read."""

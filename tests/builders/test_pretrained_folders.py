@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from llmfoundry.builders.job import build_root
 from llmfoundry.builders.pretrained import (
+    MODEL,
     TRUST,
     fit_vocabulary,
+    model_yaml,
     open_folder,
     open_pretrained,
     read_model,
 )
-from llmfoundry.builders.pretrained import write_model as write_model_file
 from llmfoundry.commands.convert import ALONE
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -240,7 +241,7 @@ def test_a_checkpoint_does_not_run_code_unasked(
 ) -> None:
     """Its model.yaml may name a folder of code: an untrusted one is not run."""
     config = HFModelConfig(hf_config={"model_type": "own"}, code=str(tmp_path))
-    write_model_file(tmp_path, config)
+    (tmp_path / MODEL).write_text(model_yaml(config))
     monkeypatch.delenv(TRUST, raising=False)
     with pytest.raises(UserError, match=f"which is not run; set {TRUST}=1"):
         read_model(tmp_path)

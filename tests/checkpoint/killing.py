@@ -72,7 +72,7 @@ MODES = {
 }
 SHARES = {"asynchronous": 6, "ddp": 3, "fsdp": 4, "synchronous": 2, "workers": 1, "mlflow": 1}
 """How the kills are dealt among the modes."""
-PHASES = ("_take", "_step", "_log", "_evaluate", "_save")
+PHASES = ("_take", "_step", "_log", "_evaluate", "save")
 """Where signals come that ask for a stop: methods of the trainer."""
 
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmfoundry.checkpoint.dcp import TensorFiles
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.launch import World
-from llmfoundry.files import atomic_write
 from tests.warm_scripts import on_ranks
 
 RANKS = 2
@@ -59,15 +59,12 @@ class Run:
         self.saver = self.new_saver(folder)
 
     def new_saver(self, folder: Path, *, background: bool = True) -> Checkpointer:
-        def extras(place: Path) -> None:
-            atomic_write(place / "recipe.yaml", "")
-
         return Checkpointer(
-            folder,
+            Storage(folder),
             self.world,
-            extras=extras,
-            policy=SavePolicy(keep=-1, background=background, max_failures=9),
-            warn=lambda line: None,
+            Contents({"recipe.yaml": ""}, {}),
+            SavePolicy(keep=-1, background=background, max_failures=9),
+            Reports(lambda line: None),
         )
 
     def step(self) -> None:

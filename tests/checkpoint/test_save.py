@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
 from llmfoundry.recipe.front.script import run as run_script
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.disk import Disk
@@ -82,19 +82,20 @@ def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(
 ) -> None:
     """Whatever the power cut takes, a folder with COMMIT is whole; also what libraries wrote."""
 
-    def extras(folder: Path) -> None:
+    def add_files(folder: Path) -> None:
         (folder / "adapter").mkdir()
         (folder / "adapter/weights").write_bytes(b"of a library that does not sync")
 
     checkpointer = Checkpointer(
-        tmp_path,
+        Storage(tmp_path),
         ALONE,
-        extras=extras,
-        policy=SavePolicy(keep=-1, background=False, max_failures=1),
-        warn=print,
+        Contents({}, {}, add_files),
+        SavePolicy(keep=-1, background=False, max_failures=1),
+        Reports(print),
     )
     disk = Disk(monkeypatch)
-    folder = checkpointer.save_weights(nn.Linear(2, 3), {"batch": 0})
+    model: Any = nn.Linear(2, 3)
+    folder = checkpointer.save(0, model, None, {"batch": 0}, last=True)
     counts = disk.place("named", folder / "COMMIT")
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "COMMIT"]
     assert {"state.json", "weights", ".metadata"} < {path.name for path in files}
@@ -231,13 +232,10 @@ def make_saver(folder: Path, world: World, **settings: Any) -> tuple[Checkpointe
     """A writer of checkpoints of any module, and what it warns of."""
     said: list[str] = []
 
-    def extras(place: Path) -> None:
-        atomic_write(place / "recipe.yaml", "")
-
     given = {"keep": -1, "background": False, "max_failures": 2} | settings
-    return Checkpointer(
-        folder, world, extras=extras, policy=SavePolicy(**given), warn=said.append
-    ), said
+    contents = Contents({"recipe.yaml": ""}, {})
+    policy, reports = SavePolicy(**given), Reports(said.append)
+    return Checkpointer(Storage(folder), world, contents, policy, reports), said
 
 
 def parts() -> tuple[Any, torch.optim.Optimizer]:

@@ -25,7 +25,8 @@ from torch.distributed import distributed_c10d
 
 import llmfoundry
 from llmfoundry.builders import trainer
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed import launch
 from llmfoundry.distributed import mesh as mesh_module
 from llmfoundry.distributed.launch import (
@@ -73,11 +74,11 @@ def groups_of_a_run(rank: int, size: int) -> dict[str, Any]:
         build_mesh(ParallelConfig(data_parallel_shard_degree=size), world)
         stop = StopSignal(world)
         Checkpointer(
-            Path(),
+            Storage(Path()),
             world,
-            extras=lambda folder: None,
-            policy=SavePolicy(keep=-1, background=True, max_failures=1),
-            warn=print,
+            Contents({}, {}),
+            SavePolicy(keep=-1, background=True, max_failures=1),
+            Reports(print),
         )
         stop.begin(None)
         stop.check()

@@ -109,6 +109,6 @@ def test_a_checkpoint_of_blocks_loads_into_a_plain_tensor_and_back(
 
 
 def save(state: dict[str, Any], folder: Path) -> None:
-    files = TensorFiles(ALONE, Mailbox(ALONE))
+    files = TensorFiles(Mailbox(ALONE))
     folder.mkdir()
     files.write(folder, files.stage(state, {"w": HEIGHTS}, copy=False))

@@ -14,6 +14,7 @@ import torch
 
 import llmfoundry
 from llmfoundry.checkpoint import save
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.loader import BatchPrefetcher
 from llmfoundry.distributed.launch import World
 from llmfoundry.ops.devices import device_thread
@@ -66,11 +67,11 @@ def test_the_checkpoints_thread_has_the_device(
         lambda self, batch, *_: written.append(f"{threading.current_thread().name} {batch}"),
     )
     saving = save.Checkpointer(
-        tmp_path,
+        Storage(tmp_path),
         World(0, 1, 0, torch.device("cpu")),
-        extras=lambda folder: None,
-        policy=save.SavePolicy(keep=-1, background=True, max_failures=1),
-        warn=print,
+        save.Contents({}, {}),
+        save.SavePolicy(keep=-1, background=True, max_failures=1),
+        save.Reports(print),
     )
     saving.save(3, cast(Any, None), cast(Any, None), {})
     saving.wait()

@@ -28,14 +28,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from llmfoundry.checkpoint.load import load_training_state, load_weights
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
-from llmfoundry.files import atomic_write
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.packed_layout import PackedLayout as Rows
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
@@ -153,16 +154,12 @@ class Job:
 
     def save(self, folder: Path, batch: int) -> Path:
         """In the background, with the weights changed as soon as that may be."""
-
-        def extras(place: Path) -> None:
-            atomic_write(place / "recipe.yaml", "")
-
         saver = Checkpointer(
-            folder,
+            Storage(folder),
             self.world,
-            extras=extras,
-            policy=SavePolicy(keep=-1, background=True, max_failures=1),
-            warn=print,
+            Contents({"recipe.yaml": ""}, all_stacked_rows(self.root.model)),
+            SavePolicy(keep=-1, background=True, max_failures=1),
+            Reports(print),
         )
         place = saver.save(batch, self.root.model, self.optimizer, {"batch": batch})
         saver.before_update()

@@ -14,7 +14,8 @@ from torch.optim import _muon
 
 from llmfoundry.builders.job import matmul_dtype
 from llmfoundry.checkpoint.load import load_training_state
-from llmfoundry.checkpoint.save import Checkpointer, SavePolicy
+from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
@@ -346,11 +347,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, tmp_path:
     for group in optimizer.param_groups:
         group["lr"] *= 0.5  # as a schedule leaves it
     saver = Checkpointer(
-        tmp_path,
+        Storage(tmp_path),
         World(0, 1, 0, CPU),
-        extras=lambda folder: None,
-        policy=SavePolicy(keep=-1, background=False, max_failures=1),
-        warn=print,
+        Contents({}, {}),
+        SavePolicy(keep=-1, background=False, max_failures=1),
+        Reports(print),
     )
     folder = saver.save(4, root.model, optimizer, {})
     other, resumed = start(4)
@@ -378,11 +379,11 @@ def test_a_resume_takes_all_but_moments_from_the_recipe(then: str, tmp_path: Pat
     optimizer = build_optimizer(root.model, first)
     step(root, optimizer, 0)
     saver = Checkpointer(
-        tmp_path,
+        Storage(tmp_path),
         World(0, 1, 0, CPU),
-        extras=lambda folder: None,
-        policy=SavePolicy(keep=-1, background=False, max_failures=1),
-        warn=print,
+        Contents({}, {}),
+        SavePolicy(keep=-1, background=False, max_failures=1),
+        Reports(print),
     )
     folder = saver.save(1, root.model, optimizer, {})
     resumed, fresh = build_optimizer(other.model, second), build_optimizer(other.model, second)
