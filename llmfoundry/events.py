@@ -51,7 +51,7 @@ def add_event(
         more: further facts, as JSON.
 
     Raises:
-        OSError: it cannot be written whole.
+        OSError: it cannot be written completely.
     """
     event = {"time": round(time.time(), 3), "kind": kind, "step": step, "rank": rank}
     event |= {"what": what, "action": action, **more}

@@ -334,7 +334,7 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
 
 
 def _checkpoint(path: str) -> Rows:
-    """A run's newest whole checkpoint, and what it holds."""
+    """A run's newest complete checkpoint, and what it holds."""
     at = find_place(path, "checkpoint", _alone())
     sums = Sums.RECORD if is_url(path) else Sums.WEIGHTS  # the tensors would be downloaded
     folder = find_checkpoint(at, note=lambda line: None, sums=sums)

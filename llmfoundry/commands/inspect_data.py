@@ -118,7 +118,7 @@ class PhaseFacts:
     """Proportions that hold from a step on.
 
     Attributes:
-        at: as the recipe says it.
+        at: as in the recipe.
         step: the first.
         in_force: whether the step that is looked at lies in it.
         proportions: each stream's part; sum to 1.

@@ -1,6 +1,6 @@
 """What a file of a data set is, and how it is fetched: the words of the fetching modules.
 
-`FileSpec` says which file is meant and how to know that it is whole. The index of a format (MDS,
+`FileSpec` names a file and how to verify that it is complete. The index of a format (MDS,
 tokens) makes specs; `shard_files.ShardFolder` turns them into paths.
 """
 

@@ -54,7 +54,7 @@ def read_index(folder: ShardFolder, cache_folder: str | None = None) -> Index:
 
 def _kept_in_binary(data: bytes, kept_in: Path) -> MDSIndex:
     kept = kept_in / f"{hashlib.sha256(data).hexdigest()[:32]}.npz"
-    with contextlib.suppress(OSError, UserError):  # not there, or not whole
+    with contextlib.suppress(OSError, UserError):  # not there, or incomplete
         return MDSIndex.load(kept)
     index = MDSIndex.from_bytes(data, source=INDEX)
     try:

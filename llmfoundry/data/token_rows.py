@@ -105,7 +105,7 @@ class StreamIndex:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that it says."""
+        """A hash of all that it specifies."""
         return _hash(self.to_dict())
 
     is_packed = False  # no file is kept compressed

@@ -85,7 +85,7 @@ OPTIMIZERS = ChoiceTable(
 
 @dataclass
 class ParamGroupConfig:
-    """Parameters that the optimizer treats otherwise; unset: as the optimizer section says."""
+    """Parameters that the optimizer treats otherwise; unset: as in the optimizer section."""
 
     param_str_match: str = ""
     """A regular expression that is found in the parameters' names; the first group that matches

@@ -256,7 +256,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_counts(
     file = Path(config.paths[0])
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
-    with pytest.raises(UserError, match=r"rows\.jsonl\.gz: not a whole gzip"):
+    with pytest.raises(UserError, match=r"rows\.jsonl\.gz: not a complete gzip"):
         prepare_corpus(config, plain, progress=False)
     file.write_bytes(whole)
     prepare_corpus(config, plain, progress=False)

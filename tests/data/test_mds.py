@@ -199,7 +199,9 @@ def test_a_file_of_another_length_than_the_index_says_is_named(tmp_path: Path) -
     write(tmp_path, {"a": "int"}, {"a": 1})
     path = tmp_path / "shard.00000.mds"
     path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(UserError, match=r"00000.mds: damaged: it has [0-9]+ bytes, the index says"):
+    with pytest.raises(
+        UserError, match=r"00000.mds: damaged: it has [0-9]+ bytes, the index specifies"
+    ):
         open_shard(tmp_path)
     path.unlink()
     with pytest.raises(UserError, match=r"00000.mds: the shard is missing"):

@@ -1,4 +1,4 @@
-"""Writing MDS: where a shard ends, what the index says, when it appears, and what is refused."""
+"""Writing MDS: where a shard ends, what the index holds, when it appears, and what is refused."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_cut_connection_is_tried_again(store: tuple[str, FaultyS3], folder: Sh
         ("missing", 1, r"is not there; check data\.remote"),
         ("forbidden", 1, r"access is refused .*; check the credentials"),
         ("slow down", 4, r"asks for fewer requests .* after 4 attempts"),
-        ("damaged", 2, r"its sha1 is [0-9a-f]{40}, its index says .*fetched again"),
+        ("damaged", 2, r"its sha1 is [0-9a-f]{40}, its index specifies .*fetched again"),
     ],
 )
 def test_what_lasts_is_one_line(

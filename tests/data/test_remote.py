@@ -105,7 +105,11 @@ def test_what_passes_is_tried_again(
             r"asks for fewer requests .* after 4 attempts; write a data\.requests_per",
         ),
         ("cut", 4, r"payload.* after 4 attempts; .*data\.download_retry"),
-        ("damaged", 2, r"its sha1 is [0-9a-f]{40}, its index says .*fetched again; the file there"),
+        (
+            "damaged",
+            2,
+            r"its sha1 is [0-9a-f]{40}, its index specifies .*fetched again; the file there",
+        ),
         ("spoiled", 2, r"Checksum.*fetched again"),
     ],
 )
@@ -137,8 +141,8 @@ def test_a_refused_list_is_called_so() -> None:
 @pytest.mark.parametrize(
     ("n_bytes", "line"),
     [
-        (len(DATA) + 1, "ends after 70001 bytes, its index says 70002"),
-        (len(DATA) - 1, "is longer than the 70000 bytes that its index says"),
+        (len(DATA) + 1, "ends after 70001 bytes, its index specifies 70002"),
+        (len(DATA) - 1, "is longer than the 70000 bytes that its index specifies"),
     ],
 )
 def test_a_file_of_another_size_is_damaged(n_bytes: int, line: str, folder: ShardFolder) -> None:

@@ -103,8 +103,11 @@ def test_a_damaged_compressed_file_is_an_error(tmp_path: Path, options: FetchOpt
     ("damage", "line"),
     [
         (lambda path: path.unlink(), "a: cannot be read: No such file or directory; check"),
-        (lambda path: path.write_bytes(b"ab"), "a: has 2 bytes, its index says 3; the file"),
-        (lambda path: path.write_bytes(b"abd"), "a: its md5 is 4911e516.*, its index says 900150"),
+        (lambda path: path.write_bytes(b"ab"), "a: has 2 bytes, its index specifies 3; the file"),
+        (
+            lambda path: path.write_bytes(b"abd"),
+            "a: its md5 is 4911e516.*, its index specifies 900150",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_local_file_is_reported(

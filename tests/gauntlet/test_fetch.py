@@ -168,7 +168,7 @@ def test_a_truncated_or_broken_file_of_a_clone_is_refused(tmp_path: Path) -> Non
     names = ["x/short.jsonl", "x/broken.jsonl", "x/good.jsonl"]
     files = [DataFile(name, rows=2) for name in names]
     found = outcomes(tmp_path / "out", from_foundry(clone), *files)
-    assert "short.jsonl has 1 rows, not 2; is the clone whole" in found["x/short.jsonl"][1]
+    assert "short.jsonl has 1 rows, not 2; is the clone complete" in found["x/short.jsonl"][1]
     assert "broken.jsonl:3: is not JSON" in found["x/broken.jsonl"][1]
     assert found["x/good.jsonl"][0]
     assert [p.name for p in (tmp_path / "out/x").iterdir()] == ["good.jsonl"]

@@ -124,7 +124,7 @@ def test_what_cannot_be_rows_is_reported(tmp_path: Path) -> None:
     assert f"{tmp_path}/t.jsonl: is not UTF-8 text" in reported
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(lines("a").encode())[:-6])
     (reported,) = problems_of(tmp_path, "t.jsonl.gz")
-    assert "t.jsonl.gz: is not whole gzip data" in reported
+    assert "t.jsonl.gz: is not complete gzip data" in reported
 
 
 # ------------------------------------------------------------------ addresses

@@ -457,7 +457,7 @@ def test_a_group_gives_its_own_result_and_a_tag_those_of_its_tasks(
 @pytest.mark.parametrize(
     ("name", "changes", "shots", "says"),
     [
-        ("local_words", {"num_fewshot": 0}, 3, "the task's own file says 0"),
+        ("local_words", {"num_fewshot": 0}, 3, "the task's own file specifies 0"),
         ("local_choices", {"dataset_kwargs": {"data_files": "none.jsonl"}}, 0, "cannot be read"),
         ("local_written", {"generation_kwargs": {"do_sample": True}}, 0, "at random"),
         ("local_written", {"unsafe_code": True}, 0, "runs programs that the model writes"),

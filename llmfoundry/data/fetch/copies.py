@@ -28,7 +28,7 @@ class Index(Protocol):
     """What is needed of an index.
 
     Attributes:
-        digest: of all that it says.
+        digest: of all that it specifies.
         is_packed: some of its files are kept compressed.
         n_shards: files.
         unhashed: numbers of the files that have samples and no hash.
@@ -131,7 +131,7 @@ class Copies:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[tuple[LockedFile | None, dict[str, str]]]:
-        """The record and what it says; None: it is not ours to write."""
+        """The record and its contents; None: it is not ours to write."""
         try:
             record = lock(self._record, mode=self._mode)
         except OSError as error:
@@ -187,7 +187,7 @@ def some_of(numbers: Sequence[int]) -> list[int]:
 
 
 def _read(text: bytes) -> dict[str, str]:
-    """What a record says; nothing, if it is garbage."""
+    """The contents of a record; nothing, if it is garbage."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text)
         if isinstance(found, dict) and all(isinstance(found.get(k), str) for k in _KEYS):

@@ -30,7 +30,7 @@ _BACKOFF_S = 0.5
 
 
 class DamagedError(Exception):
-    """A file that is not what its index says."""
+    """A file that is not what its index specifies."""
 
 
 class MissingError(UserError):
@@ -83,7 +83,7 @@ class Remote:
         return f"{self.url} {without_secrets(endpoint)}".rstrip()
 
     def read(self, name: str, *, once: bool = False) -> bytes:
-        """A whole file of unknown size; `once`: what fails is not tried again.
+        """A complete file of unknown size; `once`: what fails is not retried.
 
         Raises:
             UserError: it is not there, or cannot be had.
@@ -137,9 +137,9 @@ class Remote:
             ended |= len(part) < asked and (n_bytes is None or offset == n_bytes)
         if n_bytes is not None and offset != n_bytes:
             raise DamagedError(
-                f"ends after {offset} bytes, its index says {n_bytes}"
+                f"ends after {offset} bytes, its index specifies {n_bytes}"
                 if offset < n_bytes
-                else f"is longer than the {n_bytes} bytes that its index says"
+                else f"is longer than the {n_bytes} bytes that its index specifies"
             )
 
     def part(self, name: str, start: int, n_bytes: int) -> bytes:

@@ -3,7 +3,7 @@
 `checkpoint` keeps runs in one. The ideas: what is asked is asked again as long as it may pass, as
 `Remote` does for shards; a large file goes up in parts, each of which is tried again by itself; a
 file counts as written once the store says that it has as many bytes. No store renames atomically
-but all of them put one object whole or not at all, so a marker that is written last is a commit.
+but all of them put one object atomically, so a marker that is written last is a commit.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class ObjectStore(Remote):
             )
 
     def download(self, name: str, path: Path, n_bytes: int) -> None:
-        """Fetch a file, whole or not at all, in several requests at a time.
+        """Fetch a file, atomically, in several requests at a time.
 
         Raises:
             UserError: it cannot be had.

@@ -93,7 +93,7 @@ class Prefetcher:
     def use(self, name: str) -> None:
         """A file is here and being used: others may take its place.
 
-        Told apart from `ask`, so that none of them takes the room that this file needs.
+        Kept apart from `ask`, so that none of them takes the room that this file needs.
         """
         with self._changed:
             self._ahead.pop(name, None)

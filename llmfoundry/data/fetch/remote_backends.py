@@ -164,7 +164,7 @@ def _gcs_hmac() -> dict[str, Any]:
 
 
 def _azure(scheme: str, path: str) -> tuple[str, dict[str, Any]]:
-    """The URL for adlfs, and what the environment says; azure:// begins with the account."""
+    """The URL for adlfs, and the environment's settings; azure:// begins with the account."""
     found = {}
     account = os.environ.get("AZURE_ACCOUNT_NAME")
     if scheme == "azure":

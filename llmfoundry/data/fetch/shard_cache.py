@@ -3,9 +3,9 @@
 `shard_fetch` reserves room here before it downloads and pins what is read. Any number of processes,
 runs and users share a cache. What they have in common is in three small files of its folder, read
 and written under one lock: `.files` (a path a line), `.used` (bytes) and `.rate` (`request_rate`).
-One idea: nothing about single files is written down. A file's own lock says that it is in use (and
-dies with its user), its modification time when it last was. A time to come says that it was fetched
-ahead and nobody has used it: room for another file ahead is never made of those.
+One idea: nothing about single files is written down. A file's own lock shows that it is in use (and
+ends with its user), its modification time when it last was. A time to come means that it was
+fetched ahead and nobody has used it: room for another file ahead is never made of those.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ShardCache:
         return None
 
     def publish(self, part: LockedFile, path: Path, *, reserved: int, ahead: bool) -> None:
-        """Give a whole and checked file its name.
+        """Give a complete and verified file its name.
 
         Raises:
             OSError: it, or the accounts, cannot be written.

@@ -1,7 +1,7 @@
 """Copies of remote files: locked, downloaded, checked, unpacked, named, pinned.
 
 `ShardFolder` has one of these per process for a folder that is kept here. One idea: a file is
-written under a temporary name, and that file's lock is the right to write it. Once whole and
+written under a temporary name, and that file's lock is the right to write it. Once complete and
 checked it is renamed, so a path names either a good file or nothing, even after a kill; and of
 many processes that need one, the first downloads it while the others wait for its lock.
 """
@@ -62,7 +62,7 @@ class ShardFetcher:
         self._checked: set[str] = set()
 
     def hold(self, spec: FileSpec, *, check: Callable[[str], None]) -> LockedFile:
-        """The whole and checked file, open and pinned until it is released; waits for it.
+        """The complete and verified file, open and pinned until it is released; waits for it.
 
         Args:
             spec: the file.
@@ -198,7 +198,7 @@ class ShardFetcher:
     def _download(
         self, spec: FileSpec, part: LockedFile, cancelled: threading.Event | None
     ) -> None:
-        """Write the file to `part`, whole and checked, at the second attempt if need be."""
+        """Write the file to `part`, complete and verified, at the second attempt if need be."""
         url = f"{self._remote.url}/{(spec.packed or spec).name}"
         hashes = spec.hashes if self._options.validate_hash else ()
         with open(part.descriptor, "r+b", closefd=False) as target:
@@ -287,7 +287,7 @@ class _Patience:
 
 
 def damage(file: IO[bytes], n_bytes: int | None, hashes: tuple[tuple[str, str], ...]) -> str | None:
-    """How a file differs from what its index says.
+    """How a file differs from what its index specifies.
 
     Args:
         file: any position.
@@ -296,12 +296,12 @@ def damage(file: IO[bytes], n_bytes: int | None, hashes: tuple[tuple[str, str], 
     """
     size = file.seek(0, os.SEEK_END)
     if n_bytes is not None and size != n_bytes:
-        return f"has {size} bytes, its index says {n_bytes}"
+        return f"has {size} bytes, its index specifies {n_bytes}"
     for algorithm, expected in hashes:
         file.seek(0)
         found = digest(algorithm, iter(lambda: file.read(_CHUNK), b""))
         if found != expected:
-            return f"its {algorithm} is {found}, its index says {expected}"
+            return f"its {algorithm} is {found}, its index specifies {expected}"
     return None
 
 

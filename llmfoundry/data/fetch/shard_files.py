@@ -1,4 +1,4 @@
-"""Files of a data set, here or at a URL, as whole and checked files at local paths.
+"""Files of a data set, here or at a URL, as complete and verified files at local paths.
 
 The readers of MDS and of token shards read through a `ShardFolder`; they never see whether a file
 is read in place or is a copy. One idea: a folder of files that never change can be copied, kept and
@@ -91,7 +91,7 @@ class ShardFolder:
         return cls(source, options, place=None, kept=Path(here))
 
     def read_index(self, parse: Callable[[bytes], AnyIndex]) -> AnyIndex:
-        """What the folder's index says, from the store.
+        """The folder's index, from the store.
 
         Where the store cannot be asked, but all shards are here, that of an earlier time;
         `silence` then says why.
@@ -151,7 +151,7 @@ class ShardFolder:
             raise _unreadable(self._place / name, error) from error
 
     def get(self, spec: FileSpec) -> Path:
-        """The whole and checked file; waits until it is here.
+        """The complete and verified file; waits until it is here.
 
         Raises:
             UserError: it cannot be had; the shard, the cause, and what to do.

@@ -3,8 +3,8 @@
 The shard cache decompresses what it fetched, `MDSWriter` compresses what it writes. One idea: a
 library gives an object that takes bytes and knows where its data ends, so one loop streams them
 all: memory stays bounded, a file that was cut short is noticed, and one that unpacks to more than
-its index says is left as soon as it does. Only snappy's format has to be unpacked in one piece; it
-begins with the length.
+its index specifies is left as soon as it does. Only snappy's format has to be unpacked in one
+piece; it begins with the length.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _library(module: str, package: str) -> Any:
 
 
 def _too_long(n_bytes: int) -> PackedError:
-    return PackedError(f"it holds more than the {n_bytes} bytes that its index says")
+    return PackedError(f"it holds more than the {n_bytes} bytes that its index specifies")
 
 
 def _unpack_stream(

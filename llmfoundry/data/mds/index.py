@@ -1,4 +1,4 @@
-"""`MDSIndex`: what an MDS `index.json` says of its shards, as a few flat arrays.
+"""`MDSIndex`: what an MDS `index.json` specifies of its shards, as a few flat arrays.
 
 The data sources open it, once per run and rank. An index may list half a million shards, so no
 Python object stands for a shard: numbers are arrays, texts are one run of bytes with their ends,
@@ -104,7 +104,7 @@ class MDSIndex:
         """Parse `index.json`; `source` is what errors call it.
 
         Raises:
-            UserError: it is not an MDS index, or says something impossible; names the shard.
+            UserError: it is not an MDS index, or specifies something impossible; names the shard.
         """
         return _Parser(source).parse(data)
 
@@ -129,7 +129,7 @@ class MDSIndex:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all that it says."""
+        """sha256 of all that it specifies."""
         rows = self.fingerprint.removesuffix(f":{self.sample}")
         state = hashlib.sha256(json.dumps([rows, self.compressions]).encode())
         for numbers in (self.packed_bytes, self.compression):
@@ -196,7 +196,7 @@ class MDSIndex:
         """Read the binary form.
 
         Raises:
-            UserError: it is not whole, or of another version.
+            UserError: it is incomplete, or of another version.
         """
         try:
             with np.load(source, allow_pickle=False) as arrays:

@@ -44,7 +44,7 @@ class MDSShard:
         """Map the file of shard `n` of `index`.
 
         Raises:
-            UserError: the file is missing, or is not what the index says.
+            UserError: the file is missing, or is not what the index specifies.
         """
         self._path = path
         self._n_samples = int(index.sizes[n])
@@ -110,7 +110,7 @@ class MDSShard:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != n_bytes or not found:
-                    raise self._damaged(f"it has {found:,} bytes, the index says {n_bytes:,}")
+                    raise self._damaged(f"it has {found:,} bytes, the index specifies {n_bytes:,}")
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except FileNotFoundError as error:
             raise UserError(f"{self._path}: the shard is missing; copy it again") from error
@@ -120,7 +120,7 @@ class MDSShard:
         n, n_bytes = self._n_samples, len(self._data)
         table = np.frombuffer(self._data[: n_bytes & ~3], "<u4")[: n + 2].astype(np.int64)
         if len(table) < n + 2 or table[0] != n:
-            raise self._damaged(f"it does not hold the {n:,} samples that the index says")
+            raise self._damaged(f"it does not hold the {n:,} samples that the index specifies")
         offsets = table[1:]
         if offsets[0] < 4 * (n + 2) or offsets[-1] != n_bytes or (np.diff(offsets) < 0).any():
             raise self._damaged(f"its {n:,} samples do not lie within its {n_bytes:,} bytes")

@@ -1,7 +1,7 @@
 """`MDSWriter`: samples to shards of mosaicml-streaming's format, byte for byte its own.
 
-The preparation writes with it. Shards come out as they fill; `index.json` comes last and whole, so
-a folder without one was not finished. `merge_index` makes one dataset of folders that were written
+The preparation writes with it. Shards come out as they fill; `index.json` comes last, so a
+folder without one was not finished. `merge_index` makes one dataset of folders that were written
 side by side.
 """
 
@@ -122,7 +122,7 @@ class MDSWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish; after an error leave no index, which would call half a dataset whole."""
+        """Finish; after an error leave no index, which would call half a dataset complete."""
         if kind is None:
             self.finish()
 

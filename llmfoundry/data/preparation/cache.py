@@ -1,4 +1,4 @@
-"""Folders made once, whole or not at all, also if other processes make them at the same time.
+"""Folders made once, atomically, also if other processes make them at the same time.
 
 The tokenizer's training and the preparation keep their results under data.cache_folder this way.
 """

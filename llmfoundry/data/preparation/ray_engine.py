@@ -2,7 +2,7 @@
 
 Called by the preparation for `prepare.engine: ray`. The one idea: Ray only decides where a task
 runs. Tasks are the same functions that the local pool calls; what they make are files on storage
-that all machines share, written whole or not at all, so a lost machine costs its running tasks, and
+that all machines share, written atomically, so a lost machine costs its running tasks, and
 the output cannot depend on the engine.
 
 Ray's tasks rather than Ray Data or Spark: Ray Data moves rows between operators, and nothing moves

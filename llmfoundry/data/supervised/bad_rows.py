@@ -51,7 +51,7 @@ def bad_row(where: object, error: ValueError) -> BadRow:
 
 
 class BadRowsError(UserError):
-    """All rows of a source that cannot be used, where the recipe says that this is an error."""
+    """All rows of a source that cannot be used, where the recipe makes this an error."""
 
 
 @dataclass

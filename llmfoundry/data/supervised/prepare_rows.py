@@ -1,7 +1,7 @@
 """`prepare_rows`: the supervised rows of a source in tokens, made once, then only opened.
 
 Called by `builders/data.py` on every process; one of each machine does the work, over its cores,
-while the others wait. A killed one leaves nothing that a later one would take for whole.
+while the others wait. A killed one leaves nothing that a later one would take for complete.
 """
 
 from __future__ import annotations

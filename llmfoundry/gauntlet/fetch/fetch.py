@@ -1,7 +1,7 @@
 """Bring the rows of benchmarks into a folder: checked, counted, resumable.
 
 `commands.fetch_eval_data` calls `fetch` with one of two routes, `from_foundry` here and
-`fetch_hub.from_hub`. The idea: a file appears under its name only when it is whole, after its
+`fetch_hub.from_hub`. The idea: a file appears under its name only when it is complete, after its
 checksum is in `manifest.json`; so a stopped run leaves nothing to repair, the next one resumes, and
 a file that changed later is noticed. No file is ever overwritten.
 """
@@ -53,7 +53,7 @@ Route = Callable[[DataFile, Path], Fetched]
 
 @dataclass(frozen=True)
 class Content:
-    """Size and checksum of a whole file."""
+    """Size and checksum of a complete file."""
 
     sha256: str
     bytes: int
@@ -169,7 +169,7 @@ def _bring(file: DataFile, target: Path, manifest: FetchManifest, route: Route) 
 
 
 def inspect(path: Path) -> Content:
-    """Read a whole jsonl file.
+    """Read a complete jsonl file.
 
     Raises:
         FetchError: a line is no JSON object, or there is none.
@@ -224,8 +224,8 @@ def from_foundry(clone: Path) -> Route:
             raise FetchError(f"{show(path)}: {error.strerror}") from error
         if content.rows != file.rows:
             raise FetchError(
-                f"{show(path)} has {content.rows:,} rows, not {file.rows:,}; is the clone whole and"
-                " its main branch checked out?"
+                f"{show(path)} has {content.rows:,} rows, not {file.rows:,}; is the clone complete"
+                " and its main branch checked out?"
             )
         return Fetched(source, file.licence or "its source's; LLM Foundry does not state it")
 

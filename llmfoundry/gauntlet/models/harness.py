@@ -159,8 +159,8 @@ def _load(manager: Any, name: str, num_fewshot: int | None) -> dict[str, Any]:
             task.set_config(key="num_fewshot", value=own or 0)
         elif own == 0 and num_fewshot > 0:
             raise UserError(
-                f"{place}: num_fewshot: {num_fewshot}, but the task's own file says 0, as those do"
-                " whose prompts hold their examples; write num_fewshot: [0]"
+                f"{place}: num_fewshot: {num_fewshot}, but the task's own file specifies 0, as"
+                " those do whose prompts hold their examples; write num_fewshot: [0]"
             )
         else:
             task.set_config(key="num_fewshot", value=num_fewshot)

@@ -202,7 +202,7 @@ def document_start(config: Any) -> tuple[int, ...] | None:
     """What documents began with in the training of a model that was exported from here; else None.
 
     Raises:
-        UserError: config.json says something else in that place.
+        UserError: config.json specifies something else there.
     """
     ids = getattr(config, DOCUMENT_START, None)
     if ids is None:

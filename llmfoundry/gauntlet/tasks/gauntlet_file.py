@@ -83,7 +83,7 @@ class EvalGauntlet:
 
 @dataclass(frozen=True)
 class GauntletFile:
-    """What a gauntlet file says, checked; no row has been read yet.
+    """What a gauntlet file specifies, checked; no row has been read yet.
 
     Attributes:
         path: the file that holds icl_tasks; relative paths of rows begin beside it.

@@ -49,7 +49,7 @@ _SHOWN = 10  # problems of one task that are listed before the rest is only coun
 
 
 class RowsNotFound(UserError):
-    """The rows are not where the task says."""
+    """The rows are not where the task specifies."""
 
 
 def load_rows(
@@ -235,7 +235,7 @@ def _lines(name: str, content: bytes) -> Iterator[tuple[str, str]]:
             content = gzip.decompress(content)
         text = content.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{name}: is not whole gzip data ({error}); fetch it again") from error
+        raise UserError(f"{name}: is not complete gzip data ({error}); fetch it again") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: is not UTF-8 text ({error}); convert it") from error
     for number, line in enumerate(text.split("\n"), start=1):

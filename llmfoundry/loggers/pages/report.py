@@ -41,7 +41,7 @@ _MAX_SAMPLES = 40
 def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) -> Path:
     """Write run_folder/report.html anew and return its path.
 
-    `summary` (label → value, `status` among them) is added to what run.json says.
+    `summary` (label → value, `status` among them) is added to the contents of run.json.
     """
     run = read_json_if_there(run_folder / "run.json")
     result = {**run.get("summary", {}), **(summary or {})}

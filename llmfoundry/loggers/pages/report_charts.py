@@ -168,7 +168,7 @@ def gauntlet_charts(rows: Rows, averages: Sequence[str]) -> str:
     first = {name: categories[name] for name in averages if name in categories}
     categories = {**first, **categories}
     charts = [
-        Chart("Gauntlet", categories, "categories, above chance where the file says so"),
+        Chart("Gauntlet", categories, "categories, above chance where the file specifies it"),
         Chart("Tasks", tasks, "accuracy in %", "tenth", scale=100),
     ]
     drawn = "".join(chart_figure(chart, rows) for chart in charts)

@@ -136,7 +136,7 @@ class ModelConfig:
             yield f"{key}expansion_ratio: {ratio} * d_model ({self.d_model}) is not a whole number"
 
     def fill(self, *, max_seq_len: int | None = None, vocab_size: int | None = None) -> None:
-        """Write derived values in place, so that a saved recipe says all that was used.
+        """Write derived values in place, so that a saved recipe specifies all that was used.
 
         Args:
             max_seq_len: the recipe's row length.

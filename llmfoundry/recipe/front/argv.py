@@ -12,7 +12,7 @@ from llmfoundry.recipe.front.paths import is_recipe
 
 SETTINGS = {
     "key=value": "set a key: optimizer.lr=1e-3, data.paths=[a,b]",
-    "group=option": "choose a file of a group in place of all that the recipe says of its section",
+    "group=option": "choose a file of a group in place of the recipe's section",
     "~key": "take a key out of the recipe, so that it has its default; zsh wants quotes, '~key'",
 }
 FLAGS = {

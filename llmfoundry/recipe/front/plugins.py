@@ -3,7 +3,7 @@
 The front calls `import_plugins` before a recipe is checked, workers of other processes with what
 `imported` gave them. The one idea: only the command line and the recipe that it names import code.
 A run's folder that is merely opened, by scripts/eval.py and the like, imports none, whatever its
-recipe says; and a run's own recipe.yaml, when it is gone on with, none out of a run's folder.
+recipe says; and a run's own recipe.yaml, when it is resumed, none out of a run's folder.
 """
 
 from __future__ import annotations

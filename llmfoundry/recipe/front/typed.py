@@ -105,7 +105,7 @@ def as_written(recipe: Any) -> dict[str, Any]:
 
 
 def require(recipe: Any, *needed: str) -> None:
-    """Refuse a recipe if what it says at a `needed` key, or below one, cannot be had here.
+    """Refuse a recipe if what it specifies at a `needed` key, or below one, cannot be had here.
 
     Raises:
         UserError: a line for each such key: a variable that is not set, or a secret that was not

@@ -1,7 +1,7 @@
 """The recipes of scripts that take a trained model: eval.py, convert.py, generate.py, chat.py.
 
-Each takes a `checkpoint`: a run's folder (its newest whole checkpoint) or one checkpoint's folder,
-or the URL of one, such as s3://bucket/runs/mine.
+Each takes a `checkpoint`: a run's folder (its newest complete checkpoint) or one checkpoint's
+folder, or the URL of one, such as s3://bucket/runs/mine.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class TrackRecipe:
     run: Annotated[str | None, PATH] = None
     """The run's folder or URL; it must have ended, as a running one sends its values itself."""
     logger: LoggerConfig | None = None
-    """Where to (group logger/); unset: where the run's own recipe says."""
+    """Where to (group logger/); unset: as in the run's own recipe."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 

@@ -87,9 +87,9 @@ class TrainRecipe:
     global_train_batch_size: Annotated[int, ROWS] = 256
     """Rows in one optimizer step, over all processes."""
     device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
-    """Rows a process computes at a time; auto: as many as the estimate says fit."""
+    """Rows a process computes at a time; auto: as many as fit by the estimate."""
     device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
-    """Rows a process evaluates at a time; auto: as many as the estimate says fit."""
+    """Rows a process evaluates at a time; auto: as many as fit by the estimate."""
     device_loss_chunk_tokens: Annotated[int | None, Range(1, 2**24)] = None
     """Tokens whose logits the loss holds at a time, at most 12 bytes for each token and row of the
     vocabulary; unset: 2 GiB of fp32 logits on a GPU, 8,192 tokens at most; 256 or more on a CPU."""
@@ -109,13 +109,13 @@ class TrainRecipe:
     """Write a checkpoint in the background while training continues."""
     save_max_wait: Annotated[float | None, Range(0)] = None
     """Only with save_async: seconds that training waits where the checkpoint before is still being
-    written when the next is due; then that one is left out, and it is said. Unset: 30. The end of a
+    written when the next is due; then that one is left out and reported. Unset: 30. The end of a
     run, and a signal, wait for as long as it takes."""
     save_max_failures: Annotated[int, Range(1)] = 3
     """Saves that may fail in a row, each reported at once and retried at the next, until the run
     ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
     autoresume: bool = True
-    """Go on from the newest whole checkpoint in save_folder, where there is one."""
+    """Resume from the newest complete checkpoint in save_folder, where there is one."""
     load_path: Annotated[str | None, PATH] = None
     """A checkpoint, or a run's folder, or the URL of one, to start from where save_folder holds
     none."""

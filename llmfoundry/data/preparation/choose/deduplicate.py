@@ -47,7 +47,7 @@ def signatures(texts: Iterable[str], target: Path, *, method: str) -> int:
 
     Args:
         texts: the documents in the order in which they will be read again.
-        target: the file; whole or not there at all.
+        target: the file; written atomically.
         method: exact (the texts are equal, every character) or minhash.
 
     Returns:

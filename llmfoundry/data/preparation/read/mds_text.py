@@ -30,7 +30,7 @@ class MDSText:
         self._folder = ShardFolder.open(remote, local, FetchOptions.from_config(config))
 
     def facts(self) -> list[Any]:
-        """What its index says."""
+        """The contents of its index."""
         return [self._index.fingerprint, self._column]
 
     def spans(self, longest: int | None) -> list[Span]:

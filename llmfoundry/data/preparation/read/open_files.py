@@ -36,7 +36,7 @@ class InputFile:
     Attributes:
         name: path or URL.
         size: bytes.
-        stamp: another after a change: nanoseconds of the last one, or what the store says.
+        stamp: another after a change: nanoseconds of the last one, or the store's mark of it.
     """
 
     name: str
@@ -193,7 +193,7 @@ _KINDS: dict[Callable[[int], bool], str] = {
 
 @contextmanager
 def read_errors(name: str | Path) -> Iterator[None]:
-    """What the system says of a file that cannot be read, in a line.
+    """The system's error for a file that cannot be read, in a line.
 
     Raises:
         UserError: with the file's name.
@@ -259,7 +259,7 @@ def _gunzip(source: Input) -> Iterator[bytes]:
 
 
 def _unzstd(source: Input) -> Iterator[bytes]:
-    """Frame by frame: the library's own stream reader takes a truncated file for a whole one.
+    """Frame by frame: the library's own stream reader takes a truncated file for a complete one.
 
     And in small steps, because it has no bound for what a step makes.
     """
@@ -283,7 +283,7 @@ def _unzstd(source: Input) -> Iterator[bytes]:
 
 
 def _broken(kind: str, why: object) -> str:
-    return f"not a whole {kind} file: {why}; copy or download it again"
+    return f"not a complete {kind} file: {why}; copy or download it again"
 
 
 _UNPACK: dict[str, Callable[[Input], Iterator[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}

@@ -259,7 +259,7 @@ def _parquet_file(source: Input) -> Iterator[Any]:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         why = one_line(error)
-        raise UserError(f"{source.name}: not a whole parquet file: {why}") from error
+        raise UserError(f"{source.name}: not a complete parquet file: {why}") from error
 
 
 def _wet(source: Input, text_column: str) -> Rows:

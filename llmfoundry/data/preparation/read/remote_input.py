@@ -98,6 +98,6 @@ def _before_magic(path: str) -> str:
 
 
 def _version(entry: Mapping[str, Any]) -> str:
-    """What a store says of a file that is another after a change."""
+    """A store's mark of a file, which is another after a change."""
     keys = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated")
     return str(next((entry[key] for key in keys if entry.get(key)), ""))

@@ -1,8 +1,8 @@
 """Common Crawl's WET files: the plain text of web pages, a record a page; called by `readers`.
 
 The format is WARC 1.0 (ISO 28500): a line `WARC/1.0`, header lines, an empty line, as many bytes
-as Content-Length says, two line ends. Records of type `conversion` hold a page, others are about
-the file. Small enough to read here rather than by a library.
+as Content-Length specifies, two line ends. Records of type `conversion` hold a page, others are
+about the file. Small enough to read here rather than by a library.
 """
 
 from __future__ import annotations

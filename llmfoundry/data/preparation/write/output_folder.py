@@ -1,7 +1,7 @@
 """`OutputFolder`: the folder that a preparation writes to, here or at a URL.
 
-Every file and folder comes whole or not at all: here by renaming, elsewhere because stores show an
-object when it is complete and what declares a folder whole is written last.
+Every file and folder appears atomically: here by renaming, elsewhere because stores show an
+object when it is complete and what declares a folder complete is written last.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Sink(ABC):
 
     @abstractmethod
     def _add(self, piece: DocumentPart, ids: list[int]) -> None:
-        """Write what is whole."""
+        """Write what is complete."""
 
     @abstractmethod
     def end(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """`make_part`: one task's documents to files. What processes, Ray's workers or anyone else run.
 
-The one idea: a part is a pure function of the task and the job. Its folders appear whole, and what
-says that it is done comes last, so that a killed preparation resumes with the parts it has, and two
-that make the same part do no harm.
+The one idea: a part is a pure function of the task and the job. Its folders appear atomically, and
+the mark that it is done comes last, so that a killed preparation resumes with the parts it has, and
+two that make the same part do no harm.
 """
 
 from __future__ import annotations
