@@ -8,6 +8,8 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +21,7 @@ PACKAGES = ("llmfoundry-recipes", "torch", "numpy", "transformers", "tokenizers"
 def environment() -> dict[str, str]:
     """Versions by package, the system, and the git commit if the current folder has one."""
     facts = {"python": platform.python_version()}
-    facts |= {name: version for name in PACKAGES if (version := _version(name))}
+    facts |= package_versions(PACKAGES)
     facts |= {"processor": processor(), "cores": str(cores())}
     facts["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
     commit = _git("rev-parse", "HEAD")
@@ -41,11 +43,13 @@ def processor() -> str:
     return " ".join(name.split()) or platform.machine()
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """By package, of those that are installed."""
+    found = dict[str, str]()
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _git(*arguments: str) -> str | None:

@@ -18,9 +18,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -29,6 +28,7 @@ import torch
 
 from llmfoundry.errors import one_line
 from llmfoundry.files import sync
+from llmfoundry.loggers.environment import package_versions
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.bounds import PATH, leaves
@@ -202,26 +202,21 @@ def read_machine() -> MachineFacts:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "kernel": platform.release()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    found["torch build"] = torch.__version__
+    found |= package_versions(PACKAGES) | {"torch build": torch.__version__}
     if torch.cuda.is_available():
         found["cuda"] = torch.version.cuda or f"HIP {torch.version.hip}"
         version: Any = torch.cuda.nccl.version()
         found["nccl"] = ".".join(map(str, version))
-        found["driver"] = _driver()
+        found["driver"] = read_sys("module/nvidia/version") or "unknown"
     return found
 
 
-def _driver() -> str:
+def read_sys(name: str) -> str:
+    """A file of Linux's /sys; empty: it is not there."""
     try:
-        text = Path("/sys/module/nvidia/version").read_text(encoding="utf-8")
+        return Path("/sys", name).read_text(encoding="utf-8").strip()
     except OSError:
-        return "unknown"
-    return text.strip()
+        return ""
 
 
 def try_path(named: NamedPath, *, patience: float) -> PathReading:
@@ -307,19 +302,11 @@ def recipe_paths(recipe: Any) -> list[NamedPath]:
 def _named(key: str, section: Any) -> Iterator[tuple[str, str]]:
     """The values of keys that are paths, by dotted key."""
     for name, field in Schema.of(section.__class__).keys.items():
-        value = getattr(section, field.field)
-        if hasattr(value, "__dataclass_fields__"):
-            yield from _named(f"{key}{name}.", value)
-        elif PATH in field.rules:
-            for dotted, leaf in leaves(name, value):
-                if isinstance(leaf, str):
-                    yield key + dotted, leaf
-        elif field.item is not None and value:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for label, item in items:
-                if hasattr(item, "__dataclass_fields__"):
-                    part = f"{name}.{label}" if isinstance(value, dict) else f"{name}[{label}]"
-                    yield from _named(f"{key}{part}.", item)
+        for dotted, value in leaves(name, getattr(section, field.field)):
+            if is_dataclass(value):
+                yield from _named(f"{key}{dotted}.", value)
+            elif PATH in field.rules and isinstance(value, str):
+                yield key + dotted, value
 
 
 def _located(path: str) -> str:

@@ -87,7 +87,7 @@ def all_reduce(group: Any, tensor: Tensor, pair: Pair) -> None:
 
 
 @dataclass(frozen=True)
-class Links:
+class PairUnits:
     """Who is measured, with what.
 
     Attributes:
@@ -108,7 +108,12 @@ class Links:
 
 
 def measure(
-    links: Links, rounds: Sequence[Sequence[Pair]], board: Board, device: torch.device, *, name: str
+    links: PairUnits,
+    rounds: Sequence[Sequence[Pair]],
+    board: Board,
+    device: torch.device,
+    *,
+    name: str,
 ) -> dict[int, dict[Pair, float]]:
     """GB/s by payload and pair, on rank 0; 0 where a pair gave no answer; {} on the others.
 
@@ -133,7 +138,7 @@ def measure(
 
 
 def _one(
-    links: Links, pair: Pair, rank: int, device: torch.device, store: dist.Store
+    links: PairUnits, pair: Pair, rank: int, device: torch.device, store: dist.Store
 ) -> list[float]:
     """GB/s of each payload for this pair, as this process sees it; 0 from where it failed on.
 

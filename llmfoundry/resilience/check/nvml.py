@@ -336,7 +336,7 @@ class GpuReader:
         return GpuState(slowed=mask, temperature=float(temperature), power=power / 1000)
 
 
-Answer = tuple[str, str, str]  # level, why, action
+Judgment = tuple[str, str, str]  # level, why, action
 
 
 def judge_gpus(readings: Sequence[GpuReading], node: str) -> list[Finding]:
@@ -372,7 +372,7 @@ def _finding(level: str, where: str, why: str, action: str, node: str) -> Findin
     return Finding("gpus", level, where, why, action, (node,) if level == BAD else ())
 
 
-def _answers(gpu: GpuReading) -> Iterator[Answer]:
+def _answers(gpu: GpuReading) -> Iterator[Judgment]:
     """Each rule on one GPU by itself; a rule with several GPUs is `links_missing`."""
     if gpu.recovery_action:  # the driver's own verdict, the best single check
         what, action = RECOVERY.get(gpu.recovery_action, ("an unknown action", RESET))
@@ -419,7 +419,7 @@ _NEEDED = {  # by the rules, as the report names it where it cannot be read
 }
 
 
-def links_missing(readings: Sequence[GpuReading]) -> dict[int, list[Answer]]:
+def links_missing(readings: Sequence[GpuReading]) -> dict[int, list[Judgment]]:
     """By GPU: fewer NVLinks are up than on most others; NCCL then routes many times slower.
 
     Cards without a bridge have links that are never up, so only the others show what is usual.
@@ -428,7 +428,7 @@ def links_missing(readings: Sequence[GpuReading]) -> dict[int, list[Answer]]:
              for gpu in readings if gpu.links_up is not None and not gpu.lost}  # fmt: skip
     counts = Counter(up for up, _ in known.values())
     usual, often = counts.most_common(1)[0] if counts else (0, 0)
-    found: dict[int, list[Answer]] = {}
+    found: dict[int, list[Judgment]] = {}
     for index, (up, down) in known.items():
         if up < usual and often > len(known) / 2:
             why = f"NVLink: {up} links are up, {usual} of the other GPUs' (down: {down})"

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -184,7 +183,9 @@ class _Check:
         linked, numa = False, None
         for reading in self._gpus()[0]:
             if reading.uuid.removeprefix("GPU-") == str(found.uuid):
-                index, linked, numa = reading.index, bool(reading.links_up), _numa(reading.pci)
+                index, linked = reading.index, bool(reading.links_up)
+                node = host.read_sys(f"bus/pci/devices/{reading.pci}.0/numa_node")
+                numa = int(node) if node else None
         return Device(rank, "", f"GPU {index}", "cuda", found.name, numa, linked)
 
     def _gpus(self) -> tuple[list[nvml.GpuReading], str, bool]:
@@ -328,14 +329,5 @@ class _Check:
         is_gpu = self.world.device.type == "cuda"
         sizes = self.settings.payloads or (_GPU_PAYLOADS if is_gpu else _CPU_PAYLOADS)
         payloads = [n_bytes(size) for size in sizes]
-        chosen = links.Links(units, payloads, self.settings.timeout, self.tools.all_reduce)
+        chosen = links.PairUnits(units, payloads, self.settings.timeout, self.tools.all_reduce)
         return links.measure(chosen, rounds, self.board, self.world.device, name=name)
-
-
-def _numa(pci: str) -> int | None:
-    """The socket that a card is at, by Linux."""
-    try:
-        text = Path(f"/sys/bus/pci/devices/{pci}.0/numa_node").read_text(encoding="ascii")
-    except OSError:
-        return None
-    return int(text)

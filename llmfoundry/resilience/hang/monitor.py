@@ -69,7 +69,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Order:
+class HubOrder:
     """What a monitor is to do: WATCH, or, of the verdict, COLLECT stacks in `stamp`, then END."""
 
     action: str = WATCH
@@ -190,12 +190,12 @@ class Hub:
         self._since = 0.0
         self._lock = threading.Lock()
         self._reported: tuple[int, str, tuple[int, ...]] | None = None
-        self.order = Order()
+        self.order = HubOrder()
         self.notice: HangVerdict | None = None
         self.moved = 0.0
         """When a process last moved before the verdict, by this machine's clock."""
 
-    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> Order:
+    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> HubOrder:
         """Take a machine's readings; its order. `collected`: whether it has kept the stacks."""
         with self._lock:
             self._received[node] = (self._clock(), list(readings))
@@ -208,7 +208,7 @@ class Hub:
         """Watch again after a verdict that was only reported; the same one is not given twice."""
         with self._lock:
             assert self.order.verdict is not None
-            self._reported, self.order = _identity(self.order.verdict), Order()
+            self._reported, self.order = _identity(self.order.verdict), HubOrder()
             self._collected.clear()
 
     def _judge(self) -> None:
@@ -225,7 +225,7 @@ class Hub:
             elif _identity(found) != self._reported:
                 self._since, self.moved = now, now - min(reading.age for reading in readings)
                 stamp = f"step-{found.step}-{time.strftime('%Y%m%d-%H%M%S')}"
-                self.order = Order(COLLECT, stamp, found)
+                self.order = HubOrder(COLLECT, stamp, found)
         elif self.order.action == COLLECT:
             is_late = now - self._since > _COLLECT_SECONDS
             if is_late or self._collected >= self._received.keys():
@@ -280,7 +280,7 @@ class HubClient:
         self._port = int(port)
         self._socket: socket.socket | None = None
 
-    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> Order:
+    def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> HubOrder:
         """Send readings; the order.
 
         Raises:
@@ -303,7 +303,7 @@ class HubClient:
         if facts := answer["verdict"]:
             facts |= {"culprits": tuple(facts["culprits"]), "nodes": tuple(facts["nodes"])}
             answer["verdict"] = HangVerdict(**facts)
-        return Order(**answer)
+        return HubOrder(**answer)
 
 
 def main() -> None:

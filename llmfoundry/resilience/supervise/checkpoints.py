@@ -18,6 +18,7 @@ from llmfoundry.data.fetch import remote_errors
 from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.events import CHECKPOINTS
 from llmfoundry.exit_status import FAILED, GIVE_UP
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
@@ -26,7 +27,7 @@ from llmfoundry.resilience.supervise.decide import STOP, Decision
 START, WAIT = "start", "wait"
 _LONGEST_WAIT = 300.0  # seconds between two listings
 _NAME = re.compile(r"ba(\d{7,})")
-_FOLDER, _COMMIT = "checkpoints", "COMMIT"
+_COMMIT = "COMMIT"
 _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 
@@ -119,7 +120,7 @@ def expected_newest(
 
 def list_in_folder(run: Path) -> CheckpointListing:
     """The checkpoints of a run's folder."""
-    above = run / _FOLDER
+    above = run / CHECKPOINTS
     try:
         names = os.listdir(above)
         found = [name for name in names if _NAME.fullmatch(name) and _has_commit(above / name)]
@@ -134,8 +135,8 @@ def list_in_store(url: str, options: FetchOptions) -> CheckpointListing:
     """The checkpoints of a run at a URL, with the retries of `data.download_retry`."""
     try:
         store = ObjectStore(url, options, key="save_folder")
-        names = [name for name in store.folders(_FOLDER) if _NAME.fullmatch(name)]
-        found = [n for n in names if store.size(f"{_FOLDER}/{n}/{_COMMIT}") is not None]
+        names = [name for name in store.folders(CHECKPOINTS) if _NAME.fullmatch(name)]
+        found = [n for n in names if store.size(f"{CHECKPOINTS}/{n}/{_COMMIT}") is not None]
     except UserError as error:
         cause = error.__cause__
         passes = isinstance(cause, Exception) and remote_errors.is_passing(cause)
