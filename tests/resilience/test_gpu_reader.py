@@ -118,7 +118,7 @@ def test_a_gpu_is_lost_once(library: Library) -> None:
     reader.close()
 
 
-def test_what_cannot_be_read_is_said(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_reported(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     assert GpuReader("GPU-2").problem == "NVML: error 6"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pip install nvidia-ml-py" in GpuReader("GPU-1").problem

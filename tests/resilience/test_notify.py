@@ -28,17 +28,17 @@ EVENT = {"kind": "decision", "what": "rank 1 at http://me:pass@host hangs", "act
 
 
 class Hook:
-    """A webhook on loopback that answers as it is reported, and what it heard."""
+    """A webhook on loopback with answers to give, and what it received."""
 
     def __init__(self) -> None:
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self.answers: list[tuple[int, str]] = []
         hook = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                hook.heard.append(json.loads(body))
+                hook.received.append(json.loads(body))
                 status, said = hook.answers.pop(0) if hook.answers else (200, "ok")
                 self.send_response(status)
                 if status == 302:
@@ -68,7 +68,7 @@ def test_each_receiver_gets_what_it_takes(hook: Hook) -> None:
     text = "run <!channel> & co: http://me:pass@host" + "x" * 50_000
     for form in (None, "discord", "teams", "json"):
         assert post_to_webhook(hook.url, form, text, EVENT) == ""
-    slack, discord, teams, plain = hook.heard
+    slack, discord, teams, plain = hook.received
     # docs.slack.dev: &, < and > are escaped, or `<!channel>` would call everybody.
     assert slack["text"].startswith("run &lt;!channel&gt; &amp; co: http://me:***@host")
     assert len(html.unescape(slack["text"])) == 4000 and [*slack] == ["text"]
@@ -81,7 +81,7 @@ def test_each_receiver_gets_what_it_takes(hook: Hook) -> None:
     assert card["contentType"] == "application/vnd.microsoft.card.adaptive"
     assert card["content"]["body"][0]["text"].startswith("run <!channel>")
     assert plain["event"]["what"] == "rank 1 at http://me:***@host hangs"
-    assert "pass@" not in json.dumps(hook.heard)
+    assert "pass@" not in json.dumps(hook.received)
 
 
 def test_the_form_goes_by_the_host() -> None:
@@ -102,7 +102,7 @@ def test_one_that_is_busy_is_asked_again(hook: Hook, monkeypatch: pytest.MonkeyP
     assert post_to_webhook(hook.url, None, "x", EVENT) == ""
     hook.answers = [(503, ""), (503, "")]
     assert post_to_webhook(hook.url, None, "x", EVENT).endswith("status 503 (Service Unavailable)")
-    assert len(hook.heard) == 4
+    assert len(hook.received) == 4
 
 
 def test_what_fails_is_reported_without_the_address(
@@ -132,13 +132,13 @@ def test_what_fails_is_reported_without_the_address(
         "InvalidURL",
         "ValueError",
     ]
-    assert len(hook.heard) == 3  # nobody followed the redirection
+    assert len(hook.received) == 3  # nobody followed the redirection
 
 
-def test_a_webhook_hears_of_every_decision_and_may_be_away(tmp_path: Path, hook: Hook) -> None:
+def test_a_webhook_gets_every_decision_and_may_be_away(tmp_path: Path, hook: Hook) -> None:
     place = Place(tmp_path)
     assert place.supervise(["killed"], webhook=hook.url) == 0
-    first, second = [message["text"] for message in hook.heard]
+    first, second = [message["text"] for message in hook.received]
     assert "attempt 1 ended: unknown: " in first and first.endswith("; restart")
     assert "attempt 2 ended: the run is complete; finish" in second
     hook.server.shutdown()
@@ -166,7 +166,7 @@ def test_where_nothing_can_be_written_the_run_is_still_restarted_and_reported(
     os.close(full)
     process.communicate(timeout=100)
     assert process.returncode == 0
-    first, second = [message["text"] for message in hook.heard]
+    first, second = [message["text"] for message in hook.received]
     assert first.endswith("; restart") and second.endswith("the run is complete; finish")
     if log != "disk":
         assert place.decisions() == [("unknown", "restart"), ("done", "finish")]
@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_the_last_words_of_processes_in_memory(
 def test_a_supervisor_that_fails_itself_reports_the_webhook(tmp_path: Path, hook: Hook) -> None:
     place = Place(tmp_path)
     assert place.supervise([], webhook=hook.url, launch=["nosuchprogram"]) == 1
-    (message,) = hook.heard
+    (message,) = hook.received
     assert "the supervisor failed: supervise.launch: 'nosuchprogram' cannot" in message["text"]
     assert [event["action"] for event in place.events("decision")] == ["stop"]
 

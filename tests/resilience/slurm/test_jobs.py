@@ -293,7 +293,7 @@ def test_a_job_is_notified_ahead_of_its_limit(
     assert losses(job.folder) == whole
 
 
-def test_torchrun_and_its_processes_hear_of_a_preemption(
+def test_torchrun_and_its_processes_get_a_preemption(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
     """Slurm signals both, and torchrun signals its processes once more."""
