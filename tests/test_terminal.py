@@ -192,7 +192,7 @@ def test_columns_are_as_wide_as_their_texts_and_numbers_end_at_one_place() -> No
 
 
 def test_a_terminal_obeys_nothing_that_a_model_writes() -> None:
-    """Its title, its colours and its lines stay; a pipe gets every character."""
+    """Its title, its colors and its lines stay; a pipe gets every character."""
     shows = (
         "import sys; from llmfoundry.terminal import shown_on\n"
         r"print(shown_on(sys.stdout, '\x1b]0;owned\x07a\tb\r\x9b2J\x7f\n\u00e9\u200d\U0001f600'))"

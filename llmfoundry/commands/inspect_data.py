@@ -164,8 +164,8 @@ def inspect_data(written: InspectRecipe) -> None:
         return
     print(public("\n".join([*data.summary.splitlines(), *note])))
     print("\n".join(_page(clock, step, rows, streams, phases)))
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print("\n".join(line for row in rows for line in learned_lines(row, colour=colour)))
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print("\n".join(line for row in rows for line in learned_lines(row, color=color)))
 
 
 def step_of(recipe: InspectRecipe, clock: Clock) -> int:
@@ -318,12 +318,12 @@ def _page(
 _SIDES = {0: "", 1: ", chosen", -1: ", rejected"}
 
 
-def learned_lines(row: RowFacts, *, colour: bool) -> list[str]:
+def learned_lines(row: RowFacts, *, color: bool) -> list[str]:
     """The text of a supervised row, what is learned of it marked, its documents apart.
 
     Args:
         row: to show.
-        colour: learned text is green and context grey; otherwise learned text stands in {+ +}.
+        color: learned text is green and context grey; otherwise learned text stands in {+ +}.
     """
     if not row.parts:
         return []
@@ -335,15 +335,15 @@ def learned_lines(row: RowFacts, *, colour: bool) -> list[str]:
             f"---- document {number + 1} of {len(row.documents)}{_SIDES[parts[0].side]}:"
             f" {length:,} tokens, {learned:,} learned ----"
         )
-        lines += "".join(_marked(part, colour=colour) for part in parts).split("\n")
+        lines += "".join(_marked(part, color=color) for part in parts).split("\n")
     if row.padding:
         lines.append(f"---- {row.padding:,} tokens of padding ----")
     return lines
 
 
-def _marked(part: PartFacts, *, colour: bool) -> str:
+def _marked(part: PartFacts, *, color: bool) -> str:
     text = "\n".join(printable(line) for line in part.text.split("\n"))
-    if colour:
+    if color:
         code = "32" if part.weight else "90"
         return "\n".join(f"\x1b[{code}m{line}\x1b[0m" for line in text.split("\n"))
     weight = "" if part.weight in (0, 1) else f"({part.weight:g})"

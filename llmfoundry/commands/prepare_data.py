@@ -41,7 +41,7 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
         eos_id=tokenizer.eos_id,
         compression=config.compression,
     )
-    if not output.tokenises:
+    if not output.tokenizes:
         return output
     assert config.concat_tokens is not None and config.bos_text is not None, "not filled"
     if config.eos_text is None:  # the end of text, unless the tokenizer puts it there itself

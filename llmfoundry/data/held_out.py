@@ -83,7 +83,7 @@ class MDSRows:
 
 
 class MDSDocuments:
-    """The documents of an MDS column of texts, tokenised when first measured on."""
+    """The documents of an MDS column of texts, tokenized when first measured on."""
 
     def __init__(self, source: MDSTexts, tokenizer: Tokenizer) -> None:
         self._source, self._tokenizer = source, tokenizer

@@ -1,4 +1,4 @@
-"""MDS columns as sources: `MDSTokens`, rows of ids; `MDSTexts`, documents to be tokenised.
+"""MDS columns as sources: `MDSTokens`, rows of ids; `MDSTexts`, documents to be tokenized.
 
 Samples are read as views of memory-mapped shards. A few shards are open at a time, and those are
 pinned in the cache of fetched files.

@@ -163,7 +163,7 @@ class RowOptions:
     Attributes:
         seq_len: T, tokens of a row.
         tokenizer: fingerprint of the one that must have made the tokens of token shards.
-        text_column: the MDS column to tokenise; None: that of tokens, or else of text.
+        text_column: the MDS column to tokenize; None: that of tokens, or else of text.
         eos_id: ends a document in MDS tokens; None, and no `bos_id`: a row is one document.
         bos_id: begins a document in MDS tokens.
         apart: documents are kept apart; otherwise a row is one.

@@ -1,4 +1,4 @@
-"""`PackedStream`: texts that are tokenised on the way and packed into rows.
+"""`PackedStream`: texts that are tokenized on the way and packed into rows.
 
 The loader reads it like any stream. Which documents a row is made of is a pure function of its
 number: the rows of a run are taken in groups, and each group has a fixed number of documents, the
@@ -7,7 +7,7 @@ each, over the group's rows.
 What does not fit is dropped, what is missing is padding, and both are counted; so the number of
 documents of a group decides which of the two is more.
 
-A process that reads some rows of a group tokenises all of it.
+A process that reads some rows of a group tokenizes all of it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Probe:
 def probe(
     texts: MDSTexts, order: Order, tokenizer: Tokenizer, *, seq_len: int, batch_size: int
 ) -> Probe:
-    """Tokenise the first documents of an order."""
+    """Tokenize the first documents of an order."""
     rows = order.at(np.arange(min(_PROBE, texts.n_rows))).tolist()
     documents = [texts.text(row) for row in rows]
     sizes = np.array([len(ids) for ids in tokenizer.encode_documents(documents)])

@@ -1,8 +1,8 @@
-"""`Gauntlet`: a file of tasks, read and tokenised once, put to a model any number of times.
+"""`Gauntlet`: a file of tasks, read and tokenized once, put to a model any number of times.
 
 The trainer and `scripts/eval.py` make one before the first step, so that every mistake in the file
 or its rows shows then, and call `run` whenever an evaluation is due. Of several processes one reads
-and tokenises, a task at a time, and hands on what came out.
+and tokenizes, a task at a time, and hands on what came out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from llmfoundry.gauntlet.tasks.rows import (
 
 @dataclass(frozen=True)
 class _Ready:
-    """A task with one number of worked examples, tokenised.
+    """A task with one number of worked examples, tokenized.
 
     Attributes:
         task: what the questions are of.
@@ -137,7 +137,7 @@ class Gauntlet:
         fetching: FetchOptions | None = None,
         once: Once = here,
     ) -> None:
-        """Read, check and tokenise everything.
+        """Read, check and tokenize everything.
 
         Args:
             path: the gauntlet file.

@@ -357,7 +357,7 @@ def empty_aliases(rows: Iterable[TaskRow], task: TaskConfig) -> list[str]:
             continue
         names = ", ".join(map(repr, empty))
         only = "" if len(empty) < len(_aliases(row)) else "; it has no other, so none is right"
-        notes.append(f"{row.place}: of {names} normalisation leaves nothing: never matched{only}")
+        notes.append(f"{row.place}: of {names} normalization leaves nothing: never matched{only}")
     return notes
 
 

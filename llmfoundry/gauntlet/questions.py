@@ -109,7 +109,7 @@ class Request:
         tokens: what the model reads: context, then the targets without the last of them.
         targets: the last len(targets) places of `tokens` predict them.
         text: what the targets spell, without the delimiter before it: its characters and bytes are
-            what scores are normalised by.
+            what scores are normalized by.
     """
 
     tokens: tuple[int, ...]

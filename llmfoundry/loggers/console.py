@@ -31,7 +31,7 @@ class Console:
         self._stream = stream or sys.stdout
         self._is_main = is_main
         self._is_terminal = self._stream.isatty()
-        self._colour = self._is_terminal and not os.environ.get("NO_COLOR")
+        self._color = self._is_terminal and not os.environ.get("NO_COLOR")
         self._seen: set[str] = set()
 
     def banner(self, rows: Iterable[tuple[str, str]]) -> None:
@@ -108,7 +108,7 @@ class Console:
         return self._paint(text, DIM) if label in ("lr", "memory", "grad") else text
 
     def _paint(self, text: str, code: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
+        return f"\x1b[{code}m{text}\x1b[0m" if self._color else text
 
     def _print(self, text: str) -> None:
         """Write and flush; a console that went away (a closed pipe) does not end training."""

@@ -71,7 +71,7 @@ class DataConfig(SourceConfig):
     packing_ratio: Annotated[
         float | str, Range(above=0, most=2**20), choice(("auto",), "a number of documents")
     ] = "auto"
-    """Only matters for text that is tokenised while training: mean number of documents that are
+    """Only matters for text that is tokenized while training: mean number of documents that are
     joined to fill a row; auto: estimated from the first documents."""
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How rows of prompts and answers become tokens and labels."""

@@ -79,7 +79,7 @@ def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
         yield from divides(key, degrees.tensor, name, ffn.ffn_hidden_size)
     if attn.qk_ln:
         yield (
-            f"{key}: {degrees.tensor}, but model.attn_config.qk_ln normalises queries and keys over"
+            f"{key}: {degrees.tensor}, but model.attn_config.qk_ln normalizes queries and keys over"
             " all heads, which lie on several processes; write 1, or qk_gn in its place"
         )
 

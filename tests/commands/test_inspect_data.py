@@ -196,7 +196,7 @@ def test_what_is_learned_of_supervised_rows_is_marked(folder: Path, capsys: Any)
     parts = [PartFacts(0, 0, 0.0, 1, "q\n"), PartFacts(0, 1, 1.0, 2, "a\x1b")]
     shown = RowFacts(0, "data", 0, 0, "f:1", [3], "", parts)
     lines = ["\x1b[90mq\x1b[0m", "\x1b[90m\x1b[0m\x1b[32ma\\x1b\x1b[0m"]
-    assert learned_lines(shown, colour=True)[3:] == lines
+    assert learned_lines(shown, color=True)[3:] == lines
 
 
 def test_the_kind_of_recipe_is_known_by_its_model(tmp_path: Path) -> None:

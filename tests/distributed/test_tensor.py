@@ -249,7 +249,7 @@ def test_tokens_that_travel_in_bf16_are_about_as_exact_as_one_process(tmp_path: 
         (
             TrainRecipe,
             ["model.attn_config.qk_ln=true", "parallel.tensor_parallel_degree=2"],
-            "parallel.tensor_parallel_degree: 2, but model.attn_config.qk_ln normalises queries and"
+            "parallel.tensor_parallel_degree: 2, but model.attn_config.qk_ln normalizes queries and"
             " keys over all heads, which lie on several processes; write 1, or qk_gn in its place",
         ),
         (

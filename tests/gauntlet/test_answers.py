@@ -79,7 +79,7 @@ def test_text_after_the_first_stop_changes_nothing(stops: list[str]) -> None:
         ("", ""),
     ],
 )
-def test_normalisation_is_triviaqas(text: str, expected: str) -> None:
+def test_normalization_is_triviaqas(text: str, expected: str) -> None:
     assert normalize(text) == expected
 
 
@@ -149,6 +149,6 @@ def test_empty_aliases_are_named_by_row() -> None:
         row("The", place="t.jsonl:3"),
     ]
     several, only = empty_aliases(rows, task())
-    assert several.startswith("t.jsonl:2: of 'The', '!' normalisation") and "other" not in several
+    assert several.startswith("t.jsonl:2: of 'The', '!' normalization") and "other" not in several
     assert only.startswith("t.jsonl:3: of 'The'") and only.endswith("so none is right")
     assert empty_aliases(rows, task(do_normalization=False)) == []

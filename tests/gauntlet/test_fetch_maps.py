@@ -127,7 +127,7 @@ SAMPLES: list[tuple[str, Row, list[Row]]] = [
         {
             "source": "s",
             "story": STORY,
-            "questions": ["Who?", "What colour?"],
+            "questions": ["Who?", "What color?"],
             "answers": {"input_text": ["Tim", "red"], "answer_start": [0, 10]},
         },
         [
@@ -138,7 +138,7 @@ SAMPLES: list[tuple[str, Row, list[Row]]] = [
             {
                 "context": STORY_HEAD
                 + "Preceding questions:\nQuestion: Who?\nAnswer: Tim\n\n"
-                + "Final question:\nQuestion: What colour?\nAnswer:",
+                + "Final question:\nQuestion: What color?\nAnswer:",
                 "continuation": "red",
             },
         ],
@@ -266,12 +266,12 @@ SAMPLES: list[tuple[str, Row, list[Row]]] = [
             "id": "1",
             "title": "t",
             "context": "It is red.",
-            "question": "What colour?",
+            "question": "What color?",
             "answers": {"text": ["red", "It is red"], "answer_start": [6, 0]},
         },
         [
             {
-                "context": "Context: It is red.\nQuestion: What colour?\nAnswer:",
+                "context": "Context: It is red.\nQuestion: What color?\nAnswer:",
                 "continuation": "red",
             }
         ],

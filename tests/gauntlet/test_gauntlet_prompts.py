@@ -210,7 +210,7 @@ def test_sharing_the_examples_tokens_leaves_room_for_words_that_look_ahead() -> 
         assert tokenizer.encode(tokenizer.decode(whole)) == whole
 
 
-def test_examples_are_tokenised_once_for_all_questions() -> None:
+def test_examples_are_tokenized_once_for_all_questions() -> None:
     many = random_rows(200, 4)
     tokenizer = CountingTokenizer(trained_tokenizer("ours"))
     asked = ask(many, task(CHOICE), 10, tokenizer)

@@ -174,13 +174,13 @@ def test_core_of_both_versions_is_one_category_with_the_files_baselines(
     core = EvalGauntlet([CategoryConfig("core", members)])
     draw = random.Random(version)
     drawn = {name: draw.random() for name, *_ in CORE}
-    centred = [
+    centered = [
         (Fraction(drawn[entry[0]]) - Fraction(str(entry[version])) / 100)
         / (1 - Fraction(str(entry[version])) / 100)
         for entry in CORE
     ]
     result = combine_tasks([task(name, drawn[name]) for name, *_ in CORE], core, [])
-    assert result.averages["default_average"] == pytest.approx(float(sum(centred) / 22), abs=1e-12)
+    assert result.averages["default_average"] == pytest.approx(float(sum(centered) / 22), abs=1e-12)
     guessed = combine_tasks([task(entry[0], entry[3] / 100) for entry in CORE], core, [])
     assert guessed.average == pytest.approx(at_chance, abs=5e-4)
 

@@ -72,7 +72,7 @@ def values(task: TaskConfig, answers: list[Answer]) -> dict[str, float]:
     return {name: e.value for name, e in measure_task(task, answers).estimates.items()}
 
 
-def test_each_normalisation_prefers_the_option_that_its_formula_says() -> None:
+def test_each_normalization_prefers_the_option_that_its_formula_says() -> None:
     # Log-probability over       nothing  tokens  characters  bytes
     #   "a"     -3.0, 1 token:    -3.0     -3.0    -3.0       -3.0
     #   "bbbb"  -4.0, 2 tokens:   -4.0     -2.0    -1.0       -1.0

@@ -57,7 +57,7 @@ def files(folder: Path) -> list[Path]:
 def no_tokenizer() -> Tokenizer:
     class Refusing(CountingTokenizer):
         def encode_batch(self, texts: list[str]) -> list[list[int]]:
-            raise AssertionError("tokenised again")
+            raise AssertionError("tokenized again")
 
     return Refusing(TOKENIZER)
 
@@ -65,7 +65,7 @@ def no_tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("mode", ["native", "foundry"])
 @pytest.mark.parametrize("kind", [CHOICE, GENERATION])
 @pytest.mark.parametrize("seq_len", [24, 99])
-def test_the_second_call_gives_equal_questions_without_tokenising(
+def test_the_second_call_gives_equal_questions_without_tokenizing(
     tmp_path: Path, mode: str, kind: str, seq_len: int
 ) -> None:
     some, config = rows(kind=kind), task(kind, early_stopping_criteria=["\n\n", "Q:"])
@@ -177,7 +177,7 @@ def test_a_damaged_file_that_cannot_be_removed_is_done_without(
     assert len(said) == 1 and file.read_bytes() == b""
 
 
-def test_of_several_at_once_one_tokenises(tmp_path: Path) -> None:
+def test_of_several_at_once_one_tokenizes(tmp_path: Path) -> None:
     some = rows(200)
     counters = [CountingTokenizer(TOKENIZER) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:

@@ -165,7 +165,7 @@ def test_what_the_decoder_cannot_do_is_an_error_not_a_wrong_answer(tmp_path: Pat
         continued(model, PROMPT, 4, cache_implementation="static")
 
 
-def test_a_model_from_its_config_alone_is_initialised(tmp_path: Path) -> None:
+def test_a_model_from_its_config_alone_is_initialized(tmp_path: Path) -> None:
     fresh = AutoModelForCausalLM.from_config(export(1, tmp_path).config)
     for name, parameter in fresh.named_parameters():
         kind = name.split(".")[-2:]

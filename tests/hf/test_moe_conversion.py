@@ -378,7 +378,7 @@ def test_transformers_trainer_trains_our_own_class_of_mixtures(
     assert changed.any()
 
 
-def test_a_mixture_from_its_config_alone_is_initialised(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_mixture_from_its_config_alone_is_initialized(tokenizer: Path, tmp_path: Path) -> None:
     model, out = decoder(settings(attn=ROPE, ffn=MOE | {"moe_balancing": "bias"})), tmp_path / "out"
     to_hf(model, tokenizer, out, dtype="fp32", card=CARD, architecture="llmfoundry")
     fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))

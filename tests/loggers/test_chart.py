@@ -147,7 +147,7 @@ def test_texts_are_escaped() -> None:
     assert not re.search(r"<(i|u)>", figure) and "&lt;i&gt;" in figure
 
 
-def test_more_series_than_colours_are_distinguished() -> None:
+def test_more_series_than_colors_are_distinguished() -> None:
     lines = [Series(str(i), [(0.0, float(i)), (1.0, i + 1.0)]) for i in range(20)]
     figure = svg(line_chart("t", lines, x_end=1.0))
     styles = [p.attrib["style"] for p in figure.findall(".//svg[@role]//path")]

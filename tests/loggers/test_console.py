@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_a_number_is_shown() -> None:
     assert stream.getvalue() == " 1/10  loss     nan\n"
 
 
-def test_colour_only_on_a_terminal_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_only_on_a_terminal_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("NO_COLOR", raising=False)
     texts = {}

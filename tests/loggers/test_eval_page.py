@@ -206,11 +206,11 @@ def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
     assert "n/a" in [t.text for t in drawn(figure).findall("text")]
 
 
-def test_bars_of_a_group_have_their_models_colours_and_do_not_overlap() -> None:
+def test_bars_of_a_group_have_their_models_colors_and_do_not_overlap() -> None:
     figure = bars("t", ["x", "y"], ["a", "b"], [[ShownScore(0.1), ShownScore(0.2)]] * 2)
     found = drawn(figure).findall("rect[@class='value']")
-    colours = [re.search(r"--s\d", bar.attrib["style"]) for bar in found]
-    assert [c and c[0] for c in colours] == ["--s0", "--s1", "--s0", "--s1"]
+    colors = [re.search(r"--s\d", bar.attrib["style"]) for bar in found]
+    assert [c and c[0] for c in colors] == ["--s0", "--s1", "--s0", "--s1"]
     tops = [float(bar.attrib["y"]) for bar in found]
     assert tops == sorted(tops) and all(b - a >= BAR for a, b in pairwise(tops))
     assert [t.text for t in svg(figure).findall(".//span")] == [
@@ -262,7 +262,7 @@ def test_scores_at_chance_do_not_fill_the_frame() -> None:
     assert min(values) >= 0.25
 
 
-def test_ten_models_are_distinguished_by_number_and_colour() -> None:
+def test_ten_models_are_distinguished_by_number_and_color() -> None:
     results = [(f"model-{i}", result(entry("copa", 0.5))) for i in range(10)]
     html = eval_page(results)
     styles = re.findall(r'<circle class="dot" style="(.*?)"', html)

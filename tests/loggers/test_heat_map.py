@@ -1,4 +1,4 @@
-"""The heat map of experts' loads: colours, places, and what the report makes of routing.jsonl."""
+"""The heat map of experts' loads: colors, places, and what the report makes of routing.jsonl."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def figures(rows: list[dict[str, Any]]) -> list[ElementTree.Element]:
 
 
 def cells(figure: ElementTree.Element) -> list[tuple[str, float, tuple[float, ...]]]:
-    """(colour, opacity, (left, top, right, height)) of every cell that is drawn."""
+    """(color, opacity, (left, top, right, height)) of every cell that is drawn."""
     found = []
     for path in figure.iter("path"):
         for shape in re.findall(r"M(\S+) (\S+)H(\S+)v(\S+)H\S+z", path.attrib["d"]):
@@ -36,7 +36,7 @@ def cells(figure: ElementTree.Element) -> list[tuple[str, float, tuple[float, ..
     return found
 
 
-def test_colours_are_symmetric_in_the_logarithm_of_the_load() -> None:
+def test_colors_are_symmetric_in_the_logarithm_of_the_load() -> None:
     assert [level(x) for x in (1.0, 4.0, 0.25, 16.0, 0.0)] == [0, LEVELS, -LEVELS, LEVELS, -LEVELS]
     assert level(2.0) == -level(0.5) == LEVELS // 2
 

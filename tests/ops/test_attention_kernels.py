@@ -240,7 +240,7 @@ def test_under_autocast_the_kernels_get_its_dtype(
     case = GRID["gqa-window-packed"]
     q, k, v = (x.float() for x in case.tensors()[:3])
     chosen = PLANS[impl](case.layout(), case.spec(), queries=19, past=0, device=CPU)
-    with torch.autocast("cpu", torch.bfloat16):  # normalised q and k are fp32, v is not
+    with torch.autocast("cpu", torch.bfloat16):  # normalized q and k are fp32, v is not
         out = attend(q, k, v.bfloat16(), chosen)
     assert out.dtype == torch.bfloat16
     assert distance([out], [expected(case)[0]]) <= TOLERANCE["bf16"][0]

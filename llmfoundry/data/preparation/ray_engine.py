@@ -6,7 +6,7 @@ that all machines share, written atomically, so a lost machine costs its running
 the output cannot depend on the engine.
 
 Ray's tasks rather than Ray Data or Spark: Ray Data moves rows between operators, and nothing moves
-here; Spark would add a JVM and its own serialisation between the same Python functions.
+here; Spark would add a JVM and its own serialization between the same Python functions.
 """
 
 from __future__ import annotations

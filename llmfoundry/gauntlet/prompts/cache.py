@@ -1,4 +1,4 @@
-"""Questions kept on disk, so that a task is tokenised once for many runs, processes and users.
+"""Questions kept on disk, so that a task is tokenized once for many runs, processes and users.
 
 `Gauntlet` calls `cached_questions`. A file is found by what determines its content, and holds each
 sequence of tokens as what it adds to the one before, as adjacent ones share most of their prompts.

@@ -9,7 +9,7 @@ R2 one random stream per task (per category, with categories), consumed in row o
 R3 an example is prelimiter + context + continuation_delimiter + answer, example_delimiter before it
    if there is text before it.
 R4 the question likewise, without its answer and without white space at its end.
-R5 special tokens and examples, question, and answer are tokenised apart, in three calls. Of the
+R5 special tokens and examples, question, and answer are tokenized apart, in three calls. Of the
    special tokens behind the examples only `<eos>` is dropped, and not where it stands alone.
 R6 the answer begins with a space iff the tokenizer has " a" as one token.
 R7 what is too long loses the start, the first special token included, of each option on its own.

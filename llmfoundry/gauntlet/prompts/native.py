@@ -3,7 +3,7 @@
 `prompts/cache.py` calls `questions`. Three modes differ in their prompts' tokens. `native` gives a
 model what it met in training here: context and answer as one text after `<eos>`. `harness` makes of
 the same texts the tokens that lm-evaluation-harness does. In both the worked examples are the same
-for all questions of a task, so that questions share a long prefix, tokenised and run once.
+for all questions of a task, so that questions share a long prefix, tokenized and run once.
 `foundry` reproduces LLM Foundry's texts and tokens (`prompts/foundry.py`).
 """
 
@@ -50,7 +50,7 @@ def questions(
     generate: bool = True,
     chat: Chat | None = None,
 ) -> list[Question]:
-    """The rows `keep`, in its order, tokenised.
+    """The rows `keep`, in its order, tokenized.
 
     Args:
         rows: all rows of the task; worked examples are drawn as if all were asked.
@@ -96,7 +96,7 @@ def native_questions(
     generate: bool,
     chat: Chat | None = None,
 ) -> list[Question]:
-    r"""`questions` with joint tokenisation, examples fixed per task, and none cut in the middle.
+    r"""`questions` with joint tokenization, examples fixed per task, and none cut in the middle.
 
     `<|endoftext|>2 + 2 is 4\n3 + 3 is| 6`: what is behind the bar is scored, or to be written.
 

@@ -14,7 +14,7 @@ from html import escape
 
 from llmfoundry.loggers.console import number, short_count
 from llmfoundry.loggers.pages.chart_data import FORMS, script, stretches
-from llmfoundry.loggers.pages.frame import COLOURS, TOP, WIDTH, Axis, Frame, figure, short, svg
+from llmfoundry.loggers.pages.frame import COLORS, TOP, WIDTH, Axis, Frame, figure, short, svg
 
 _DASHES = ("", "6 3", "2 3")
 _MAX_POINTS = 600
@@ -167,7 +167,7 @@ def _path(points: Points, frame: Frame, y_axis: Axis, style: str, *, faint: bool
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
-    """Names and colours; left out for a plain line without a name, which is the caption's."""
+    """Names and colors; left out for a plain line without a name, which is the caption's."""
     items = []
     for i, line in enumerate(series):
         broken = sum(not math.isfinite(y) for _, y in line.points)
@@ -198,8 +198,8 @@ def _finite_runs(points: Points) -> Iterator[Points]:
 
 
 def _style(i: int) -> str:
-    dash = _DASHES[i // COLOURS % len(_DASHES)]
-    return f"--c:var(--s{i % COLOURS})" + (f";stroke-dasharray:{dash}" if dash else "")
+    dash = _DASHES[i // COLORS % len(_DASHES)]
+    return f"--c:var(--s{i % COLORS})" + (f";stroke-dasharray:{dash}" if dash else "")
 
 
 def _tick_label(value: float, ticks: list[float], *, log: bool) -> str:

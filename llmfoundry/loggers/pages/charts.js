@@ -5,7 +5,7 @@
    A zoom along the x axis is the zoom of all charts, so that they can be compared at a glance. */
 (() => {
   "use strict";
-  const HEIGHT = 240, LEFT = 52, RIGHT = 14, TOP = 10, BOTTOM = 26, COLOURS = 10;
+  const HEIGHT = 240, LEFT = 52, RIGHT = 14, TOP = 10, BOTTOM = 26, COLORS = 10;
   const DASHES = ["", "6 3", "2 3"];
   const view = {from: null, to: null, smoothing: 2}; /* tokens; percent of the run */
   const charts = [];
@@ -177,8 +177,8 @@
     }
 
     line(line, i, from, to) {
-      const [first, last] = this.seen(line, from, to), dash = DASHES[Math.floor(i / COLOURS) % DASHES.length];
-      const style = `--c:var(--s${i % COLOURS})` + (dash && `;stroke-dasharray:${dash}`);
+      const [first, last] = this.seen(line, from, to), dash = DASHES[Math.floor(i / COLORS) % DASHES.length];
+      const style = `--c:var(--s${i % COLORS})` + (dash && `;stroke-dasharray:${dash}`);
       const path = (values, kind) => {
         let text = "", pen = "M", dots = "";
         for (let k = first; k < last; k++) {
@@ -212,7 +212,7 @@
       this.data.lines.forEach((line, i) => {
         const k = line.x.indexOf(exact);
         if (k < 0) return;
-        const style = `--c:var(--s${i % COLOURS})`;
+        const style = `--c:var(--s${i % COLORS})`;
         const value = line.y[k] === null ? "not finite" : this.form(line.y[k]);
         const span = line.low && line.y[k] !== null ? ` (${this.form(line.low[k])} to ${this.form(line.high[k])})` : "";
         const mean = line.trend && line.trend[k] !== null ? `, smoothed ${this.form(line.trend[k])}` : "";

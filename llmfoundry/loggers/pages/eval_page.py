@@ -120,7 +120,7 @@ def average_tiles(results: Results) -> list[Tile]:
 
 
 def models_table(results: Results, links: Sequence[Mapping[str, str]]) -> str:
-    """A row for each model: its number and colour in the pictures, averages, and its pages."""
+    """A row for each model: its number and color in the pictures, averages, and its pages."""
     averages = _names(results, "averages")
     columns = _scores(results, "averages", averages)
     rows = []

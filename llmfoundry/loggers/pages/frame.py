@@ -1,7 +1,7 @@
 """What every picture of a page shares: its axes, their lines and labels, the figure around it.
 
 `chart` draws lines in a `Frame`, `heat_map` cells, `score_charts` bars and dots. The idea: pictures
-are inline SVG without a library, and their colours CSS variables of the page, so that one picture
+are inline SVG without a library, and their colors CSS variables of the page, so that one picture
 serves light and dark.
 """
 
@@ -17,7 +17,7 @@ from llmfoundry.loggers.console import short_count
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 10, 38  # of a picture's edges to its drawing
-COLOURS = 10  # --s0 … --s9 of the page
+COLORS = 10  # --s0 … --s9 of the page
 
 
 @dataclass(frozen=True)

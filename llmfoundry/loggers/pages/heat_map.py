@@ -2,8 +2,8 @@
 
 `report.py` calls `load_maps` with what routing.jsonl holds. The idea: perfect balance is a blank
 picture. A cell is blue where an expert got less than the mean and orange where it got more, fully
-coloured at a quarter of the mean and at four times it, so that what catches the eye is imbalance.
-Cells of one colour are one path: a map of thousands of cells stays a few kilobytes.
+colored at a quarter of the mean and at four times it, so that what catches the eye is imbalance.
+Cells of one color are one path: a map of thousands of cells stays a few kilobytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from llmfoundry.loggers.metrics import TOKEN
 from llmfoundry.loggers.pages.frame import Axis, Frame, figure, svg
 
 MAX_COLUMNS, MAX_LAYERS = 70, 8
-LEVELS = 6  # of each colour
-FULL = 2.0  # base-2 logarithm of the relative load at which a colour is full
+LEVELS = 6  # of each color
+FULL = 2.0  # base-2 logarithm of the relative load at which a color is full
 LESS, MORE = 0, 1  # --s0 and --s1 of the page
 
 Load = list[list[float]]  # of every column: the relative load of every expert
@@ -56,7 +56,7 @@ def heat_map(title: str, columns: Load, edges: Sequence[float]) -> str:
 
 
 def level(relative: float) -> int:
-    """Colour of a load over the mean: 0 near 1, up to LEVELS of orange, down to -LEVELS of blue."""
+    """Color of a load over the mean: 0 near 1, up to LEVELS of orange, down to -LEVELS of blue."""
     if relative <= 0:
         return -LEVELS
     steps = round(math.log2(relative) / FULL * LEVELS)
@@ -77,7 +77,7 @@ def _stretches(n: int) -> Iterator[tuple[int, int]]:
 
 
 def _cells(frame: Frame, columns: Load, places: Sequence[float]) -> Iterator[str]:
-    """One path for each colour."""
+    """One path for each color."""
     height = frame.height / len(columns[0])
     shapes: dict[int, list[str]] = {}
     for column, (left, right) in zip(columns, pairwise(places), strict=True):
@@ -87,9 +87,9 @@ def _cells(frame: Frame, columns: Load, places: Sequence[float]) -> Iterator[str
             shapes.setdefault(level(relative), []).append(shape)
     for step, found in sorted(shapes.items()):
         if step:
-            colour = f"var(--s{MORE if step > 0 else LESS})"
+            color = f"var(--s{MORE if step > 0 else LESS})"
             opacity = abs(step) / LEVELS
-            yield f'<path fill="{colour}" fill-opacity="{opacity:.2f}" d="{"".join(found)}"/>'
+            yield f'<path fill="{color}" fill-opacity="{opacity:.2f}" d="{"".join(found)}"/>'
 
 
 def _axes(frame: Frame, n_experts: int) -> Iterator[str]:

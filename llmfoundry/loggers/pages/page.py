@@ -1,7 +1,7 @@
 """The pages' frame: style sheet, tiles and tables as HTML text.
 
 `report` and `eval_page` fill it. Everything is inline and nothing is loaded, so the page works from
-a mail or a USB stick. `page.css` has a value of each colour for light and one for dark. `charts.js`
+a mail or a USB stick. `page.css` has a value of each color for light and one for dark. `charts.js`
 is our own and only adds to what is there: without it the page has the same pictures and numbers.
 """
 

@@ -161,7 +161,7 @@ def experts(rows: Rows, loads: Rows) -> str:
 
 
 def gauntlet_charts(rows: Rows, averages: Sequence[str]) -> str:
-    """Categories and tasks over tokens; averages have the first colours."""
+    """Categories and tasks over tokens; averages have the first colors."""
     names = metric_names(rows)
     categories = {n.removeprefix(GAUNTLET): n for n in names if n.startswith(GAUNTLET)}
     tasks = {", ".join(n.split("/")[1:-1]): n for n in names if _is_accuracy(n)}

@@ -1,6 +1,6 @@
 """Scores of several models side by side as inline SVG: bars, dots beside chance, a bar in a table.
 
-`eval_page` draws with them. The idea: model number i has the page's colour i and the number i + 1
+`eval_page` draws with them. The idea: model number i has the page's color i and the number i + 1
 in every picture, and guessing is a line in each, so that a model that only guesses is seen to. A
 score that does not exist is written n/a where its bar would be, and has no dot.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from llmfoundry.loggers.pages.frame import COLOURS, Axis, Frame, figure, svg, text
+from llmfoundry.loggers.pages.frame import COLORS, Axis, Frame, figure, svg, text
 
 
 class ShownScore(NamedTuple):
@@ -174,7 +174,7 @@ def _dot(
     value = estimate.value
     if value is None:
         return
-    style = f"--c:var(--s{model % COLOURS})"
+    style = f"--c:var(--s{model % COLORS})"
     if estimate.ends:
         low, high = (frame.x(min(max(0.0, end), 1.0)) for end in estimate.ends)
         path = f"M{low:.1f} {y:.1f}H{high:.1f}"
@@ -236,14 +236,14 @@ def _figure(
 
 
 def swatch(model: int) -> str:
-    """The model's colour, for a legend."""
+    """The model's color, for a legend."""
     drawn = f'<rect width="18" height="8" rx="2" style="{_fill(model)}"/>'
     return f'<svg class="key" viewBox="0 0 18 8">{drawn}</svg>'
 
 
 def _fill(model: int) -> str:
-    """The model's colour, paler where colours begin again."""
-    return f"fill:var(--s{model % COLOURS});fill-opacity:{max(0.3, 1 - 0.35 * (model // COLOURS))}"
+    """The model's color, paler where colors begin again."""
+    return f"fill:var(--s{model % COLORS});fill-opacity:{max(0.3, 1 - 0.35 * (model // COLORS))}"
 
 
 def _tick(value: float) -> str:

@@ -120,9 +120,9 @@ class AttentionConfig:
     clip_qkv: Annotated[float | None, POSITIVE] = None
     """Clamp queries, keys and values to [-c, c] after their projection; unset: no clamp."""
     qk_ln: bool = False
-    """Normalise the whole query and key width before positions are applied."""
+    """Normalize the whole query and key width before positions are applied."""
     qk_gn: bool = False
-    """Normalise each query and key head by itself before positions are applied."""
+    """Normalize each query and key head by itself before positions are applied."""
     norm_type: Annotated[str | None, choice(NORMS)] = None
     """Only with qk_ln or qk_gn: the kind of that norm; unset: model.norm_type."""
     norm_eps: Annotated[float | None, POSITIVE] = None

@@ -67,7 +67,7 @@ class EvalRecipe:
     """Where metrics go as well (group logger/); unset: MLflow where the run's went, for others
     nowhere."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
-    """For models without a run: where tokenised prompts are kept."""
+    """For models without a run: where tokenized prompts are kept."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 

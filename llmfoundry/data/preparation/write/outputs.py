@@ -55,14 +55,14 @@ class Output:
     columns: tuple[tuple[str, str], ...] = ()
 
     @property
-    def tokenises(self) -> bool:
+    def tokenizes(self) -> bool:
         """Whether ids are needed."""
         return self.kind not in ("mds-text", "mds-columns")
 
     @property
     def cuttable(self) -> bool:
         """Whether a document may come in pieces."""
-        return self.tokenises
+        return self.tokenizes
 
     @property
     def keeps_texts(self) -> bool:

@@ -205,7 +205,7 @@ class _Reader:
 def _encoded(
     job: PartSettings, pieces: Iterable[DocumentPart]
 ) -> Iterator[tuple[DocumentPart, list[int]]]:
-    if job.output.tokenises:
+    if job.output.tokenizes:
         return encode_all(pieces, job.tokenizer, job.threads)
     return ((piece, []) for piece in pieces)
 
