@@ -1,7 +1,7 @@
 """Bus bandwidth between pairs of processes or nodes: measured by all-reduces, and who is to blame.
 
-All processes call `measure`; rank 0 calls `PairRates.slow` and `judge_pairs`. The idea: one slow
-pair names a link, all pairs of a node name the node, and all pairs between two halves name the
+All processes call `PairTest.measure`, rank 0 `PairRates.slow` and `judge_pairs`. The idea: one
+slow pair names a link, all pairs of a node name the node, and all pairs between two halves name the
 switch between them; so every pair is measured (a round-robin tournament: n - 1 rounds of n / 2
 pairs that run at one time), and the blame is the smallest thing that all slow pairs have in common.
 """
@@ -87,90 +87,77 @@ def all_reduce(group: Any, tensor: Tensor, pair: Pair) -> None:
 
 
 @dataclass(frozen=True)
-class PairUnits:
-    """Who is measured, with what.
+class PairTest:
+    """All-reduces of pairs of units, measured by all processes together.
 
     Attributes:
-        members: the ranks of each unit: one process, or all of a node.
+        units: the ranks of each: one process, or all of a node.
         payloads: bytes of the all-reduces.
         limit: seconds that a pair may take for a round.
+        board: of the check.
+        device: of this process.
         reduce: the all-reduce.
     """
 
-    members: Sequence[Sequence[int]]
+    units: Sequence[Sequence[int]]
     payloads: Sequence[int]
     limit: float
+    board: Board
+    device: torch.device
     reduce: AllReduce = all_reduce
 
-    def ranks(self, pair: Pair) -> list[int]:
-        """All processes of a pair."""
-        return [rank for unit in pair for rank in self.members[unit]]
+    def measure(self, rounds: Sequence[Sequence[Pair]], name: str) -> dict[int, dict[Pair, float]]:
+        """GB/s by payload and pair, on rank 0; 0 where a pair gave no answer; {} on the others.
 
+        The pairs of a round are disjoint. Rounds are kept in step through the board, so that all of
+        a round load the network at one time and a pair that hangs costs one time limit, not the
+        check. `name`: groups of another measurement meet elsewhere in the store.
+        """
+        board, found = self.board, {n: dict[Pair, float]() for n in self.payloads}
+        for number, every in enumerate(rounds):
+            pairs = [pair for pair in every if not board.lost.keys() & {*self._ranks(pair)}]
+            own = next((pair for pair in pairs if board.rank in self._ranks(pair)), None)
+            rates = None
+            if own is not None:
+                rates = self._rates(own, board.meeting(f"{name}/{number}/{own[0]}-{own[1]}"))
+            came = board.gather(f"{name}/{number}", rates, seconds=2 * self.limit)
+            for pair in pairs:
+                answers = [came.get(rank) for rank in self._ranks(pair)]
+                for index, n_bytes in enumerate(self.payloads):
+                    found[n_bytes][pair] = min(a[index] if a else 0.0 for a in answers)
+        return {} if board.rank else found
 
-def measure(
-    links: PairUnits,
-    rounds: Sequence[Sequence[Pair]],
-    board: Board,
-    device: torch.device,
-    *,
-    name: str,
-) -> dict[int, dict[Pair, float]]:
-    """GB/s by payload and pair, on rank 0; 0 where a pair gave no answer; {} on the others.
+    def _ranks(self, pair: Pair) -> list[int]:
+        return [rank for unit in pair for rank in self.units[unit]]
 
-    Rounds are kept in step through the board, so that all pairs of a round load the network at one
-    time and a pair that hangs costs one time limit, not the check. `name`: groups of another
-    measurement meet elsewhere in the store.
-    """
-    found: dict[int, dict[Pair, float]] = {n_bytes: {} for n_bytes in links.payloads}
-    for number, every in enumerate(rounds):
-        pairs = [pair for pair in every if not board.lost.keys() & {*links.ranks(pair)}]
-        own = next((pair for pair in pairs if board.rank in links.ranks(pair)), None)
-        rates = None
-        if own is not None:
-            meeting = board.meeting(f"{name}/{number}/{own[0]}-{own[1]}")
-            rates = _one(links, own, board.rank, device, meeting)
-        came = board.gather(f"{name}/{number}", rates, seconds=2 * links.limit)
-        for pair in pairs:
-            answers = [came.get(rank) for rank in links.ranks(pair)]
-            for index, n_bytes in enumerate(links.payloads):
-                found[n_bytes][pair] = min(a[index] if a else 0.0 for a in answers)
-    return {} if board.rank else found
+    def _rates(self, pair: Pair, store: dist.Store) -> list[float]:
+        """GB/s of each payload for this pair, as this process sees it; 0 from where it failed on.
 
+        The group, over NCCL or gloo, is made for the pair and left after it.
+        """
+        ranks, rates, groups = self._ranks(pair), list[float](), list[Any]()
+        size, device = len(ranks), self.device
 
-def _one(
-    links: PairUnits, pair: Pair, rank: int, device: torch.device, store: dist.Store
-) -> list[float]:
-    """GB/s of each payload for this pair, as this process sees it; 0 from where it failed on.
+        def mean(value: float) -> float:
+            """Of the pair's processes, the same on each."""
+            shared = torch.tensor([value / size], device=device)
+            groups[0].allreduce([shared]).wait()
+            return float(shared)
 
-    The group, over NCCL or gloo, is made for the pair and left after it.
-    """
-    ranks, rates, groups = links.ranks(pair), list[float](), list[Any]()
+        def reduce() -> None:
+            rank, limit = ranks.index(self.board.rank), timedelta(seconds=self.limit)
+            groups.append(small_group(store, rank, size, device=device, limit=limit))
+            for n_bytes in self.payloads:
+                tensor = torch.zeros(max(1, n_bytes // 4), device=device)
+                step = partial(self.reduce, groups[0], tensor, pair)
+                rates.append(bus_bandwidth(n_bytes, _fastest(step, mean, device), size))
 
-    def reduce() -> None:
-        limit = timedelta(seconds=links.limit)
-        groups.append(small_group(store, ranks.index(rank), len(ranks), device=device, limit=limit))
-        for n_bytes in links.payloads:
-            tensor = torch.zeros(max(1, n_bytes // 4), device=device)
-            seconds = _fastest(
-                partial(links.reduce, groups[0], tensor, pair),
-                partial(_mean, groups[0], len(ranks), device),
-                device,
-            )
-            rates.append(bus_bandwidth(n_bytes, seconds, len(ranks)))
-
-    with suppress(RuntimeError):  # a time limit, a connection that was closed
-        within(1.5 * links.limit, reduce)  # gloo ends after `limit`, NCCL waits until it is left
-    reached = rates[:]  # what comes later, from a call that is late, is not an answer
-    for group in groups:
-        leave_group(group, failed=len(reached) < len(links.payloads))
-    return reached + [0.0] * (len(links.payloads) - len(reached))
-
-
-def _mean(group: Any, size: int, device: torch.device, value: float) -> float:
-    """Of a group, the same on each of its processes."""
-    shared = torch.tensor([value / size], device=device)
-    group.allreduce([shared]).wait()
-    return float(shared)
+        with suppress(RuntimeError):  # a time limit, a connection that was closed
+            within(1.5 * self.limit, reduce)  # gloo ends after `limit`, NCCL waits until it is left
+        reached = rates[:]  # what comes later, from a call that is late, is not an answer
+        for group in groups:
+            leave_group(group, failed=len(reached) < len(self.payloads))
+        return reached + [0.0] * (len(self.payloads) - len(reached))
 
 
 def _fastest(

@@ -26,7 +26,7 @@ from llmfoundry.recipe.data import n_bytes
 from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.resilience.check import host, kernel_log, links, nvml
 from llmfoundry.resilience.check.findings import BAD, UNCHECKED, Finding, Report
-from llmfoundry.resilience.check.links import Pair, PairRates, disjoint, judge_pairs, tournament
+from llmfoundry.resilience.check.links import PairRates, disjoint, judge_pairs, tournament
 from llmfoundry.resilience.check.process_board import Board
 from llmfoundry.resilience.check.speeds import (
     Device,
@@ -38,7 +38,7 @@ from llmfoundry.resilience.check.speeds import (
 )
 from llmfoundry.retry import Late, within
 
-_GPU_PAYLOADS, _CPU_PAYLOADS = ("64kb", "64mb", "1gb"), ("4kb", "256kb", "4mb")
+_PAYLOADS = {True: ("64kb", "64mb", "1gb"), False: ("4kb", "256kb", "4mb")}  # on a GPU, or not
 _numbers = itertools.count()  # of the checks of this process, which share a store
 CONFIRMED = 2  # times that a slow pair is measured again
 _PARTS = {
@@ -282,10 +282,11 @@ class _Check:
             what = "node" if self.settings.pairs_of == "nodes" else "process"
             self._unchecked("pairs", "the network", f"one {what} alone has no pair")
             return None
-        first = tournament(len(units), rounds=self.settings.pair_rounds)
+        test = self._pair_test(units)
+        rounds = tournament(len(units), rounds=self.settings.pair_rounds)
         found = PairRates(
             [[self.devices[rank] for rank in unit] for unit in units] if is_main else [],
-            self._rates("pairs", units, first),
+            test.measure(rounds, "pairs"),
             least=self.settings.min_bus_bandwidth,
             groups=self._switch_groups(units) if is_main else [],
         )
@@ -294,7 +295,7 @@ class _Check:
             again = self.board.broadcast(f"again/{attempt}", disjoint(slow))
             if not again:
                 break
-            found.keep_best(self._rates(f"pairs/again {attempt}", units, again))
+            found.keep_best(test.measure(again, f"pairs/again {attempt}"))
             still = found.slow() if is_main else {}
             slow = {pair: why for pair, why in still.items() if pair in slow}
         if is_main:
@@ -323,11 +324,8 @@ class _Check:
                 groups.setdefault(".".join(parts[:height]), []).append(number)
         return [group for group in groups.values() if 1 < len(group) < len(units)]
 
-    def _rates(
-        self, name: str, units: Sequence[Sequence[int]], rounds: Sequence[Sequence[Pair]]
-    ) -> dict[int, dict[Pair, float]]:
-        is_gpu = self.world.device.type == "cuda"
-        sizes = self.settings.payloads or (_GPU_PAYLOADS if is_gpu else _CPU_PAYLOADS)
-        payloads = [n_bytes(size) for size in sizes]
-        chosen = links.PairUnits(units, payloads, self.settings.timeout, self.tools.all_reduce)
-        return links.measure(chosen, rounds, self.board, self.world.device, name=name)
+    def _pair_test(self, units: Sequence[Sequence[int]]) -> links.PairTest:
+        device = self.world.device
+        sizes = self.settings.payloads or _PAYLOADS[device.type == "cuda"]
+        payloads, limit = [n_bytes(size) for size in sizes], self.settings.timeout
+        return links.PairTest(units, payloads, limit, self.board, device, self.tools.all_reduce)
