@@ -117,7 +117,7 @@ class Timing(Callback):
         os._exit(0)  # the end of a run is saved, which is not needed here
 
     def _speed(self, trainer: Trainer, spans: list[float]) -> dict[str, Any]:
-        recipe, job = trainer.recipe, self._job
+        recipe, job = self._job.recipe, self._job
         step, tokens = statistics.median(spans), trainer.clock.tokens_per_batch
         flops = trained_flops_per_token(job.root.model, recipe.max_seq_len)
         return {
@@ -154,12 +154,12 @@ class Timing(Callback):
 
     def _saving(self, trainer: Trainer, spans: list[float]) -> dict[str, Any]:
         """What the steps after a save took more than others; the last save is waited for."""
-        interval = trainer.clock.batches(trainer.recipe.save_interval)
+        interval = trainer.clock.batches(self._job.recipe.save_interval)
         saved = [n for n in range(1, len(self._marks)) if n % interval == 0]
         others = [s for n, s in enumerate(spans, 1) if n not in saved and n >= self._warm_up]
         usual, began = statistics.median(others), time.perf_counter()
         trainer.checkpointer.wait()
-        files = Path(trainer.recipe.save_folder, "checkpoints").rglob("*")
+        files = Path(self._job.recipe.save_folder, "checkpoints").rglob("*")
         written = sum(file.stat().st_size for file in files if file.is_file())
         return {
             "step ms": 1e3 * usual,

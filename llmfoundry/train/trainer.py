@@ -28,7 +28,11 @@ from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.init import seed_of
 from llmfoundry.ops.packed_layout import IGNORE, Batch
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.logger import CallbacksConfig
+from llmfoundry.recipe.optimizer import OptimizerConfig
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.train.metrics import LoggedStep, LossWindow, ReadStep, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
@@ -78,6 +82,25 @@ class Callback:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what `state` returned; empty where a run starts at batch 0."""
+
+
+class LoopRecipe(Protocol):
+    """What the loop and its callbacks need of `recipe.scripts.train.TrainRecipe`, filled."""
+
+    seed: int
+    max_seq_len: int
+    log_interval: str
+    eval_interval: str
+    eval_first: bool
+    save_interval: str
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    parallel: ParallelConfig
+    callbacks: CallbacksConfig
+
+    def training_settings(self) -> dict[str, Any]:
+        """Every setting that changes what is learned, by key; a checkpoint keeps them."""
 
 
 class Checkpoints(Protocol):
@@ -147,8 +170,7 @@ class TrainingLog(Protocol):
 class Trainer:
     """All parts of a run, and the loop over them."""
 
-    recipe: TrainRecipe
-    """Filled."""
+    recipe: LoopRecipe
     world: World
     root: Root
     """The model, called for evaluation and generation."""
