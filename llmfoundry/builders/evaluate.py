@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmfoundry.builders.job import Job
 from llmfoundry.builders.preference import build_objective
@@ -283,7 +282,8 @@ class EvalBudget:
             resumed: what the run decided before holds.
         """
         self._max_fraction, self._file, self._world = max_fraction, run_folder / FILE, world
-        self._note, self._share = note, self._agreed(self._kept() if resumed else None)
+        kept = on_rank0(world, lambda: self._kept() if resumed else None)
+        self._note, self._share = note, kept
         self.restart()
 
     def restart(self) -> None:
@@ -296,8 +296,7 @@ class EvalBudget:
             trained = time.perf_counter() - self._since
             allowed = CAUTION * trained * self._max_fraction / (1 - self._max_fraction)
             whole = _seconds_of_all(gauntlet, model)
-            self._share = self._agreed(ladder(allowed / whole))
-            assert self._share is not None
+            self._share = on_rank0(self._world, lambda: ladder(allowed / whole))
             self._report(self._share, trained, whole)
         return self._share
 
@@ -316,15 +315,6 @@ class EvalBudget:
             return None
         kept = read_json_if_there(self._file)
         return float(kept["share"]) if kept["max_fraction"] == self._max_fraction else None
-
-    def _agreed(self, share: float | None) -> float | None:
-        """Process 0's; a negative number stands for none."""
-        if self._world.size == 1:
-            return share
-        shared = torch.tensor([-1.0 if share is None else share], dtype=torch.float64)
-        shared = shared.to(self._world.device)
-        dist.broadcast(shared, src=0)
-        return None if float(shared) < 0 else float(shared)
 
 
 def _seconds_of_all(gauntlet: Gauntlet, model: EvaluatedModel) -> float:

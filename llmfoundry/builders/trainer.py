@@ -111,7 +111,7 @@ def build_trainer(
     note = tracker.note
     # 1. This process among all, and what may be missing on one machine: before any text is read.
     world, meshes = _join_mesh(recipe, world, note)
-    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
+    fit = _memory_fit(world, None if pretrained is None else sketch(recipe, written))
     on_all_ranks(world, partial(_check_machine, recipe, world, fit))
     # 2. Where the run begins, and what it reads.
     start = find_start(recipe, world, note)
@@ -197,31 +197,23 @@ def _join_mesh(
     return with_mesh(world, meshes), meshes
 
 
-def _memory_fit(
-    recipe: TrainRecipe, world: World, trained: Decoder | None
-) -> Callable[[TrainRecipe, str | None], Fit]:
-    """`choose_fit` of a recipe, and what `auto` stood for in a run that resumes.
+def _memory_fit(world: World, trained: Decoder | None) -> Callable[..., Fit]:
+    """`choose_fit` for the processes of the run, all of which call this.
 
     `trained` is the model of fine-tuning on the meta device.
     """
-    available = memory_of_process(world)
-
-    def fit(filled: TrainRecipe, begun_with: str | None) -> Fit:
-        return choose_fit(
-            filled,
-            world_size=world.size,
-            available=available,
-            device=world.device,
-            meta_model=trained,
-            begun_with=begun_with,
-        )
-
-    return fit
+    return partial(
+        choose_fit,
+        world_size=world.size,
+        available=memory_of_process(world),
+        device=world.device,
+        meta_model=trained,
+    )
 
 
 def _fitted(
     recipe: TrainRecipe,
-    fit: Callable[[TrainRecipe, str | None], Fit],
+    fit: Callable[..., Fit],
     start: Start,
     world: World,
     note: Callable[[str], None],
@@ -232,7 +224,7 @@ def _fitted(
     saved = start.checkpoint
     if saved is not None and not start.weights_only:
         begun_with = on_rank0(world, lambda: read_state(saved)).get("activation_checkpointing")
-    chosen = fit(recipe, begun_with)
+    chosen = fit(recipe, begun_with=begun_with)
     if asked == "auto":
         note(checkpointing_line(recipe, chosen, begun_with))
     if line := load_line(recipe, chosen, world.size):
@@ -241,11 +233,9 @@ def _fitted(
     return chosen
 
 
-def _check_machine(
-    recipe: TrainRecipe, world: World, fit: Callable[[TrainRecipe, str | None], Fit]
-) -> None:
+def _check_machine(recipe: TrainRecipe, world: World, fit: Callable[..., Fit]) -> None:
     """Before any text is read: what may be missing on this machine alone."""
-    fit(with_guessed_vocabulary(recipe), None)
+    fit(with_guessed_vocabulary(recipe))
     check_workers(recipe.data, world)
     check_kernels(recipe, world.device)
 
@@ -401,11 +391,6 @@ def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Toke
     if isinstance(written, FinetuneRecipe):
         fit_vocabulary(recipe.model, tokenizer, written.model)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
-    check_vocabulary(recipe, tokenizer)
-
-
-def check_vocabulary(recipe: TrainRecipe, tokenizer: Tokenizer) -> None:
-    """The embedding must have a row for every token."""
     size = recipe.model.vocab_size
     assert size is not None
     if size < tokenizer.vocab_size:

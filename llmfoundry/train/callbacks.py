@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.ops.shard_layout import l2_norms
 from llmfoundry.recipe.logger import EarlyStopperConfig, GenerateConfig
@@ -237,7 +236,8 @@ class EarlyStopper(Callback):
         self._names |= metrics.keys()
         value = metrics.get(self._metric)
         if evaluated or value is not None or not self.may_lag:  # else nobody has one
-            value = _of_process_0(value, trainer.world)
+            measured = value  # throughput, for one, is another on every process
+            value = on_rank0(trainer.world, lambda: measured)
         if value is None:
             was_measured = self._best is not None or self._since > 0
             if self._logged and self._evaluated and not was_measured:
@@ -277,15 +277,6 @@ class EarlyStopper(Callback):
             f"{problem}; write a name of metrics.jsonl, and run the same command: batch"
             f" {trainer.batch:,} is saved"
         )
-
-
-def _of_process_0(value: float | None, world: World) -> float | None:
-    """Process 0's value: throughput, for one, is another on every process."""
-    if world.size == 1:
-        return value
-    shared = torch.tensor([value is not None, value or 0.0], dtype=torch.float64)
-    dist.broadcast(shared, src=0)  # on the host, where the value is
-    return shared[1].item() if shared[0] else None
 
 
 MOMENTS = ("exp_avg", "momentum_buffer")  # what optimizers call the running mean of gradients

@@ -165,15 +165,11 @@ class Pairs:
         self.beta = config.beta
         self.sft_weight = 1.0 if config.name == "orpo" else config.sft_weight or 0.0
         self.by_sum = self.has_reference = config.name == "dpo"
-        self._loss, self._switched_off = PAIR_LOSSES[config.name](config), switched_off
+        self._loss, self.switched_off = PAIR_LOSSES[config.name](config), switched_off
 
     def prepare(self, batch: Batch, look: Look, data_group: ProcessGroup | None) -> Batch:
         """With the reference's log-probabilities."""
-        return self.with_reference(batch, look)
-
-    def with_reference(self, batch: Batch, look: Look) -> Batch:
-        """With the reference's log-probabilities, where the adapter's absence gives them."""
-        return with_reference(batch, look, self._switched_off)
+        return with_reference(batch, look, self.switched_off)
 
     def count(self, batch: Batch) -> Tensor:
         """(): pairs."""
@@ -243,11 +239,11 @@ class KTO:
         assert config.beta is not None, "fill the recipe"
         self.beta = config.beta
         self.weights = config.desirable_weight, config.undesirable_weight
-        self._switched_off = switched_off
+        self.switched_off = switched_off
 
     def prepare(self, batch: Batch, look: Look, data_group: ProcessGroup | None) -> Batch:
         """With the reference's log-probabilities, and the baseline of the global batch."""
-        batch = self.with_reference(batch, look)
+        batch = with_reference(batch, look, self.switched_off)
         if batch.answers is None:  # a batch that could not be had
             sum_over_processes(torch.zeros(2, device=batch.tokens.device), data_group)
             return batch
@@ -257,14 +253,10 @@ class KTO:
         baseline = baseline_of(*sums.unbind()).expand(len(batch.tokens))
         return replace(batch, answers=replace(batch.answers, baseline=baseline))
 
-    def with_reference(self, batch: Batch, look: Look) -> Batch:
-        """With the reference's log-probabilities, where the adapter's absence gives them."""
-        return with_reference(batch, look, self._switched_off)
-
     def knows_reference(self, batch: Batch) -> bool:
         """Whether the batch brings it, or the adapter's absence gives it."""
         assert batch.answers is not None
-        return batch.answers.mismatched is not None or self._switched_off is not None
+        return batch.answers.mismatched is not None or self.switched_off is not None
 
     def moved(self, batch: Batch, look: Look) -> tuple[Tensor, Tensor]:
         """(B, D) fp32: log-ratios of prompts with others' answers, 0 without; (B, D) bool: with."""
@@ -272,8 +264,8 @@ class KTO:
         changed, others = mismatched(batch)
         found, reference = look(changed, answer_log_probs), batch.answers.mismatched
         if reference is None:
-            assert self._switched_off is not None, "the method needs a reference"
-            with self._switched_off():
+            assert self.switched_off is not None, "the method needs a reference"
+            with self.switched_off():
                 reference = look(changed, answer_log_probs)
         return torch.where(others, found - reference, 0), others
 

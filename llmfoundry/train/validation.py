@@ -26,6 +26,7 @@ from llmfoundry.train.preference import (
     baseline_of,
     is_pair,
     pair_accuracy,
+    with_reference,
 )
 from llmfoundry.train.step import Look
 
@@ -68,7 +69,11 @@ def validate(
         sums += torch.stack([nats.double(), keep.sum().double(), length.double()])
     if dist.is_initialized():
         dist.all_reduce(sums, group=data_group)
-    nats, tokens, length = sums.tolist()
+    return _language_metrics(*sums.tolist())
+
+
+def _language_metrics(nats: float, tokens: float, length: float) -> dict[str, float]:
+    """Of all tokens' cross-entropy, their number and their UTF-8 bytes."""
     mean = nats / max(tokens, 1)
     return {
         "metrics/eval/LanguageCrossEntropy": mean,
@@ -135,7 +140,7 @@ class _Answers:
 
 def _measure(batch: Batch, token_bytes: Tensor, objective: Preference, look: Look) -> Tensor:
     """(B, D, 7) float64: `_Answers` of a batch."""
-    batch = objective.with_reference(batch, look)
+    batch = with_reference(batch, look, objective.switched_off)
     answers, layout = batch.answers, batch.layout
     assert answers is not None and layout is not None, "the recipe asks for preference rows"
     log_probs = look(batch, answer_log_probs)
@@ -172,14 +177,10 @@ def _gathered(found: list[Tensor], group: dist.ProcessGroup | None) -> _Answers:
 def _metrics(found: _Answers, objective: Preference) -> dict[str, float]:
     """Of all held-out answers; none where there is no answer."""
     better = found.side > 0
-    nats, tokens = -found.log_probs[better].sum().item(), found.tokens[better].sum().item()
-    mean, length = nats / max(tokens, 1), found.length[better].sum().item()
-    metrics = {
-        "metrics/eval/LanguageCrossEntropy": mean,
-        "metrics/eval/LanguagePerplexity": math.exp(min(mean, 700)),
-        "metrics/eval/bits_per_byte": nats / math.log(2) / max(length, 1),
-    }
-    return metrics | _told_apart(found) | _rewards(found, objective)
+    nats, tokens, length = (
+        sums[better].sum().item() for sums in (-found.log_probs, found.tokens, found.length)
+    )
+    return _language_metrics(nats, tokens, length) | _told_apart(found) | _rewards(found, objective)
 
 
 def _told_apart(found: _Answers) -> dict[str, float]:
