@@ -96,7 +96,7 @@ class _Opened:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Probed:
     """What process 0 found out about a folder of shards."""
 
     index: Index
@@ -129,7 +129,7 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
         epoch_rows=epoch_rows,
         validation=validation,
         bytes_per_token=float(parts @ [found.bytes_per_token for found in opened]),
-        summary="\n".join(lines + opening.silent),
+        summary="\n".join(lines + opening.notes),
         bad_rows=tuple([line for found in opened for line in found.bad_rows] + opening.bad_rows),
     )
 
@@ -283,21 +283,22 @@ class _Opening:
         self._recipe, self._config = recipe, recipe.data
         self._tokenizer, self._world = tokenizer, world
         self._options = FetchOptions.from_config(recipe.data)
-        self.silent: list[str] = []  # lines: each store that gave no index, held-out rows
+        self.notes: list[str] = []  # each store that gave no index, held-out rows
         self.bad_rows: list[str] = []  # lines of held-out rows
 
     def stream(self, name: str, source: SourceConfig) -> _Opened:
         """One to train on."""
         if source.is_supervised:
-            return self._supervised(name, source)
+            opened = partial(self._supervised, name, source)
+            return on_each_machine(self._world, opened, patient=True)
         return self._corpus(name, source) if source.name in CORPORA else self._shards(name, source)
 
     def held_out(self, config: StreamConfig) -> HeldOut:
         """Shards, or supervised rows, to measure on."""
         if config.is_supervised:
-            opened = partial(open_validation_rows, config, self._recipe, self._tokenizer)
+            opened = partial(self._validation_rows, config)
             rows, lines, bad_rows = on_each_machine(self._world, opened, patient=True)
-            self.silent += lines
+            self.notes += lines
             self.bad_rows += bad_rows
             return rows
         key, folder = "data.validation", open_shards(config, self._options)
@@ -313,15 +314,60 @@ class _Opening:
     def _read_index(self, key: str, folder: ShardFolder) -> Index:
         index = read_index(folder, self._config.cache_folder)
         if folder.silence:
-            self.silent.append(f"{key}: {folder.silence}")
+            self.notes.append(f"{key}: {folder.silence}")
         return index
 
     def _supervised(self, name: str, source: SourceConfig) -> _Opened:
-        opened = partial(open_supervised, name, source, self._recipe, self._tokenizer)
-        found = on_each_machine(self._world, opened, patient=True)
-        stream = OrderedStream(found.source, self._order(found.source.sizes))
-        validation: list[HeldOut] = [] if found.validation is None else [found.validation]
-        return _Opened(stream, found.bytes_per_token, found.notes, validation, found.bad_rows)
+        """Supervised rows to train on, and what they hold out."""
+        config = self._config if name == ONLY else self._config.alone(source)
+        held_out = config.validation_fraction if self._config.validation is None else 0.0
+        key = stream_key(name)
+        store, packed, lines = self._packed_rows(key, config, held_out)
+        supervised, counts = config.supervised, packed.counts
+        rows = SupervisedSource(
+            name,
+            store,
+            packed,
+            self._recipe.max_seq_len,
+            per_sequence=supervised.loss == "sequences",
+            with_others=brings_others(store, supervised),
+        )
+        validation: list[HeldOut] = []
+        if len(packed.held_out):
+            validation.append(
+                SupervisedHeldOut(store, packed.held_out, self._tokenizer, supervised)
+            )
+        ratio = max(1, counts.learned_bytes) / max(1, counts.learned)
+        stream = OrderedStream(rows, self._order(rows.sizes))
+        return _Opened(stream, ratio, lines, validation, bad_lines(key, store.facts))
+
+    def _validation_rows(
+        self, source: SourceConfig
+    ) -> tuple[SupervisedHeldOut, list[str], list[str]]:
+        """The rows of data.validation, all to measure on; notes and bad rows as of `_Opened`."""
+        config, key = self._config.alone(source), "data.validation"
+        store, packed, lines = self._packed_rows(key, config, 0.0)
+        members = np.sort(packed.members)
+        held_out = SupervisedHeldOut(store, members, self._tokenizer, config.supervised)
+        return held_out, lines, bad_lines(key, store.facts)
+
+    def _packed_rows(
+        self, key: str, config: DataConfig, held_out: float
+    ) -> tuple[Store, PackedExamples, list[str]]:
+        """Rows tokenized and packed, from their caches or anew; and lines for the user."""
+        config = replace(config)
+        config.fill()
+        store = prepare_rows(config, key, self._tokenizer, seed=self._recipe.seed)
+        options = PackOptions(
+            seq_len=self._recipe.max_seq_len,
+            seed=self._recipe.seed,
+            shuffle=config.shuffle,
+            held_out=held_out,
+            supervised=config.supervised,
+            key=key,
+        )
+        packed = open_rows(store, options, self._tokenizer.token_bytes(), config.cache_folder)
+        return store, packed, packing_summary(key, store.facts, packed, options)
 
     def _corpus(self, name: str, source: SourceConfig) -> _Opened:
         config = self._config if name == ONLY else self._config.alone(source)
@@ -346,12 +392,12 @@ class _Opening:
         def opened(index: Index) -> TokenSource | MDSTokens | MDSTexts:
             return open_source(name, stream_key(name), folder, index, reading)
 
-        def find() -> _Found:
+        def find() -> _Probed:
             index = with_sample(folder, self._read_index(stream_key(name), folder))
             source = opened(index)
             if isinstance(source, MDSTexts):
-                return _Found(index, probe=self._probe(source))
-            return _Found(index, bytes_per_token=self._ratio(source))
+                return _Probed(index, probe=self._probe(source))
+            return _Probed(index, bytes_per_token=self._ratio(source))
 
         found = on_rank0(self._world, find)
         source = opened(found.index)
@@ -435,83 +481,3 @@ class _Opening:
             apart=not config.attend_across_documents,
             dtype=config.token_encoding_type,
         )
-
-
-@dataclass(frozen=True)
-class OpenedRows:
-    """A supervised source.
-
-    Attributes:
-        source: rows to train on.
-        validation: those held out of it; None: none are.
-        bytes_per_token: of the learned tokens.
-        notes: lines for the user.
-        bad_rows: those of them about rows that cannot be used and are left out.
-    """
-
-    source: SupervisedSource
-    validation: SupervisedHeldOut | None
-    bytes_per_token: float
-    notes: list[str]
-    bad_rows: list[str]
-
-
-def open_supervised(
-    name: str, source: SourceConfig, recipe: TrainRecipe, tokenizer: Tokenizer
-) -> OpenedRows:
-    """A source to train on, and what it holds out; every process calls it.
-
-    Raises:
-        UserError: its rows cannot be read, are not of their format, or do not fit the recipe.
-    """
-    config = recipe.data if name == ONLY else recipe.data.alone(source)
-    held_out = config.validation_fraction if recipe.data.validation is None else 0.0
-    store, packed, lines = _open(stream_key(name), config, recipe, tokenizer, held_out)
-    supervised = config.supervised
-    rows = SupervisedSource(
-        name,
-        store,
-        packed,
-        recipe.max_seq_len,
-        per_sequence=supervised.loss == "sequences",
-        with_others=brings_others(store, supervised),
-    )
-    validation = None
-    if len(packed.held_out):
-        validation = SupervisedHeldOut(store, packed.held_out, tokenizer, supervised)
-    counts = packed.counts
-    ratio = max(1, counts.learned_bytes) / max(1, counts.learned)
-    return OpenedRows(rows, validation, ratio, lines, bad_lines(stream_key(name), store.facts))
-
-
-def open_validation_rows(
-    source: SourceConfig, recipe: TrainRecipe, tokenizer: Tokenizer
-) -> tuple[SupervisedHeldOut, list[str], list[str]]:
-    """The rows of data.validation, all to measure on; notes and bad_rows as in `OpenedRows`.
-
-    Raises:
-        UserError: as `open_supervised`.
-    """
-    config = recipe.data.alone(source)
-    key = "data.validation"
-    store, packed, lines = _open(key, config, recipe, tokenizer, 0.0)
-    held_out = SupervisedHeldOut(store, np.sort(packed.members), tokenizer, config.supervised)
-    return held_out, lines, bad_lines(key, store.facts)
-
-
-def _open(
-    key: str, config: DataConfig, recipe: TrainRecipe, tokenizer: Tokenizer, held_out: float
-) -> tuple[Store, PackedExamples, list[str]]:
-    config = replace(config)
-    config.fill()
-    store = prepare_rows(config, key, tokenizer, seed=recipe.seed)
-    options = PackOptions(
-        seq_len=recipe.max_seq_len,
-        seed=recipe.seed,
-        shuffle=config.shuffle,
-        held_out=held_out,
-        supervised=config.supervised,
-        key=key,
-    )
-    packed = open_rows(store, options, tokenizer.token_bytes(), config.cache_folder)
-    return store, packed, packing_summary(key, store.facts, packed, options)
