@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from llmfoundry.checkpoint.storage import is_checkpoint, list_checkpoints, named
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.collectives import on_all_ranks, on_each_machine, on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import is_added, merge_into
@@ -157,26 +158,10 @@ def base_of(written: FinetuneRecipe, checkpoint: Path) -> PretrainedConfig:
 
 def _download(name: str, revision: str | None, world: World) -> Path:
     """A hub id's files, fetched by one process of each machine."""
-    import torch.distributed as dist
-
     from llmfoundry.hf.read import hf_folder
 
-    def fetch() -> Path:
-        return hf_folder(name, revision=revision, key="model.pretrained")
-
-    failures: list[UserError | None] = [None]
-    if world.local_rank == 0:
-        try:
-            fetch()
-        except UserError as error:
-            failures = [error]
-    if world.size > 1:
-        own, failures = failures[0], [None] * world.size
-        dist.all_gather_object(failures, own)
-    for failure in failures:
-        if failure is not None:
-            raise failure
-    return fetch()  # which is there now
+    fetch = partial(hf_folder, name, revision=revision, key="model.pretrained")
+    return on_all_ranks(world, lambda: on_each_machine(world, fetch, patient=True))
 
 
 def _open_run(

@@ -36,10 +36,9 @@ class Meshes:
         context: those that share this one's rows; None: it has them alone.
         tensor: those that share this one's matrices; None: it has them alone.
         expert: those that share this one's experts; None: it has them all.
-        expert_weights: (replicate, shard): how FSDP shards the experts of one of these; None as
-        well. mixture_weights: (replicate, shard x context x tensor): how it shards what else is of
-        a layer
-            with experts, where tensor ranks have other tokens; None: as other weights.
+        expert_weights: (replicate, shard): how FSDP shards the experts of one of these; None too.
+        mixture_weights: (replicate, shard x context x tensor): how it shards what else is of a
+            layer with experts, where tensor ranks have other tokens; None: as other weights.
     """
 
     degrees: Degrees

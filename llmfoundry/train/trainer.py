@@ -389,13 +389,11 @@ class Trainer:
             torch.cuda.manual_seed(value)
 
     def _calling(self, hook: str) -> Iterator[Callback]:
-        """The callbacks in order, to call this hook of; a monitor knows the name of each."""
+        """The callbacks that have this hook, in order; a monitor knows the name of each."""
         for callback in self.callbacks:
             if overrides(callback, hook):
                 with in_callback(f"{type(callback).__name__}.{hook}"):
                     yield callback
-            else:
-                yield callback
 
     def _on_gradients(self) -> None:
         for callback in self._calling("on_gradients"):
