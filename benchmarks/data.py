@@ -71,7 +71,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_rows import StreamIndex
 from llmfoundry.distributed.launch import join
 from llmfoundry.files import write_json
-from llmfoundry.loggers.loggers import Tracker
+from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load

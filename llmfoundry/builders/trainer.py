@@ -60,7 +60,7 @@ from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import read_events
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
-from llmfoundry.loggers.loggers import Tracker
+from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.models.counts import active_parameter_count
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count

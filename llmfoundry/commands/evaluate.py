@@ -35,8 +35,8 @@ from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.loggers import log_evaluation
 from llmfoundry.loggers.pages.eval_page import write_eval_page
+from llmfoundry.loggers.tracker import log_evaluation
 from llmfoundry.plan.fit import choose_microbatch
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig

@@ -10,7 +10,7 @@ from llmfoundry.checkpoint.storage import named
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.loggers import send_record
+from llmfoundry.loggers.tracker import send_record
 from llmfoundry.recipe.front.typed import require
 from llmfoundry.recipe.scripts.finetune import load_run
 from llmfoundry.recipe.scripts.track import TrackRecipe

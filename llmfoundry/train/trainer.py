@@ -143,7 +143,7 @@ class Checkpoints(Protocol):
 
 
 class TrainingLog(Protocol):
-    """What the loop reports to: `loggers.loggers.Tracker`, which this layer may not import."""
+    """What the loop reports to: `loggers.tracker.Tracker`, which this layer may not import."""
 
     def log(self, batch: int, tokens: int, metrics: dict[str, float]) -> None:
         """Record a logged step."""

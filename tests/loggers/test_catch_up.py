@@ -22,8 +22,8 @@ from llmfoundry.commands.track import track
 from llmfoundry.errors import UserError
 from llmfoundry.loggers import background_queue as writer_module
 from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.loggers import Tracker
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, read_metrics
+from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.scripts.track import TrackRecipe

@@ -314,7 +314,7 @@ def test_nothing_is_imported_before_the_first_step_and_nothing_printed(tmp_path:
         "import io, sys; from pathlib import Path\n"
         "from llmfoundry.recipe.scripts.train import TrainRecipe\n"
         "from llmfoundry.loggers.console import Console\n"
-        "from llmfoundry.loggers.loggers import Tracker\n"
+        "from llmfoundry.loggers.tracker import Tracker\n"
         "recipe = TrainRecipe(run_name='tiny'); recipe.fill()\n"
         "folder = Path('runs/tiny'); folder.mkdir(parents=True)\n"
         "(folder / 'recipe.yaml').write_text('run_name: tiny')\n"

@@ -11,8 +11,8 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.loggers import Tracker, flatten
 from llmfoundry.loggers.metrics import WALL, read_metrics
+from llmfoundry.loggers.tracker import Tracker, flatten
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
 
