@@ -449,7 +449,7 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     parameters = value_count(job.root)
     size = f"{parameters:,} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
-        size += f", of which a token meets {active_parameter_count(recipe.model):,}"
+        size += f", {active_parameter_count(recipe.model):,} active"
     how = f"{recipe.precision}, microbatch {job.microbatch}"
     again = recomputation(recipe.parallel.activation_checkpointing)
     if again != "none":
@@ -463,8 +463,8 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
         ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
         (
             "data",
-            f"{loader.n_rows:,} rows of {recipe.max_seq_len:,} tokens;"
-            f" {tokens_left_out(loader.streams):,} after the last whole row are left out",
+            f"{loader.n_rows:,} sequences of {recipe.max_seq_len:,} tokens; the last partial"
+            f" sequence ({tokens_left_out(loader.streams):,} tokens) is dropped",
         ),
         (
             "length",

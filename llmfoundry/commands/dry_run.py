@@ -185,7 +185,7 @@ def _is_on_hub(recipe: FinetuneRecipe) -> bool:
 def _size(recipe: TrainRecipe, need: MemoryEstimate) -> str:
     model = f"{recipe.model.name}, about {short_count(need.parameters)} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
-        model += f", of which a token meets {short_count(active_parameter_count(recipe.model))}"
+        model += f", {short_count(active_parameter_count(recipe.model))} active"
     return model
 
 

@@ -1,7 +1,7 @@
 """A model's weights sharded by FSDP2 or replicated under DDP, and its gradients added up.
 
 Whatever the layout, gradients are summed, not averaged: the loss is divided by the global count of
-labelled tokens before the backward pass, so the sum is the exact gradient of the global mean.
+labeled tokens before the backward pass, so the sum is the exact gradient of the global mean.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ g = (n - 1) / n * B * T * D each (T rounded up to a multiple of n).
   forward pass: 4 g more; selective checkpointing its all-gathers: 2 g more.
 - A block with experts: half of that, plus what expert parallelism sends of B * T / n tokens.
 - Embedding: a reduce-scatter forward, an all-gather backward: 2 g. Head: an all-gather of hidden
-  states forward, a reduce-scatter backward: 2 g; and 2 values (fp32) of each labelled token from
+  states forward, a reduce-scatter backward: 2 g; and 2 values (fp32) of each labeled token from
   each process.
 - Parameters that all have and apply to their own tokens (norms, positions): an all-reduce of their
   gradients a microbatch.

@@ -229,7 +229,7 @@ class BackgroundWriter:
         self._thread.join(0.5)
         self._report_lost(cut_off=self._thread.is_alive())
         # A thread that was cut off must not print into the final message.
-        self._note = self._warn = _nobody
+        self._note = self._warn = _discard
 
     def _queue(self, items: Sequence[Item]) -> None:
         with self._changed:
@@ -437,8 +437,8 @@ def _kind(item: Item) -> str:
     return item.name if isinstance(item, Path) else KINDS[isinstance(item, Samples)]
 
 
-def _nobody(text: str) -> None:
-    """Hears nothing."""
+def _discard(text: str) -> None:
+    """Print nothing."""
 
 
 _MOST_KINDS, _LONGEST = 20, 500

@@ -41,7 +41,7 @@ class Objective(Protocol):
     """What a step minimizes.
 
     Attributes:
-        is_cross_entropy: whether its mean is in nats of a labelled token.
+        is_cross_entropy: whether its mean is in nats of a labeled token.
     """
 
     is_cross_entropy: bool
@@ -60,7 +60,7 @@ class Objective(Protocol):
 
 
 class CrossEntropy:
-    """Nats of each labelled token, times its weight; divided by the sum of the weights."""
+    """Nats of each labeled token, times its weight; divided by the sum of the weights."""
 
     is_cross_entropy = True
 
@@ -69,7 +69,7 @@ class CrossEntropy:
         return batch
 
     def count(self, batch: Batch) -> Tensor:
-        """(): labelled tokens, or the sum of their weights."""
+        """(): labeled tokens, or the sum of their weights."""
         return (batch.labels != IGNORE).sum() if batch.weights is None else batch.weights.sum()
 
     def of(self, batch: Batch) -> Finish:
@@ -100,10 +100,10 @@ class StepResult:
     """What one step leaves behind, on the device.
 
     Attributes:
-        loss: all that was minimized: the mean cross-entropy over the global batch's labelled tokens
+        loss: all that was minimized: the mean cross-entropy over the global batch's labeled tokens
             in nats, and what routers add.
         grad_norm: global L2 norm of the gradient before clipping.
-        count: labelled tokens of the global batch, or what else the objective divides by.
+        count: labeled tokens of the global batch, or what else the objective divides by.
         parts: where routers add to it, the summands of `loss`: `loss`, which is the cross-entropy,
             and those of `Routing.losses`; else empty.
         routing: load and probability of every expert over the global batch; None without experts.
@@ -255,7 +255,7 @@ def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterat
 def _over_processes(
     count: Tensor, rows: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Labelled tokens and rows of the global batch, of this process's.
+    """Labeled tokens and rows of the global batch, of this process's.
 
     Tokens count once; a row counts for each process that shares it, as its routers' losses do.
     """
