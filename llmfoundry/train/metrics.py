@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,37 +50,21 @@ class HostCopy:
         return {n: found[n].view(shape).to(kind) for n, (shape, kind) in self._like.items()}
 
 
-@dataclass
 class LoggedStep:
-    """A step that is logged, between its end and the reading of its values.
+    """A logged step: its values are copied to the host from its end on, and read later.
 
     Attributes:
         batch: steps done, this one included.
-        steps: so many since the last log.
-        known: metrics that the host knew at its end.
-        losses: names of the loss and, where there are several, its summands.
-        reported: names of what else the objective reported.
-        looked: steps, from 0, at which the guard looked since the last log.
-        values: what the device knew.
     """
 
-    batch: int
-    steps: int
-    known: dict[str, float]
-    losses: list[str]
-    reported: list[str]
-    looked: list[int]
-    values: HostCopy
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         batch: int,
         result: StepResult,
         losses: tuple[Tensor, int, Tensor],
         guard: Guard,
         measured: Mapping[str, float | Tensor],
-    ) -> LoggedStep:
+    ) -> None:
         """Begin to copy what a step left on the device.
 
         Args:
@@ -91,72 +74,61 @@ class LoggedStep:
             guard: which step was the first that went wrong, and what else it saw.
             measured: metrics of the step, known already or on the device.
         """
-        sums, steps, left_out = losses
-        looked, seen = guard.unread()
+        self.batch = batch
+        sums, self._steps, left_out = losses
+        self._observed, seen = guard.unread()  # steps, from 0, since the last log
         tensors = {"sums": sums, "norm": result.grad_norm, "first bad": guard.first, "seen": seen}
         tensors["left out"] = left_out
         if result.routing is not None:
             _, load, probability, tokens = result.routing
             tensors |= {"load": load, "probability": probability, "tokens": tokens}
         waiting = {n: value for n, value in measured.items() if isinstance(value, Tensor)}
-        known = {n: value for n, value in measured.items() if not isinstance(value, Tensor)}
-        names, reported = ["total", *result.parts], [*result.reported]
-        copy = HostCopy(tensors | {f"metric {name}": value for name, value in waiting.items()})
-        return cls(batch, steps, known, names, reported, looked, copy)
+        tensors |= {f"metric {name}": value for name, value in waiting.items()}
+        self._measured, self._copy = [*waiting], HostCopy(tensors)
+        self._known = {n: value for n, value in measured.items() if not isinstance(value, Tensor)}
+        self._losses, self._reported = ["total", *result.parts], [*result.reported]  # of the sums
 
-    def read(self) -> ReadStep:
-        """All values, on the host."""
-        return ReadStep(self, self.values.read())
-
-
-@dataclass
-class ReadStep:
-    """A logged step whose values are on the host."""
-
-    step: LoggedStep
-    values: dict[str, Tensor]
+    def read(self) -> LoggedStep:
+        """Wait for the values, which everything below is made of."""
+        self._values = self._copy.read()
+        return self
 
     @property
     def verdicts(self) -> list[StepVerdict]:
         """What the guard saw since the last log."""
-        return read_verdicts(self.step.looked, self.values["seen"])
+        return read_verdicts(self._observed, self._values["seen"])
 
     @property
     def first_bad(self) -> int | None:
         """The step, counted from 0, from which there are no updates, where there is one."""
-        first = int(self.values["first bad"])
+        first = int(self._values["first bad"])
         return None if first < 0 else first
 
     @property
     def routing(self) -> Routing | None:
         """Loads and probabilities of the step; None without experts."""
-        if "load" not in self.values:
+        if "load" not in self._values:
             return None
-        return Routing({}, *(self.values[name] for name in ("load", "probability", "tokens")))
+        return Routing({}, *(self._values[name] for name in ("load", "probability", "tokens")))
 
     def metrics(self, objective: Objective, *, bytes_per_token: float) -> dict[str, float]:
         """loss/train/*, what the objective makes of its sums, and all that was measured."""
-        sums, steps = self.values["sums"].tolist(), self.step.steps - int(self.values["left out"])
-        names = self.step.losses
-        reported = dict(zip(self.step.reported, sums[len(names) :], strict=True))
+        sums, steps = self._values["sums"].tolist(), self._steps - int(self._values["left out"])
+        names = self._losses
+        reported = dict(zip(self._reported, sums[len(names) :], strict=True))
         losses = {
             name: x / steps if steps else math.nan for name, x in zip(names, sums, strict=False)
         }
         found = {
             **{f"loss/train/{name}": loss for name, loss in losses.items()},
-            "l2_norm/grad/global": self.values["norm"].item(),
+            "l2_norm/grad/global": self._values["norm"].item(),
             **objective.metrics(reported),
         }
         if objective.is_cross_entropy:
             language = losses.get("loss", losses["total"])
             found["metrics/train/bits_per_byte"] = language / math.log(2) / bytes_per_token
-        prefix = "metric "
-        waited = {
-            name.removeprefix(prefix): value.item()
-            for name, value in self.values.items()
-            if name.startswith(prefix)
-        }
-        return found | self.step.known | waited
+        waited = {name: self._values[f"metric {name}"].item() for name in self._measured}
+        return found | self._known | waited
 
 
 class LossWindow:

@@ -34,7 +34,7 @@ from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock
-from llmfoundry.train.metrics import LoggedStep, LossWindow, ReadStep, routing_metrics
+from llmfoundry.train.metrics import LoggedStep, LossWindow, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.spikes import Return, RollBack, SpikeHandler
@@ -418,7 +418,7 @@ class Trainer:
             measured |= callback.measure(self)
         self._wait_seconds = 0.0
         losses, guard = self._losses.take(), self.spikes.guard
-        return LoggedStep.begin(self.batch, result, losses, guard, measured)
+        return LoggedStep(self.batch, result, losses, guard, measured)
 
     def _finish_log(self) -> None:
         """Log the step whose values are on their way; waits for that step alone."""
@@ -430,7 +430,7 @@ class Trainer:
         self._refuse(found.first_bad)
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
-        self.logged_batch = found.step.batch
+        self.logged_batch = found.batch
         metrics = found.metrics(self.settings.objective, bytes_per_token=self.bytes_per_token)
         self._log_routing(found, metrics)
         for callback in self._calling("on_log"):
@@ -438,8 +438,8 @@ class Trainer:
         tokens = self.logged_batch * self.clock.tokens_per_batch
         self.tracker.log(self.logged_batch, tokens, metrics)
 
-    def _log_routing(self, found: ReadStep, metrics: dict[str, float]) -> None:
-        routing, batch = found.routing, found.step.batch
+    def _log_routing(self, found: LoggedStep, metrics: dict[str, float]) -> None:
+        routing, batch = found.routing, found.batch
         if routing is None:
             return
         tokens, top_k = self.clock.tokens_per_batch, self.recipe.model.ffn_config.moe_top_k

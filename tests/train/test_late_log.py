@@ -222,7 +222,7 @@ class Read(SimpleNamespace):
 
 def read(step):
     found.append((step.batch, trainer.batch))
-    return Read(step=step)
+    return Read(batch=step.batch)
 
 LoggedStep.read = read
 recipe = TrainRecipe(
