@@ -147,6 +147,7 @@ class Checkpointer:
         self._tensor_files = TensorFiles(self._mailbox)
         self._staged: Staged | Exception | None = None  # whose copies may be under way
         self._thread: threading.Thread | None = None
+        self.is_writing = False  # beside training
         self._failures = 0  # in a row
         self._problem = ""  # the last one's
 
@@ -203,7 +204,15 @@ class Checkpointer:
         began = time.perf_counter()
         staged = self._staged = stage(True)
         self.waits.copies = time.perf_counter() - began
-        self._thread = device_thread(self._write, batch, folder, staged, state, name="checkpoint")
+
+        def write() -> None:
+            try:
+                self._write(batch, folder, staged, state)
+            finally:
+                self.is_writing = False
+
+        self.is_writing = True
+        self._thread = device_thread(write, name="checkpoint")
         self._thread.start()
 
     def _stage(self, model: Decoder, optimizer: Optimizer | None, copy: bool) -> Staged | Exception:
@@ -270,11 +279,6 @@ class Checkpointer:
         self._mailbox.begin()
         self._mailbox.run(lambda: self._storage.forget_after(batch, self._world))
         self.saved = -1
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is under way beside training."""
-        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for a save under way."""
