@@ -50,7 +50,6 @@ from llmfoundry.ops import loss
 from llmfoundry.ops.moe import dispatch, mixture
 from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.packed_layout import Batch
-from llmfoundry.ops.torch_private import scale
 from llmfoundry.plan.activations import expert_rows, tokens_of_row
 from llmfoundry.plan.fit import choose_fit, with_guessed_vocabulary
 from llmfoundry.plan.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
@@ -379,7 +378,7 @@ def fill(root: Root, device: torch.device) -> None:
 def _as_on_a_gpu(recipe: TrainRecipe, degrees: Degrees) -> Iterator[None]:
     """The GPU's code where ours differs: what a CPU would ask of values is not asked."""
     whole = getattr(ShardingPropagator, _WHOLE)
-    clip = {"norm": lambda *given: scale(step._gradients(given[0]), torch.ones(()))}
+    clip = {"norm": lambda *given: torch._foreach_mul_(step._gradients(given[0]), torch.ones(()))}
     with (
         mock.patch.object(dispatch, "_lengths", _even(recipe, degrees)),
         mock.patch.object(mixture, "_path", lambda device: moe_device),

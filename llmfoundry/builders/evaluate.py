@@ -34,7 +34,7 @@ from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
 from llmfoundry.gauntlet.questions import EvaluatedModel
 from llmfoundry.loggers.pages.report import read_json_if_there
-from llmfoundry.models.positions import longest_document
+from llmfoundry.models.attention import longest_document
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.train.validation import validate, validate_answers

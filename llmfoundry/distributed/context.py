@@ -32,8 +32,7 @@ from torch import Tensor
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.models.attention import KeysValues
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.attention.spec import AttentionSpec
-from llmfoundry.ops.devices import working_dtype
+from llmfoundry.ops.attention.base import AttentionSpec, working_dtype
 from llmfoundry.ops.packed_layout import Batch, Ranges
 from llmfoundry.ops.torch_private import all_gather, all_to_all, reduce_scatter
 from llmfoundry.recipe.parallel import ParallelConfig

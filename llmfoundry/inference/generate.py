@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.attention import KVCache
+from llmfoundry.models.attention import KVCache, longest_document
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.positions import longest_document
-from llmfoundry.ops.devices import autocast_dtype
+from llmfoundry.ops.attention.base import autocast_dtype
 
 _CUT = "\ufffd"  # what decoders write for an incomplete character
 

@@ -21,21 +21,20 @@ from llmfoundry.models.attention import (
     HeadExchange,
     KeysValues,
     KVCache,
-    attention_specs,
-)
-from llmfoundry.models.layers import FFNS, Embedding, Linear
-from llmfoundry.models.low_rank import head_operands
-from llmfoundry.models.moe import MoE
-from llmfoundry.models.positions import (
     Table,
+    attention_specs,
     dynamic_lengths,
     query_temperature,
     rotary_frequencies,
     rotary_table,
 )
+from llmfoundry.models.layers import FFNS, Embedding, Linear
+from llmfoundry.models.low_rank import head_operands
+from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import Routed, Routing, over_layers
 from llmfoundry.models.tensor_parallel import TensorRanks
-from llmfoundry.ops.attention.select import AttentionSpec, plan
+from llmfoundry.ops.attention.base import AttentionSpec
+from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture.attention import NORMS
@@ -124,6 +123,7 @@ class Decoder(nn.Module):
         assert config.vocab_size and config.max_seq_len and config.head_dim, "fill the recipe"
         self.config = config
         self.layers = config.layers()
+        self.kernels = AttentionKernels(config.attn_config.attn_impl, config.head_dim)
         self.wte = Embedding(config.vocab_size, config.d_model)
         if config.learned_pos_emb:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
@@ -317,15 +317,13 @@ class Decoder(nn.Module):
             specs = {window: exchange.own(spec) for window, spec in specs.items()}
             ranges = layout.ranges if layout is not None and exchange.splits_queries else None
         plans = {
-            window: plan(
+            window: self.kernels.plan(
                 layout,
                 spec,
                 queries=width if layout is None else layout.width,
                 past=past,
                 device=device,
-                impl=self.config.attn_config.attn_impl,
                 dtype=dtype,
-                head_dim=self.config.head_dim,
                 ranges=ranges,
             )
             for window, spec in specs.items()

@@ -18,7 +18,7 @@ from llmfoundry.models.layers import FFN
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.router import OtherTokens, Places, Routed, Router, Statistics
 from llmfoundry.ops.activations import to_text
-from llmfoundry.ops.devices import has_autocast
+from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.moe.mixture import mixture
@@ -159,8 +159,7 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)  # (B * T, D)
         if real is not None:
             tokens = tokens.index_select(0, real)  # (N, D)
-        if has_autocast(x):  # once, so that the router and the experts keep the same copy
-            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
+        tokens = to_autocast_dtype(tokens)  # once: the router and the experts keep the same copy
         logits = self.router(tokens)  # (N, E)
         scores = logits.softmax(-1)
         weights, experts = self.router.choose(scores)  # (N, k) each

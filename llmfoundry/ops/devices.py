@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,36 +15,10 @@ from torch import Tensor
 from llmfoundry.ops.torch_private import has_avx512_bf16
 
 
-def has_autocast(x: Tensor) -> bool:
-    """Whether autocast is on; the meta device has none that could be asked for."""
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """X in the dtype that autocast computes products in; as it is where autocast is off."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if has_autocast(x) else x
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """A context in which products of x are computed in the dtypes that they are given."""
-    return torch.autocast(x.device.type, enabled=False) if has_autocast(x) else nullcontext()
-
-
-def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Autocast's dtype where it is on for devices of this kind, else `dtype`; fp64 stays."""
-    available = torch.amp.is_autocast_available(kind)  # the meta device has none
-    if dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
-        return dtype
-    return torch.get_autocast_dtype(kind)
-
-
-def working_dtype(v: Tensor) -> torch.dtype:
-    """What attention computes in: autocast's dtype where it is on, else the values' own.
-
-    Queries and keys may come wider than the values, from their normalization.
-    """
-    return autocast_dtype(v.device.type, v.dtype)
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 HAS_BF16: bool = has_avx512_bf16() and torch.backends.mkldnn.is_available()

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llmfoundry.ops import torch_private
-
 TENSOR = "tensor_parallel"  # the mesh's axis
 Range = tuple[int, int]  # from and to
 Stacked = Mapping[str, Sequence[int]]
@@ -230,7 +228,8 @@ def _by_layout(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
 def _local_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The L2 norm of each local shard, in fp32 also where it is narrower."""
     split = [_chunks(local_shard(tensor)) for tensor in tensors]
-    found = iter(torch_private.norms([chunk for tensor in split for chunk in tensor]))
+    chunks = [chunk for tensor in split for chunk in tensor]
+    found = iter(torch._foreach_norm(chunks, 2.0, torch.float32))
     each = ([next(found) for _ in tensor] for tensor in split)
     return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
 

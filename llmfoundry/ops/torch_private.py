@@ -1,5 +1,7 @@
 """The parts of PyTorch in use here that it does not promise to keep: this file alone names them.
 
+`torch._foreach_*`, which its documentation lists, are called where they are needed.
+
 Each function says which part it is and what happens where a version of PyTorch lacks it. What a
 pickle names (`checkpoint/load.py`) is data and not called.
 """
@@ -7,7 +9,7 @@ pickle names (`checkpoint/load.py`) is data and not called.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,30 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 def has_avx512_bf16() -> bool:
     """`torch.cpu._is_avx512_bf16_supported`; without it no, and bf16 products are not used."""
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-
-
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of each tensor, in fp32.
-
-    `torch._foreach_norm`, one call for all; without it a call each.
-    """
-    together = getattr(torch, "_foreach_norm", None)
-    if together is not None:
-        return list(together(list(tensors), 2.0, torch.float32))
-    return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
-
-
-def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by a factor (), in place.
-
-    `torch._foreach_mul_`, one call for all; without it a call each.
-    """
-    together = getattr(torch, "_foreach_mul_", None)
-    if together is not None:
-        together(list(tensors), factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
 
 
 def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta) -> None:

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.router import Routing, move_biases
-from llmfoundry.ops import torch_private
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
 from llmfoundry.recipe.optimizer import GradientClippingConfig
@@ -326,7 +325,7 @@ def clip_norm(parameters: list[nn.Parameter], threshold: float, norm: Tensor) ->
     if norm.device.type == "cpu" and norm <= threshold:
         return  # elsewhere the question would wait for the device
     share = (threshold / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    torch_private.scale(_gradients(parameters), share)
+    torch._foreach_mul_(_gradients(parameters), share)
 
 
 def clip_value(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:

@@ -207,8 +207,9 @@ def test_flops_of_adapters_are_the_counted_products(
 
 @pytest.mark.parametrize("frozen", ["blocks.0", "wte blocks.0", "wte blocks.0 blocks.1", "blocks"])
 def test_nothing_goes_back_behind_the_first_part_that_trains(frozen: str) -> None:
-    model = make_model(make_config(**(SETTINGS["untied"] | {"d_model": 48, "max_seq_len": 32})))
-    model.config.attn_config.attn_impl = "torch"
+    config = make_config(**(SETTINGS["untied"] | {"d_model": 48, "max_seq_len": 32}))
+    config.attn_config.attn_impl = "torch"
+    model = make_model(config)
     for name, parameter in model.named_parameters():
         parts = (*frozen.split(), *(("wpe",) if "wte" in frozen else ()))
         parameter.requires_grad_(not name.startswith(parts))

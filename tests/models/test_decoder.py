@@ -13,7 +13,7 @@ from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.layers import FFNS
 from llmfoundry.ops.activations import ACTIVATIONS
-from llmfoundry.ops.attention.select import alibi_slopes
+from llmfoundry.ops.attention.base import alibi_slopes
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.architecture import ffn
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig

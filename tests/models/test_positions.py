@@ -11,7 +11,7 @@ from transformers import Llama4TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama4 import modeling_llama4
 
-from llmfoundry.models.positions import (
+from llmfoundry.models.attention import (
     dynamic_lengths,
     query_temperature,
     rotary_frequencies,

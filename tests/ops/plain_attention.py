@@ -10,18 +10,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.select import (
-    IMPLS,
-    AttentionSpec,
-    alibi_slopes,
-    attend,
-    plan,
-    refusal,
-)
+from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec, alibi_slopes
+from llmfoundry.ops.attention.select import IMPLS, AttentionKernels, attend, refusal
 from llmfoundry.ops.packed_layout import PackedLayout
 
 CPU = torch.device("cpu")
@@ -137,6 +132,18 @@ def distance(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
     assert all(a.shape == b.shape for a, b in pairs)
     largest = max(b.abs().max().item() for _, b in pairs)
     return max((a - b).abs().max().item() for a, b in pairs) / largest
+
+
+def plan(
+    layout: PackedLayout | None,
+    spec: AttentionSpec,
+    *,
+    impl: str,
+    head_dim: int | None = None,
+    **forward: Any,
+) -> AttentionPlan:
+    """Of a model whose recipe names this backend."""
+    return AttentionKernels(impl, head_dim).plan(layout, spec, **forward)
 
 
 def errors(case: Case, impl: str, dtype: str, device: torch.device = CPU) -> tuple[float, float]:

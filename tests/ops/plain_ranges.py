@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.select import AttentionPlan, attend, plan, range_plan
+from llmfoundry.ops.attention.base import AttentionPlan
+from llmfoundry.ops.attention.select import attend, range_plan
 from llmfoundry.ops.packed_layout import Ranges, at
 from tests.ops.plain_attention import (
     CPU,
@@ -17,6 +18,7 @@ from tests.ops.plain_attention import (
     Case,
     distance,
     plain_attention,
+    plan,
 )
 
 # of rows of 19: both ends, the middle, single tokens, all

@@ -21,17 +21,8 @@ from llmfoundry.ops.attention import flash
 from llmfoundry.ops.attention import flash as attention_flash
 from llmfoundry.ops.attention import flash as attention_varlen
 from llmfoundry.ops.attention import flex as attention_flex
-from llmfoundry.ops.attention.select import (
-    PLANS,
-    AttentionPlan,
-    AttentionSpec,
-    attend,
-    choose,
-    plan,
-    range_plan,
-    refusal,
-)
-from llmfoundry.ops.attention.spec import dense_bias
+from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec, dense_bias
+from llmfoundry.ops.attention.select import PLANS, attend, choose, range_plan, refusal
 from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -45,6 +36,7 @@ from tests.ops.plain_attention import (
     errors,
     expected,
     plain_attention,
+    plan,
 )
 from tests.ops.plain_ranges import PAIRS, range_errors
 

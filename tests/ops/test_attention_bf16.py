@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.select import attend, plan
-from tests.ops.plain_attention import CPU, TOLERANCE, Case, distance
+from llmfoundry.ops.attention.select import attend
+from tests.ops.plain_attention import CPU, TOLERANCE, Case, distance, plan
 
 CASES = {
     "heads": Case(heads=2, kv_heads=2, lengths=((256,), (256,))),

@@ -11,9 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
 
 from llmfoundry.ops.attention import flash as attention_varlen
-from llmfoundry.ops.attention.select import PLANS, AttentionPlan, AttentionSpec, attend, plan
+from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
+from llmfoundry.ops.attention.select import PLANS, attend
 from llmfoundry.ops.packed_layout import PackedLayout
-from tests.ops.plain_attention import CPU
+from tests.ops.plain_attention import CPU, plan
 
 BATCHES = [((13, 51), (64,)), ((1, 63), (64,)), ((20, 20, 24), (30, 34)), ((64,), (8,) * 8)]
 WHOLE = ((64,), (64,))

@@ -21,7 +21,7 @@ from torch.nn.attention import varlen
 
 from llmfoundry.ops.attention import flash as attention_varlen
 from llmfoundry.ops.attention.flash import is_hopper
-from llmfoundry.ops.attention.select import PLANS, attend, plan
+from llmfoundry.ops.attention.select import PLANS, attend
 from llmfoundry.ops.packed_layout import Ranges
 from tests.ops.plain_attention import (
     CPU,
@@ -32,6 +32,7 @@ from tests.ops.plain_attention import (
     distance,
     errors,
     expected,
+    plan,
 )
 from tests.ops.plain_ranges import PAIRS, range_errors
 

@@ -20,8 +20,8 @@ from torch.nn import attention as torch_attention
 
 from llmfoundry.attention_limits import LIMITS
 from llmfoundry.ops.attention import flash
+from llmfoundry.ops.attention.base import AttentionSpec
 from llmfoundry.ops.attention.select import PLANS, attend, choose, refusal
-from llmfoundry.ops.attention.spec import AttentionSpec
 from llmfoundry.ops.packed_layout import Ranges
 from tests.ops.plain_attention import CPU, DTYPES, GRID, Case, distance, expected
 from tests.ops.plain_ranges import PAIRS, range_errors

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.ops.attention.select import IMPLS, attend, plan, refusal
+from llmfoundry.ops.attention.select import IMPLS, attend, refusal
 from llmfoundry.ops.loss import linear_cross_entropy, reference_cross_entropy
 from llmfoundry.ops.moe import mixture as moe
 from llmfoundry.ops.packed_layout import IGNORE
 from tests.ops.moe_layers import LAYERS, Layer, choices, distances, gradients, inputs
-from tests.ops.plain_attention import DTYPES, GRID, TOLERANCE, Case, distance
+from tests.ops.plain_attention import DTYPES, GRID, TOLERANCE, Case, distance, plan
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda")

@@ -12,12 +12,13 @@ from torch.nn.attention import flex_attention
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.ops.attention import base as attention_tree
 from llmfoundry.ops.attention import flex as attention_flex
-from llmfoundry.ops.attention import sdpa as attention_tree
-from llmfoundry.ops.attention.select import PLANS, AttentionSpec, alibi_slopes, attend, choose, plan
+from llmfoundry.ops.attention.base import AttentionSpec, alibi_slopes
+from llmfoundry.ops.attention.select import PLANS, attend, choose
 from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
-from tests.ops.plain_attention import distance
+from tests.ops.plain_attention import distance, plan
 from tests.ops.plain_tree import Forest, plain_tree_attention, random_forest, visible
 
 CPU = torch.device("cpu")

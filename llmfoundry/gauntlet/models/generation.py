@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.metrics import until_stop
 from llmfoundry.gauntlet.questions import Prompt, common_prefix
-from llmfoundry.models.attention import KVCache
+from llmfoundry.models.attention import KVCache, longest_document
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.positions import longest_document
-from llmfoundry.ops.devices import autocast_dtype
+from llmfoundry.ops.attention.base import autocast_dtype
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 if TYPE_CHECKING:

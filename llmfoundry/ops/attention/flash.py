@@ -20,6 +20,7 @@ import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,8 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention.spec import AttentionPlan, AttentionSpec, document_segments
-from llmfoundry.ops.devices import working_dtype
+from llmfoundry.ops.attention.base import (
+    AttentionPlan,
+    AttentionSpec,
+    document_segments,
+    working_dtype,
+)
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.ops.torch_private import activate_fa3
 
@@ -52,15 +57,12 @@ def varlen_prepare(
     device: torch.device,
 ) -> AttentionPlan:
     """Where documents begin and end."""
-    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
     serves_varlen(device)
+    plan = prepare("varlen", layout, spec, queries=queries, past=past, device=device)
     shared = "enable_gqa" in _varlen_parameters()  # since torch 2.12
     if layout is None:
-        keys = past + queries
-        return AttentionPlan(
-            "varlen", spec, shared_heads=shared, longest=queries, longest_keys=keys
-        )
-    return _packed_plan("varlen", spec, layout, device, past=past, shared_heads=shared)
+        return replace(plan, shared_heads=shared, longest=queries, longest_keys=past + queries)
+    return replace(plan, shared_heads=shared)
 
 
 def varlen_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
@@ -127,46 +129,18 @@ def flash_refusal(
     return reason or _missing_flash()
 
 
-def flash_prepare(
-    layout: PackedLayout | None,
-    spec: AttentionSpec,
-    *,
-    queries: int,
-    past: int,
-    device: torch.device,
-) -> AttentionPlan:
-    """Where documents begin and end, where there are several in a row."""
-    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
-    if layout is None:
-        return AttentionPlan("flash", spec)
-    return _packed_plan("flash", spec, layout, device, past=past)
-
-
 def flash_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd).
 
     Where there are fewer queries than keys they are the last: causality, windows and ALiBi are
     aligned to the bottom right.
     """
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
+    import flash_attn
 
-    spec, dtype, shape = plan.spec, working_dtype(v), q.shape
+    dtype, slopes = working_dtype(v), plan.spec.slopes
+    slopes = None if slopes is None else slopes.float()
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    options = {
-        "dropout_p": dropout,
-        "softmax_scale": spec.scale,
-        "causal": True,
-        "window_size": (spec.window, 0 if spec.window >= 0 else -1),
-        "softcap": spec.softcap or 0.0,
-        "alibi_slopes": None if spec.slopes is None else spec.slopes.float(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-    if plan.borders is None:
-        return flash_attn_func(q, k, v, **options)
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    borders, longest = (plan.borders, plan.key_borders), (plan.longest, plan.longest_keys)
-    out = flash_attn_varlen_func(q, k, v, *borders, *longest, **options)
-    return out.view(shape)
+    return _call(flash_attn, q, k, v, plan, dropout_p=dropout, alibi_slopes=slopes)
 
 
 @functools.cache
@@ -204,49 +178,15 @@ def flash3_refusal(
     return _missing_flash3() or _left_out(spec, dtype, head_dim) or _undecided(head_dim)
 
 
-def flash3_prepare(
-    layout: PackedLayout | None,
-    spec: AttentionSpec,
-    *,
-    queries: int,
-    past: int,
-    device: torch.device,
-) -> AttentionPlan:
-    """Where documents begin and end, where there are several in a row."""
-    assert layout is None or layout.ends is None, "`plan` gives trees to other backends"
-    if layout is None:
-        return AttentionPlan("flash3", spec)
-    return _packed_plan("flash3", spec, layout, device, past=past)
-
-
 def flash3_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd).
-
-    Where there are fewer queries than keys they are the last: causality, windows and ALiBi are
-    aligned to the bottom right.
-    """
-    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+    """As `flash_attend`."""
+    import flash_attn_interface
 
     assert not dropout, "plan refuses it"
-    spec, dtype, shape = plan.spec, working_dtype(v), q.shape
-    missing = -shape[-1] % 8  # it takes heads of whole 16 bytes
+    dtype, width = working_dtype(v), q.shape[-1]
+    missing = -width % 8  # it takes heads of whole 16 bytes
     q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))
-    options = {
-        "softmax_scale": spec.scale,
-        "causal": True,
-        "window_size": (spec.window, 0 if spec.window >= 0 else -1),
-        "softcap": spec.softcap or 0.0,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-    if plan.borders is None:
-        out = flash_attn_func(q, k, v, **options)
-    else:
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        borders, longest = (plan.borders, plan.key_borders), (plan.longest, plan.longest_keys)
-        out = flash_attn_varlen_func(q, k, v, *borders, *longest, **options)
-    if isinstance(out, tuple):  # before July 2025 with the log of the sums
-        out = out[0]
-    return out.view(*shape[:-1], -1)[..., : shape[-1]]
+    return _call(flash_attn_interface, q, k, v, plan)[..., :width]
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -340,21 +280,24 @@ def _device_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _packed_plan(
+def prepare(
     impl: str,
+    layout: PackedLayout | None,
     spec: AttentionSpec,
-    layout: PackedLayout,
-    device: torch.device,
     *,
+    queries: int,
     past: int,
-    shared_heads: bool = True,
+    device: torch.device,
 ) -> AttentionPlan:
-    """The plan of a kernel that takes where documents begin and end.
+    """Where documents begin and end, where there are several in a row.
 
     Documents before the first query have none; FlashAttention's kernels serve such ones, and write
     zeros as the gradients of their keys (csrc/flash_attn/src/flash_bwd_kernel.h: "This also covers
     the case where actual_seqlen_q == 0").
     """
+    if layout is None:
+        return AttentionPlan(impl, spec)
+    assert layout.ends is None, "`plan` gives trees to other backends"
     segments = document_segments(layout, past)
     borders, longest = _borders([n for n, _ in segments], device)
     keys, longest_keys = borders, longest
@@ -363,7 +306,6 @@ def _packed_plan(
     return AttentionPlan(
         impl,
         spec,
-        shared_heads=shared_heads,
         borders=borders,
         longest=longest,
         key_borders=keys,
@@ -377,3 +319,26 @@ def _borders(lengths: list[int], device: torch.device) -> tuple[Tensor, int]:
     if device.type == "cuda":
         borders = borders.pin_memory()  # from pageable memory the copy would wait for the device
     return borders.to(device, non_blocking=True), max(lengths)
+
+
+def _call(
+    package: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, **options: Any
+) -> Tensor:
+    """Call the function of flash-attn, or of flash-attn-3, that the plan needs."""
+    spec, shape = plan.spec, q.shape
+    options |= {
+        "softmax_scale": spec.scale,
+        "causal": True,
+        "window_size": (spec.window, 0 if spec.window >= 0 else -1),
+        "softcap": spec.softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if plan.borders is None:
+        out = package.flash_attn_func(q, k, v, **options)
+    else:
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        borders, longest = (plan.borders, plan.key_borders), (plan.longest, plan.longest_keys)
+        out = package.flash_attn_varlen_func(q, k, v, *borders, *longest, **options)
+    if isinstance(out, tuple):  # flash-attn-3 before July 2025, with the log of the sums
+        out = out[0]
+    return out.view(shape)

@@ -15,8 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.ops.attention.spec import AttentionPlan, AttentionSpec, repeat_heads
-from llmfoundry.ops.devices import working_dtype
+from llmfoundry.ops.attention.base import (
+    AttentionPlan,
+    AttentionSpec,
+    repeat_heads,
+    working_dtype,
+)
 from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""Attention over packed rows: one function, its backends, and what picks among them.
+"""Which attention kernel runs: one function, its backends, and what picks among them.
 
-`models/decoder.py` makes an `AttentionPlan` once a forward pass for all layers with the same
-`AttentionSpec`, so that masks and document borders are worked out once; `models/attention.py` calls
-`varlen_attend` with it.
+`models/decoder.py` plans each forward pass (`AttentionKernels.plan`) once for all layers with the
+same `AttentionSpec`, so that masks and document borders are worked out once; `models/attention.py`
+calls `attend` with the plan.
 
 Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
 mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, or
@@ -11,85 +11,103 @@ of its path in a tree, no further back than the window; distances are those of p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.attention_limits import limit
 from llmfoundry.errors import UserError
-from llmfoundry.ops.attention import flash as attention_flash
-from llmfoundry.ops.attention import flash as attention_flash3
-from llmfoundry.ops.attention import flash as attention_varlen
-from llmfoundry.ops.attention import flex as attention_flex
-from llmfoundry.ops.attention import sdpa as attention_sdpa
-from llmfoundry.ops.attention.spec import (
+from llmfoundry.ops.attention import base, flash, flex
+from llmfoundry.ops.attention.base import (
     AttentionPlan,
     AttentionSpec,
     RangePlan,
-    alibi_slopes,
-    dense_bias,
+    autocast_dtype,
     repeat_heads,
 )
-from llmfoundry.ops.devices import autocast_dtype, without_autocast, working_dtype
 from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 
-__all__ = ["AttentionPlan", "AttentionSpec", "alibi_slopes", "attend", "plan", "refusal"]
 
+class AttentionKernels:
+    """The kernels of one model: chosen once for each case, planned each forward pass."""
 
-def plan(
-    layout: PackedLayout | None,
-    spec: AttentionSpec,
-    *,
-    queries: int,
-    past: int,
-    device: torch.device,
-    impl: str,
-    dtype: torch.dtype | None = None,
-    head_dim: int | None = None,
-    ranges: Ranges | None = None,
-) -> AttentionPlan:
-    """Decide how one forward pass attends. Nothing here waits for the device.
+    def __init__(self, impl: str = "auto", head_dim: int | None = None) -> None:
+        """`impl` is of the recipe's attn_impl; without `head_dim` heads fit every kernel."""
+        self._impl, self._head_dim = impl, head_dim
+        self._chosen: dict[Hashable, str] = {}
 
-    Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a softcap)
-    whatever was named: the kernels for training have no use there. Trees, which only evaluation
-    has, are served by what `auto` finds where the one that was named knows documents alone.
+    def plan(
+        self,
+        layout: PackedLayout | None,
+        spec: AttentionSpec,
+        *,
+        queries: int,
+        past: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        ranges: Ranges | None = None,
+    ) -> AttentionPlan:
+        """Decide how one forward pass attends. Nothing here waits for the device.
 
-    Args:
-        layout: documents of the rows; None: one document a row.
-        spec: what the layers ask.
-        queries: tokens in a row, T.
-        past: earlier tokens of each row, in a key-value cache.
-        device: where the tokens are.
-        impl: a name of the recipe's attn_impl.
-        dtype: of the weights; None: torch's default. Autocast's goes before it.
-        head_dim: width of a head; None: one that every kernel has.
-        ranges: places of the queries, where they are not all of the row's `queries` tokens, whose
-            keys are all there; None: they are.
+        Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a
+        softcap) whatever was named: the kernels for training have no use there. Trees, which only
+        evaluation has, are served by what `auto` finds where the one that was named knows
+        documents alone.
 
-    Raises:
-        UserError: the backend was named, and cannot serve.
-    """
-    trees = layout is not None and layout.ends is not None
-    if layout is not None and not trees and all(len(row) == 1 for row in layout.lengths):
-        layout = None
-    assert layout is None or past == 0, "packed rows have no key-value cache"
-    if spec.window >= past + queries - 1:
-        spec = replace(spec, window=-1)
-    dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
-    if (past or queries == 1) and impl != "torch":
-        impl = "sdpa" if spec.softcap is None else "torch"
-    elif impl == "auto" or (trees and impl not in SERVE_TREES):
-        masked = layout is not None or ranges is not None
-        impl = choose(spec, masked, device, dtype, head_dim, trees=trees)
-    elif reason := refusal(impl, spec, device, dtype, head_dim=head_dim):
-        raise UserError(f"model.attn_config.attn_impl: {reason}")
-    if ranges is None:
-        return PLANS[impl](layout, spec, queries=queries, past=past, device=device)
-    parts = (range_plan(impl, layout, spec, *places, device) for places in ranges)
-    return AttentionPlan(impl, spec, parts=tuple(parts))
+        Args:
+            layout: documents of the rows; None: one document a row.
+            spec: what the layers ask.
+            queries: tokens in a row, T.
+            past: earlier tokens of each row, in a key-value cache.
+            device: where the tokens are.
+            dtype: of the weights; None: torch's default. Autocast's goes before it.
+            ranges: places of the queries, where they are not all of the row's `queries` tokens,
+                whose keys are all there; None: they are.
+
+        Raises:
+            UserError: the backend was named, and cannot serve.
+        """
+        trees = layout is not None and layout.ends is not None
+        if layout is not None and not trees and all(len(row) == 1 for row in layout.lengths):
+            layout = None
+        assert layout is None or past == 0, "packed rows have no key-value cache"
+        if spec.window >= past + queries - 1:
+            spec = replace(spec, window=-1)
+        if (past or queries == 1) and self._impl != "torch":
+            impl = "sdpa" if spec.softcap is None else "torch"
+        else:
+            # plain rows are a case of their own on CUDA alone
+            packed = device.type == "cuda" and (layout is not None or ranges is not None)
+            dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
+            impl = self._choose(spec, packed, device, dtype, trees=trees)
+        if ranges is None:
+            return PLANS[impl](layout, spec, queries=queries, past=past, device=device)
+        parts = (range_plan(impl, layout, spec, *places, device) for places in ranges)
+        return AttentionPlan(impl, spec, parts=tuple(parts))
+
+    def _choose(
+        self,
+        spec: AttentionSpec,
+        packed: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        trees: bool,
+    ) -> str:
+        """The backend of a case, asked for once."""
+        asked = (spec.softcap, spec.slopes is None, spec.window < 0, spec.dropout)
+        case = (asked, packed, device, dtype, trees)
+        if case not in self._chosen:
+            impl, head_dim = self._impl, self._head_dim
+            if impl == "auto" or (trees and impl not in SERVE_TREES):
+                impl = choose(spec, packed, device, dtype, head_dim, trees=trees)
+            elif reason := refusal(impl, spec, device, dtype, head_dim=head_dim):
+                raise UserError(f"model.attn_config.attn_impl: {reason}")
+            self._chosen[case] = impl
+        return self._chosen[case]
 
 
 def range_plan(
@@ -156,7 +174,7 @@ def choose(
     if trees:
         order = [name for name in order if name in SERVE_TREES]
     able = [name for name in order if not refusal(name, spec, device, dtype, head_dim=head_dim)]
-    if able[:2] == ["varlen", "flash3"] and not attention_flash3.serves_varlen(device):
+    if able[:2] == ["varlen", "flash3"] and not flash.serves_varlen(device):
         return "flash3"
     return able[0]
 
@@ -184,58 +202,30 @@ def refusal(
     return None if reason is None else f"{impl}: {reason}"
 
 
-def _prepare_torch(
-    layout: PackedLayout | None,
-    spec: AttentionSpec,
-    *,
-    queries: int,
-    past: int,
-    device: torch.device,
-) -> AttentionPlan:
-    bias = dense_bias(layout, spec, queries, past, device)
-    return AttentionPlan("torch", spec, shared_heads=False, bias=bias)
-
-
-def _attend_torch(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Plain matmul and softmax in fp32 (fp64 for fp64), all logits in memory: the reference."""
-    spec, bias, dtype = plan.spec, plan.bias, working_dtype(v)
-    assert bias is not None
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    with without_autocast(q):
-        logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide))  # (B, H, T, S)
-        logits = logits * spec.scale
-        if spec.softcap is not None:
-            logits = spec.softcap * torch.tanh(logits / spec.softcap)
-        is_mask = bias.dtype == torch.bool
-        logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
-        weights = F.dropout(logits.softmax(-1), dropout)
-        return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)  # (B, T, H, hd)
-
-
 SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders know documents alone
 REFUSALS: dict[
     str, Callable[[AttentionSpec, torch.device, torch.dtype, int | None], str | None]
 ] = {
     "torch": lambda *_: None,
-    "sdpa": attention_sdpa.refusal,
-    "flex": attention_flex.refusal,
-    "varlen": attention_varlen.varlen_refusal,
-    "flash": attention_flash.flash_refusal,
-    "flash3": attention_flash3.flash3_refusal,
+    "sdpa": lambda *_: None,
+    "flex": flex.refusal,
+    "varlen": flash.varlen_refusal,
+    "flash": flash.flash_refusal,
+    "flash3": flash.flash3_refusal,
 }
 PLANS: dict[str, Callable[..., AttentionPlan]] = {
-    "torch": _prepare_torch,
-    "sdpa": attention_sdpa.prepare,
-    "flex": attention_flex.prepare,
-    "varlen": attention_varlen.varlen_prepare,
-    "flash": attention_flash.flash_prepare,
-    "flash3": attention_flash3.flash3_prepare,
+    "torch": base.torch_prepare,
+    "sdpa": base.sdpa_prepare,
+    "flex": flex.prepare,
+    "varlen": flash.varlen_prepare,
+    "flash": partial(flash.prepare, "flash"),
+    "flash3": partial(flash.prepare, "flash3"),
 }
 IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]] = {
-    "torch": _attend_torch,
-    "sdpa": attention_sdpa.attend,
-    "flex": attention_flex.attend,
-    "varlen": attention_varlen.varlen_attend,
-    "flash": attention_flash.flash_attend,
-    "flash3": attention_flash3.flash3_attend,
+    "torch": base.torch_attend,
+    "sdpa": base.sdpa_attend,
+    "flex": flex.attend,
+    "varlen": flash.varlen_attend,
+    "flash": flash.flash_attend,
+    "flash3": flash.flash3_attend,
 }
