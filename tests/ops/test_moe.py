@@ -167,7 +167,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     x, weights, w = inputs(Layer(), torch.float32)
     with torch.no_grad():
         kept = torch.ops.llmfoundry.moe_forward(
-            x, weights, choices(Layer()), *w.tensors(), w.activation, False, False
+            x, weights, choices(Layer()), *w.flat(), False, False
         )
         y = mixture(x, weights, choices(Layer()), w, impl="grouped_mm")
     assert torch.equal(kept[0], y) and not kept[1].numel() and not kept[2].numel()
@@ -245,7 +245,7 @@ def test_the_operators_keep_pytorchs_rules() -> None:
         for compress in (False, True):
             torch.library.opcheck(
                 torch.ops.llmfoundry.moe_forward,
-                (x, weights, choices(layer), *w.tensors(), w.activation, True, compress),
+                (x, weights, choices(layer), *w.flat(), True, compress),
                 test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
             )
 

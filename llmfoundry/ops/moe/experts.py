@@ -17,8 +17,9 @@ stays one tensor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -98,6 +99,26 @@ class Experts:
         """Weights and biases in the order of the fields."""
         return self.w1, self.v1, self.w2, self.b1, self.bv, self.b2
 
+    def every(self) -> tuple[Tensor | None, ...]:
+        """The same, and the adapters."""
+        return *self.tensors(), *self.low
+
+    def flat(self) -> tuple[list[Tensor], str]:
+        """The tensors that are there, and a text of all else: what a custom operator takes."""
+        names = (*EXPERT_FIELDS, *LowRankExperts._fields)
+        there = {n: t for n, t in zip(names, self.every(), strict=True) if t is not None}
+        packing = self.packing
+        packed = "" if packing is None else f"{packing.values} {int(packing.double)}"
+        return [*there.values()], f"{' '.join(there)}|{self.activation}|{packed}"
+
+    @staticmethod
+    def from_flat(tensors: Sequence[Tensor], how: str) -> Experts:
+        """What `flat` was made of."""
+        names, activation, packing = read_how(how)
+        there = dict(zip(names, tensors, strict=True))
+        own = {name: there.pop(name, None) for name in EXPERT_FIELDS}
+        return Experts(**own, activation=activation, low=LowRankExperts(**there), packing=packing)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Experts:
         """The same experts with every tensor changed."""
 
@@ -143,6 +164,20 @@ class Experts:
             return self.matrix(tensor, d, dtype) if is_bytes else tensor.to(dtype)
 
         return dataclasses.replace(self.map(change), packing=None)
+
+
+EXPERT_FIELDS = ("w1", "v1", "w2", "b1", "bv", "b2")
+
+
+@lru_cache
+def read_how(how: str) -> tuple[tuple[str, ...], str, Nf4Layout | None]:
+    """Names of the tensors, activation and packing, of what `Experts.flat` writes."""
+    names, activation, packed = how.split("|")
+    packing = None
+    if packed:
+        values, double = packed.split()
+        packing = Nf4Layout(int(values), double == "1")
+    return tuple(names.split()), activation, packing
 
 
 class SavedActivations(NamedTuple):

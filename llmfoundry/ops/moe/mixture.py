@@ -12,6 +12,7 @@ torch.compile takes it whole, in every dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,9 +33,9 @@ from llmfoundry.ops.moe.experts import (
     SavedActivations,
     SortedRows,
     packed_width,
+    read_how,
     route,
 )
-from llmfoundry.ops.nf4 import Nf4Layout
 
 RANKS = 8  # an adapter's rank on an accelerator is a multiple of it: 16 bytes of bfloat16
 MEGABLOCKS = ("megablocks", "megablocks_ops", "grouped_gemm")  # packages that it is
@@ -128,7 +129,7 @@ def reference(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     segments = x[order // top_k].split(counts)  # (rows of e, d) each
     # unbind, not w1[e]: the gradient of an index is as large as the whole stack
-    every = (*w.tensors(), *w.low)
+    every = w.every()
     stacks = [[None] * len(counts) if t is None else t.unbind(0) for t in every]
     function = w.act.function
     parts = zip(segments, *stacks, strict=True)
@@ -197,46 +198,26 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Backward = tuple[Tensor, ...]  # of x, weights, the six of `Experts.tensors`, and of the adapters
-
-
-# written out: what PyTorch infers from annotations differs by its version and Python's
-STACKED = "Tensor w1, Tensor? v1, Tensor w2, Tensor? b1, Tensor? bv, Tensor? b2, str activation"
-LOW = ", ".join(f"Tensor? {name}=None" for name in LowRankExperts._fields)
-REST = f"{LOW}, int packed=0, bool double=False"  # as `_how` makes it
-FORWARD = (
-    f"(Tensor x, Tensor weights, Tensor experts, {STACKED}, bool keep, bool compress, {REST})"
+FORWARD = (  # written out: what PyTorch infers from annotations differs by its version and Python's
+    "(Tensor x, Tensor weights, Tensor experts, Tensor[] w, str how, bool keep, bool compress)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 BACKWARD = (
-    "(Tensor grad, Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor order, Tensor inverse,"
-    f" Tensor ends, {STACKED}, bool frozen, {REST})"
-    f" -> ({', '.join(['Tensor'] * 14)})"
+    "(Tensor grad, Tensor x, Tensor weights, Tensor[] kept, Tensor[] w, str how, bool frozen)"
+    " -> Tensor[]"
 )
+Shape = Sequence[int]
 
 
 def grouped(
     x: Tensor, weights: Tensor, experts: Tensor, w: Experts, *, compress: bool = False
 ) -> Tensor:
     """The mixture of x (T, d), weights and experts (T, k): (T, d). See `mixture`."""
-    inputs = [t for t in (x, weights, *w.tensors(), *w.low) if t is not None]
+    tensors, how = w.flat()
+    inputs = (x, weights, *tensors)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    out = torch.ops.llmfoundry.moe_forward(
-        x, weights, experts, *w.tensors(), w.activation, keep, compress, *w.low, *_how(w.packing)
-    )
+    out = torch.ops.llmfoundry.moe_forward(x, weights, experts, tensors, how, keep, compress)
     return out[0]
-
-
-def _how(packing: Nf4Layout | None) -> tuple[int, bool]:
-    """Values of a quantized matrix, 0 where none is, and whether scales are quantized again."""
-    return (0, False) if packing is None else (packing.values, packing.double)
-
-
-def _rest(rest: Sequence[Any]) -> tuple[LowRankExperts, Nf4Layout | None]:
-    """What REST says, whose last arguments PyTorch leaves out where they are the defaults."""
-    packed, double = list(rest[6:]) + [0, False][len(rest[6:]) :]
-    return LowRankExperts(*rest[:6]), Nf4Layout(packed, double) if packed else None
 
 
 @torch.library.custom_op("llmfoundry::moe_forward", mutates_args=(), schema=FORWARD)
@@ -244,23 +225,17 @@ def _forward(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    w1: Tensor,
-    v1: Tensor | None,
-    w2: Tensor,
-    b1: Tensor | None,
-    bv: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
+    w: list[Tensor],
+    how: str,
     keep: bool,
     compress: bool,
-    *rest: Any,
-) -> Forward:
+) -> tuple[Tensor, ...]:
     """Output; what is kept of gate and up; x packed, or empty; order, inverse and ends."""
-    w = Experts(w1, v1, w2, b1, bv, b2, activation, *_rest(rest)).map(Tensor.contiguous)
+    layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     x, weights = x.contiguous(), weights.contiguous()
-    routing = route(experts, w1.shape[0])
+    routing = route(experts, layer.w1.shape[0])
     path = _path(x.device)
-    y, kept = path.forward(x, weights, routing, w, keep=keep, compress=compress)
+    y, kept = path.forward(x, weights, routing, layer, keep=keep, compress=compress)
     packed = path.pack(x) if keep and compress else x.new_empty(0, dtype=torch.int8)
     return (y, *kept, packed, *routing)
 
@@ -270,36 +245,28 @@ def _backward(
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    ends: Tensor,
-    w1: Tensor,
-    v1: Tensor | None,
-    w2: Tensor,
-    b1: Tensor | None,
-    bv: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
+    kept: list[Tensor],
+    w: list[Tensor],
+    how: str,
     frozen: bool,
-    *rest: Any,
-) -> Backward:
+) -> list[Tensor]:
     """Gradients of x, weights and the experts' tensors; empty for those that have none."""
-    w = Experts(w1, v1, w2, b1, bv, b2, activation, *_rest(rest)).map(Tensor.contiguous)
-    path = _path(x.device)
+    layer = Experts.from_flat(w, how).map(Tensor.contiguous)
+    (gate, up, *routing), path = kept, _path(x.device)
     if x.dtype == torch.int8:
         x = path.unpack(x, grad.shape[1], grad.dtype)
-    dx, dweights, experts, of_low = path.backward(
+    found = path.backward(
         grad.contiguous(),  # a sum's gradient is expanded, of stride 0
         x.contiguous(),
         weights.contiguous(),
         SavedActivations(gate, up),
-        SortedRows(order, inverse, ends),
-        w,
+        SortedRows(*routing),
+        layer,
         frozen=frozen,
     )
-    return dx, dweights, *(x.new_empty(0) if t is None else t for t in (*experts, *of_low))
+    every = zip(layer.every(), (*found.experts, *found.low), strict=True)
+    grads = [gradient for tensor, gradient in every if tensor is not None]
+    return [found.x, found.weights, *(x.new_empty(0) if g is None else g for g in grads)]
 
 
 def _path(device: torch.device) -> ModuleType:
@@ -311,19 +278,13 @@ def _(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    w1: Tensor,
-    v1: Tensor | None,
-    w2: Tensor,
-    b1: Tensor | None,
-    bv: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
+    w: list[Tensor],
+    how: str,
     keep: bool,
     compress: bool,
-    *rest: Any,
-) -> Forward:
-    n_rows, packing = experts.shape[0] * experts.shape[1], _rest(rest)[1]
-    f = w1.shape[1] if packing is None else packing.values // x.shape[1]
+) -> tuple[Tensor, ...]:
+    layer, n_rows = Experts.from_flat(w, how), experts.shape[0] * experts.shape[1]
+    f = layer.hidden(x.shape[1])
     kept_rows = _path(x.device).kept_rows(n_rows, x.dtype)
     width = 0 if not keep else packed_width(f) if compress else f
     dtype = torch.int8 if compress and keep else x.dtype
@@ -331,11 +292,11 @@ def _(
     return (
         _like(x),
         x.new_empty(kept_rows, width, dtype=dtype),
-        x.new_empty(0 if v1 is None else kept_rows, width, dtype=dtype),
+        x.new_empty(0 if layer.v1 is None else kept_rows, width, dtype=dtype),
         x.new_empty(packed, dtype=torch.int8),
         x.new_empty(n_rows, dtype=torch.int32),
         x.new_empty(n_rows, dtype=torch.int32),
-        x.new_empty(w1.shape[0], dtype=torch.int32),
+        x.new_empty(layer.w1.shape[0], dtype=torch.int32),
     )
 
 
@@ -344,59 +305,47 @@ def _(
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    ends: Tensor,
-    w1: Tensor,
-    v1: Tensor | None,
-    w2: Tensor,
-    b1: Tensor | None,
-    bv: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
+    kept: list[Tensor],
+    w: list[Tensor],
+    how: str,
     frozen: bool,
-    *rest: Any,
-) -> Backward:
-    def gradient(stacked: Tensor | None) -> Tensor:
-        return grad.new_empty(0) if stacked is None or frozen else _like(stacked)
-
-    experts = gradient(w1), gradient(v1), gradient(w2), gradient(b1), gradient(bv), gradient(b2)
-    adapters = (grad.new_empty(0) if t is None else _like(t) for t in _rest(rest)[0])
-    return _like(grad), _like(weights), *experts, *adapters
+) -> list[Tensor]:
+    names, _, _ = read_how(how)
+    without = {name for name in names if frozen and name not in LowRankExperts._fields}
+    each = zip(names, w, strict=True)
+    grads = (grad.new_empty(0) if name in without else _like(t) for name, t in each)
+    return [_like(grad), _like(weights), *grads]
 
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx: Any, inputs: Sequence[Any], output: Forward) -> None:
-    x, weights, _, *stacked, activation, _, compress = inputs[:12]
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    x, weights, _, w, ctx.how, _, compress = inputs
     _, gate, up, packed, *routing = output
-    low, packing = _rest(inputs[12:])
-    if not any(ctx.needs_input_grad[3:9]) and not any(t is not None for t in low):
+    ctx.names, _, _ = read_how(ctx.how)
+    wanted = any(ctx.needs_input_grad[3 : 3 + len(w)])  # the list's, one by one
+    if not wanted and not set(ctx.names) & set(LowRankExperts._fields):
         x = packed = x.new_empty(0, x.shape[1])  # frozen experts do not ask for their input again
-    kept = (packed if compress else x, weights, gate, up, *routing, *stacked)
-    ctx.save_for_backward(*kept, *low)
-    ctx.activation, ctx.packing = activation, packing
+    ctx.save_for_backward(packed if compress else x, weights, gate, up, *routing, *w)
     ctx.set_materialize_grads(False)  # what is kept has no gradient
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    n_inputs = len(ctx.needs_input_grad)
+def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    wants = ctx.needs_input_grad  # the fourth is a list, and so is its gradient
     if grad is None:
-        return (None,) * n_inputs
-    saved, wants = ctx.saved_tensors, ctx.needs_input_grad
-    frozen = not any(wants[3:9])
-    rest = (*saved[13:], *_how(ctx.packing))
-    grads = torch.ops.llmfoundry.moe_backward(grad, *saved[:13], ctx.activation, frozen, *rest)
-    wanted = (*wants[:2], *wants[3:9], *wants[12:18])
-    dx, dweights, *stacked = (
-        g if want else None for g, want in zip(grads[: len(wanted)], wanted, strict=True)
+        return None, None, None, [None] * len(ctx.names), None, None, None
+    x, weights, *rest = ctx.saved_tensors  # once: recomputation gives them once
+    kept, w = rest[:5], rest[5:]
+    adapters = LowRankExperts._fields
+    each = zip(ctx.names, wants[3], strict=True)
+    frozen = not any(want for name, want in each if name not in adapters)
+    grads = torch.ops.llmfoundry.moe_backward(grad, x, weights, kept, w, ctx.how, frozen)
+    dx, dweights, *dw = (
+        g if want else None for g, want in zip(grads, (*wants[:2], *wants[3]), strict=True)
     )
-    found = (dx, dweights, None, *stacked[:6], None, None, None, *stacked[6:])
-    return *found, *(None,) * (n_inputs - len(found))
+    return dx, dweights, None, dw, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -404,32 +353,30 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 @register_flop_formula(torch.ops.llmfoundry.moe_forward)
 def _flops(
-    x: Sequence[int], weights: Sequence[int], experts: Sequence[int], w1: Sequence[int],
-    v1: Sequence[int] | None, *rest: Any, **__: Any,
-) -> int:  # fmt: skip
-    """Two a multiply-add, of T * k rows through two matrices, or three with a gate."""
-    low, packing = _rest(rest[7:])
-    values = w1[1] * w1[2] if packing is None else packing.values
-    matrices = values * (2 if v1 is None else 3) + _adapter_size(low)
-    return 2 * experts[0] * experts[1] * matrices
-
-
-def _adapter_size(low: Sequence[Any]) -> int:
-    """Numbers of one expert's adapters, from their shapes."""
-    return sum(shape[1] * shape[2] for shape in low if shape is not None)
+    x: Shape, weights: Shape, experts: Shape, w: Sequence[Shape], how: str, *_: Any, **__: Any
+) -> int:
+    """Two a multiply-add, of T * k rows through each matrix and each adapter."""
+    matrices, adapters = _values(w, how)
+    return 2 * experts[0] * experts[1] * (matrices + adapters)
 
 
 @register_flop_formula(torch.ops.llmfoundry.moe_backward)
 def _backward_flops(
-    grad: Sequence[int], x: Sequence[int], weights: Sequence[int], gate: Sequence[int],
-    up: Sequence[int], order: Sequence[int], inverse: Sequence[int], ends: Sequence[int],
-    w1: Sequence[int], v1: Sequence[int] | None, *rest: Any, **__: Any,
+    grad: Shape, x: Shape, weights: Shape, kept: Any, w: Sequence[Shape], how: str, frozen: bool,
+    **_: Any,
 ) -> int:  # fmt: skip
     """Gradients of the rows and, unless frozen, of the matrices."""
-    frozen, (low, packing) = rest[5], _rest(rest[6:])
-    values = w1[1] * w1[2] if packing is None else packing.values
-    matrices = values * (2 if v1 is None else 3) * (1 if frozen else 2)
-    return 2 * weights[0] * weights[1] * (matrices + 2 * _adapter_size(low))
+    matrices, adapters = _values(w, how)
+    return 2 * weights[0] * weights[1] * (matrices * (1 if frozen else 2) + 2 * adapters)
+
+
+def _values(w: Sequence[Shape], how: str) -> tuple[int, int]:
+    """Numbers of one expert's matrices, and of its adapters, from the stacks' shapes."""
+    names, _, packing = read_how(how)
+    shapes = dict(zip(names, w, strict=True))
+    values = math.prod(shapes["w1"][1:]) if packing is None else packing.values
+    adapters = sum(math.prod(shapes[n][1:]) for n in names if n in LowRankExperts._fields)
+    return values * (2 + ("v1" in names)), adapters
 
 
 IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, Experts], Tensor]] = {
