@@ -301,10 +301,17 @@ def _merged_stack(stacks: ExpertWeights, name: str) -> Tensor:
     a, b = stacks.factors(name)
     if a is None or b is None:
         return weight.flatten(0, 1)
-    out = torch.empty(weight.shape, device=weight.device)
-    for e in range(stacks.n):
+    return _with_products(weight, a, b, transposed=name == "w2")
+
+
+def _with_products(
+    stack: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0, *, transposed: bool
+) -> Tensor:
+    """(E * f, D): a stack (E, f, D) and the products of a (E, r, in) and b (E, out, r)."""
+    out = torch.empty(stack.shape, device=stack.device)
+    for e, weight in enumerate(stack):
         product = b[e].float() @ a[e].float()
-        out[e] = weight[e].float() + (product.T if name == "w2" else product)
+        out[e] = weight.float() + scaling * (product.T if transposed else product)
     return out.flatten(0, 1)
 
 
@@ -374,16 +381,10 @@ def _stack_of(
     assert isinstance(stacks, ExpertWeights)
     stack = weight.view(stacks.n, stacks.f, stacks.d)
     a, b = (tensors[f"{name}_lora_{side}"].to(weight.device) for side in "AB")
-    count = len(a) // lora.r
-    merged_stack = torch.empty(stack.shape, device=stack.device)
-    for e in range(stacks.n):
-        index = e if count > 1 else 0
-        product = (
-            b.view(count, -1, lora.r)[index].float() @ a.view(count, lora.r, -1)[index].float()
-        )
-        product = product.T if name.endswith("w2") else product
-        merged_stack[e] = stack[e].float() + lora.scaling * product
-    return merged_stack.flatten(0, 1)
+    count = len(a) // lora.r  # 1 where all share a pair
+    a, b = a.view(count, lora.r, -1), b.view(count, -1, lora.r)
+    a, b = (factor.expand(stacks.n, -1, -1) for factor in (a, b))
+    return _with_products(stack, a, b, lora.scaling, transposed=name.endswith("w2"))
 
 
 NUMBERS = 8  # of each tensor

@@ -106,7 +106,7 @@ def start_all_gather(every: Tensor, own: Tensor) -> dist.Work | None:
 
 
 def flattened(mesh: DeviceMesh, names: list[str], backend: str | None) -> DeviceMesh:
-    """Some neighbouring dimensions of a mesh as one, a view of the same mesh.
+    """Some adjacent dimensions of a mesh as one, a view of the same mesh.
 
     `DeviceMesh._flatten`, as torchtitan calls it; without it only data_parallel_* degrees work.
     """
@@ -278,7 +278,7 @@ def activate_fa3() -> bool:
     """PyTorch's varlen attention runs FlashAttention 3, which must be installed; whether it does.
 
     `torch.nn.attention.activate_flash_attention_impl` is public. Its first versions had no backward
-    pass, which `torch.nn.attention._fa3._FA3_CUDA_BWD` tells; without that nothing is activated.
+    pass, which `torch.nn.attention._fa3._FA3_CUDA_BWD` shows; without that nothing is activated.
     """
     attention = importlib.import_module("torch.nn.attention")
     activate = getattr(attention, "activate_flash_attention_impl", None)

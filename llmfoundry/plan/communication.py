@@ -8,7 +8,7 @@ value in matrix products (2 under bfloat16), M microbatches are in a step. A pro
 receives: (p - 1) / p of what is gathered or reduce-scattered, as in a ring, twice that of what is
 all-reduced (Patarasuk & Yuan, 2009), (p - 1) / p of what is exchanged all to all.
 
-What leaves a node is counted beside it. Nodes hold neighbouring ranks. All to all, the other nodes'
+What leaves a node is counted beside it. Nodes hold adjacent ranks. All to all, the other nodes'
 share of the p - 1 others; around a ring, which enters and leaves each node once, one message in as
 many as the node has processes of the group: the mean of its processes, each of which has a network
 card (NCCL turns its rings so that all do).
@@ -90,7 +90,7 @@ def communication(
 
 
 def between_nodes(messages: Messages, world_size: int, node: int) -> float:
-    """The share of messages that leaves a node of so many neighbouring ranks.
+    """The share of messages that leaves a node of so many adjacent ranks.
 
     Groups are ranks `apart` from each other, and all of a run's groups together are its processes.
     """

@@ -90,7 +90,7 @@ def choose_fit(
         available: bytes for each process: the least that one of them has.
         device: where it computes.
         meta_model: of fine-tuning, as `estimate` takes it.
-        begun_with: of a run that goes on: what auto stood for when it was saved, which it stands
+        begun_with: of a run that resumes: what auto stood for when it was saved, which it stands
             for again as long as a row fits.
 
     Raises:

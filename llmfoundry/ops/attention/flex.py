@@ -1,7 +1,7 @@
 """The backend `flex`: PyTorch's FlexAttention, one compiled kernel for every option but dropout.
 
 ALiBi and the softcap change logits inside the kernel, so that no bias is ever in memory; a block
-mask tells it which blocks of keys to leave out. CUDA alone: on a CPU it has no backward pass.
+mask lists the blocks of keys to leave out. CUDA alone: on a CPU it has no backward pass.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def block_mask(
 
     PyTorch's create_block_mask finds the same by writing down who sees whom, a byte for each pair
     of tokens (4 GB a row of 64k). Documents are runs that ascend, and windows bands: a block's
-    first and last token tell.
+    first and last token decide.
 
     Args:
         queries: tokens in a row that look; the last ones of it.

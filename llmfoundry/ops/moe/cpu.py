@@ -26,6 +26,7 @@ from llmfoundry.ops.moe.experts import (
     LowRankExperts,
     SavedActivations,
     SortedRows,
+    glu,
     pack,
     packed_width,
     unpack,
@@ -67,7 +68,7 @@ def forward(
             gate[rows] = pack(a)
             if b is not None:
                 up[rows] = pack(b)
-        h = _glu(a, b, w.act)
+        h = glu(a, b, w.activation)
         y = torch.mm(h, one.w2, out=y_rows[rows])  # (M, d)
         _add_product(y, h, one.low.w2_a, one.low.w2_b)
         if one.b2 is not None:
@@ -228,12 +229,6 @@ def _sum_choices(rows: Tensor, routing: SortedRows, weights: Tensor) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     y = torch.mm(x, weight.T, out=out)
     return y if bias is None else y.add_(bias)
-
-
-def _glu(a: Tensor, b: Tensor | None, act: Activation) -> Tensor:
-    """act(a) * b, or act(a)."""
-    h = act.function(a)
-    return h if b is None else h * b
 
 
 def _glu_backward(

@@ -55,7 +55,7 @@ def forward(
     up = a.new_empty(0, a.shape[1]) if b is None else b
     if not keep:
         return y, SavedActivations(a.new_empty(a.shape[0], 0), up.new_empty(up.shape[0], 0))
-    return y, SavedActivations(pack(a), pack(up)) if compress else SavedActivations(a, up)
+    return y, SavedActivations(*map(steps.pack, (a, up))) if compress else SavedActivations(a, up)
 
 
 def backward(
@@ -72,10 +72,10 @@ def backward(
     steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
     packed, f = kept.gate.dtype == torch.int8, w.hidden(x.shape[1])
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
-    a = unpack(kept.gate, f, x.dtype) if packed else kept.gate
+    a = steps.unpack(kept.gate, f, x.dtype) if packed else kept.gate
     b = None
     if w.v1 is not None:
-        b = unpack(kept.up, f, x.dtype) if packed else kept.up
+        b = steps.unpack(kept.up, f, x.dtype) if packed else kept.up
     g = steps.gather(grad, routing.order, top_k)  # (N, d)
     low = w.low
     dh = F.grouped_mm(g, whole(w.w2).transpose(1, 2), offs=ends)  # (N, f), as h, da and db
@@ -113,16 +113,6 @@ def backward(
 def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
     """The first dimension of what `forward` keeps of N rows."""
     return n_rows
-
-
-def pack(x: Tensor) -> Tensor:
-    """`steps.pack`, by a kernel where there is one."""
-    return steps_of(x.device.type).pack(x)
-
-
-def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`steps.unpack`, by a kernel where there is one."""
-    return steps_of(packed.device.type).unpack(packed, width, dtype)
 
 
 @cache

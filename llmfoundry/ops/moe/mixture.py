@@ -236,7 +236,8 @@ def _forward(
     routing = route(experts, layer.w1.shape[0])
     path = _path(x.device)
     y, kept = path.forward(x, weights, routing, layer, keep=keep, compress=compress)
-    packed = path.pack(x) if keep and compress else x.new_empty(0, dtype=torch.int8)
+    steps = moe_device.steps_of(x.device.type)
+    packed = steps.pack(x) if keep and compress else x.new_empty(0, dtype=torch.int8)
     return (y, *kept, packed, *routing)
 
 
@@ -254,7 +255,7 @@ def _backward(
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     (gate, up, *routing), path = kept, _path(x.device)
     if x.dtype == torch.int8:
-        x = path.unpack(x, grad.shape[1], grad.dtype)
+        x = moe_device.steps_of(x.device.type).unpack(x, grad.shape[1], grad.dtype)
     found = path.backward(
         grad.contiguous(),  # a sum's gradient is expanded, of stride 0
         x.contiguous(),

@@ -17,7 +17,7 @@ from torch import Tensor
 from llmfoundry.ops.moe import experts as plain_steps
 from llmfoundry.ops.moe.experts import BLOCK, packed_width
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `steps`
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `plain_steps`
 WIDTH = 1024  # values of a row that a program holds at a time
 WARPS = 4
 
@@ -267,7 +267,7 @@ def combine(
 
 
 def pack(x: Tensor) -> Tensor:
-    """`steps.pack`, of an even number of columns."""
+    """`plain_steps.pack`, of an even number of columns."""
     packed = x.new_empty(x.shape[0], packed_width(x.shape[1]), dtype=torch.int8)
     sizes = (x.shape[1], packed.shape[1])
     scales = packed.view(torch.bfloat16)
@@ -276,7 +276,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`steps.unpack`, of an even number of columns."""
+    """`plain_steps.unpack`, of an even number of columns."""
     out = packed.new_empty(packed.shape[0], width, dtype=dtype)
     sizes = (width, packed.shape[1])
     scales = packed.view(torch.bfloat16)
