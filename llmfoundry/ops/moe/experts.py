@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +116,7 @@ class Experts:
         """What `flat` was made of."""
         names, activation, packing = read_how(how)
         there = dict(zip(names, tensors, strict=True))
-        own = {name: there.pop(name, None) for name in EXPERT_FIELDS}
+        own: dict[str, Any] = {name: there.pop(name, None) for name in EXPERT_FIELDS}
         return Experts(**own, activation=activation, low=LowRankExperts(**there), packing=packing)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Experts:
