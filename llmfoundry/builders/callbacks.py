@@ -84,11 +84,7 @@ Sample = tuple[str, ...]
 
 
 def build_samples(job: Job) -> Callable[[int], list[Sample]]:
-    """A function of the batch that continues the prompts, and answers the first validation rows.
-
-    Raises:
-        UserError: there are no validation rows with answers.
-    """
+    """A function of the batch that continues the prompts, and answers the first validation rows."""
     config = job.recipe.callbacks.generate
     asked = _asked(job, config.from_validation) if config.from_validation else []
 

@@ -145,11 +145,7 @@ def _refuse_filters(config: DataConfig) -> None:
 
 
 def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
-    """The held-out text alone, to measure a run: its training shards are left alone.
-
-    Raises:
-        UserError: something of it cannot be read.
-    """
+    """The held-out text alone, to measure a run: its training shards are left alone."""
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
     opening = _Opening(recipe, tokenizer, world)
@@ -185,11 +181,7 @@ def _open_all(
 
 
 def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:
-    """Which stream gives which row of a step, from the recipe's proportions and phases.
-
-    Raises:
-        UserError: the phases are not in their order.
-    """
+    """Which stream gives which row of a step, from the recipe's proportions and phases."""
     return Mixture(
         [stream.name for stream in data.streams],
         build_phases(recipe, data, clock),
@@ -199,11 +191,7 @@ def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:
 
 
 def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
-    """The proportions at the run's start, and each of the recipe's phases by its first step.
-
-    Raises:
-        UserError: the phases are not in their order.
-    """
+    """The proportions at the run's start, and each of the recipe's phases by its first step."""
     phases, before = [Phase(0, data.weights)], 0.0
     for n, phase in enumerate(recipe.data.phases):
         at = clock.batches(phase.at)
@@ -252,11 +240,7 @@ def mixture_lines(loader: Loader, total: int) -> list[str]:
 
 
 def learning_corpus(config: DataConfig) -> DataConfig:
-    """The part of the data that a tokenizer is learned from: the corpora, never shards.
-
-    Raises:
-        UserError: there is none, or they cannot be read as one.
-    """
+    """The part of the data that a tokenizer is learned from: the corpora, never shards."""
     sources = [config.alone(s) for s in config.streams.values()] or [config]
     corpora = [s for s in sources if s.name in CORPORA and not s.is_supervised]
     if not corpora:

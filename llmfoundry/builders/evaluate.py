@@ -221,9 +221,6 @@ def choose_chat(config: EvalConfig, tokenizer: Tokenizer, given: Chat | None) ->
         config: what is measured.
         tokenizer: the model's, which may have a template.
         given: a model's own way, of which the recipe changes parts.
-
-    Raises:
-        UserError: the recipe asks for a template that there is not.
     """
     choice = config.icl_chat_template
     if choice == "none":

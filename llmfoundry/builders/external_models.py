@@ -59,11 +59,7 @@ def is_outside(model: str) -> bool:
 
 
 def check_outside(model: str, seq_len: int | None) -> None:
-    """Whether there is a model of this name, without reading its weights or asking a server.
-
-    Raises:
-        UserError: there is none, or it reads less than seq_len.
-    """
+    """Whether there is a model of this name, without reading its weights or asking a server."""
     if model.startswith((CHAT, *COMPLETIONS)):
         _address(model)
         return
@@ -88,9 +84,6 @@ def open_outside(
         world: this process.
         seq_len: longest question in tokens; unset: what the model reads at most.
         note: reports what the model is computed in, if that is not what was asked.
-
-    Raises:
-        UserError: there is no such model, or it cannot be used.
     """
     if model.startswith((CHAT, *COMPLETIONS)):
         return _endpoint(model)
@@ -118,11 +111,7 @@ def open_outside(
 def _by_decoder(
     opened: OpenedHuggingFace, world: World, precision: str, batch_tokens: int
 ) -> OwnModel:
-    """A Hugging Face model computed by the decoder.
-
-    Raises:
-        UserError: it does not express the model exactly.
-    """
+    """A Hugging Face model computed by the decoder."""
     from llmfoundry.hf.read import hf_folder, open_hf
 
     with open_hf(hf_folder(opened.name), note=lambda _: None) as found:

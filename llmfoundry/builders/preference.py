@@ -47,11 +47,7 @@ from llmfoundry.train.preference import Preference, answer_log_probs, build_pref
 
 
 def check_sides(data: Data, recipe: TrainRecipe) -> None:
-    """What kto learns must be of both kinds.
-
-    Raises:
-        UserError: all answers are desirable, or none is.
-    """
+    """What kto learns must be of both kinds."""
     if not isinstance(recipe, FinetuneRecipe) or recipe.preference.name != "kto":
         return
     sources = [s.source for s in data.streams if isinstance(s, OrderedStream)]
@@ -138,11 +134,7 @@ def needs_reference(recipe: TrainRecipe) -> bool:
 
 
 def with_places(data: Data, recipe: TrainRecipe) -> Data:
-    """The same data, whose rows have a place for the reference's log-probabilities, if needed.
-
-    Raises:
-        UserError: the method cannot learn from the rows.
-    """
+    """The same data, whose rows have a place for the reference's log-probabilities, if needed."""
     check_sides(data, recipe)
     if not needs_reference(recipe):
         return data
@@ -342,11 +334,7 @@ class _Table:
         return [part for part in self._parts() if self._read_part(part) is None]
 
     def write(self, part: int, values: np.ndarray) -> None:
-        """Keep a part.
-
-        Raises:
-            UserError: the cache folder cannot be written.
-        """
+        """Keep a part."""
         content = io.BytesIO()
         np.save(content, values, allow_pickle=False)
         try:

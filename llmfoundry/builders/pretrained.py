@@ -113,11 +113,7 @@ def open_pretrained(
     note: Callable[[str], None],
     options: FetchOptions | None = None,
 ) -> Pretrained:
-    """The model that `model.pretrained` names; `options`: how a store is asked, if it is in one.
-
-    Raises:
-        UserError: there is none, or it cannot be held.
-    """
+    """The model that `model.pretrained` names; `options`: how a store is asked, if it is in one."""
     assert asked.pretrained is not None
     if is_url(asked.pretrained):
         folder = find_run(asked.pretrained, "model.pretrained", options=options)

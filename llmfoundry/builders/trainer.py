@@ -343,11 +343,7 @@ def build_measure(
 
 
 def check_layout(recipe: TrainRecipe, world: World) -> None:
-    """The degrees must suit the processes and the model.
-
-    Raises:
-        UserError: they do not; names the nearest that do.
-    """
+    """The degrees must suit the processes and the model."""
     degrees = recipe.parallel.degrees(world.size)
     problems = list(limits(recipe.model, recipe.parallel, degrees))
     if problems:
@@ -355,11 +351,7 @@ def check_layout(recipe: TrainRecipe, world: World) -> None:
 
 
 def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
-    """Before any text is read: attention, experts and compilation must work on this device.
-
-    Raises:
-        UserError: one of them does not.
-    """
+    """Before any text is read: attention, experts and compilation must work on this device."""
     reason = attention_refusal(recipe, device)
     if reason is not None:
         raise UserError(f"model.attn_config.attn_impl: {reason}")

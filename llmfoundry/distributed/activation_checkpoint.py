@@ -181,9 +181,6 @@ def check_graphs(mode: str | None, *, rows: int, microbatch: int) -> None:
         mode: torch.compile's; None: not compiled.
         rows: of a step, on this process.
         microbatch: rows computed at a time.
-
-    Raises:
-        UserError: there are several.
     """
     if mode in GRAPH_MODES and rows > microbatch:
         raise UserError(

@@ -119,9 +119,6 @@ def relaunch(config: ParallelConfig) -> None:
     """Start the same command under torchrun where more than one local process is wanted.
 
     Does nothing under torchrun or Slurm. Never returns where it does start one.
-
-    Raises:
-        UserError: the recipe's degrees do not fit so many.
     """
     if "RANK" in os.environ or slurm_environment():
         return
@@ -242,9 +239,6 @@ def raise_open_file_limit(n_processes: int, *, holds_store: bool) -> None:
     Args:
         n_processes: of the run.
         holds_store: whether all connect to this one first.
-
-    Raises:
-        UserError: they are too few for so many processes.
     """
     try:
         import resource
@@ -420,9 +414,6 @@ def check_devices(found: Sequence[tuple[str, str]]) -> None:
 
     Args:
         found: the machine and the GPU of each process, by rank; a CPU has no name.
-
-    Raises:
-        UserError: two of a machine have the same.
     """
     first: dict[tuple[str, str], int] = {}
     for rank, own in enumerate(found):

@@ -62,11 +62,7 @@ class Meshes:
 
 
 def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
-    """The mesh of all processes; None where there is one.
-
-    Raises:
-        UserError: the degrees do not fit the number of processes.
-    """
+    """The mesh of all processes; None where there is one."""
     degrees = config.degrees(world.size)
     if world.size == 1:
         return None

@@ -57,11 +57,7 @@ KEY = "parallel.tensor_parallel_degree"
 
 
 def apply_tensor_parallel(root: Root, meshes: Meshes | None) -> None:
-    """Give each process of the tensor dimension its part of the dense layers.
-
-    Raises:
-        UserError: the model cannot be shared so.
-    """
+    """Give each process of the tensor dimension its part of the dense layers."""
     if meshes is None or meshes.tensor is None:
         return
     model, mesh = root.model, meshes.tensor
