@@ -180,16 +180,6 @@ def _open_all(
     return opened, held_out[0] if len(held_out) == 1 else Chain(held_out)
 
 
-def build_mixture(recipe: TrainRecipe, data: Data, clock: Clock) -> Mixture:
-    """Which stream gives which row of a step, from the recipe's proportions and phases."""
-    return Mixture(
-        [stream.name for stream in data.streams],
-        build_phases(recipe, data, clock),
-        batch_size=recipe.global_train_batch_size,
-        per_stream=recipe.data.batching_method == "per_stream",
-    )
-
-
 def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
     """The proportions at the run's start, and each of the recipe's phases by its first step."""
     phases, before = [Phase(0, data.weights)], 0.0
@@ -210,9 +200,15 @@ def build_loader(
     recipe: TrainRecipe, data: Data, clock: Clock, tokenizer: Tokenizer, world: World
 ) -> Loader:
     """This process's share of every global batch."""
+    mixture = Mixture(
+        [stream.name for stream in data.streams],
+        build_phases(recipe, data, clock),
+        batch_size=recipe.global_train_batch_size,
+        per_stream=recipe.data.batching_method == "per_stream",
+    )
     return Loader(
         data.streams,
-        build_mixture(recipe, data, clock),
+        mixture,
         RowFormat(
             seq_len=recipe.max_seq_len,
             eos_id=tokenizer.eos_id,

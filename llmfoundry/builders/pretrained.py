@@ -411,20 +411,15 @@ def _trusted_code(
         return None
     if asked.trust_remote_code:
         return str(folder)
-    if not _is_known(written):
+    from transformers import CONFIG_MAPPING  # which takes seconds
+
+    if written.get("model_type") not in CONFIG_MAPPING:
         raise UserError(
             f"model.trust_remote_code: {folder} is a model of its own Python code (auto_map), which"
             " is not run; write true if you trust it"
         )
     note(f"{folder}: the Python code that it brings (auto_map) is not run")
     return None
-
-
-def _is_known(written: Mapping[str, Any]) -> bool:
-    """Whether transformers has a class for it, or the decoder reads it."""
-    from transformers import CONFIG_MAPPING
-
-    return written.get("model_type") in CONFIG_MAPPING
 
 
 def _override_hf(written: dict[str, Any], key: str, value: Any, code: str | None) -> None:
@@ -551,17 +546,10 @@ def fill_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 def fill_quantized(model: nn.Module, folder: Path) -> None:
     """Fill what is kept in 4 bits from a checkpoint of ours; every process reads for itself."""
-    for name, tensor in _whole_tensors(folder, quantized_shapes(model)):
-        fill_tensor(model, name, tensor)
-
-
-def _whole_tensors(
-    folder: Path, shapes: Iterable[tuple[str, tuple[int, int]]]
-) -> Iterator[tuple[str, Tensor]]:
-    for name, shape in shapes:
+    for name, shape in quantized_shapes(model):
         tensor = torch.empty(shape)
         load_tensors({"model": {name: tensor}}, folder)
-        yield name, tensor
+        fill_tensor(model, name, tensor)
 
 
 def with_new_rows(
