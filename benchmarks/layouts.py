@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import table
-from benchmarks.memory import CPU, GPU, MEMORY, built, count, held_bytes, spread
+from benchmarks.memory import CPU, GPU, built, count, decide, local_bytes, spread
 from llmfoundry.builders.job import matmul_dtype
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
@@ -38,9 +38,8 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import local_blocks
 from llmfoundry.plan.communication import Messages, communication, waited_for
-from llmfoundry.plan.fit import choose_fit
 from llmfoundry.plan.memory import GIB, estimate
-from llmfoundry.recipe.parallel import LEVELS
+from llmfoundry.recipe.parallel import LEVELS, Degrees
 from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
@@ -73,7 +72,7 @@ class Built:
         need: GiB of it.
         parameters: bytes of the first rank's parameters.
         moments: of its optimizer.
-        expected: what the estimate says of these two.
+        expected: the estimate of these two.
         places: lines, of each rank looked at, with its groups and its rows.
         seconds: that all of this took.
     """
@@ -133,10 +132,15 @@ def build(name: str, layout: str, ranks: int, looked_at: Iterable[int] | None = 
     degrees = recipe.parallel.degrees(ranks)
     recipe.parallel.data_parallel_replicate_degree = degrees.replicate
     recipe.parallel.data_parallel_shard_degree = degrees.shard
-    fits = _decide(recipe, ranks)
+    try:
+        decide(recipe, ranks)
+        fits = True
+    except UserError:
+        recipe.parallel.activation_checkpointing = "whole"
+        recipe.device_train_microbatch_size, fits = 1, False
     for rank in (0, ranks // 2 + 1, ranks - 1) if looked_at is None else looked_at:
         with built(recipe, ranks, rank=rank) as (root, meshes):
-            counted.append(held_bytes(root, _moments(recipe, root)))
+            counted.append(local_bytes(root, _moments(recipe, root)))
             places += [f"rank {rank}", *groups(meshes), *rows(root)]
     need, microbatch = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
     assert isinstance(microbatch, int)
@@ -150,19 +154,6 @@ def build(name: str, layout: str, ranks: int, looked_at: Iterable[int] | None = 
         places,
         time.perf_counter() - began,
     )
-
-
-def _decide(recipe: TrainRecipe, ranks: int) -> bool:
-    """Write what auto stands for; whether it fits."""
-    try:
-        fit = choose_fit(recipe, world_size=ranks, available=MEMORY, device=GPU)
-    except UserError:
-        recipe.parallel.activation_checkpointing = "whole"
-        recipe.device_train_microbatch_size = 1
-        return False
-    recipe.parallel.activation_checkpointing = fit.checkpointing
-    recipe.device_train_microbatch_size = fit.microbatch
-    return True
 
 
 def _moments(recipe: TrainRecipe, root: Root) -> torch.optim.Optimizer:
@@ -211,12 +202,12 @@ def rows(root: Root) -> Iterator[str]:
     for name, parameter in root.model.named_parameters():
         if name.startswith("blocks.0.") and name.endswith(SHOWN):
             blocks = local_blocks(parameter, stacked.get(name, ()))
-            held = " and ".join(_place(block.full) for block in blocks) or "nothing"
-            yield f"  {name} {tuple(parameter.shape)}: {held}"
+            shard = " and ".join(_place(block.full) for block in blocks) or "nothing"
+            yield f"  {name} {tuple(parameter.shape)}: {shard}"
 
 
-def _place(whole: tuple[tuple[int, int], ...]) -> str:
-    return "[" + ", ".join(f"{begin}:{end}" for begin, end in whole) + "]"
+def _place(full: tuple[tuple[int, int], ...]) -> str:
+    return "[" + ", ".join(f"{begin}:{end}" for begin, end in full) + "]"
 
 
 COLUMNS = {
@@ -256,10 +247,9 @@ def build_all(argv: list[str]) -> None:
 def _row(layout: str, ranks: int, one: Built) -> dict[str, object]:
     rows_, again = one.recipe.device_train_microbatch_size, one.recipe.parallel
     how = f"{rows_} rows, {again.activation_checkpointing}" if one.fits else "does not fit"
-    degrees = one.recipe.parallel.degrees(ranks)
     return {
         "layout": layout,
-        "degrees": " ".join(f"{k[0]}{v}" for k, v in vars(degrees).items() if v > 1),
+        "degrees": _short(one.recipe.parallel.degrees(ranks)),
         "80 GB": how,
         "GiB": one.need,
         "parameters": one.parameters / GIB,
@@ -273,6 +263,11 @@ def _row(layout: str, ranks: int, one: Built) -> dict[str, object]:
         "MFU at most": one.model_seconds / one.seconds_a_step[1],
         "seconds": one.seconds,
     }
+
+
+def _short(degrees: Degrees) -> str:
+    """Such as `s64 e8`."""
+    return " ".join(f"{k[0]}{v}" for k, v in vars(degrees).items() if v > 1)
 
 
 def _sent(messages: Iterable[Messages]) -> Iterator[str]:
@@ -315,16 +310,18 @@ def counted(name: str, layout: str, ranks: int, more: list[str]) -> dict[str, ob
         raise UserError(*refused)
     recipe.global_train_batch_size = MICROBATCHES * degrees.data
     _, seen = count(recipe, ranks, microbatches=MICROBATCHES)
-    said = formula(recipe, ranks, 1)
-    ratios = [said[key] / seen.sent[key] for key in seen.sent]
-    assert said.keys() == seen.sent.keys(), f"only one of both: {said.keys() ^ seen.sent.keys()}"
+    computed = formula(recipe, ranks, 1)
+    ratios = [computed[key] / seen.sent[key] for key in seen.sent]
+    assert computed.keys() == seen.sent.keys(), (
+        f"only one of both: {computed.keys() ^ seen.sent.keys()}"
+    )
     return {
         "recipe": name,
         "layout": layout,
-        "degrees": " ".join(f"{k[0]}{v}" for k, v in vars(degrees).items() if v > 1),
+        "degrees": _short(degrees),
         "counted GiB": seen.sent.total() / GIB,
-        "formula GiB": said.total() / GIB,
-        "of counted, formula": said.total() / seen.sent.total(),
+        "formula GiB": computed.total() / GIB,
+        "of counted, formula": computed.total() / seen.sent.total(),
         "of counted, that of the worst kind": max(ratios, key=lambda ratio: abs(ratio - 1)),
         "collectives": seen.calls.total(),
     }

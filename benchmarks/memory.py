@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.most = 0
 
     def __torch_dispatch__(
@@ -95,16 +95,16 @@ class LiveBytes(TorchDispatchMode):
         if type(tensor) not in (Tensor, FakeTensor) or tensor.device.type == "meta":
             return False
         storage = tensor.untyped_storage()
-        known = self._held.get(storage._cdata)
+        known = self._alive.get(storage._cdata)
         if known is not None and known() is storage:
             return False
-        self._held[storage._cdata] = weakref.ref(storage)
+        self._alive[storage._cdata] = weakref.ref(storage)
         return True
 
     def now(self) -> int:
         """Bytes alive."""
-        alive = {key: storage for key, ref in self._held.items() if (storage := ref()) is not None}
-        self._held = {key: self._held[key] for key in alive}
+        alive = {key: storage for key, ref in self._alive.items() if (storage := ref()) is not None}
+        self._alive = {key: self._alive[key] for key in alive}
         return sum(storage.nbytes() for storage in alive.values())
 
     def settled(self) -> int:
@@ -239,10 +239,15 @@ class Bytes:
 def read(name: str, ranks: int, words: list[str]) -> TrainRecipe:
     """A filled recipe, in which auto is decided for GPUs of 80 GB."""
     recipe = spread(name, words)
+    decide(recipe, ranks)
+    return recipe
+
+
+def decide(recipe: TrainRecipe, ranks: int) -> None:
+    """Write what auto stands for on GPUs of 80 GB; a UserError where it does not fit."""
     fit = choose_fit(recipe, world_size=ranks, available=MEMORY, device=GPU)
     recipe.parallel.activation_checkpointing = fit.checkpointing
     recipe.device_train_microbatch_size = fit.microbatch
-    return recipe
 
 
 def spread(name: str, words: list[str]) -> TrainRecipe:
@@ -251,8 +256,8 @@ def spread(name: str, words: list[str]) -> TrainRecipe:
     return with_guessed_vocabulary(with_defaults(written))
 
 
-def said(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
-    """What the estimate says; of what is counted here alone."""
+def estimated(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
+    """The estimate, of what is counted here alone."""
     need, rows = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
     assert isinstance(rows, int)
     degrees, low = recipe.parallel.degrees(ranks), 4 if recipe.precision == "fp32" else 2
@@ -332,15 +337,15 @@ def _step(
             guard=Guard(CPU),
             on_gradients=note,
         )
-    held, moments = held_bytes(root, optimizer)
+    parameters_, moments = local_bytes(root, optimizer)
     # gradients and moments of the step before are there in every step but the first
     peak = live.most + gradients[0] + moments
-    return Bytes(held, gradients[0], moments, peak), sent
+    return Bytes(parameters_, gradients[0], moments, peak), sent
 
 
-def held_bytes(root: Root, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+def local_bytes(root: Root, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Of a process's parameters, and of their moments."""
-    state = [t for held in optimizer.state.values() for t in held.values()]
+    state = [t for kept in optimizer.state.values() for t in kept.values()]
     moments = sum(_local(t) for t in state if isinstance(t, torch.Tensor) and t.ndim)
     return sum(_local(p) for p in root.parameters()), moments
 
@@ -377,14 +382,14 @@ def fill(root: Root, device: torch.device) -> None:
 @contextmanager
 def _as_on_a_gpu(recipe: TrainRecipe, degrees: Degrees) -> Iterator[None]:
     """The GPU's code where ours differs: what a CPU would ask of values is not asked."""
-    whole = getattr(ShardingPropagator, _WHOLE)
+    full = getattr(ShardingPropagator, _PROPAGATE)
     clip = {"norm": lambda *given: torch._foreach_mul_(step._gradients(given[0]), torch.ones(()))}
     with (
         mock.patch.object(dispatch, "_lengths", _even(recipe, degrees)),
         mock.patch.object(mixture, "_path", lambda device: moe_device),
         mock.patch.object(loss, "labelled_places", lambda labels: None),
         mock.patch.dict(step.CLIPPINGS, clip),
-        mock.patch.object(ShardingPropagator, _WHOLE, _unwatched(whole)),
+        mock.patch.object(ShardingPropagator, _PROPAGATE, _unwatched(full)),
     ):
         yield
 
@@ -399,7 +404,7 @@ def _even(recipe: TrainRecipe, degrees: Degrees) -> Callable[..., tuple[list[int
     return lambda *counts: (list(each), list(each))
 
 
-_WHOLE = "_propagate_tensor_meta_non_cached"  # tries each operation on shapes of whole tensors
+_PROPAGATE = "_propagate_tensor_meta_non_cached"  # tries each operation on shapes of full tensors
 
 
 def _unwatched(shapes: Callable[..., Any]) -> Callable[..., Any]:
@@ -432,7 +437,7 @@ def main() -> None:
     for name in given.recipes:
         words = [] if given.layers is None else [f"model.n_layers={given.layers}"]
         recipe = read(name, given.ranks, words)
-        (counted, _), (expected, _) = count(recipe, given.ranks), said(recipe, given.ranks)
+        (counted, _), (expected, _) = count(recipe, given.ranks), estimated(recipe, given.ranks)
         how = f"{name} ({recipe.parallel.activation_checkpointing})"
         for kind, found in vars(counted).items():
             believed = vars(expected)[kind]

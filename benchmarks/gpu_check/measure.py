@@ -31,6 +31,7 @@ from benchmarks.gpu_check.plan import CORPUS, CUDA, REASON, Row, append
 from llmfoundry.recipe.front.paths import ROOT
 
 GIB = 2**30
+PLUGIN = "benchmarks.gpu_check.timing"  # of a run of `scripts/train.py`
 CHUNKS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
 MEDIAN, SPREAD = 450.0, 1.0  # tokens of a document, as of web pages: log-normal
 OPTIONAL = ["pytest", "triton", "flash_attn", "flash_attn_interface", "megablocks", "grouped_gemm"]
@@ -250,7 +251,7 @@ def run_words(
     yield from (recipe, f"run_name={file.stem}", f"save_folder={file.with_suffix('.run')}")
     yield from ("data=mds", "data.remote=null", f"data.local={file.parent / CORPUS}")
     yield from ("data.split=null", "data.validation=null", "tokenizer=bytes", "logger=none")
-    yield from ("eval=off", "save_interval=0ba", "plugins=[benchmarks.gpu_check.timing]")
+    yield from ("eval=off", "save_interval=0ba", f"plugins=[{PLUGIN}]")
     for key, value in {"file": str(file), **timing}.items():
         written = f"'{value}'" if isinstance(value, str) else json.dumps(value)
         yield f"callbacks.plugins.gpu_check.{key}={written}"

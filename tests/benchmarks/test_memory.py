@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import memory
 from benchmarks.layouts import LAYOUTS, build, words
-from benchmarks.memory import GPU, count, read, said
+from benchmarks.memory import GPU, count, estimated, read
 from llmfoundry.plan.activations import expert_rows, tokens_of_row
 from llmfoundry.plan.memory import estimate
 from tests.selection import slow_but
@@ -17,7 +17,7 @@ from tests.selection import slow_but
 
 def test_shards_are_as_large_as_the_estimate_says_and_the_peak_no_larger() -> None:
     recipe = read("mpt-7b", 512, ["model.n_layers=2"])
-    (counted, _), (expected, _) = count(recipe, 512), said(recipe, 512)
+    (counted, _), (expected, _) = count(recipe, 512), estimated(recipe, 512)
     assert counted.parameters == pytest.approx(expected.parameters, rel=0.02)
     assert counted.gradients == pytest.approx(expected.gradients, rel=0.02)
     assert counted.moments == pytest.approx(expected.moments, rel=0.02)
@@ -28,7 +28,7 @@ def test_shards_are_as_large_as_the_estimate_says_and_the_peak_no_larger() -> No
 def test_every_layout_of_a_mixture_holds_what_the_estimate_says(layout: str) -> None:
     few = ["model.n_layers=2", "model.vocab_size=2048", "device_train_microbatch_size=1"]
     recipe = read("dbrx", 512, [*few, *words(layout, 512)])
-    (counted, _), (expected, _) = count(recipe, 512), said(recipe, 512)
+    (counted, _), (expected, _) = count(recipe, 512), estimated(recipe, 512)
     assert counted.parameters == pytest.approx(expected.parameters, rel=0.02)
     assert counted.gradients == pytest.approx(expected.gradients, rel=0.02)
     assert counted.moments == pytest.approx(expected.moments, rel=0.02)
