@@ -60,6 +60,7 @@ from benchmarks.contenders import EOS, SAMPLE_TOKENS, SAMPLES, samples
 from benchmarks.harness import interleaved, over_rounds, ratio, table, write
 from llmfoundry.builders.job import with_defaults
 from llmfoundry.builders.trainer import build_trainer
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.loader import BatchPrefetcher
 from llmfoundry.data.mds.writer import MDSWriter
 from llmfoundry.data.order import Order
@@ -434,7 +435,7 @@ def wait(words: list[str]) -> None:
         recipe = load(TrainRecipe, path, overrides)
         with join(recipe.parallel) as world:
             tracker = Tracker(with_defaults(recipe), Path(folder), is_main=world.is_main)
-            trainer, _ = build_trainer(recipe, world, tracker)
+            trainer, _ = build_trainer(recipe, world, tracker, Storage(Path(folder)))
             with closing(BatchPrefetcher(trainer.loader, 0)) as batches:
                 rows = wait_rows(trainer, batches)
     print("\n".join(table(rows, {"batches": "{}", "ms a step": "{:.1f}", MADE: "{:.3f}"})))

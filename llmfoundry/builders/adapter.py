@@ -16,6 +16,7 @@ import torch
 
 from llmfoundry.builders.job import Job, weight_dtype
 from llmfoundry.checkpoint.load import load_tensors
+from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.loggers.console import format_gib as memory_text
@@ -231,7 +232,7 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | N
 
     def write(folder: Path) -> None:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
-        load_tensors({"model": tensors}, folder)
+        load_tensors({"model": tensors}, Checkpoint.at(folder))
         (folder / FOLDER).mkdir()
         write_json(folder / FOLDER / BASE, sample)
         if isinstance(recipe.model, HFModelConfig):

@@ -19,7 +19,6 @@ import torch
 
 from llmfoundry.builders.job import Job
 from llmfoundry.builders.preference import build_objective
-from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
@@ -70,7 +69,7 @@ def build_evaluate(
     gauntlet = build_gauntlet(job, config, generate=generate, is_trained=is_trained)
     evaluated, budget = build_evaluated(job, config, rows), None
     if gauntlet is not None and config.icl_max_fraction is not None:
-        folder = run_folder(job.recipe)
+        folder = job.run.folder
         budget = EvalBudget(config.icl_max_fraction, folder, job.world, job.note, resumed=resumed)
     measure_text = build_validation(job, config, rows) if config.validation else dict
 

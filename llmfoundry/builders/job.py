@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 
 from llmfoundry.builders.data import Data
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import all_reduce_min
 from llmfoundry.distributed.launch import World
@@ -39,6 +40,8 @@ class Job:
     microbatch: int
     note: Callable[[str], None]
     """Shows the user what was decided."""
+    run: Storage
+    """Where the run, or what is evaluated, is kept."""
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:

@@ -30,6 +30,7 @@ from llmfoundry.builders.data import Data
 from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.resume import Start, model_identity
 from llmfoundry.checkpoint.load import read_state
+from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.preparation.cache import cache_key
@@ -189,7 +190,7 @@ class Reference:
             self._attach()
         return {WEIGHTS: self.weights}
 
-    def resume(self, checkpoint: Path, fill: Fill) -> None:
+    def resume(self, checkpoint: Checkpoint, fill: Fill) -> None:
         """Have all rows' values for a run that resumes from a checkpoint."""
         state = on_rank0(self.job.world, lambda: read_state(checkpoint))
         self.weights = state["identity"].get(WEIGHTS, "")

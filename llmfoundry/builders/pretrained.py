@@ -21,7 +21,7 @@ from llmfoundry.builders.adapter import FOLDER, check_base, choose_trained, has_
 from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.checkpoint.load import load_tensors, load_weights
 from llmfoundry.checkpoint.object_storage import find_run, is_url
-from llmfoundry.checkpoint.storage import is_checkpoint, list_checkpoints, named
+from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.front.typed import Problem, build, dump, flat, know_secrets, require, to_dict
 from llmfoundry.recipe.front.yamlfile import read_yaml
 from llmfoundry.recipe.schema import Schema
@@ -116,8 +116,8 @@ def open_pretrained(
     """The model that `model.pretrained` names; `options`: how a store is asked, if it is in one."""
     assert asked.pretrained is not None
     if is_url(asked.pretrained):
-        folder = find_run(asked.pretrained, "model.pretrained", options=options)
-        return _open_run(asked, folder, world, note)
+        place = find_run(asked.pretrained, "model.pretrained", options=options)
+        return _open_run(asked, place, world, note)
     try:
         folder = find_file(asked.pretrained, "model.pretrained")
     except UserError:
@@ -127,8 +127,10 @@ def open_pretrained(
         return open_folder(folder, asked, note, world)
     if asked.revision is not None:
         raise UserError(f"model.revision: {folder} is a folder, not a hub id; remove it")
-    if is_checkpoint(folder) or on_rank0(world, lambda: list_checkpoints(folder)):
-        return _open_run(asked, folder, world, note)
+    if is_checkpoint(folder):
+        return _open_run(asked, Checkpoint.at(folder), world, note)
+    if on_rank0(world, Storage(folder).checkpoints):
+        return _open_run(asked, Storage(folder), world, note)
     return open_folder(folder, asked, note, world)
 
 
@@ -161,13 +163,17 @@ def _download(name: str, revision: str | None, world: World) -> Path:
 
 
 def _open_run(
-    asked: PretrainedConfig, path: Path, world: World, note: Callable[[str], None]
+    asked: PretrainedConfig,
+    place: Storage | Checkpoint,
+    world: World,
+    note: Callable[[str], None],
 ) -> Pretrained:
-    folder = find_checkpoint(path, note=note, sums=Sums.WEIGHTS, world=world)
-    if folder is None:
+    checkpoint = find_checkpoint(place, note=note, sums=Sums.WEIGHTS, world=world)
+    if checkpoint is None:
         raise UserError(
-            f"model.pretrained: {named(path)} holds no whole checkpoint; write a run's folder"
+            f"model.pretrained: {place} holds no complete checkpoint; write a run's folder"
         )
+    folder = checkpoint.folder
 
     def read_run() -> tuple[Tokenizer, ModelConfig, TrainRecipe]:
         model = read_model(folder, asked.config_overrides)
@@ -200,7 +206,7 @@ def _open_run(
     assert rows is not None, "filled"
 
     def fill(model: Decoder) -> None:
-        fill_from_run(model, folder, rows, world)
+        fill_from_run(model, checkpoint, rows, world)
 
     holder = "transformers' class" if isinstance(config, HFModelConfig) else "the decoder"
     return Pretrained(config, tokenizer, fill, f"{folder}, held by {holder}")
@@ -255,7 +261,7 @@ def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mode
     config = build(schema, values, problems)
     lines = [problem.line for problem in problems] or [*config.check("")]
     if lines:
-        where = "model.config_overrides." if overrides else f"{named(folder)}: model."
+        where = "model.config_overrides." if overrides else f"{show(folder)}: model."
         raise UserError(*(f"{where}{line}" for line in lines))
     if isinstance(config, HFModelConfig):
         from llmfoundry.hf.config_json import check_layers
@@ -459,17 +465,17 @@ def _merge(into: dict[str, Any], known: Mapping[str, Any], new: dict[str, Any], 
             into[key] = value
 
 
-def fill_from_run(model: Decoder, folder: Path, rows: int, world: World) -> None:
+def fill_from_run(model: Decoder, checkpoint: Checkpoint, rows: int, world: World) -> None:
     """Fill a model from a checkpoint, whose embedding and head have `rows` rows."""
     names = model.vocabulary() & get_model_state_dict(model).keys()  # of tied ones the first
     grows = [name for name in sorted(names) if len(model.get_parameter(name)) > rows]
-    load_weights(folder, model, world=world, left=grows)
+    load_weights(checkpoint, model, world=world, left=grows)
     for name in grows:
         shape = model.get_parameter(name).shape
         own = torch.empty(rows, *shape[1:])
-        load_tensors({"model": {name: own}}, folder)
+        load_tensors({"model": {name: own}}, checkpoint)
         fill_tensor(model, name, grown(own, shape[0]))
-    fill_quantized(model, folder)
+    fill_quantized(model, checkpoint)
 
 
 def merge_run(
@@ -544,11 +550,11 @@ def fill_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
         ) from error
 
 
-def fill_quantized(model: nn.Module, folder: Path) -> None:
+def fill_quantized(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill what is kept in 4 bits from a checkpoint of ours; every process reads for itself."""
     for name, shape in quantized_shapes(model):
         tensor = torch.empty(shape)
-        load_tensors({"model": {name: tensor}}, folder)
+        load_tensors({"model": {name: tensor}}, checkpoint)
         fill_tensor(model, name, tensor)
 
 

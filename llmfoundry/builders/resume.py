@@ -41,8 +41,8 @@ from llmfoundry.checkpoint.load import (
     load_weights,
     read_state,
 )
-from llmfoundry.checkpoint.run_folder import find_place, run_folder
-from llmfoundry.checkpoint.storage import batch_of, has_commit, list_checkpoints, named, unpin
+from llmfoundry.checkpoint.run_folder import find_place
+from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut
@@ -74,53 +74,54 @@ OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
 class Start:
     """Where a run begins."""
 
-    checkpoint: Path | None = None
+    checkpoint: Checkpoint | None = None
     weights_only: bool = False
 
 
-def find_start(recipe: TrainRecipe, world: World, note: Callable[[str], None]) -> Start:
+def find_start(
+    recipe: TrainRecipe, run: Storage, world: World, note: Callable[[str], None]
+) -> Start:
     """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
 
     Raises:
         UserError: the folder holds a run that the recipe does not allow to resume.
         GivenUp: it lacks the checkpoints that this run's supervisor knows to be saved.
     """
-    folder, limits = run_folder(recipe), on_rank0(world, resume_limits)
-    existing = on_rank0(world, lambda: list_checkpoints(folder))
-    _refuse_vanished(folder, existing, limits)
+    limits, existing = on_rank0(world, resume_limits), on_rank0(world, run.checkpoints)
+    _refuse_vanished(run, existing, limits)
     if existing and not (recipe.autoresume or recipe.save_overwrite):
         raise UserError(
-            f"save_folder: {named(folder)} holds checkpoints of an earlier run; write"
+            f"save_folder: {run} holds checkpoints of an earlier run; write"
             " autoresume=true to resume it, save_overwrite=true to delete it, or another run_name"
         )
     if existing and not recipe.save_overwrite:
         refused: list[str] = []
-        found = find_checkpoint(folder, note=refused.append, world=world, until=limits.until)
+        found = find_checkpoint(run, note=refused.append, world=world, until=limits.until)
         for line in refused:
             note(line)
         if found is not None:
             return Start(found)
         if limits.before is not None:
             raise GivenUp(
-                f"save_folder: {named(folder)} holds no whole checkpoint from before batch"
+                f"save_folder: {run} holds no complete checkpoint from before batch"
                 f" {limits.before}, after which the run was not finite; write another run_name"
             )
-        on_rank0(world, lambda: _refuse_to_begin(folder, existing, refused))
+        on_rank0(world, lambda: _refuse_to_begin(run, existing, refused))
         if world.is_main:
-            note("its first save was cut short: there is nothing to resume from")
+            note("its first save was interrupted: there is nothing to resume from")
     if recipe.load_path is None:
         return Start()
     weights_only, written = bool(recipe.load_weights_only), recipe.load_path
     options = FetchOptions.from_config(recipe.data)
-    path = find_place(written, "load_path", world, options=options)
+    place = find_place(written, "load_path", world, options=options)
     sums = Sums.WEIGHTS if weights_only else Sums.ALL
-    found = find_checkpoint(path, note=note, sums=sums, world=world)
+    found = find_checkpoint(place, note=note, sums=sums, world=world)
     if found is None:
-        raise UserError(f"load_path: {named(path)} holds no whole checkpoint; write one that does")
+        raise UserError(f"load_path: {place} holds no complete checkpoint; write one that does")
     return Start(found, weights_only=weights_only)
 
 
-def _refuse_vanished(folder: Path, existing: list[Path], limits: ResumeLimits) -> None:
+def _refuse_vanished(run: Storage, existing: list[Path], limits: ResumeLimits) -> None:
     """Raise where a run would silently do again what its supervisor knows to be saved.
 
     Raises:
@@ -131,16 +132,16 @@ def _refuse_vanished(folder: Path, existing: list[Path], limits: ResumeLimits) -
         there = f"its newest is {existing[0].name}" if existing else "there is none"
         raise GivenUp(
             f"save_folder: checkpoint ba{limits.saved:07d} of this run has vanished from"
-            f" {named(folder)} as this machine sees it: {there}; mount or bring back the folder,"
+            f" {run} as this machine sees it: {there}; mount or bring back the folder,"
             " and run the same command"
         )
 
 
-def _refuse_to_begin(folder: Path, existing: list[Path], refused: list[str]) -> None:
+def _refuse_to_begin(run: Storage, existing: list[Path], refused: list[str]) -> None:
     """Raise where there once was a checkpoint in a run's folder, though none can be used now."""
-    if len(existing) > 1 or has_commit(existing[0]):
+    if len(existing) > 1 or run.has_commit(existing[0]):
         raise UserError(
-            f"save_folder: no checkpoint in {named(folder)} can be used ({refused[0]}); write"
+            f"save_folder: no checkpoint in {run} can be used ({refused[0]}); write"
             " save_overwrite=true to delete them and begin anew, or another run_name"
         )
 
@@ -158,7 +159,7 @@ def fill_weights(
     total: int,
     fill: Callable[[Decoder], None] | None = None,
 ) -> dict[str, Any]:
-    """Initialise, or load a checkpoint; the state that the run goes on with (Trainer._save's).
+    """Initialize, or load a checkpoint; the state that the run resumes with (`Trainer.save`).
 
     `total` is the run's length in batches; `fill` writes pretrained weights, where a run has some.
 
@@ -166,18 +167,18 @@ def fill_weights(
         UserError: the checkpoint belongs to another model, to another order of samples, or to a
             longer run.
     """
-    folder, model, world = start.checkpoint, job.root.model, job.world
-    if folder is None:
+    checkpoint, model, world = start.checkpoint, job.root.model, job.world
+    if checkpoint is None:
         if fill is None:
             model.init_weights(job.recipe.seed)
         else:
             fill(model)
             begin_adapter(model, job.recipe)
         return dict(ANEW)
-    state = on_rank0(world, lambda: read_state(folder))
+    state = on_rank0(world, lambda: read_state(checkpoint))
     if "order" not in state and not start.weights_only:
         raise UserError(
-            f"load_weights_only: {named(folder)} holds weights alone; write load_weights_only=true"
+            f"load_weights_only: {checkpoint} holds weights alone; write load_weights_only=true"
         )
     then = state["identity"]
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
@@ -187,41 +188,41 @@ def fill_weights(
     if changed:
         raise UserError(
             *(
-                f"{key}: {identity[key]}, but checkpoint {named(folder)} was trained with"
+                f"{key}: {identity[key]}, but checkpoint {checkpoint} was trained with"
                 f" {then.get(key)}; write that, or another run_name"
                 for key in changed
             )
         )
     if start.weights_only:
-        load_weights(folder, model, world=world)
-        unpin(folder)
-        job.note(f"weights of {named(folder)} (batch {state['batch']})")
+        load_weights(checkpoint, model, world=world)
+        checkpoint.unpin()
+        job.note(f"weights of {checkpoint} (batch {state['batch']})")
         return dict(ANEW)
     if state["batch"] > total:
         raise UserError(
-            f"max_duration: {job.recipe.max_duration} is {total} batches, but {named(folder)} has"
+            f"max_duration: {job.recipe.max_duration} is {total} batches, but {checkpoint} has"
             f" done {state['batch']} already; write a longer one, or another run_name"
         )
     if has_adapter(job.recipe):  # whose checkpoints do not hold the base
         assert fill is not None
         fill(model)
-        check_base(model, folder / FOLDER, "model.pretrained")
+        check_base(model, checkpoint.folder / FOLDER, "model.pretrained")
     loader.resume(state["order"], state["batch"])
-    load_training_state(folder, model, optimizer, world=world)
-    unpin(folder)
-    for line in _changes(job.recipe, folder, state):
+    load_training_state(checkpoint, model, optimizer, world=world)
+    checkpoint.unpin()
+    for line in _changes(job.recipe, checkpoint, state):
         job.note(line)
-    job.note(f"resuming from {named(folder)}")
+    job.note(f"resuming from {checkpoint}")
     return state
 
 
-def _changes(recipe: TrainRecipe, folder: Path, state: dict[str, Any]) -> Iterator[str]:
+def _changes(recipe: TrainRecipe, checkpoint: Checkpoint, state: dict[str, Any]) -> Iterator[str]:
     """A line for every setting of the training that is no longer the checkpoint's."""
     then = state["settings"]  # not recipe.yaml's: its values may come from outside
     defaults = type(recipe)().training_settings()  # of keys that are newer than the checkpoint
     for key, value in recipe.training_settings().items():
         if then.get(key, defaults.get(key)) != value:
-            yield f"{key}: {then.get(key)} until {folder.name}, {value} from here on"
+            yield f"{key}: {then.get(key)} until {checkpoint.name}, {value} from here on"
 
 
 def roll_back(trainer: Trainer, spike: int) -> Return:
@@ -240,18 +241,18 @@ def roll_back(trainer: Trainer, spike: int) -> Return:
     checkpointer, loader, world = trainer.checkpointer, trainer.loader, trainer.world
     config = trainer.recipe.callbacks.watch
     assert config.roll_back_steps is not None and config.roll_back_skip is not None
-    folder = checkpointer.find(spike - config.roll_back_steps)
+    checkpoint = checkpointer.find(spike - config.roll_back_steps)
     batch, state = spike, dict[str, Any]()
-    if folder is not None:
-        state = on_rank0(world, lambda: read_state(folder))
+    if checkpoint is not None:
+        state = on_rank0(world, lambda: read_state(checkpoint))
         batch = int(state["batch"])
         loader.resume(state["order"], batch)
-        load_training_state(folder, trainer.root.model, trainer.optimizer, world=world)
-        unpin(folder)
+        load_training_state(checkpoint, trainer.root.model, trainer.optimizer, world=world)
+        checkpoint.unpin()
     skipped = spike + 1 + config.roll_back_skip - batch
     loader.skip(batch, skipped)
     checkpointer.forget_after(batch)
-    return Return(batch, skipped, folder.name if folder is not None else "", state)
+    return Return(batch, skipped, checkpoint.name if checkpoint is not None else "", state)
 
 
 WIDE = "fp32 or amp_bf16"  # which keep the same weights, and may follow each other
@@ -337,12 +338,17 @@ def _is_path(value: Any) -> bool:
 class Loaded:
     """A checkpoint ready to use on this process alone."""
 
-    folder: Path
+    checkpoint: Checkpoint
     recipe: TrainRecipe
     """Filled."""
     root: Root
     tokenizer: Tokenizer
     state: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's, on this machine."""
+        return self.checkpoint.folder
 
     @property
     def is_trained(self) -> bool:
@@ -376,13 +382,14 @@ def open_checkpoint(
         precision: of the recipe in place of its own; decides the weights' dtype.
 
     Raises:
-        UserError: there is no whole checkpoint at `path`, or its recipe takes a setting of the
+        UserError: there is no complete checkpoint at `path`, or its recipe takes a setting of the
             model from a variable that is not set here.
     """
-    at = find_place(path, "checkpoint", world)
-    folder = find_checkpoint(at, note=note, sums=Sums.WEIGHTS, world=world)
-    if folder is None:
-        raise UserError(f"checkpoint: {named(at)} holds no whole checkpoint; write a run's folder")
+    place = find_place(path, "checkpoint", world)
+    checkpoint = find_checkpoint(place, note=note, sums=Sums.WEIGHTS, world=world)
+    if checkpoint is None:
+        raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
+    folder = checkpoint.folder
 
     def read_files() -> tuple[TrainRecipe, Tokenizer, ModelConfig | None]:
         written = load_run(folder / "recipe.yaml")
@@ -393,7 +400,7 @@ def open_checkpoint(
     written, tokenizer, model = on_rank0(world, read_files)
     problems = [*out_of_bounds("model.", written.model)]
     if problems:
-        raise UserError(*(f"{named(folder)}/recipe.yaml: {line}" for line in problems))
+        raise UserError(*(f"{checkpoint}/recipe.yaml: {line}" for line in problems))
     know_secrets(written)
     recipe = with_defaults(written)
     recipe.parallel = ParallelConfig()  # each process has all of the model
@@ -406,16 +413,16 @@ def open_checkpoint(
         note(f"model.attn_config.attn_impl: auto here; {reason}")
     tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
-    state = on_rank0(world, lambda: read_state(folder))
+    state = on_rank0(world, lambda: read_state(checkpoint))
     for key, value in model_identity(recipe.model).items():
         then = state["identity"].get(key, value)
         if value != then:
             raise UserError(
-                f"{key}: {value} by {named(folder)}/recipe.yaml, but it was trained with {then};"
+                f"{key}: {value} by {checkpoint}/recipe.yaml, but it was trained with {then};"
                 " set the variable that the recipe names to that"
             )
     root = build_root(recipe)
-    loaded = Loaded(folder, recipe, root.eval(), tokenizer, state)
+    loaded = Loaded(checkpoint, recipe, root.eval(), tokenizer, state)
     return loaded, partial(_fill_loaded, loaded, written, world, note)
 
 
@@ -423,14 +430,14 @@ def _fill_loaded(
     loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
 ) -> None:
     """Weights of a checkpoint, or of an adapter's base and the adapter."""
-    folder, root = loaded.folder, loaded.root
+    checkpoint, root = loaded.checkpoint, loaded.root
     if has_adapter(loaded.recipe):
         _fill_adapted(loaded, written, world, note)
     else:
-        table = check_weights(folder, root.model, world=world)
+        table = check_weights(checkpoint, root.model, world=world)
         root.to_empty(device=world.device)
-        load_weights(folder, root.model, world=world, table=table)
-    unpin(folder)
+        load_weights(checkpoint, root.model, world=world, table=table)
+    checkpoint.unpin()
 
 
 def _fill_adapted(
@@ -443,4 +450,4 @@ def _fill_adapted(
     loaded.root.to_empty(device=world.device)
     open_pretrained(base_of(written, folder), world, note=note).fill(model)
     check_base(model, folder / FOLDER, "model.pretrained")
-    load_adapter(folder, model, world=world)
+    load_adapter(loaded.checkpoint, model, world=world)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
@@ -36,9 +35,8 @@ from llmfoundry.builders.resume import (
     run_identity,
 )
 from llmfoundry.checkpoint.load import read_state
-from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
-from llmfoundry.checkpoint.storage import batch_of, named, storage_of
+from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.sources import tokens_left_out
@@ -56,8 +54,8 @@ from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
 from llmfoundry.errors import UserError, enough_memory
+from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS
-from llmfoundry.events import read_events
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.tracker import Tracker
@@ -91,6 +89,7 @@ def build_trainer(
     written: TrainRecipe,
     world: World,
     tracker: Tracker,
+    run: Storage,
     *,
     recipe: TrainRecipe | None = None,
     pretrained: Pretrained | None = None,
@@ -101,6 +100,7 @@ def build_trainer(
         written: the recipe as it was written.
         world: this process.
         tracker: the run's record and console.
+        run: where it is kept.
         recipe: of fine-tuning: filled, with the pretrained model's shape; None: `written`, filled.
         pretrained: the model that fine-tuning begins with.
 
@@ -114,14 +114,14 @@ def build_trainer(
     fit = _memory_fit(world, None if pretrained is None else sketch(recipe, written))
     on_all_ranks(world, partial(_check_machine, recipe, world, fit))
     # 2. Where the run begins, and what it reads.
-    start = find_start(recipe, world, note)
+    start = find_start(recipe, run, world, note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, note)
     settle_vocabulary(recipe, written, tokenizer)
     # 3. The model, in what fits into memory.
     chosen = _fitted(recipe, fit, start, world, note)
     root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
-    job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note)
+    job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. What trains it, on which rows when.
     optimizer, clock = _optimizer(job), build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
@@ -253,14 +253,13 @@ def _open_data(
 def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
     """Begin to record; an earlier run in the folder is deleted under save_overwrite."""
     if job.recipe.save_overwrite and job.world.is_main:
-        folder = run_folder(job.recipe)
-        storage_of(folder).remove_all()
-        (folder / EVENTS).unlink(missing_ok=True)
+        job.run.remove_all()
+        (job.run.folder / EVENTS).unlink(missing_ok=True)
     first, clock = trainer.first_batch, trainer.clock
     tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
     bad_rows = job.prepared.bad_rows
     if bad_rows and job.world.is_main:
-        known = {event["what"] for event in read_events(run_folder(job.recipe))}
+        known = {event["what"] for event in read_events(job.run.folder)}
         for line in bad_rows:
             if line not in known:  # written by an attempt before this one
                 tracker.keep_event("bad_rows", line, "left out", step=None, action="drop")
@@ -299,14 +298,15 @@ def build_model(
     note: Callable[[str], None],
     *,
     written: TrainRecipe,
-    checkpoint: Path | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Root:
     """The model in its shards, with memory and without weights. The order matters.
 
     `checkpoint` is what the run resumes from; `written` the recipe as it was written.
     """
     root = build_root(recipe)
-    choose_trained(root.model, recipe, note, checkpoint=checkpoint)  # first: it adds parameters
+    folder = None if checkpoint is None else checkpoint.folder
+    choose_trained(root.model, recipe, note, checkpoint=folder)  # first: it adds parameters
     hold_frozen(root.model, recipe, written, note)
     freeze(root.model, recipe.optimizer)
     parallelize(
@@ -407,10 +407,8 @@ def build_checkpointer(
     written: TrainRecipe, job: Job, tracker: Tracker, start: Start
 ) -> Checkpointer:
     """The writer of checkpoints, each with the recipe as written and the tokenizer."""
-    folder = run_folder(job.recipe)
     found = None if job.recipe.save_overwrite else start.checkpoint
-    own = found is not None and found.parent == folder / "checkpoints"
-
+    own = found is not None and found.folder.parent == job.run.folder / CHECKPOINTS
     files = {"recipe.yaml": to_yaml(written)}
     files |= {f"tokenizer/{name}": text for name, text in job.tokenizer.files().items()}
     if isinstance(written, FinetuneRecipe):
@@ -421,7 +419,7 @@ def build_checkpointer(
         tracker.event("save_failed", seen, done, step=batch, action="log")
 
     return Checkpointer(
-        storage_of(folder),
+        job.run,
         job.world,
         Contents(files, stacked, adapter_writer(written, job)),
         SavePolicy(
@@ -431,7 +429,7 @@ def build_checkpointer(
             max_wait=job.recipe.save_max_wait,
         ),
         Reports(tracker.console.warn, tracker.note, failed),
-        saved=batch_of(found) if found is not None and own else -1,
+        saved=batch_of(found.folder) if found is not None and own else -1,
     )
 
 
@@ -450,7 +448,7 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
         how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return [
-        ("run", named(run_folder(recipe))),
+        ("run", str(job.run)),
         ("model", f"{recipe.model.name}, {size}"),
         ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
         (

@@ -176,9 +176,9 @@ class TensorFiles:
 
     def _list(self, planner: DefaultSavePlanner, own: Collection[str]) -> SavePlan:
         """What this process writes; of what others hold as well, one of them alone."""
-        held = {name: value for name, value in planner.state_dict.items() if name in own}
+        written = {name: value for name, value in planner.state_dict.items() if name in own}
         is_main = self._mailbox.is_main
-        plan = create_default_local_save_plan(held, is_main)
+        plan = create_default_local_save_plan(written, is_main)
         # names are the same everywhere
         return replace(plan, planner_data=planner.mappings if is_main else {})
 
@@ -369,7 +369,7 @@ class BlockTensor:
         }
 
     def size(self) -> torch.Size:
-        """Of the whole tensor; DCP compares it with what was saved."""
+        """Of the full tensor; DCP compares it with what was saved."""
         return self.tensor.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -484,9 +484,9 @@ def _owners(state: Mapping[str, Any], world: World) -> dict[str, int]:
     sizes = [(state[name].nbytes, name) for name in full if isinstance(state[name], Tensor)]
     load = [(0, rank) for rank in range(world.size)]
     for size, name in sorted(sizes, key=lambda of: (-of[0], of[1])):
-        least, rank = heapq.heappop(load)
+        n_bytes, rank = heapq.heappop(load)
         owners[name] = rank
-        heapq.heappush(load, (least + size, rank))
+        heapq.heappush(load, (n_bytes + size, rank))
     return owners
 
 
@@ -574,10 +574,10 @@ class Staging:
 
         Returns at once where they are on a GPU, else when they are copied.
         """
-        held = [source.detach() for source in sources]
-        tensors = self._places(held)
-        on_gpu = [pair for pair in zip(tensors, held, strict=True) if pair[1].is_cuda]
-        for place, source in zip(tensors, held, strict=True):
+        kept = [source.detach() for source in sources]
+        tensors = self._places(kept)
+        on_gpu = [pair for pair in zip(tensors, kept, strict=True) if pair[1].is_cuda]
+        for place, source in zip(tensors, kept, strict=True):
             if not source.is_cuda:
                 place.copy_(source)
         if not on_gpu:
@@ -589,7 +589,7 @@ class Staging:
                 place.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return HostCopies(tensors, done, held)
+        return HostCopies(tensors, done, kept)
 
     def _places(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors of these shapes and dtypes in the buffer, each its own storage."""

@@ -63,7 +63,7 @@ from llmfoundry.checkpoint.dcp import (
     own_names,
     pass_on,
 )
-from llmfoundry.checkpoint.storage import named, open_file
+from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError, one_line
@@ -80,29 +80,29 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 _LONGEST = 1 << 26  # bytes of a state.json
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """A checkpoint's state.json.
 
     Raises:
         UserError: it is not what a run writes.
     """
-    path = folder / "state.json"
+    path, shown = checkpoint.folder / "state.json", f"{checkpoint}/state.json"
     try:
         if path.stat().st_size > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST:,} bytes")
         state = parse_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{named(path)}: {one_line(error)}") from error
+        raise UserError(f"{shown}: {one_line(error)}") from error
     except ValueError as error:
         why = one_line(error).partition(";")[0]  # of Python's, without its advice
         raise UserError(
-            f"{named(path)}: is not a run's state ({why}); choose another checkpoint"
+            f"{shown}: is not a run's state ({why}); choose another checkpoint"
         ) from error
     kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
     kinds["spikes"] = dict
     sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
     if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
-        raise UserError(f"{named(path)}: is not a run's state; choose another checkpoint")
+        raise UserError(f"{shown}: is not a run's state; choose another checkpoint")
     return state
 
 
@@ -111,7 +111,7 @@ _PARTS = StateDictOptions(strict=False)  # names are the model's own; load_tenso
 
 
 def load_weights(
-    folder: Path,
+    checkpoint: Checkpoint,
     model: Decoder,
     *,
     world: World = ALONE,
@@ -122,10 +122,12 @@ def load_weights(
 
     Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
     """
-    _load_into(model, folder, _own_weights(model, left), world, table)
+    _load_into(model, checkpoint, _own_weights(model, left), world, table)
 
 
-def check_weights(folder: Path, model: Decoder, *, world: World = ALONE) -> Metadata | None:
+def check_weights(
+    checkpoint: Checkpoint, model: Decoder, *, world: World = ALONE
+) -> Metadata | None:
     """Compare what `load_weights` would fill with the checkpoint's shapes; `model` may be meta.
 
     Returns:
@@ -135,7 +137,7 @@ def check_weights(folder: Path, model: Decoder, *, world: World = ALONE) -> Meta
         UserError: they differ; no memory for the model is taken yet.
     """
     shapes = {f"model.{plain_name(n)}": t.shape for n, t in _own_weights(model).items()}
-    return check_shapes(shapes, folder, world=world)
+    return _check_shapes(shapes, checkpoint, world=world)
 
 
 def _own_weights(model: Decoder, left: Collection[str] = ()) -> dict[str, Any]:
@@ -145,21 +147,21 @@ def _own_weights(model: Decoder, left: Collection[str] = ()) -> dict[str, Any]:
     return {n: t for n, t in every.items() if n not in others}
 
 
-def load_adapter(folder: Path, model: Decoder, *, world: World = ALONE) -> None:
+def load_adapter(checkpoint: Checkpoint, model: Decoder, *, world: World = ALONE) -> None:
     """Fill what an adapter's checkpoint holds of `model`, whose base has its weights."""
-    _load_into(model, folder, saved_state(model), world)
+    _load_into(model, checkpoint, saved_state(model), world)
 
 
 def _load_into(
     model: Decoder,
-    folder: Path,
+    checkpoint: Checkpoint,
     tensors: dict[str, Any],
     world: World,
     table: Metadata | None = None,
 ) -> None:
     names = {plain_name(name): name for name in tensors}
     state = {"model": {plain: tensors[name] for plain, name in names.items()}}
-    load_tensors(state, folder, world=world, stacked=all_stacked_rows(model), table=table)
+    load_tensors(state, checkpoint, world=world, stacked=all_stacked_rows(model), table=table)
     loaded = {name: state["model"][plain] for plain, name in names.items()}
     set_model_state_dict(model, loaded, options=_PARTS)
 
@@ -174,12 +176,12 @@ def saved_state(model: Decoder) -> dict[str, Any]:
 
 
 def load_training_state(
-    folder: Path, model: Decoder, optimizer: Optimizer, *, world: World
+    checkpoint: Checkpoint, model: Decoder, optimizer: Optimizer, *, world: World
 ) -> None:
     """Fill model and optimizer from a checkpoint written by any number of processes."""
     state = training_state(model, optimizer)
     groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
-    load_tensors(state, folder, world=world, stacked=all_stacked_rows(model))
+    load_tensors(state, checkpoint, world=world, stacked=all_stacked_rows(model))
     set_model_state_dict(model, state["model"], options=_PARTS)
     moments = state["optimizer"] | {"param_groups": groups}
     set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
@@ -198,7 +200,7 @@ _DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's 
 
 def load_tensors(
     state: dict[str, Any],
-    folder: Path,
+    checkpoint: Checkpoint,
     *,
     world: World = ALONE,
     stacked: Stacked | None = None,
@@ -211,48 +213,47 @@ def load_tensors(
 
     Args:
         state: tensors in dictionaries; the same names on every process.
-        folder: the checkpoint's.
+        checkpoint: to read.
         world: the processes that fill theirs, each of which calls; ALONE: this one alone.
         stacked: of its parameters, as in `ops.shard_layout`; None: none is.
-        table: what `check_shapes` has read of it already.
+        table: what `check_weights` has read of it already.
 
     Raises:
         UserError: the files hold something else; on every process.
     """
-    planner, held, problem = _Planner(), dict[str, Any](), None
+    planner, flat, problem = _Planner(), dict[str, Any](), None
     try:
-        content = on_rank0(world, (folder / TABLE).read_bytes)
+        content = on_rank0(world, (checkpoint.folder / TABLE).read_bytes)
         table = table or parse_metadata(content)
         planner.set_up_planner(state, table, is_coordinator=world.is_main)
-        held = planner.state_dict
-        planner.state_dict = as_block_tensors(held, stacked or {})
-        _read(planner, table, folder, own_names(held, world))
+        flat = planner.state_dict
+        planner.state_dict = as_block_tensors(flat, stacked or {})
+        _read(planner, table, checkpoint, own_names(flat, world))
     except Exception as error:  # whatever an untrusted file leads to
         problem = one_line(error)
         if any(word in problem for word in _DAMAGED):
             problem = "a file of tensors is damaged, or holds something else"
     if not all_reduce_min(world, 1 if problem is None else 0):
         raise _unreadable(
-            folder, *sorted({line for line in all_gather_object(world, problem) if line})
+            checkpoint, *sorted({line for line in all_gather_object(world, problem) if line})
         )
-    pass_on(held, world)
+    pass_on(flat, world)
 
 
-def _unreadable(folder: Path, *reasons: str) -> UserError:
+def _unreadable(checkpoint: Checkpoint, *reasons: str) -> UserError:
     return UserError(
-        f"checkpoint: {named(folder)} cannot be read: {'; '.join(reasons)};"
-        " choose another checkpoint"
+        f"checkpoint: {checkpoint} cannot be read: {'; '.join(reasons)}; choose another checkpoint"
     )
 
 
-def check_shapes(
-    shapes: Mapping[str, Sequence[int]], folder: Path, *, world: World
+def _check_shapes(
+    shapes: Mapping[str, Sequence[int]], checkpoint: Checkpoint, *, world: World
 ) -> Metadata | None:
     """Compare a model with a checkpoint's table, before there is memory for any of it.
 
     Args:
         shapes: of tensors of the model, by their names in the checkpoint.
-        folder: the checkpoint's.
+        checkpoint: to compare with.
         world: this process; every one calls, and rank 0 reads.
 
     Returns:
@@ -265,9 +266,9 @@ def check_shapes(
 
     def compare() -> None:
         try:
-            read.append(parse_metadata((folder / TABLE).read_bytes()))
+            read.append(parse_metadata((checkpoint.folder / TABLE).read_bytes()))
         except (OSError, ValueError) as error:
-            raise _unreadable(folder, one_line(error)) from error
+            raise _unreadable(checkpoint, one_line(error)) from error
         saved = read[0].state_dict_metadata
         for name, shape in shapes.items():
             found = saved.get(name)
@@ -276,7 +277,7 @@ def check_shapes(
                 there = str(list(found.size))
             if there != str(list(shape)):
                 raise UserError(
-                    f"checkpoint: {named(folder)} is not of the model that its recipe describes:"
+                    f"checkpoint: {checkpoint} is not of the model that its recipe describes:"
                     f" {name} is {there} there, but {list(shape)} by the recipe; choose another"
                     " checkpoint"
                 )
@@ -288,16 +289,21 @@ def check_shapes(
 class _Files(FileSystem):
     """PyTorch's way to files, for those that are in a store as well."""
 
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with open_file(Path(path)) as file:
+        with self._checkpoint.open(Path(path).name) as file:
             yield cast(io.IOBase, file)
 
 
-def _read(planner: _Planner, table: Metadata, folder: Path, names: Collection[str]) -> None:
+def _read(
+    planner: _Planner, table: Metadata, checkpoint: Checkpoint, names: Collection[str]
+) -> None:
     """Fill the tensors of these names, on this process."""
-    reader = FileSystemReader(folder)
-    reader.fs = _Files()
+    reader = FileSystemReader(checkpoint.folder)
+    reader.fs = _Files(checkpoint)
     reader.set_up_storage_reader(table, is_coordinator=planner.is_coordinator)
     own = {name: value for name, value in planner.state_dict.items() if name in names}
     plan = create_default_local_load_plan(own, table)

@@ -1,6 +1,6 @@
 """A run at a URL, and the folder of this machine in which it works, or is read.
 
-`run_folder.py` opens one for a recipe's `save_folder`, `find_run` for what a script is to read.
+`run_folder.py` opens one, for a recipe's `save_folder` or for what a script is to read.
 
 Saving: no process sees what another has written. Each writes its files on its own machine's disk
 and sends them itself; the main process writes the marker once all have reported that theirs are
@@ -36,8 +36,8 @@ from llmfoundry.checkpoint.commit import (
 from llmfoundry.checkpoint.dcp import holds_tensors
 from llmfoundry.checkpoint.storage import (
     NO_COMMIT,
+    Checkpoint,
     Storage,
-    add_storage,
     batch_of,
     local_size,
     make_empty,
@@ -70,7 +70,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def open_run(url: str, options: FetchOptions, *, below: Path, key: str) -> ObjectStorage:
-    """The run at a URL, which works in a folder of its own `below`; the same on a second call.
+    """The run at a URL, which works in a folder of its own `below`.
 
     Raises:
         UserError: the URL's protocol is not known, or its package or a setting is missing.
@@ -79,13 +79,13 @@ def open_run(url: str, options: FetchOptions, *, below: Path, key: str) -> Objec
     name = store.url.rpartition("/")[2][:_NAME_CHARS] or "run"
     digest = hashlib.blake2b(store.identity.encode(), digest_size=8).hexdigest()
     folder = below.expanduser().absolute() / f"{name}-{digest}"
-    storage = add_storage(ObjectStorage(store, folder))
-    assert isinstance(storage, ObjectStorage)
-    return storage
+    return ObjectStorage(store, folder)
 
 
-def find_run(url: str, key: str, *, options: FetchOptions | None = None) -> Path:
-    """The folder that stands for a URL, of a run or of one checkpoint, to be read.
+def find_run(
+    url: str, key: str, *, options: FetchOptions | None = None
+) -> ObjectStorage | Checkpoint:
+    """What is at a URL, to be read: a run, or one checkpoint.
 
     Args:
         url: such as s3://bucket/runs/mine, or s3://bucket/runs/mine/checkpoints/ba0000100.
@@ -99,7 +99,7 @@ def find_run(url: str, key: str, *, options: FetchOptions | None = None) -> Path
         inner = parts[-2:] if parts[-2] == CHECKPOINTS else parts[-1:]
     base = "/".join(parts[: len(parts) - len(inner)])
     run = open_run(base, options, below=Path(options.cache_folder) / "runs-read", key=key)
-    return run.folder.joinpath(*inner)
+    return Checkpoint(run, run.folder.joinpath(*inner)) if inner else run
 
 
 class ObjectStorage(Storage):
@@ -236,7 +236,7 @@ class ObjectStorage(Storage):
         """Several, whatever the cores: a store is waited for."""
         return _READING
 
-    def pin(self, folder: Path) -> bool:  # noqa: D102
+    def lock(self, folder: Path) -> bool:  # noqa: D102
         return True
 
     def prepare(self, folder: Path, mailbox: Mailbox) -> None:  # noqa: D102

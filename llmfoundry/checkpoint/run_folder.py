@@ -1,6 +1,7 @@
-"""A run's folder, or the URL that it stands for: held while written, fetched where read.
+"""A run's folder, or the URL that it stands for: opened, held while written, fetched where read.
 
-`commands` hold a run that they write (`hold_run`), and find one that they read (`find_place`).
+`commands` open and hold a run that they write (`run_storage`, `hold_run`), and find one that they
+read (`find_place`).
 
 A run at a URL: the main process writes recipe, metrics, report, tokenizer and all else but
 checkpoints into the working copy, as in any run, and a thread sends the files that have changed
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from llmfoundry.checkpoint.locks import BEAT_S, LOCK, Lease, only_run
 from llmfoundry.checkpoint.object_storage import ObjectStorage, find_run, is_url, open_run
-from llmfoundry.checkpoint.storage import storage_of
+from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
@@ -39,37 +40,36 @@ from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
 
-def run_folder(recipe: TrainRecipe) -> Path:
-    """The folder in which this process works for a recipe's run.
+def run_storage(recipe: TrainRecipe) -> Storage:
+    """Where a filled recipe's run is kept; whoever writes it opens it once.
 
     Raises:
         UserError: save_folder is an address of no store that is known here.
     """
     if not is_url(recipe.save_folder):
-        return Path(recipe.save_folder)
+        return Storage(Path(recipe.save_folder))
     below = recipe.save_local_folder or f"{recipe.data.cache_folder}/runs"
     options = FetchOptions.from_config(recipe.data)
     run = open_run(recipe.save_folder, options, below=Path(below), key="save_folder")
     run.local_copies = recipe.save_local_copies
-    return run.folder
+    return run
 
 
 @contextmanager
-def hold_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
+def hold_run(run: Storage, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
     """Hold a run's folder, and its URL if it has one; every process calls it.
 
     Args:
-        folder: the run's.
+        run: its storage.
         world: this process.
         note: reports what the user should know.
 
     Raises:
         UserError: another process holds it, or it cannot be written; on every process.
     """
-    with only_run(folder, world, note=note):
-        run = storage_of(folder)
-        with _synced(run, world, note) if isinstance(run, ObjectStorage) else nullcontext():
-            yield
+    synced = _synced(run, world, note) if isinstance(run, ObjectStorage) else nullcontext()
+    with only_run(run.folder, world, note=note), synced:
+        yield
 
 
 @contextmanager
@@ -102,8 +102,10 @@ def _synced(run: ObjectStorage, world: World, note: Callable[[str], None]) -> It
             lease.release()
 
 
-def find_place(path: str, key: str, world: World, *, options: FetchOptions | None = None) -> Path:
-    """The folder of a run or of a checkpoint that a recipe names; every process calls it.
+def find_place(
+    path: str, key: str, world: World, *, options: FetchOptions | None = None
+) -> Storage | Checkpoint:
+    """The run or the checkpoint that a recipe names; every process calls it.
 
     Args:
         path: a path, or a URL.
@@ -116,28 +118,27 @@ def find_place(path: str, key: str, world: World, *, options: FetchOptions | Non
     """
     if is_url(path):
         return find_run(path, key, options=options)
-    return on_rank0(world, lambda: find_file(path, key))
+    folder = on_rank0(world, lambda: find_file(path, key))
+    return Checkpoint.at(folder) if is_checkpoint(folder) else Storage(folder)
 
 
-def read_record(folder: Path, world: World, note: Callable[[str], None]) -> None:
-    """Fetch what was recorded of the run that a checkpoint belongs to, where it is at a URL."""
-    run = storage_of(folder)
+def read_record(run: Storage, world: World, note: Callable[[str], None]) -> None:
+    """Fetch what was recorded of a run, where it is at a URL."""
 
     def fetch() -> None:
         assert isinstance(run, ObjectStorage)
         try:
             pull(run, only=READ)
         except UserError as error:  # a folder of checkpoints alone, perhaps
-            note(f"going on without the run's record: {one_line(error)}")
+            note(f"continuing without the run's record: {one_line(error)}")
 
     if isinstance(run, ObjectStorage):
         on_rank0(world, fetch)
 
 
-def send_files(folder: Path, warn: Callable[[str], None]) -> None:
+def send_files(run: Storage, folder: Path, warn: Callable[[str], None]) -> None:
     """Send what was written into a run's folder by a script that only read it, if it has a URL."""
-    run = storage_of(folder)
-    if not isinstance(run, ObjectStorage):
+    if not isinstance(run, ObjectStorage) or not folder.is_relative_to(run.folder):
         return
     try:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):

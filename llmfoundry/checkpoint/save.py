@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import Staged, TensorFiles
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.storage import Storage
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
@@ -267,11 +267,11 @@ class Checkpointer:
         except (OSError, UserError) as error:
             self._reports.warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
 
-    def find(self, until: int) -> Path | None:
+    def find(self, until: int) -> Checkpoint | None:
         """The newest complete checkpoint saved after at most so many steps; all call."""
         self.wait()
-        folder, note = self._storage.folder, self._reports.warn
-        return find_checkpoint(folder, note=note, world=self._world, until=until)
+        note = self._reports.warn
+        return find_checkpoint(self._storage, note=note, world=self._world, until=until)
 
     def forget_after(self, batch: int) -> None:
         """Remove what was saved after more steps, as the run resumes from there; all call."""

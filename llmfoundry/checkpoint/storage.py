@@ -1,12 +1,12 @@
 """Where a run's checkpoints are kept: `Storage`, a folder that all processes share, or a URL's.
 
-`storage_of` gives the storage of any path; `ObjectStorage` in `object_storage.py` is the other
-kind. Saving (`save.py`), listing, reading and removing are methods of it, so no caller asks which
-kind it is. The idea: the rest of the codebase knows folders alone; a run at a URL works in a folder
-of this machine that stands for it.
+`run_folder.py` opens the storage of a run, once; `ObjectStorage` in `object_storage.py` is the
+other kind. Saving (`save.py`), listing, reading and removing are methods of it, so no caller asks
+which kind it is. The idea: the rest of the codebase knows folders alone; a run at a URL works in a
+folder of this machine that stands for it. A `Checkpoint` is one of the folders in a storage.
 
-While a process reads a checkpoint it holds a shared lock on COMMIT (`pin`); a run that removes old
-checkpoints leaves locked ones for the next time.
+While a process reads a checkpoint it holds a shared lock on COMMIT (`Checkpoint.pin`); a run that
+removes old checkpoints leaves locked ones for the next time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -37,8 +38,7 @@ from llmfoundry.recipe.front.paths import show
 
 _NAME = re.compile(r"ba\d{7,}")
 _LATE_S = 60.0  # as long as NFS may remember that a name was not there
-_at_urls: dict[Path, Storage] = {}  # by the folder that stands for the URL
-_pinned: dict[Path, LockedFile] = {}  # what this process reads
+NO_COMMIT = "it has no COMMIT (it is being written, or its save was interrupted)"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -51,62 +51,6 @@ def batch_of(folder: Path) -> int:
     return int(folder.name[2:])
 
 
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """All checkpoint folders of a run, complete or not, newest first."""
-    return storage_of(run_folder).checkpoints()
-
-
-def has_commit(folder: Path) -> bool:
-    """Whether something is called COMMIT there; without it the folder never was a checkpoint."""
-    return storage_of(folder).has_commit(folder)
-
-
-def named(path: Path) -> str:
-    """What a user calls a file or a folder: its URL, or its path."""
-    return storage_of(path).shown(path)
-
-
-def open_file(path: Path) -> IO[bytes]:
-    """A file of a checkpoint, to read at any place: on this disk, or in the store.
-
-    Raises:
-        UserError: the store does not give it.
-        OSError: it cannot be read on this disk.
-    """
-    return storage_of(path).open(path)
-
-
-def pin(folder: Path) -> bool:
-    """Keep a checkpoint from being removed until `unpin`, or until this process ends.
-
-    Returns:
-        Whether it is still there. In an object store, and on a file system without locks, nothing
-        can be kept: there a reader chooses again where a checkpoint has vanished.
-    """
-    return storage_of(folder).pin(folder)
-
-
-def unpin(folder: Path) -> None:
-    """All is read that is needed of a checkpoint."""
-    locked = _pinned.pop(folder, None)
-    if locked is not None:
-        locked.release()
-
-
-def storage_of(path: Path) -> Storage:
-    """The storage of a run's folder, or of anything in it."""
-    if _at_urls:
-        for folder in (path, *path.parents):
-            if folder in _at_urls:
-                return _at_urls[folder]
-    return Storage(path)
-
-
-def add_storage(storage: Storage) -> Storage:
-    """Let a folder stand for a URL in this process; what it stood for already."""
-    return _at_urls.setdefault(storage.folder, storage)
-
-
 class Storage:
     """A folder on a file system that all processes of a run share."""
 
@@ -115,10 +59,15 @@ class Storage:
         self.folder, self.place = folder, show(folder)
         self._began = time.time()
 
-    # Reading: of any path inside of the run.
+    # Reading.
+
+    def __str__(self) -> str:
+        return self.place
 
     def shown(self, path: Path) -> str:
-        """What a user calls a file or a folder."""
+        """What a user calls a file or a folder: its URL where the run has one, or its path."""
+        if not path.is_relative_to(self.folder):
+            return show(path)
         return os.path.join(self.place, path.relative_to(self.folder)).removesuffix("/.")
 
     def checkpoint_folder(self, batch: int) -> Path:
@@ -130,6 +79,10 @@ class Storage:
         above = self.folder / CHECKPOINTS
         found = [above / name for name in self._folder_names(above) if _NAME.fullmatch(name)]
         return sorted(found, key=batch_of, reverse=True)
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """The one of that name, which may not be there."""
+        return Checkpoint(self, self.folder / CHECKPOINTS / name)
 
     def _folder_names(self, above: Path) -> list[str]:
         """Folders directly below another."""
@@ -191,27 +144,30 @@ class Storage:
         return False
 
     def open(self, path: Path) -> IO[bytes]:
-        """A file, to read at any place."""
+        """A file of a checkpoint, to read at any place: on this disk, or in the store.
+
+        Raises:
+            UserError: the store does not give it.
+            OSError: it cannot be read on this disk.
+        """
         return path.open("rb")
 
     def reading_threads(self, cores: int) -> int:
         """How many threads of a process that has so many cores read files."""
         return max(1, cores)
 
-    def pin(self, folder: Path) -> bool:
-        """Hold a checkpoint for reading; whether it is still there."""
-        if folder in _pinned:
-            return True
+    def lock(self, folder: Path) -> LockedFile | bool:
+        """Lock a checkpoint against removal; where nothing can be locked, whether it is there.
+
+        In an object store, and on a file system without locks, a reader chooses again where a
+        checkpoint has vanished.
+        """
         try:
-            locked = try_lock(folder / COMMIT, shared=True)
+            return try_lock(folder / COMMIT, shared=True) or False  # False: it is being removed
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
             return True
-        if locked is None:  # it is being removed
-            return False
-        _pinned[folder] = locked
-        return True
 
     # One save; every process calls these, in this order.
 
@@ -274,7 +230,54 @@ class Storage:
         return isinstance(self.committed_files(folder), dict)
 
 
-NO_COMMIT = "it has no COMMIT (it is being written, or its save was interrupted)"
+@dataclass
+class Checkpoint:
+    """One checkpoint of a run, complete or not.
+
+    Attributes:
+        storage: the run's.
+        folder: on this machine; of one in an object store it has what was fetched.
+    """
+
+    storage: Storage = field(compare=False)
+    folder: Path
+    _lock: LockedFile | bool = field(default=False, init=False, repr=False, compare=False)
+
+    @classmethod
+    def at(cls, folder: Path) -> Checkpoint:
+        """One on this machine's file system."""
+        return cls(Storage(folder), folder)
+
+    def __str__(self) -> str:
+        return self.storage.shown(self.folder)
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return self.folder.name
+
+    def has_commit(self) -> bool:
+        """Whether something is called COMMIT there; without it this never was a checkpoint."""
+        return self.storage.has_commit(self.folder)
+
+    def open(self, name: str) -> IO[bytes]:
+        """One of its files, as `Storage.open`."""
+        return self.storage.open(self.folder / name)
+
+    def pin(self) -> bool:
+        """Keep it from being removed until `unpin`, or until this process ends.
+
+        Returns:
+            Whether it is still there.
+        """
+        self._lock = self._lock or self.storage.lock(self.folder)
+        return bool(self._lock)
+
+    def unpin(self) -> None:
+        """All is read that is needed of it."""
+        if isinstance(self._lock, LockedFile):
+            self._lock.release()
+        self._lock = False
 
 
 def remove_unpinned(folder: Path) -> bool:

@@ -15,24 +15,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry.checkpoint.commit import checksum, writer_of
 from llmfoundry.checkpoint.dcp import holds_optimizer, holds_tensors
-from llmfoundry.checkpoint.storage import (
-    Storage,
-    batch_of,
-    has_commit,
-    is_checkpoint,
-    list_checkpoints,
-    local_size,
-    named,
-    open_file,
-    pin,
-    storage_of,
-    unpin,
-)
+from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of, local_size
 from llmfoundry.distributed.collectives import (
     all_gather_object,
     all_reduce_min,
@@ -64,102 +51,100 @@ class Sums(Enum):
 
 
 def find_checkpoint(
-    path: Path,
+    place: Storage | Checkpoint,
     *,
     note: Callable[[str], None],
     sums: Sums = Sums.ALL,
     world: World = ALONE,
     until: int | None = None,
-) -> Path | None:
-    """The newest complete checkpoint at `path`: one checkpoint's folder, or a run's folder.
+) -> Checkpoint | None:
+    """The newest complete checkpoint of a run, or the one that is given.
 
     It is not pruned before `unpin`, nor while this process lives.
 
     Args:
-        path: where to look.
+        place: where to look.
         note: reports, on rank 0, every checkpoint that is passed over, and why.
         sums: what is read of them.
         world: this process; all of its processes call, and get the same.
-        until: of a run's folder, the most steps after which it may be saved; None: any.
+        until: of a run, the most steps after which it may be saved; None: any.
 
     Returns:
-        The checkpoint's folder; None where a run's folder has none.
+        The checkpoint; None where a run has none.
 
     Raises:
-        UserError: `path` is one checkpoint's folder, and it is torn or damaged.
+        UserError: `place` is one checkpoint, and it is torn or damaged.
         RunFailure: a process reads nothing more.
     """
-    if is_checkpoint(path):
-        problem = _pinned_damage(path, sums, world)
+    if isinstance(place, Checkpoint):
+        problem = _pinned_damage(place, sums, world)
         if problem is not None:
-            raise UserError(f"{named(path)}: {problem}; choose another checkpoint")
-        return path
+            raise UserError(f"{place}: {problem}; choose another checkpoint")
+        return place
+    refused: set[str] = set()  # though they have a COMMIT
+    noted: dict[str, str] = {}
 
-    def listed() -> list[Path]:
-        there = list_checkpoints(path)
-        return [f.relative_to(path) for f in there if until is None or batch_of(f) <= until]
-
-    refused: set[Path] = set()  # though they have a COMMIT
-    noted: dict[Path, str] = {}
-
-    def candidates() -> list[Path]:
-        return [name for name in listed() if name not in refused]
+    def candidates() -> list[str]:
+        there = [f.name for f in place.checkpoints() if until is None or batch_of(f) <= until]
+        return [name for name in there if name not in refused]
 
     def has_more() -> bool:
         """A run that trains saves and prunes: what was listed may be gone, for a newer one."""
-        return any(_counts(path / name) for name in candidates())
+        return any(_counts(place.checkpoint(name)) for name in candidates())
 
     while True:
         for name in on_rank0(world, candidates):
             # of a run in a store each machine's working copy has a path of its own
-            folder = path / name
-            problem = _pinned_damage(folder, sums, world)
+            checkpoint = place.checkpoint(name)
+            problem = _pinned_damage(checkpoint, sums, world)
             if problem is None:
-                return folder
+                return checkpoint
             if world.is_main and noted.get(name) != problem:
-                note(f"checkpoint {named(folder)} is refused: {problem}")
+                note(f"checkpoint {checkpoint} is refused: {problem}")
             noted[name] = problem
-            refused |= {name} if on_rank0(world, partial(_counts, folder)) else set()
+            refused |= {name} if on_rank0(world, partial(_counts, checkpoint)) else set()
         if not on_rank0(world, has_more):
             return None
 
 
-def _counts(folder: Path) -> bool:
+def _counts(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint was committed, and is still there."""
     try:
-        return has_commit(folder)
+        return checkpoint.has_commit()
     except OSError:  # it cannot be read, which is another problem
         return True
 
 
-def _pinned_damage(folder: Path, sums: Sums, world: World) -> str | None:
+def _pinned_damage(checkpoint: Checkpoint, sums: Sums, world: World) -> str | None:
     """What is wrong with a checkpoint; None: it is complete, and stays while it is read."""
-    is_there = bool(all_reduce_min(world, int(pin(folder))))
+    is_there = bool(all_reduce_min(world, int(checkpoint.pin())))
     try:
-        problem = find_damage(folder, sums=sums, world=world)
+        problem = find_damage(checkpoint, sums=sums, world=world)
     except UserError as error:  # the store does not give a file
-        if on_rank0(world, partial(_counts, folder)):
+        if on_rank0(world, partial(_counts, checkpoint)):
             raise
         problem = str(error)
     if not is_there:
         problem = problem or "it is being removed"
     if problem is not None:
-        unpin(folder)
+        checkpoint.unpin()
     return problem
 
 
-def find_damage(folder: Path, *, sums: Sums = Sums.ALL, world: World = ALONE) -> str | None:
+def find_damage(
+    checkpoint: Checkpoint, *, sums: Sums = Sums.ALL, world: World = ALONE
+) -> str | None:
     """What is wrong with a checkpoint; None if its files are as they were committed.
 
     Args:
-        folder: the checkpoint's.
+        checkpoint: to compare.
         sums: what is read of it.
         world: this process; all of its processes call, and get the same.
 
     Raises:
         RunFailure: a process reads nothing more.
     """
-    storage = storage_of(folder)
+    storage, folder = checkpoint.storage, checkpoint.folder
     files = on_rank0(world, lambda: storage.committed_files(folder, sums.files))
     if isinstance(files, str):
         return files
@@ -167,7 +152,7 @@ def find_damage(folder: Path, *, sums: Sums = Sums.ALL, world: World = ALONE) ->
         return None
     for _ in range(2):
         storage.fetch(folder, {name: size for name, (size, _) in files.items()}, world)
-        found = _compare(folder, storage, {name: crc for name, (_, crc) in files.items()}, world)
+        found = _compare(checkpoint, {name: crc for name, (_, crc) in files.items()}, world)
         if not found:
             return None
         if isinstance(found, str):
@@ -186,13 +171,11 @@ class _Found(NamedTuple):
     hangs: bool
 
 
-def _compare(
-    folder: Path, storage: Storage, crcs: Mapping[str, int], world: World
-) -> list[str] | str:
+def _compare(checkpoint: Checkpoint, crcs: Mapping[str, int], world: World) -> list[str] | str:
     """Files that are damaged, read by all processes; or why one cannot be read."""
     own = {n: crc for n, crc in crcs.items() if max(0, writer_of(n)) % world.size == world.rank}
-    n_threads = min(_THREADS, storage.reading_threads(cores() // local_size()))
-    reading = _Reading(folder, own, n_threads)
+    n_threads = min(_THREADS, checkpoint.storage.reading_threads(cores() // local_size()))
+    reading = _Reading(checkpoint, own, n_threads)
 
     def all_done(done: bool) -> bool:
         return bool(all_reduce_min(world, int(done)))
@@ -215,8 +198,8 @@ def _compare(
 class _Reading:
     """Reads files in threads, which keep no process from ending where a read hangs."""
 
-    def __init__(self, folder: Path, crcs: Mapping[str, int], n_threads: int) -> None:
-        self._folder, self._left = folder, deque(crcs.items())
+    def __init__(self, checkpoint: Checkpoint, crcs: Mapping[str, int], n_threads: int) -> None:
+        self._checkpoint, self._left = checkpoint, deque(crcs.items())
         self._damaged: list[str] = []
         self._problem: str | None = None
         self._moved = time.monotonic()
@@ -234,7 +217,7 @@ class _Reading:
                 thread.join(0.1)
                 idle = time.monotonic() - self._moved
                 if thread.is_alive() and idle > limit:
-                    problem = f"has read nothing of {self._folder} for {idle:.0f} s"
+                    problem = f"has read nothing of {self._checkpoint.folder} for {idle:.0f} s"
                     return _Found([], problem, True)
         return _Found(self._damaged, self._problem, False)
 
@@ -242,7 +225,7 @@ class _Reading:
         try:
             while self._left and self._problem is None:
                 name, crc = self._left.popleft()
-                with open_file(self._folder / name) as file:
+                with self._checkpoint.open(name) as file:
                     if checksum(file, self._move) != crc:
                         self._damaged.append(name)
         except IndexError:

@@ -13,7 +13,7 @@ from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
 from llmfoundry.checkpoint.run_folder import read_record
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
-from llmfoundry.checkpoint.storage import Storage, named
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
@@ -79,7 +79,7 @@ def _export(recipe: ConvertRecipe) -> None:
         architecture=recipe.architecture,
         start=loaded.tokenizer.document_start if loaded.is_trained else None,
     )
-    print(f"{named(loaded.folder)} is {architecture} in {show(output)}")
+    print(f"{loaded.checkpoint} is {architecture} in {show(output)}")
 
 
 def _export_adapter(recipe: ConvertRecipe) -> None:
@@ -90,7 +90,7 @@ def _export_adapter(recipe: ConvertRecipe) -> None:
         architecture = export_adapter(
             loaded, folder, architecture=recipe.architecture, experts=recipe.adapter_experts
         )
-    print(f"{named(loaded.folder)} is an adapter of {architecture} in {show(output)}")
+    print(f"{loaded.checkpoint} is an adapter of {architecture} in {show(output)}")
 
 
 def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
@@ -106,13 +106,13 @@ def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     merge_peft(model)
     tokenizer = loaded.folder / "tokenizer"
     name = save_class(model, tokenizer, output, dtype=recipe.dtype or "fp32", card=_card(loaded))
-    print(f"{named(loaded.folder)} is {name} in {show(output)}")
+    print(f"{loaded.checkpoint} is {name} in {show(output)}")
 
 
 def _card(loaded: Loaded) -> CardInfo:
     """What the model card says of the run."""
     recipe, batch = loaded.recipe, int(loaded.state["batch"])
-    read_record(loaded.folder, ALONE, print)
+    read_record(loaded.checkpoint.storage, ALONE, print)
     written = as_written(recipe)
     tokens = batch * recipe.global_train_batch_size * recipe.max_seq_len
     data, settings = written["data"], dict(flat(written))

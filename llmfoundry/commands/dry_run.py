@@ -19,13 +19,11 @@ from llmfoundry.builders.job import attention_refusal, served_precision, with_de
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, memory_of_process, sketch
-from llmfoundry.checkpoint.object_storage import find_run, is_url
-from llmfoundry.checkpoint.run_folder import find_place
-from llmfoundry.checkpoint.storage import has_commit, list_checkpoints, named
+from llmfoundry.checkpoint.object_storage import is_url
+from llmfoundry.checkpoint.run_folder import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.track import run_with_record
-from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
@@ -136,13 +134,11 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
 def _begins(recipe: TrainRecipe) -> str:
     """Where a run would begin; of one in a store no more is read than the names."""
     if is_url(recipe.save_folder):
-        place = find_run(
-            recipe.save_folder, "save_folder", options=FetchOptions.from_config(recipe.data)
-        )
-        start = next(filter(has_commit, list_checkpoints(place)), None)
-    else:
-        start = find_start(recipe, _alone(), lambda line: None).checkpoint
-    return "at batch 0" if start is None else f"from {named(start)}"
+        run = run_storage(recipe)
+        newest = next(filter(run.has_commit, run.checkpoints()), None)
+        return "at batch 0" if newest is None else f"from {run.shown(newest)}"
+    start = find_start(recipe, run_storage(recipe), _alone(), lambda line: None).checkpoint
+    return "at batch 0" if start is None else f"from {start}"
 
 
 def _world(recipe: TrainRecipe, hardware: Hardware | None) -> World:
@@ -335,13 +331,13 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
 
 def _checkpoint(path: str) -> Rows:
     """A run's newest complete checkpoint, and what it holds."""
-    at = find_place(path, "checkpoint", _alone())
+    place = find_place(path, "checkpoint", _alone())
     sums = Sums.RECORD if is_url(path) else Sums.WEIGHTS  # the tensors would be downloaded
-    folder = find_checkpoint(at, note=lambda line: None, sums=sums)
-    if folder is None:
-        raise UserError(f"checkpoint: {named(at)} holds no whole checkpoint; write a run's folder")
-    recipe = load_run(folder / "recipe.yaml")
-    yield "checkpoint", named(folder)
+    found = find_checkpoint(place, note=lambda line: None, sums=sums)
+    if found is None:
+        raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
+    recipe = load_run(found.folder / "recipe.yaml")
+    yield "checkpoint", str(found)
     yield "model", f"{recipe.model.name}, {recipe.precision}"
     if not isinstance(recipe, FinetuneRecipe):
         reason = attention_refusal(with_defaults(recipe), CPU)
@@ -351,10 +347,10 @@ def _checkpoint(path: str) -> Rows:
 
 def plan_tracking(recipe: TrackRecipe) -> Rows:
     """Of scripts/track.py."""
-    folder = run_with_record(recipe)
-    logger = recipe.logger or load_run(folder / "recipe.yaml").logger
+    run = run_with_record(recipe)
+    logger = recipe.logger or load_run(run.folder / "recipe.yaml").logger
     stores = logger.chosen()
-    yield "run", named(folder)
+    yield "run", str(run)
     yield "to", ", ".join(stores) or "nothing"
 
 

@@ -27,10 +27,11 @@ from llmfoundry.builders.resume import Loaded, open_checkpoint
 from llmfoundry.builders.trainer import memory_of_process
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
-from llmfoundry.checkpoint.storage import list_checkpoints, named
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.launch import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError
+from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
@@ -60,6 +61,7 @@ class Examined:
     Attributes:
         name: in tables and on the page.
         folder: where it is written down.
+        run: where its run is kept; of a model from elsewhere `folder`.
         results: results.json.
         answers: what the gauntlet asked, and what was answered.
         batch: of a checkpoint; 0 elsewhere.
@@ -69,6 +71,7 @@ class Examined:
 
     name: str
     folder: Path
+    run: Storage
     results: dict[str, Any]
     answers: list[Answered]
     batch: int = 0
@@ -113,7 +116,7 @@ def evaluate(recipe: EvalRecipe) -> None:
             found = waiting.popleft()()  # and its weights are let go
             if world.is_main:
                 found.write()
-                send_files(found.folder, console.warn)
+                send_files(found.run, found.folder, console.warn)
                 _report(console, found, _logged(found, console))
             examined.append(found)
         if world.is_main and len(examined) > 1:
@@ -139,8 +142,9 @@ def check_models(recipe: EvalRecipe) -> None:
                 key = "models" if model in recipe.models else "checkpoint"
                 if is_url(model) and "RANK" in os.environ:
                     continue  # looked for before this process was started, or when it is opened
-                path = find_place(model, key, ALONE)
-                if path.parent.name != "checkpoints" and not list_checkpoints(path):
+                place = find_place(model, key, ALONE)
+                has_some = isinstance(place, Storage) and place.checkpoints()
+                if place.folder.parent.name != CHECKPOINTS and not has_some:
                     raise UserError(
                         f"{model}: holds no checkpoint; write a run's folder, or a checkpoint's"
                     )
@@ -168,8 +172,8 @@ def _logged(found: Examined, console: Console) -> list[str]:
 def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
     metrics: Mapping[str, float] = found.results["metrics"]
     shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
-    page = [("page", named(found.folder / PAGE))] * bool(found.answers)
-    results = ("results", named(found.folder / "results.json"))
+    page = [("page", found.run.shown(found.folder / PAGE))] * bool(found.answers)
+    results = ("results", found.run.shown(found.folder / "results.json"))
     logged = [("logged", ", ".join(places))] * bool(places)
     console.finish([*shown, ("model", found.name), results, *page, *logged])
 
@@ -283,8 +287,16 @@ def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> 
 def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Callable[[], Examined]:
     """What asks one of our own, measured as its run would."""
     loaded = run.loaded
+    storage = loaded.checkpoint.storage
     job = Job(
-        run.recipe, world, loaded.tokenizer, run.held_out, loaded.root, run.rows, console.note
+        run.recipe,
+        world,
+        loaded.tokenizer,
+        run.held_out,
+        loaded.root,
+        run.rows,
+        console.note,
+        storage,
     )
     found: dict[str, Any] = {"gauntlet": {}}
     answered: list[Answered] = []
@@ -302,7 +314,7 @@ def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Calla
         generate=True,
         is_trained=loaded.is_trained,
     )
-    read_record(loaded.folder, world, console.note)
+    read_record(storage, world, console.note)
     run_folder, batch = loaded.folder.parents[1], int(loaded.state["batch"])
     folder = _folder(recipe, run.name, run_folder / "eval" / loaded.folder.name)
     logger = recipe.logger or _logger(loaded, console)
@@ -310,9 +322,10 @@ def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Calla
     def ask() -> Examined:
         run.fill()
         metrics = measure(batch)
-        results = {"checkpoint": named(loaded.folder), "time/batch": batch, "metrics": metrics}
-        name, report = f"{Path(named(run_folder)).name} {loaded.folder.name}", run_folder / REPORT
-        return Examined(name, folder, {**results, **found}, answered, batch, logger, report)
+        results = {"checkpoint": str(loaded.checkpoint), "time/batch": batch, "metrics": metrics}
+        name = f"{Path(storage.shown(run_folder)).name} {loaded.checkpoint.name}"
+        everything, report = {**results, **found}, run_folder / REPORT
+        return Examined(name, folder, storage, everything, answered, batch, logger, report)
 
     return ask
 
@@ -384,7 +397,8 @@ def _outside(
             "metrics": result.metrics(),
             "gauntlet": result.to_json(),
         }
-        return Examined(public(model), folder, results, answers, logger=recipe.logger)
+        run = Storage(folder)
+        return Examined(public(model), folder, run, results, answers, logger=recipe.logger)
 
     return ask
 

@@ -25,7 +25,7 @@ from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_clock, make_tokenizer
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.object_storage import find_run, is_url
-from llmfoundry.checkpoint.storage import named
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.loader import Loader
@@ -188,15 +188,14 @@ def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
     """Take over what the streams had given at the run's newest checkpoint up to `step`."""
     if not recipe.autoresume or recipe.save_overwrite:
         return []
-    options = FetchOptions.from_config(recipe.data)
-    at = recipe.save_folder
-    run = find_run(at, "save_folder", options=options) if is_url(at) else Path(at)
-    folder = find_checkpoint(run, note=lambda line: None, sums=Sums.RECORD, until=step)
-    if folder is None:
+    at, options = recipe.save_folder, FetchOptions.from_config(recipe.data)
+    run = find_run(at, "save_folder", options=options) if is_url(at) else Storage(Path(at))
+    found = find_checkpoint(run, note=lambda line: None, sums=Sums.RECORD, until=step)
+    if found is None:
         return []
-    state = read_state(folder)
+    state = read_state(found)
     loader.resume(state["order"], state["batch"])
-    return [f"resuming from {named(folder)}"]
+    return [f"resuming from {found}"]
 
 
 def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int) -> list[RowFacts]:

@@ -91,9 +91,9 @@ def _folder(recipe: TrainRecipe) -> Path:
     """Where the run works on this machine."""
     if "://" not in recipe.save_folder:
         return Path(recipe.save_folder)
-    from llmfoundry.checkpoint.run_folder import run_folder  # imports PyTorch
+    from llmfoundry.checkpoint.run_folder import run_storage  # imports PyTorch
 
-    return run_folder(recipe)
+    return run_storage(recipe).folder
 
 
 def recipe_type(command: CommandLine) -> type[TrainRecipe]:

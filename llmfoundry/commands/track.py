@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from llmfoundry.builders.job import with_defaults
 from llmfoundry.checkpoint.run_folder import find_place, hold_run, read_record
-from llmfoundry.checkpoint.storage import named
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import Console
@@ -23,28 +21,29 @@ def track(recipe: TrackRecipe) -> None:
         UserError: the folder has no record of a run, the run is under way, or a store did not get
             it all.
     """
-    folder = run_with_record(recipe)
+    run = run_with_record(recipe)
+    folder = run.folder
     written = load_run(folder / "recipe.yaml")
     if recipe.logger is None:
         require(written, "logger")
     else:
         written.logger = recipe.logger
     console = Console()
-    with hold_run(folder, ALONE, note=console.note):  # a run under way sends its record itself
+    with hold_run(run, ALONE, note=console.note):  # a run under way sends its record itself
         send_record(with_defaults(written), folder, note=console.note, warn=console.warn)
 
 
-def run_with_record(recipe: TrackRecipe) -> Path:
-    """The run's folder.
+def run_with_record(recipe: TrackRecipe) -> Storage:
+    """The run.
 
     Raises:
         UserError: it has no record of a run.
     """
     assert recipe.run is not None
-    folder = find_place(recipe.run, "run", ALONE)
-    read_record(folder, ALONE, print)
-    if not (folder / "recipe.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
-        raise UserError(
-            f"run: {named(folder)} has no recipe.yaml or no metrics.jsonl; write a run's folder"
-        )
-    return folder
+    run = find_place(recipe.run, "run", ALONE)
+    if isinstance(run, Storage):
+        read_record(run, ALONE, print)
+    files = (run.folder / "recipe.yaml", run.folder / "metrics.jsonl")
+    if isinstance(run, Checkpoint) or not all(file.is_file() for file in files):
+        raise UserError(f"run: {run} has no recipe.yaml or no metrics.jsonl; write a run's folder")
+    return run

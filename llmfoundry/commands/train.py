@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import sys
-from pathlib import Path
 
 from llmfoundry.builders.job import Job, with_defaults
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.object_storage import is_url
-from llmfoundry.checkpoint.run_folder import hold_run, run_folder
-from llmfoundry.checkpoint.storage import list_checkpoints, named
+from llmfoundry.checkpoint.run_folder import hold_run, run_storage
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.commands.check import before_run
 from llmfoundry.commands.supervise import is_supervised, supervise
 from llmfoundry.distributed.collectives import on_rank0
@@ -48,15 +47,16 @@ def train(recipe: TrainRecipe) -> None:
     relaunch(recipe.parallel)
     if recipe.deterministic:
         set_deterministic()
-    folder, hang = run_folder(recipe), with_defaults(recipe).hang
+    filled = with_defaults(recipe)
+    run, hang = run_storage(filled), filled.hang
     keep_recorder(hang)
     with (
         join(recipe.parallel) as world,
-        hold_run(folder, world, note=print),
-        monitored(hang, world, folder, is_compiled=recipe.compile),
+        hold_run(run, world, note=print),
+        monitored(hang, world, run.folder, is_compiled=recipe.compile),
     ):
-        before_run(with_defaults(recipe), world, folder)
-        stopped_by = _train(recipe, world)
+        before_run(filled, world, run.folder)
+        stopped_by = _train(recipe, world, run)
     if not world.is_main:  # these end as they would: a launcher would end the main one
         return
     if stopped_by:
@@ -65,21 +65,22 @@ def train(recipe: TrainRecipe) -> None:
     record_end(DONE, "done", ["the run is complete"])
 
 
-def _train(written: TrainRecipe, world: World) -> str:
+def _train(written: TrainRecipe, world: World, run: Storage) -> str:
     """Train; the name of the signal that has stopped it, empty where it is complete."""
     recipe, pretrained = with_defaults(written), None
     notes: list[str] = []
     if isinstance(written, FinetuneRecipe):
         recipe, pretrained = resolve(written, world, note=notes.append)
         notes.append(f"model.pretrained: {pretrained.summary}")
-    folder = run_folder(recipe)
-    tracker = Tracker(recipe, folder, is_main=world.is_main)
+    tracker = Tracker(recipe, run.folder, is_main=world.is_main)
     status, final = "failed", {}
     try:
         for line in notes:
             tracker.note(line)
-        trainer, job = build_trainer(written, world, tracker, recipe=recipe, pretrained=pretrained)
-        on_rank0(world, lambda: _write_what_it_is(written, job, folder))
+        trainer, job = build_trainer(
+            written, world, tracker, run, recipe=recipe, pretrained=pretrained
+        )
+        on_rank0(world, lambda: _write_what_it_is(written, job))
         stopped_by = trainer.fit()
         status = "killed" if stopped_by else "finished"
         final = trainer.latest_evaluation
@@ -89,22 +90,22 @@ def _train(written: TrainRecipe, world: World) -> str:
         tracker.note(f"stopped by {stopped_by} after batch {trainer.batch}, and saved")
         tracker.note("the same command resumes from there")
     elif world.is_main:
-        tracker.console.finish(_results(trainer, job, folder, has_page=tracker.page is not None))
+        tracker.console.finish(_results(trainer, job, has_page=tracker.page is not None))
     return stopped_by
 
 
-def _write_what_it_is(written: TrainRecipe, job: Job, folder: Path) -> None:
+def _write_what_it_is(written: TrainRecipe, job: Job) -> None:
     try:
-        atomic_write(folder / "recipe.yaml", to_yaml(written))
-        job.tokenizer.save(folder / "tokenizer")
+        atomic_write(job.run.folder / "recipe.yaml", to_yaml(written))
+        job.tokenizer.save(job.run.folder / "tokenizer")
     except OSError as error:
         raise UserError(
-            f"save_folder: {named(folder)} cannot be written: {one_line(error)}; make room there,"
+            f"save_folder: {job.run} cannot be written: {one_line(error)}; make room there,"
             " or write another folder"
         ) from error
 
 
-def _results(trainer: Trainer, job: Job, folder: Path, *, has_page: bool) -> list[tuple[str, str]]:
+def _results(trainer: Trainer, job: Job, *, has_page: bool) -> list[tuple[str, str]]:
     """The last words: what came out, where it is, and what to do with it."""
     rows = []
     if trainer.first_batch == trainer.batch:
@@ -113,8 +114,8 @@ def _results(trainer: Trainer, job: Job, folder: Path, *, has_page: bool) -> lis
     bits = trainer.latest_evaluation.get("metrics/eval/bits_per_byte")
     if bits is not None:
         rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))
-    checkpoints = list_checkpoints(folder)
-    name, brought = named(folder), ",".join(job.recipe.plugins)
+    folder, checkpoints = job.run.folder, job.run.checkpoints()
+    name, brought = str(job.run), ",".join(job.recipe.plugins)
     plugins = [f"plugins=[{brought}]"] * bool(brought)
     output = (
         f"{name}/hf" if not is_url(job.recipe.save_folder) else f"runs/{job.recipe.run_name}/hf"
@@ -123,7 +124,7 @@ def _results(trainer: Trainer, job: Job, folder: Path, *, has_page: bool) -> lis
     return [
         *rows,
         *([("report", f"{name}/report.html")] if has_page else []),
-        ("checkpoint", named(checkpoints[0]) if checkpoints else "none"),
+        ("checkpoint", job.run.shown(checkpoints[0]) if checkpoints else "none"),
         ("next", command_line(*_try_it(job, name), *plugins)),
         ("", command_line("eval", name, *plugins)),
         ("", command_line("convert", name, "to=hf", f"output={output}", *plugins)),

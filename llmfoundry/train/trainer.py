@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -135,7 +134,7 @@ class Checkpoints(Protocol):
     def wait(self) -> None:
         """Return when what is under way is written."""
 
-    def find(self, until: int) -> Path | None:
+    def find(self, until: int) -> Any:
         """The newest complete checkpoint saved after at most so many steps."""
 
     def forget_after(self, batch: int) -> None:

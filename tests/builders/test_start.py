@@ -23,6 +23,7 @@ from llmfoundry.builders.resume import (
     run_identity,
 )
 from llmfoundry.checkpoint.load import read_state
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
@@ -56,7 +57,8 @@ def saved(place: Path, tmp_path: Path) -> Path:
 def start(folder: Path, *words: str, reported: list[str] | None = None) -> Start:
     recipe = checked(TrainRecipe, "tiny.yaml", [f"save_folder={folder}", *words])
     recipe.fill()
-    return find_start(recipe, ALONE, [].append if reported is None else reported.append)
+    run, note = Storage(folder), [].append if reported is None else reported.append
+    return find_start(recipe, run, ALONE, note)
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -66,23 +68,25 @@ def checkpoints(run: Path) -> list[Path]:
 def test_a_run_resumes_from_its_own_newest_whole_checkpoint(saved: Path, tmp_path: Path) -> None:
     older, newest = checkpoints(saved)
     assert (older.name, newest.name) == ("ba0000001", "ba0000002")
-    assert start(saved) == Start(newest)
-    assert start(saved, "load_path=" + str(older)) == Start(newest)  # only where it has none
+    assert start(saved) == Start(Checkpoint.at(newest))
+    assert start(saved, "load_path=" + str(older)) == Start(
+        Checkpoint.at(newest)
+    )  # only where it has none
     assert start(saved, "save_overwrite=true") == Start()
     assert start(tmp_path / "new") == Start()
     largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     reported: list[str] = []
-    assert start(saved, reported=reported) == Start(older)
+    assert start(saved, reported=reported) == Start(Checkpoint.at(older))
     assert len(reported) == 1 and newest.name in reported[0]
 
 
 def test_another_run_is_begun_from_by_its_path(saved: Path, tmp_path: Path) -> None:
     older, newest = checkpoints(saved)
     new = tmp_path / "new"
-    assert start(new, f"load_path={saved}") == Start(newest)
+    assert start(new, f"load_path={saved}") == Start(Checkpoint.at(newest))
     weights = [f"load_path={older}", "load_weights_only=true"]
-    assert start(new, *weights) == Start(older, weights_only=True)
+    assert start(new, *weights) == Start(Checkpoint.at(older), weights_only=True)
 
 
 def test_what_cannot_be_gone_on_with_says_what_to_write(saved: Path, tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_what_cannot_be_gone_on_with_says_what_to_write(saved: Path, tmp_path: P
         (folder / "state.json").unlink()
     with pytest.raises(UserError, match=r"save_folder: no checkpoint in .* can be used"):
         start(saved)
-    with pytest.raises(UserError, match=r"load_path: .* holds no whole checkpoint"):
+    with pytest.raises(UserError, match=r"load_path: .* holds no complete checkpoint"):
         start(tmp_path / "new", f"load_path={saved}")
 
 
@@ -126,7 +130,7 @@ def job(recipe: TrainRecipe, fingerprint: str) -> Any:
 
 def refused(folder: Path, this: Any, *, weights_only: bool = False) -> list[str]:
     """Keys that a resume of `this` from a checkpoint is refused for."""
-    found, nothing = Start(folder, weights_only), cast(Any, None)
+    found, nothing = Start(Checkpoint.at(folder), weights_only), cast(Any, None)
     with pytest.raises(UserError) as error:
         fill_weights(this, found, nothing, run_identity(this), nothing, total=9)
     assert all("was trained with" in line for line in error.value.lines())
@@ -135,7 +139,7 @@ def refused(folder: Path, this: Any, *, weights_only: bool = False) -> list[str]
 
 def test_each_setting_that_makes_it_another_run_is_refused_on_resume(saved: Path) -> None:
     newest = checkpoints(saved)[-1]
-    then = read_state(newest)["identity"]
+    then = read_state(Checkpoint.at(newest))["identity"]
     assert {k for k in then if not k.startswith("model.")} == {*OTHER, "tokenizer"}
     for key, word in OTHER.items():
         recipe = checked(TrainRecipe, "tiny.yaml", [word])
@@ -150,7 +154,7 @@ def test_each_setting_that_makes_it_another_run_is_refused_on_resume(saved: Path
 
 def test_each_setting_of_the_model_is_refused_on_resume_and_of_its_weights(saved: Path) -> None:
     newest = checkpoints(saved)[-1]
-    state = read_state(newest)
+    state = read_state(Checkpoint.at(newest))
     recipe = checked(TrainRecipe, "tiny.yaml", [])
     recipe.fill()
     recipe.model.fill(vocab_size=state["identity"]["model.vocab_size"])

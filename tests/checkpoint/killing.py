@@ -261,11 +261,12 @@ def strike(folder: Path, name: str, mode: Mode, blow: Blow, whole: dict[str, Any
 
 def damaged(run_folder: Path) -> str:
     """What is wrong with a checkpoint that counts; empty: all of them are whole."""
-    from llmfoundry.checkpoint.storage import has_commit, list_checkpoints
+    from llmfoundry.checkpoint.storage import Storage
     from llmfoundry.checkpoint.verify import find_damage
 
-    counting = filter(has_commit, list_checkpoints(run_folder))
-    problems = ((place.name, find_damage(place)) for place in counting)
+    run = Storage(run_folder)
+    counting = [run.checkpoint(f.name) for f in run.checkpoints() if run.has_commit(f)]
+    problems = ((found.name, find_damage(found)) for found in counting)
     return "; ".join(f"{place}: {problem}" for place, problem in problems if problem)
 
 

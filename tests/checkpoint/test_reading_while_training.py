@@ -12,7 +12,7 @@ import torch
 
 from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.checkpoint import verify
-from llmfoundry.checkpoint.storage import Storage, list_checkpoints, pin, remove_unpinned, unpin
+from llmfoundry.checkpoint.storage import Checkpoint, Storage, remove_unpinned
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
@@ -47,7 +47,7 @@ def pruning(place: Path) -> Iterator[Path]:
     )
     folder = place / "runs/live"
     deadline = time.monotonic() + 120
-    while not (folder / "checkpoints").is_dir() or len(list_checkpoints(folder)) < 2:
+    while not (folder / "checkpoints").is_dir() or len(Storage(folder).checkpoints()) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     yield folder
@@ -75,8 +75,9 @@ def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
             *command("train.py")[:1],
             "-c",
             "import sys; from pathlib import Path;"
-            "from llmfoundry.checkpoint.storage import pin;"
-            f"print(pin(Path({str(read)!r})), flush=True); sys.stdin.read()",
+            "from llmfoundry.checkpoint.storage import Checkpoint;"
+            f"read = Checkpoint.at(Path({str(read)!r}));"
+            "print(read.pin(), flush=True); sys.stdin.read()",
         ],
         env=ENV,
         stdin=subprocess.PIPE,
@@ -85,30 +86,34 @@ def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
     )
     assert reader.stdout is not None and reader.stdout.readline() == "True\n"
     storage.prune(4, keep=1)
-    assert [f.name for f in list_checkpoints(folder)] == ["ba0000004", "ba0000002"]
-    assert find_checkpoint(read, note=ignore) == read  # whole, with its marker
-    unpin(read)
+    assert [f.name for f in storage.checkpoints()] == ["ba0000004", "ba0000002"]
+    checkpoint = Checkpoint.at(read)
+    assert find_checkpoint(checkpoint, note=ignore) == checkpoint  # whole, with its marker
+    checkpoint.unpin()
     reader.kill()  # as any end releases it
     reader.wait()
     storage.prune(4, keep=1)
-    assert [f.name for f in list_checkpoints(folder)] == ["ba0000004"]
+    assert [f.name for f in storage.checkpoints()] == ["ba0000004"]
 
 
 def test_what_is_being_removed_is_not_chosen(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pruner holds COMMIT's lock alone, while all files are still there."""
     monkeypatch.chdir(place)
     folder = train_here("removed", "max_duration=2ba", "save_interval=1ba").absolute()
-    newest, older = list_checkpoints(folder)
+    storage = Storage(folder)
+    newest, older = storage.checkpoints()
     taken = try_lock(newest / "COMMIT")
     assert taken is not None
     notes: list[str] = []
     with taken:
-        assert find_checkpoint(folder, note=notes.append) == older
+        found = find_checkpoint(storage, note=notes.append)
+    assert found == Checkpoint.at(older)
     assert "it is being removed" in notes[0]
-    unpin(older)
-    assert not pin(folder / "checkpoints/ba0000009")
+    found.unpin()
+    missing = storage.checkpoint("ba0000009")
+    assert not missing.pin()
     with pytest.raises(UserError, match="it is not there; choose another"):
-        find_checkpoint(folder / "checkpoints/ba0000009", note=ignore)
+        find_checkpoint(missing, note=ignore)
     assert remove_unpinned(older)
 
 
@@ -118,19 +123,20 @@ def test_where_the_only_checkpoint_vanishes_the_newer_one_is_read(
     """As in an object store, where nothing can be locked: between the list and the reading."""
     monkeypatch.chdir(place)
     folder = train_here("moved", "max_duration=1ba", "save_interval=1ba").absolute()
-    first = folder / "checkpoints/ba0000001"
+    run = Storage(folder)
+    first = run.checkpoint("ba0000001")
     damage = verify.find_damage
 
-    def pruned_meanwhile(at: Path, *, sums: Sums, world: World) -> str | None:
+    def pruned_meanwhile(at: Checkpoint, *, sums: Sums, world: World) -> str | None:
         if at == first:
-            at.rename(folder / "checkpoints/ba0000002")
+            at.folder.rename(folder / "checkpoints/ba0000002")
         return damage(at, sums=sums, world=world)
 
     monkeypatch.setattr(verify, "find_damage", pruned_meanwhile)
-    monkeypatch.setattr(verify, "pin", lambda folder: True)
+    monkeypatch.setattr(Storage, "lock", lambda self, folder: True)
     notes: list[str] = []
-    found = find_checkpoint(folder, note=notes.append)
-    assert found == folder / "checkpoints/ba0000002" and "ba0000001 is refused" in notes[0]
+    found = find_checkpoint(run, note=notes.append)
+    assert found == run.checkpoint("ba0000002") and "ba0000001 is refused" in notes[0]
 
 
 def test_commands_read_a_run_that_prunes(pruning: Path, place: Path) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
-from llmfoundry.checkpoint.storage import Storage
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
@@ -260,7 +260,8 @@ def test_a_full_disk_is_one_line_whichever_file_of_a_checkpoint_it_hits(
     assert [line.split(": ")[2].split(" (")[0].split(";")[0] for line in said] == [FULL]
     assert not names(tmp_path), "what is there of it takes the room that is needed"
     saver.save(2, *parts(), {"batch": 2})
-    assert find_checkpoint(tmp_path, note=print) == tmp_path / "checkpoints" / "ba0000002"
+    whole = Checkpoint.at(tmp_path / "checkpoints" / "ba0000002")
+    assert find_checkpoint(Storage(tmp_path), note=print) == whole
 
 
 def work(rank: int, folder: Path) -> None:
@@ -307,7 +308,7 @@ def test_one_process_that_cannot_write_is_known_to_all(tmp_path: Path) -> None:
         ]
         run = tmp_path / f"run-{background}"
         assert names(run) == ["ba0000002"]
-        assert find_damage(run / "checkpoints" / "ba0000002") is None
+        assert find_damage(Checkpoint.at(run / "checkpoints" / "ba0000002")) is None
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -329,7 +330,7 @@ def test_what_is_torn_goes_once_there_is_a_newer_checkpoint(tmp_path: Path) -> N
     (places[3] / "COMMIT").unlink()
     next(places[3].glob("*.distcp")).unlink()  # torn
     (places[5] / "COMMIT").unlink()
-    assert find_checkpoint(tmp_path, note=print) == places[1]
+    assert find_checkpoint(Storage(tmp_path), note=print) == Checkpoint.at(places[1])
     saver, _ = make_saver(tmp_path, ALONE)
     writing = tmp_path / "checkpoints" / "ba0000000"  # by another process, since this one began
     shutil.copytree(places[2], writing, copy_function=shutil.copyfile)

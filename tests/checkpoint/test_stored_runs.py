@@ -14,8 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmfoundry.checkpoint import locks, storage
-from llmfoundry.checkpoint.run_folder import run_folder
+from llmfoundry.checkpoint import locks
+from llmfoundry.checkpoint.run_folder import run_storage
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.evaluate import evaluate
 from llmfoundry.commands.generate import generate
@@ -69,7 +69,6 @@ def forget(place: Path) -> None:
     """Another machine, on which nothing is left."""
     for name in ("runs", "runs-read"):
         shutil.rmtree(place / "cache" / name, ignore_errors=True)
-    storage._at_urls.clear()
 
 
 @pytest.mark.parametrize("kind", ["memory://bucket", pytest.param("file", marks=pytest.mark.slow)])
@@ -95,7 +94,8 @@ def test_what_is_written_between_two_attempts_is_sent_with_the_next(
 ) -> None:
     url = f"file://{tmp_path}/runs/struck"
     monkeypatch.setenv("LLMFOUNDRY_ENDS", str(tmp_path / "ends"))
-    folder = run_folder(checked(TrainRecipe, Path("tiny.yaml"), [f"save_folder={url}"]))
+    recipe = checked(TrainRecipe, Path("tiny.yaml"), [f"save_folder={url}"])
+    folder = run_storage(recipe).folder
     start = add_event(folder, "start", "attempt 1", action="start", attempt=1)
     train_at(url, *SHORT, "max_duration=2ba")
     store = store_of(url)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import find_start, load_checkpoint
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World, set_group_timeouts
 from llmfoundry.errors import RunFailure
@@ -62,7 +63,7 @@ def resume(run: Path, world: World) -> tuple[str, list[str]]:
     recipe: Any = SimpleNamespace(
         save_folder=str(run), autoresume=True, save_overwrite=False, load_path=None
     )
-    checkpoint = find_start(recipe, world, said.append).checkpoint
+    checkpoint = find_start(recipe, Storage(run), world, said.append).checkpoint
     assert checkpoint is not None
     return checkpoint.name, said
 
@@ -219,5 +220,6 @@ def test_without_a_sound_optimizer_a_model_answers_and_a_run_resumes_from_before
 
 
 def test_a_record_is_read_without_tensors(place: Path, read: Counter[str]) -> None:
-    assert find_damage(Path("runs/whole/checkpoints/ba0000002"), sums=Sums.RECORD) is None
+    checkpoint = Checkpoint.at(Path("runs/whole/checkpoints/ba0000002"))
+    assert find_damage(checkpoint, sums=Sums.RECORD) is None
     assert "state.json" in read and not any(name.endswith(".distcp") for name in read)

@@ -52,7 +52,7 @@ def asked(run: Path, *words: str) -> TrackRecipe:
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl"])
 def test_a_folder_without_a_record_is_refused(name: str, run: Path) -> None:
-    assert run_with_record(asked(run)) == run
+    assert run_with_record(asked(run)).folder == run
     (run / name).unlink()
     with pytest.raises(UserError, match=r"run: .* has no recipe.yaml or no metrics.jsonl"):
         run_with_record(asked(run))

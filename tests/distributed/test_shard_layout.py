@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry.checkpoint.dcp import TensorFiles
 from llmfoundry.checkpoint.load import load_tensors
+from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.ops.shard_layout import TENSOR, assign, block_view, local_blocks, local_ranges
@@ -100,11 +101,12 @@ def test_a_checkpoint_of_blocks_loads_into_a_plain_tensor_and_back(
     whole = torch.arange(48.0).view(16, 3)
     save({"model": {"w": whole}}, tmp_path / "plain")
     tensor = cut(mesh, (16, 3), Shard(0))
-    load_tensors({"model": {"w": tensor}}, tmp_path / "plain", stacked={"w": HEIGHTS})
+    plain = Checkpoint.at(tmp_path / "plain")
+    load_tensors({"model": {"w": tensor}}, plain, stacked={"w": HEIGHTS})
     assert tensor.to_local().tolist() == whole[[0, 1, 2]].tolist()
     save({"model": {"w": tensor}}, tmp_path / "cut")
     back = {"model": {"w": torch.zeros(16, 3)}}
-    load_tensors(back, tmp_path / "cut")
+    load_tensors(back, Checkpoint.at(tmp_path / "cut"))
     assert back["model"]["w"][:3].equal(whole[:3]) and not back["model"]["w"][3:].any()
 
 

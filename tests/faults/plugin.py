@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from llmfoundry.builders.job import Job
-from llmfoundry.checkpoint.run_folder import run_folder
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.make_batch import Row
 from llmfoundry.data.sources import OrderedStream
@@ -35,7 +34,7 @@ class Pace(Callback):
 
     def __init__(self, job: Job, *, seconds: float) -> None:
         self._seconds, self._is_main = seconds, job.world.is_main
-        self._path: Path = run_folder(job.recipe) / STEPS
+        self._path: Path = job.run.folder / STEPS
 
     def on_step(self, trainer: Trainer) -> None:
         time.sleep(self._seconds)
@@ -48,7 +47,7 @@ class _Fault(Callback):
     """Of one process, from a step (from 1) on."""
 
     def __init__(self, job: Job, *, rank: int, step: int) -> None:
-        self._path: Path = run_folder(job.recipe) / INJECTED
+        self._path: Path = job.run.folder / INJECTED
         self._is_here, self._step = job.world.rank == rank, step
 
     def _is_due(self, trainer: Trainer) -> bool:
@@ -94,7 +93,7 @@ class BadWeights(Callback):
 
     def __init__(self, job: Job, *, step: int) -> None:
         self._step, self._is_main = step, job.world.is_main
-        self._path: Path = run_folder(job.recipe) / INJECTED
+        self._path: Path = job.run.folder / INJECTED
 
     def on_step(self, trainer: Trainer) -> None:
         if trainer.batch != self._step or trainer.first_batch > 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.builders.resume import find_start
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.launch import ALONE
@@ -138,18 +139,18 @@ def test_a_run_that_finds_less_than_its_supervisor_knows_does_not_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine where the file system is not mounted, as the supervisor's own has it."""
-    recipe = TrainRecipe(save_folder=str(tmp_path / "run"))
+    recipe, run = TrainRecipe(save_folder=str(tmp_path / "run")), Storage(tmp_path / "run")
     for name, value in ResumeLimits(saved=20).environment().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(GivenUp, match=r"ba0000020 of this run has vanished .*: there is none"):
-        find_start(recipe, ALONE, print)
+        find_start(recipe, run, ALONE, print)
     make(tmp_path / "run", 10)
     with pytest.raises(GivenUp, match="its newest is ba0000010"):
-        find_start(recipe, ALONE, print)
+        find_start(recipe, run, ALONE, print)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the run may have gone back meanwhile
     for name, value in ResumeLimits(saved=20, before=10).environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     make(tmp_path / "run", 20)
-    with pytest.raises(GivenUp, match="no whole checkpoint from before batch 10"):
-        find_start(recipe, ALONE, print)
+    with pytest.raises(GivenUp, match="no complete checkpoint from before batch 10"):
+        find_start(recipe, run, ALONE, print)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from llmfoundry.checkpoint.load import load_training_state, load_weights
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
-from llmfoundry.checkpoint.storage import Storage
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp
@@ -171,7 +171,8 @@ class Job:
         return place
 
     def load(self, folder: Path) -> None:
-        load_training_state(folder, self.root.model, self.optimizer, world=self.world)
+        saved = Checkpoint.at(folder)
+        load_training_state(saved, self.root.model, self.optimizer, world=self.world)
 
 
 def optimizer_config() -> OptimizerConfig:
@@ -243,7 +244,7 @@ def load_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
                 found[key] = {"loss": job.step(SAVED)}
                 (folder / f"loaded-{key}-{rank}.json").write_text(json.dumps(seen))
                 spoil(job.root)
-                load_weights(place, job.root.model, world=job.world)
+                load_weights(Checkpoint.at(place), job.root.model, world=job.world)
                 found[key]["weights"] = evaluated(job)
     if rank == 0:
         (folder / f"{processes}.json").write_text(json.dumps(found))

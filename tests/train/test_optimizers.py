@@ -15,7 +15,7 @@ from torch.optim import _muon
 from llmfoundry.builders.job import matmul_dtype
 from llmfoundry.checkpoint.load import load_training_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
-from llmfoundry.checkpoint.storage import Storage
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
@@ -355,7 +355,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, tmp_path:
     )
     folder = saver.save(4, root.model, optimizer, {})
     other, resumed = start(4)
-    load_training_state(folder, other.model, resumed, world=World(0, 1, 0, CPU))
+    load_training_state(Checkpoint.at(folder), other.model, resumed, world=World(0, 1, 0, CPU))
     assert [group["lr"] for group in resumed.param_groups] == lrs
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         group["lr"] = lr
@@ -387,7 +387,7 @@ def test_a_resume_takes_all_but_moments_from_the_recipe(then: str, tmp_path: Pat
     )
     folder = saver.save(1, root.model, optimizer, {})
     resumed, fresh = build_optimizer(other.model, second), build_optimizer(other.model, second)
-    load_training_state(folder, other.model, resumed, world=World(0, 1, 0, CPU))
+    load_training_state(Checkpoint.at(folder), other.model, resumed, world=World(0, 1, 0, CPU))
     for ours, theirs in zip(resumed.param_groups, fresh.param_groups, strict=True):
         assert ours == theirs
     for ours, theirs in zip(other.parameters(), root.parameters(), strict=True):

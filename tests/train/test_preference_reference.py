@@ -14,6 +14,7 @@ from llmfoundry.builders.data import Data
 from llmfoundry.builders.job import Job
 from llmfoundry.builders.preference import WEIGHTS, identity_of, open_reference, with_places
 from llmfoundry.builders.resume import Start
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.make_batch import Row, Rows
 from llmfoundry.data.order import Order
@@ -97,7 +98,8 @@ class Run:
         data = Data((OrderedStream(self.source, order),), (1.0,), ROWS, Held(), 1.0, "")
         self.data = with_places(data, recipe)
         world, root = World(0, 1, 0, CPU), Root(Decoder(config))
-        self.job = Job(recipe, world, bytes_tokenizer(), self.data, root, 2, self.notes.append)
+        run, tokenizer = Storage(Path()), bytes_tokenizer()
+        self.job = Job(recipe, world, tokenizer, self.data, root, 2, self.notes.append, run)
         self.identity: dict[str, str] = {}
 
     def fill(self, model: Decoder) -> None:
@@ -197,7 +199,7 @@ def checkpoint(folder: Path, weights: str | None) -> Start:
     folder.mkdir()
     identity = {} if weights is None else {WEIGHTS: weights}
     write_json(folder / "state.json", {"batch": 4, "identity": identity})
-    return Start(folder)
+    return Start(Checkpoint.at(folder))
 
 
 def test_a_resumed_run_never_asks_the_weights_that_it_resumes_from(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
@@ -115,8 +116,8 @@ def test_a_damaged_commit_falls_back_to_the_checkpoint_before(
     shutil.copytree("runs/whole/checkpoints", tmp_path / "checkpoints")
     (tmp_path / "x").write_text("x")
     COMMITS[kind](tmp_path / "checkpoints/ba0000004/COMMIT")
-    said: list[str] = []
-    assert find_checkpoint(tmp_path, note=said.append) == tmp_path / "checkpoints/ba0000002"
+    said, run = list[str](), Storage(tmp_path)
+    assert find_checkpoint(run, note=said.append) == run.checkpoint("ba0000002")
     [line] = said
     assert "ba0000004 is refused: " in line and "\n" not in line and len(line) < 6000
 
@@ -124,7 +125,8 @@ def test_a_damaged_commit_falls_back_to_the_checkpoint_before(
 def test_a_file_in_place_of_a_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> None:
     shutil.copytree("runs/whole/checkpoints", tmp_path / "checkpoints")
     (tmp_path / "checkpoints/ba0000009").write_text("")
-    assert find_checkpoint(tmp_path, note=print) == tmp_path / "checkpoints/ba0000004"
+    run = Storage(tmp_path)
+    assert find_checkpoint(run, note=print) == run.checkpoint("ba0000004")
 
 
 @pytest.mark.parametrize("kind", ["torn", "short", "commits"])

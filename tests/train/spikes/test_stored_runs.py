@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.checkpoint import storage
 from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
 from tests.tiny import losses, write_recipe
@@ -60,7 +59,6 @@ def go_on(place: Path, url: str, newest: str, *overrides: str) -> None:
         if name > newest:
             store.delete(list(store.files(f"checkpoints/{name}")))
     shutil.rmtree("cache/runs")
-    storage._at_urls.clear()
     poisoned_run(place, "back", *overrides)
 
 
