@@ -33,9 +33,8 @@ from benchmarks import harness
 from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request
-from llmfoundry.hf.config_json import write_settings
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import to_theirs
+from llmfoundry.hf.tensor_names import MAPS, to_theirs
+from llmfoundry.hf.write_config import write_settings
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build

@@ -264,7 +264,7 @@ def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mode
         where = "model.config_overrides." if overrides else f"{show(folder)}: model."
         raise UserError(*(f"{where}{line}" for line in lines))
     if isinstance(config, HFModelConfig):
-        from llmfoundry.hf.config_json import check_layers
+        from llmfoundry.hf.read_config import check_layers
 
         check_layers(config.hf_config)
     if isinstance(config, HFModelConfig) and config.code and os.environ.get(TRUST) != "1":
@@ -302,8 +302,8 @@ def open_folder(
     Raises:
         UserError: neither can hold it; or the one that was asked for cannot.
     """
-    from llmfoundry.hf.config_json import check_layers
     from llmfoundry.hf.read import read_json_object
+    from llmfoundry.hf.read_config import check_layers
 
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise UserError(
@@ -434,8 +434,8 @@ def _override_hf(written: dict[str, Any], key: str, value: Any, code: str | None
     Raises:
         UserError: neither config.json nor transformers' configuration has such a key.
     """
+    from llmfoundry.hf.architectures import OWN_TYPE
     from llmfoundry.hf.causal_lm import read_hf_config
-    from llmfoundry.hf.config_json import OWN_TYPE
 
     parts = key.split(".")
     if len(parts) > 1:

@@ -22,7 +22,8 @@ from llmfoundry.files import atomic_write
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
-from llmfoundry.hf.write import to_hf, whole_or_nothing
+from llmfoundry.hf.write import TokenizerFiles, to_hf, whole_or_nothing
+from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
@@ -36,7 +37,7 @@ from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.redaction import public
 
 # What tells one training from another, where the recipe has it.
-_TOLD = (
+_REPORTED = (
     "max_duration",
     "max_seq_len",
     "global_train_batch_size",
@@ -72,12 +73,12 @@ def _export(recipe: ConvertRecipe) -> None:
         return
     architecture = to_hf(
         loaded.root.model,
-        loaded.folder / "tokenizer",
+        _tokenizer_files(loaded),
         output,
         dtype=recipe.dtype or ("bf16" if is_quantized(loaded.root.model) else "fp32"),
         card=_card(loaded),
         architecture=recipe.architecture,
-        start=loaded.tokenizer.document_start if loaded.is_trained else None,
+        is_trained=loaded.is_trained,
     )
     print(f"{loaded.checkpoint} is {architecture} in {show(output)}")
 
@@ -104,13 +105,17 @@ def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     model: object = loaded.root.model
     assert isinstance(model, HFCausalLM)
     merge_peft(model)
-    tokenizer = loaded.folder / "tokenizer"
+    tokenizer = _tokenizer_files(loaded)
     name = save_class(model, tokenizer, output, dtype=recipe.dtype or "fp32", card=_card(loaded))
     print(f"{loaded.checkpoint} is {name} in {show(output)}")
 
 
+def _tokenizer_files(loaded: Loaded) -> TokenizerFiles:
+    return TokenizerFiles.of(loaded.tokenizer, loaded.folder / "tokenizer")
+
+
 def _card(loaded: Loaded) -> CardInfo:
-    """What the model card says of the run."""
+    """What the model card reports of the run."""
     recipe, batch = loaded.recipe, int(loaded.state["batch"])
     read_record(loaded.checkpoint.storage, ALONE, print)
     written = as_written(recipe)
@@ -121,7 +126,9 @@ def _card(loaded: Loaded) -> CardInfo:
     return CardInfo(
         name=str(recipe.run_name),
         data=", ".join(map(_published, [data["dataset"] or data["name"], *data["paths"]])),
-        settings={key: str(settings[key]) for key in _TOLD if settings.get(key) is not None},
+        parameters=parameter_count(loaded.root.model.config),
+        active=active_parameter_count(loaded.root.model.config),
+        settings={key: str(settings[key]) for key in _REPORTED if settings.get(key) is not None},
         trained=f"{batch:,} batches, {tokens:,} tokens",
         scores=card_scores(loaded.folder, batch),
         base=_published(_base(loaded) or ""),

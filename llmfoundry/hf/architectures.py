@@ -1,57 +1,311 @@
 """transformers' architectures that some of our settings express exactly: one table, both ways.
 
-`config_json.py` picks the one to export to, and turns a `model` section into config.json's keys and
-back by its row. transformers ignores keys that it does not know, and several that it does (an MPT
-always has ALiBi with exponent 8, whatever its config.json says); so a row claims only what its
-class was read, and is tested, to do. Which row keeps which setting: `markdown()` below.
+`config_write.py` picks the one to export to, and turns a `model` section into config.json's keys by
+its entry; `config_read.py` turns them back. A setting is written as a `Field`, a `Fixed` key or not
+at all, where the class can be nothing else (`Need`). Whatever none of an entry's parts names must
+be `OFF`, so a setting that is new in the recipe is refused until an entry takes it up.
+
+transformers ignores keys that it does not know, and several that it does (an MPT always has ALiBi
+with exponent 8, whatever its config.json sets); so an entry claims only what its class was read,
+and is tested, to do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmfoundry.hf.config_fields import (
-    ACTIVATIONS,
-    ANYTHING,
-    FOUR_TIMES,
-    GLU,
-    GPT2_FIELDS,
-    GPT2_FIXED,
-    GRANITE_FIELDS,
-    GRANITE_FIXED,
-    HEADS_DIVIDE,
-    HEADS_FILL,
-    LAYERNORM,
-    LEARNED,
-    LLAMA_FIELDS,
-    MHA,
-    MLP,
-    MOSAIC_FIELDS,
-    MQA,
-    NO_BIAS,
-    NO_QKV_BIAS,
-    OFF,
-    RMSNORM,
-    ROPE,
-    ROPE_OR_NOPE,
-    TRAINING,
-    Architecture,
-    Field,
-    Fixed,
-    Need,
-    Windows,
-    attention_scale,
-    head_dim,
-    llama_fields,
-    logits_divisor,
-    only,
-    read_nope,
-    shared_head,
-)
-from llmfoundry.hf.tensor_names import MAPS
 from llmfoundry.recipe.architecture.model import ModelConfig
+
+QK_LN, QK_GN = "attn_config.qk_ln", "attn_config.qk_gn"
+HEADS, SCALE, CLIP = "attn_config.attn_type", "attn_config.softmax_scale", "attn_config.clip_qkv"
+EXPERTS, TOP_K = "ffn_config.moe_num_experts", "ffn_config.moe_top_k"
+TYPE, MLP_TYPE, HIDDEN = "ffn_config.ffn_type", "ffn_config.mlp_type", "ffn_config.ffn_hidden_size"
+NORMALIZE = "ffn_config.moe_normalize_expert_weights"
+BALANCING, LOSS = "ffn_config.moe_balancing", "ffn_config.moe_loss_weight"
+JITTER, SHARED = "ffn_config.moe_jitter_eps", "ffn_config.shared_expert_hidden_size"
+OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # our class in recipes, and config.json's model_type
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+REQUIRED = object()  # config.json must have the key
+ANYTHING = object()  # whatever it is when read, logits are the same
+
+OFF: dict[str, Any] = {  # optional parts of all layers, and their value where they do nothing
+    "logit_scale": None,
+    "final_logit_softcapping": None,
+    "attn_config.attn_logit_softcapping": None,
+    CLIP: None,
+    QK_LN: False,
+    QK_GN: False,
+    SCALE: None,
+    SHARED: None,
+    "ffn_config.uniform_expert_assignment": None,  # None: also what is false, in a plain config
+    "ffn_config.moe_force_balance": None,
+}
+
+TRAINING = {  # settings that affect training alone, and their value where they do nothing
+    "emb_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "attn_config.attn_pdrop": 0.0,
+    "embedding_fraction": 1.0,
+    LOSS: None,
+    JITTER: None,
+    "ffn_config.moe_zloss_weight": None,
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model must be for an architecture to express it.
+
+    Attributes:
+        key: our setting.
+        value: what it is in every model of the architecture; None where it follows from others.
+        holds: whether a filled config fits; None: `key` is `value`.
+        must: what to write for `key`, for the user who reads the refusal; empty: `value`.
+    """
+
+    key: str
+    value: Any = None
+    holds: Callable[[ModelConfig], bool] | None = None
+    must: str = ""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key of config.json (dotted where nested) that holds one of our settings.
+
+    Attributes:
+        default: what transformers takes where the key is missing; None: what our setting derives.
+        choices: our values by theirs; the first of theirs is written.
+        write: their value of a config, where it is not simply our setting's.
+        read: our value of theirs.
+        also: the key's other names, by version: written too, read where the first is missing.
+    """
+
+    theirs: str
+    ours: str
+    default: Any = REQUIRED
+    choices: Mapping[Any, Any] | None = None
+    write: Callable[[ModelConfig], Any] | None = None
+    read: Callable[[Any], Any] | None = None
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key of config.json that must be `value`: the decoder or transformers has nothing else.
+
+    Attributes:
+        default: what transformers takes where the key is missing; ANYTHING: the key is written for
+            transformers' sake, and any value is read, since logits do not depend on it.
+    """
+
+    theirs: str
+    value: Any
+    default: Any
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How an architecture specifies which layers attend to a sliding window.
+
+    Attributes:
+        key: `layer_types` or GPT-Neo's `attention_types`, which name each layer's kind; or
+            `sliding_window`, where that holds for all layers.
+        default: the window's size where config.json has none.
+        switch: `use_sliding_window` must be true for windows, and is false where missing.
+        types: the layers' types where config.json does not list them; None: none has a window.
+        always: a size must be given even where no layer has a window.
+        sizes: false where layers' kinds are listed, but none of them is a window.
+    """
+
+    key: str = "layer_types"
+    default: int | None = 4096
+    switch: bool = True
+    types: Callable[[Mapping[str, Any], int], list[str]] | None = None
+    always: bool = False
+    sizes: bool = True
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one of transformers' classes specifies what the decoder is.
+
+    Attributes:
+        biases: keys for whether linear layers have biases, each with which of our layers' they
+            follow (`tensor_names.has_bias`). The weights that are read must agree.
+        biased: what these keys are where config.json lacks them.
+        partial_rotary: share of a head that rotates where config.json has none; None: the
+            architecture has no rotary positions.
+        theta: base of the rotary frequencies where config.json has none.
+        windows: None: attention is over everything before.
+        nope: `no_rope_layers` specifies which layers rotate.
+        tuned: layers that do not rotate have Llama 4's temperature tuning, others have none.
+        unread: keys of dropouts that the decoder does not have, or has elsewhere.
+        advice: for a user whose config.json has another value of a key that is fixed.
+    """
+
+    model_type: str
+    needs: tuple[Need, ...]
+    fields: tuple[Field, ...]
+    fixed: tuple[Fixed, ...] = ()
+    biases: Mapping[str, str] = field(default_factory=dict)
+    biased: bool = False
+    partial_rotary: float | None = 1.0
+    theta: float = 10000.0
+    windows: Windows | None = None
+    nope: bool = False
+    tuned: bool = False
+    unread: tuple[str, ...] = ()
+    advice: str = ""
+
+    @property
+    def mixture(self) -> bool:
+        """Whether its feed-forward layers are mixtures of experts."""
+        return any(need.key == TYPE and need.value == "dmoe" for need in self.needs)
+
+
+MHA = Need(HEADS, "multihead_attention", lambda c: c.attn_config.kv_n_heads == c.n_heads)
+MQA = Need(HEADS, "multiquery_attention", lambda c: c.attn_config.kv_n_heads == 1)
+HEADS_FILL = Need(
+    "head_dim", None, lambda c: c.head_dim == c.d_model / c.n_heads, "d_model / n_heads"
+)
+HEADS_DIVIDE = Need("n_heads", None, lambda c: c.d_model % c.n_heads == 0, "a divisor of d_model")
+LEARNED, ROPE = Need("learned_pos_emb", True), Need("attn_config.rope", True)
+ROPE_OR_NOPE = Need(
+    ROPE.key, None, lambda c: c.attn_config.rope or c.attn_config.nope, "true, or nope: true"
+)
+LAYERNORM, RMSNORM = Need("norm_type", "layernorm"), Need("norm_type", "rmsnorm")
+MLP, GLU = Need(TYPE, "mptmlp"), Need(TYPE, "mptglu")
+NO_BIAS, NO_QKV_BIAS = Need("no_bias", True), Need("attention_bias", False)
+GATED_EXPERTS = (
+    Need(TYPE, "dmoe", lambda c: c.ffn_config.ffn_type in ("dmoe", "mptglu"), "dmoe or mptglu"),
+    Need(MLP_TYPE, "glu", lambda c: c.ffn_config.mlp_type in ("glu", None)),
+    # what the biases have grown to has no place in their checkpoints
+    Need(BALANCING, None, lambda c: c.ffn_config.moe_balancing != "bias", "loss or none"),
+)
+SUM_TO_ONE = Need(
+    NORMALIZE,
+    1.0,
+    lambda c: c.ffn_config.moe_normalize_expert_weights == 1 or not is_mixture(c),
+    "1",
+)
+
+
+def is_mixture(config: ModelConfig) -> bool:
+    """Whether the decoder's feed-forward layers are mixtures; else they are dense gated layers."""
+    return config.ffn_config.ffn_type == "dmoe"
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """The factor on attention's logits."""
+    scale, width = config.attn_config.softmax_scale, config.head_dim
+    assert width is not None, "the recipe was not filled"
+    return width**-0.5 if scale is None else scale
+
+
+def logits_divisor(config: ModelConfig) -> float:
+    """What Granite divides logits by; `config` is plain, so its logit_scale is a number."""
+    factor = config.logit_scale
+    assert not isinstance(factor, str)
+    return 1.0 if factor is None else 1 / factor
+
+
+_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+_SAME = ("relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh")
+ACTIVATIONS = {  # by transformers' ACT2FN from 5.0 on; of several names the first is written
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(_TANH, "gelu_tanh"),
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+    "swish": "silu",
+    **dict(zip(_SAME, _SAME, strict=True)),
+}
+
+
+TIED = Field("tie_word_embeddings", "tie_word_embeddings", True)
+GPT2_FIELDS = (
+    Field("vocab_size", "vocab_size"),
+    Field("n_embd", "d_model"),
+    Field("n_head", "n_heads"),
+    Field("n_layer", "n_layers"),
+    Field("n_positions", "max_seq_len"),
+    Field("n_inner", HIDDEN, None),
+    Field("activation_function", "ffn_config.ffn_act_fn", choices=ACTIVATIONS),
+    Field("layer_norm_epsilon", "norm_eps"),
+    Field("resid_pdrop", "resid_pdrop", 0.1),
+    Field("embd_pdrop", "emb_pdrop", 0.1),
+    Field("attn_pdrop", "attn_config.attn_pdrop", 0.1),
+    TIED,
+)
+GPT2_FIXED = (Fixed("scale_attn_weights", True, True), Fixed("add_cross_attention", False, False))
+MOSAIC_FIELDS = (
+    Field("vocab_size", "vocab_size"),
+    Field("d_model", "d_model"),
+    Field("n_heads", "n_heads"),
+    Field("n_layers", "n_layers"),
+    Field("max_seq_len", "max_seq_len"),
+    Field("attn_config.clip_qkv", CLIP, None),
+)
+
+
+def llama_fields(
+    *,
+    eps: str = "rms_norm_eps",
+    act: str = "hidden_act",
+    hidden: str = "intermediate_size",
+    tied: bool = False,
+    kv_heads: Any = REQUIRED,
+) -> tuple[Field, ...]:
+    """Llama's keys, which most architectures share but for a name or a default."""
+    return (
+        Field("vocab_size", "vocab_size"),
+        Field("hidden_size", "d_model"),
+        Field("num_attention_heads", "n_heads"),
+        Field("num_key_value_heads", "attn_config.kv_n_heads", kv_heads),
+        Field("num_hidden_layers", "n_layers"),
+        Field(hidden, HIDDEN),
+        Field(act, "ffn_config.ffn_act_fn", choices=ACTIVATIONS),
+        Field("max_position_embeddings", "max_seq_len"),
+        Field(eps, "norm_eps"),
+        Field("attention_dropout", "attn_config.attn_pdrop", 0.0),
+        replace(TIED, default=tied),
+    )
+
+
+def head_dim(default: int | None = None) -> Field:
+    """The width of a head, a key that several configs take without having a name for it."""
+    return Field("head_dim", "head_dim", default)
+
+
+def read_nope(written: Mapping[str, Any], n_layers: int, problems: list[str]) -> list[bool]:
+    """Whether each layer rotates, by SmolLM3's and Llama 4's keys."""
+    flags = written.get("no_rope_layers")
+    if not flags:
+        every = written.get("no_rope_layer_interval", 4)
+        return [bool((index + 1) % every) for index in range(n_layers)]
+    if len(flags) < n_layers:
+        problems.append(f"config.json: no_rope_layers has {len(flags)} of {n_layers} layers")
+        return [True] * n_layers
+    return [bool(flag) for flag in flags[:n_layers]]
+
+
+LLAMA_FIELDS = (*llama_fields(kv_heads=None), head_dim())
+GRANITE_FIELDS = (
+    *LLAMA_FIELDS,
+    Field("attention_multiplier", SCALE, 1.0, write=attention_scale),
+    Field(
+        "logits_scaling",
+        "logit_scale",
+        1.0,
+        write=logits_divisor,
+        read=lambda said: None if said == 1 else 1 / said,
+    ),
+)
+GRANITE_FIXED = (Fixed("embedding_multiplier", 1.0, 1.0), Fixed("residual_multiplier", 1.0, 1.0))
 
 
 def _is_root_of_whole(config: ModelConfig) -> bool:
@@ -65,91 +319,50 @@ def _gemma_head(config: ModelConfig) -> bool:
     return math.isclose(1 / logits_divisor(config), wanted, rel_tol=1e-9)
 
 
-def _qwen_types(written: Mapping[str, Any], n_layers: int) -> list[str]:
-    full = written.get("max_window_layers", 28)
-    return ["full_attention" if i < full else "sliding_attention" for i in range(n_layers)]
-
-
-def _smollm_types(written: Mapping[str, Any], n_layers: int) -> list[str]:
-    rotary = read_nope(written, n_layers, [])
-    return ["full_attention" if rotates else "sliding_attention" for rotates in rotary]
-
-
-def _llama4_types(written: Mapping[str, Any], n_layers: int) -> list[str]:
-    rotary = read_nope(written, n_layers, [])
-    return ["chunked_attention" if rotates else "full_attention" for rotates in rotary]
-
-
-def _gemma_types(_: Mapping[str, Any], n_layers: int) -> list[str]:
-    return ["full_attention" if i % 2 else "sliding_attention" for i in range(n_layers)]
-
-
 _LLAMA = (ROPE, RMSNORM, GLU)
 _LLAMA_BIASES = {"attention_bias": "any", "mlp_bias": "other"}
-_QWEN_WINDOWS = Windows(types=_qwen_types)
-_ONE_WINDOW = Windows(key="sliding_window", switch=False)
-
-EXPERTS, TOP_K = "ffn_config.moe_num_experts", "ffn_config.moe_top_k"
-TYPE, MLP_TYPE = "ffn_config.ffn_type", "ffn_config.mlp_type"
-NORMALISE = "ffn_config.moe_normalize_expert_weights"
-BALANCING, LOSS = "ffn_config.moe_balancing", "ffn_config.moe_loss_weight"
-JITTER, SHARED = "ffn_config.moe_jitter_eps", "ffn_config.shared_expert_hidden_size"
-
-
-def _is_mixture(config: ModelConfig) -> bool:
-    return config.ffn_config.ffn_type == "dmoe"
-
-
-GATED_EXPERTS = (
-    Need(TYPE, lambda c: c.ffn_config.ffn_type in ("dmoe", "mptglu"), "dmoe or mptglu", "dmoe"),
-    Need(MLP_TYPE, lambda c: c.ffn_config.mlp_type in ("glu", None), "glu", "glu"),
-    # what the biases have grown to has no place in their checkpoints
-    Need(BALANCING, lambda c: c.ffn_config.moe_balancing != "bias", "loss or none"),
+_QWEN_WINDOWS = Windows(
+    types=lambda written, layers: [
+        FULL if i < written.get("max_window_layers", 28) else SLIDING for i in range(layers)
+    ]
 )
-SUM_TO_ONE = Need(
-    NORMALISE,
-    lambda c: not _is_mixture(c) or c.ffn_config.moe_normalize_expert_weights == 1,
-    "1",
-    1.0,
-)
-HAS_CLIP = Need(  # transformers' DBRX fails without one
-    "attn_config.clip_qkv", lambda c: c.attn_config.clip_qkv is not None, "a number"
-)
-NORM_TOPK = Field("norm_topk_prob", NORMALISE, False, choices={True: 1.0, False: None})
+
+NORM_TOPK = Field("norm_topk_prob", NORMALIZE, False, choices={True: 1.0, False: None})
 DBRX_NORM = Field(
-    "ffn_config.moe_normalize_expert_weights",
-    NORMALISE,
+    NORMALIZE,
+    NORMALIZE,
     1.0,
-    write=lambda c: c.ffn_config.moe_normalize_expert_weights if _is_mixture(c) else 1.0,
+    write=lambda c: c.ffn_config.moe_normalize_expert_weights if is_mixture(c) else 1.0,
 )
 
 
 def expert_fields(
-    experts: str,
-    top_k: str,
-    loss: str,
-    *,
-    defaults: tuple[int, int, float],
+    *defaults: float,
+    experts: str = "num_local_experts",
+    top_k: str = "num_experts_per_tok",
+    loss: str = "router_aux_loss_coef",
     also: tuple[str, ...] = (),
 ) -> tuple[Field, ...]:
-    """The keys of a mixture: its experts, how many a token visits, the weight of the loss.
+    """The keys of a mixture.
 
     Args:
+        defaults: what transformers takes where the next three are missing.
         experts: the key of their number.
-        top_k: of how many a token visits.
+        top_k: of how many of them are active for a token.
         loss: of the weight of the load-balancing loss.
-        defaults: what transformers takes where the three are missing.
         also: other names of `experts`.
     """
     return (
-        Field(experts, EXPERTS, defaults[0], write=lambda c: _or_one(c, EXPERTS), also=also),
-        Field(top_k, TOP_K, defaults[1], write=lambda c: _or_one(c, TOP_K)),
+        Field(
+            experts,
+            EXPERTS,
+            defaults[0],
+            write=lambda c: c.ffn_config.moe_num_experts or 1,
+            also=also,
+        ),
+        Field(top_k, TOP_K, defaults[1], write=lambda c: c.ffn_config.moe_top_k or 1),
         Field(loss, LOSS, defaults[2], write=_loss_weight),
     )
-
-
-def _or_one(config: ModelConfig, key: str) -> int:
-    return getattr(config.ffn_config, key.split(".")[1]) or 1
 
 
 def _loss_weight(config: ModelConfig) -> float:
@@ -158,33 +371,30 @@ def _loss_weight(config: ModelConfig) -> float:
     return (ffn.moe_loss_weight or 0.0) / (ffn.moe_top_k or 1)
 
 
-_GRANITE_EXPERTS = expert_fields(
-    "num_local_experts",
-    "num_experts_per_tok",
-    "router_aux_loss_coef",
-    defaults=(8, 2, 0.001),
-)
+_GRANITE_EXPERTS = expert_fields(8, 2, 0.001)
 
 ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the first is written
     "MptForCausalLM": Architecture(
         "mpt",
         (
-            only("attn_config.alibi", True),
-            only("attn_config.alibi_bias_max", 8),
+            Need("attn_config.alibi", True),
+            Need("attn_config.alibi_bias_max", 8),
             LAYERNORM,
             NO_BIAS,
             NO_QKV_BIAS,
             MLP,
-            only("ffn_config.ffn_act_fn", "gelu"),
-            FOUR_TIMES,
+            Need("ffn_config.ffn_act_fn", "gelu"),
+            Need(
+                HIDDEN, None, lambda c: c.ffn_config.ffn_hidden_size == 4 * c.d_model, "4 * d_model"
+            ),
             MHA,
             HEADS_FILL,
         ),
         (
             *MOSAIC_FIELDS,
             Field("layer_norm_epsilon", "norm_eps", 1e-5),
-            Field("attn_config.softmax_scale", "attn_config.softmax_scale", None),
-            shared_head(True),
+            Field("attn_config.softmax_scale", SCALE, None),
+            TIED,
         ),
         (
             Fixed("attn_config.attn_type", "multihead_attention", "multihead_attention"),
@@ -197,6 +407,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             Fixed("logit_scale", None, None),
             Fixed("learned_pos_emb", False, ANYTHING),  # true in MPT-7B's own, beside ALiBi
         ),
+        partial_rotary=None,
         # its attn_pdrop is all of its dropouts at once, and must be a whole number
         unread=("resid_pdrop", "emb_pdrop", "attn_config.attn_pdrop"),
         advice=", because transformers passes the key over; if LLM Foundry trained the model, write"
@@ -207,19 +418,20 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (LEARNED, LAYERNORM, MLP, MHA, HEADS_FILL),
         GPT2_FIELDS,
         (*GPT2_FIXED, Fixed("scale_attn_by_inverse_layer_idx", False, False)),
+        partial_rotary=None,
     ),
     "GPTBigCodeForCausalLM": Architecture(
         "gpt_bigcode",
         (LEARNED, LAYERNORM, MLP, MQA, HEADS_FILL),
         GPT2_FIELDS,
         (*GPT2_FIXED, Fixed("multi_query", True, True)),
+        partial_rotary=None,
     ),
     "LlamaForCausalLM": Architecture(
         "llama",
         (*_LLAMA, HEADS_DIVIDE),
         LLAMA_FIELDS,
         biases=_LLAMA_BIASES,
-        partial_rotary=1.0,
     ),
     "GraniteForCausalLM": Architecture(
         "granite",
@@ -227,14 +439,12 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         GRANITE_FIELDS,
         GRANITE_FIXED,
         biases=_LLAMA_BIASES,
-        partial_rotary=1.0,
     ),
     "ArceeForCausalLM": Architecture(
         "arcee",
         (ROPE, RMSNORM, MLP, HEADS_DIVIDE),
         LLAMA_FIELDS,
         biases=_LLAMA_BIASES,
-        partial_rotary=1.0,
     ),
     "Starcoder2ForCausalLM": Architecture(
         "starcoder2",
@@ -247,7 +457,6 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         ),
         biases={"use_bias": "any"},
         biased=True,
-        partial_rotary=1.0,
         windows=Windows(key="sliding_window", default=None, switch=False),
     ),
     "StableLmForCausalLM": Architecture(
@@ -266,22 +475,19 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         "mistral",
         (*_LLAMA, NO_BIAS, NO_QKV_BIAS),
         (*llama_fields(), head_dim()),
-        partial_rotary=1.0,
-        windows=_ONE_WINDOW,
+        windows=Windows(key="sliding_window", switch=False),
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2",
         (*_LLAMA, NO_BIAS),
         (*llama_fields(), head_dim()),
-        partial_rotary=1.0,
         windows=_QWEN_WINDOWS,
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3",
-        (*_LLAMA, only("attn_config.qk_gn", True), NO_BIAS),
+        (*_LLAMA, Need(QK_GN, True), NO_BIAS),
         (*llama_fields(), head_dim(128)),
         biases={"attention_bias": "any"},
-        partial_rotary=1.0,
         windows=_QWEN_WINDOWS,
     ),
     "SmolLM3ForCausalLM": Architecture(
@@ -289,9 +495,13 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (ROPE_OR_NOPE, RMSNORM, GLU),
         (*llama_fields(tied=True), head_dim()),
         biases=_LLAMA_BIASES,
-        partial_rotary=1.0,
         theta=2000000.0,
-        windows=Windows(default=None, types=_smollm_types),
+        windows=Windows(
+            default=None,
+            types=lambda written, layers: [
+                FULL if rotates else SLIDING for rotates in read_nope(written, layers, [])
+            ],
+        ),
         nope=True,
     ),
     "VaultGemmaForCausalLM": Architecture(
@@ -300,9 +510,19 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             *_LLAMA,
             NO_BIAS,
             HEADS_DIVIDE,
-            Need("d_model", lambda c: math.isqrt(c.d_model) ** 2 == c.d_model, "a square number"),
-            Need("logit_scale", _gemma_head, "inv_sqrt_d_model if tie_word_embeddings, else null"),
-            Need("attn_config.softmax_scale", _is_root_of_whole, "1 / sqrt(a whole number)"),
+            Need(
+                "d_model",
+                None,
+                lambda c: math.isqrt(c.d_model) ** 2 == c.d_model,
+                "a square number",
+            ),
+            Need(
+                "logit_scale",
+                None,
+                _gemma_head,
+                "inv_sqrt_d_model if tie_word_embeddings, else null",
+            ),
+            Need(SCALE, None, _is_root_of_whole, "1 / sqrt(a whole number)"),
         ),
         (
             *llama_fields(act="hidden_activation", tied=True),
@@ -327,8 +547,11 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         # before 5.23 transformers takes SDPA, which knows no softcap, unless told otherwise
         (Fixed("_attn_implementation", "eager", ANYTHING),),
         biases={"attention_bias": "any"},
-        partial_rotary=1.0,
-        windows=Windows(switch=False, types=_gemma_types, always=True),
+        windows=Windows(
+            switch=False,
+            types=lambda _, layers: [FULL if i % 2 else SLIDING for i in range(layers)],
+            always=True,
+        ),
     ),
     "Llama4ForCausalLM": Architecture(
         "llama4_text",
@@ -336,9 +559,15 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (*llama_fields(hidden="intermediate_size_mlp"), head_dim(128)),
         (Fixed("moe_layers", [], None), Fixed("use_qk_norm", False, True)),
         biases={"attention_bias": "any"},
-        partial_rotary=1.0,
         theta=500000.0,
-        windows=Windows(switch=False, types=_llama4_types, sizes=False),
+        windows=Windows(
+            switch=False,
+            types=lambda written, layers: [
+                "chunked_attention" if rotates else FULL
+                for rotates in read_nope(written, layers, [])
+            ],
+            sizes=False,
+        ),
         nope=True,
         tuned=True,
     ),
@@ -351,7 +580,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             MHA,
             HEADS_FILL,
             NO_QKV_BIAS,
-            only("attn_config.softmax_scale", 1.0),
+            Need(SCALE, 1.0),
         ),
         (
             Field("vocab_size", "vocab_size"),
@@ -359,14 +588,15 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             Field("num_heads", "n_heads"),
             Field("num_layers", "n_layers"),
             Field("max_position_embeddings", "max_seq_len"),
-            Field("intermediate_size", "ffn_config.ffn_hidden_size", None),
+            Field("intermediate_size", HIDDEN, None),
             Field("activation_function", "ffn_config.ffn_act_fn", "gelu_new", ACTIVATIONS),
             Field("layer_norm_epsilon", "norm_eps", 1e-5),
             Field("resid_dropout", "resid_pdrop", 0.0),
             Field("embed_dropout", "emb_pdrop", 0.0),
             Field("attention_dropout", "attn_config.attn_pdrop", 0.0),
-            shared_head(True),
+            TIED,
         ),
+        partial_rotary=None,
         windows=Windows(key="attention_types", default=256, switch=False),
     ),
     "DbrxForCausalLM": Architecture(
@@ -374,46 +604,35 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (
             ROPE,
             LAYERNORM,
-            only("norm_eps", 1e-5),
+            Need("norm_eps", 1e-5),
             *GATED_EXPERTS,
             NO_BIAS,
             NO_QKV_BIAS,
             HEADS_FILL,
-            HAS_CLIP,
+            # transformers' DBRX fails without one
+            Need(CLIP, None, lambda c: c.attn_config.clip_qkv is not None, "a number"),
         ),
         (
             *MOSAIC_FIELDS,
             Field("attn_config.kv_n_heads", "attn_config.kv_n_heads", 1),
             Field("attn_config.attn_pdrop", "attn_config.attn_pdrop", 0.0),
             Field("resid_pdrop", "resid_pdrop", 0.0),
-            Field("ffn_config.ffn_hidden_size", "ffn_config.ffn_hidden_size"),
+            Field(HIDDEN, HIDDEN),
             # 5.17 fails at keys of ffn_config that it does not know: these are all of them
             Field("ffn_config.ffn_act_fn.name", "ffn_config.ffn_act_fn", "silu", ACTIVATIONS),
-            *expert_fields(
-                "ffn_config.moe_num_experts",
-                "ffn_config.moe_top_k",
-                "ffn_config.moe_loss_weight",
-                defaults=(4, 1, 0.01),
-            ),
+            *expert_fields(4, 1, 0.01, experts=EXPERTS, top_k=TOP_K, loss=LOSS),
             DBRX_NORM,
-            Field("ffn_config.moe_jitter_eps", JITTER, None, read=lambda eps: eps or None),
+            Field(JITTER, JITTER, None, read=lambda eps: eps or None),
         ),
         (Fixed("tie_word_embeddings", False, False),),
-        partial_rotary=1.0,
         unread=("emb_pdrop",),  # transformers has the key, and does nothing with it
-        mixture=True,
     ),
     "OlmoeForCausalLM": Architecture(
         "olmoe",
-        (ROPE, RMSNORM, *GATED_EXPERTS, only("attn_config.qk_ln", True), NO_BIAS, HEADS_FILL),
+        (ROPE, RMSNORM, *GATED_EXPERTS, Need(QK_LN, True), NO_BIAS, HEADS_FILL),
         (
             *llama_fields(kv_heads=None),
-            *expert_fields(
-                "num_experts",
-                "num_experts_per_tok",
-                "router_aux_loss_coef",
-                defaults=(64, 8, 0.01),
-            ),
+            *expert_fields(64, 8, 0.01, experts="num_experts"),
             NORM_TOPK,
         ),
         (
@@ -421,8 +640,6 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             Fixed("sliding_window", None, None),
         ),
         biases={"attention_bias": "any"},
-        partial_rotary=1.0,
-        mixture=True,
     ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
@@ -430,12 +647,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (
             *llama_fields(),
             head_dim(),
-            *expert_fields(
-                "num_local_experts",
-                "num_experts_per_tok",
-                "router_aux_loss_coef",
-                defaults=(8, 2, 0.001),
-            ),
+            *expert_fields(8, 2, 0.001),
             Field(
                 "router_jitter_noise",
                 JITTER,
@@ -444,31 +656,21 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
                 read=lambda eps: eps or None,
             ),
         ),
-        partial_rotary=1.0,
         theta=1000000.0,
         windows=Windows(key="sliding_window", default=None, switch=False),
-        mixture=True,
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
-        (ROPE, RMSNORM, *GATED_EXPERTS, only("attn_config.qk_gn", True), NO_BIAS),
+        (ROPE, RMSNORM, *GATED_EXPERTS, Need(QK_GN, True), NO_BIAS),
         (
             *llama_fields(hidden="moe_intermediate_size"),
             head_dim(),
-            *expert_fields(
-                "num_local_experts",
-                "num_experts_per_tok",
-                "router_aux_loss_coef",
-                defaults=(128, 8, 0.001),
-                also=("num_experts",),
-            ),
+            *expert_fields(128, 8, 0.001, also=("num_experts",)),
             NORM_TOPK,
         ),
         (Fixed("decoder_sparse_step", 1, 1), Fixed("mlp_only_layers", [], [])),
         biases={"attention_bias": "any"},
-        partial_rotary=1.0,
         windows=Windows(key="sliding_window"),
-        mixture=True,
     ),
     "GraniteMoeForCausalLM": Architecture(
         "granitemoe",
@@ -476,8 +678,6 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (*GRANITE_FIELDS, *_GRANITE_EXPERTS),
         GRANITE_FIXED,
         biases={"attention_bias": "any"},
-        partial_rotary=1.0,
-        mixture=True,
     ),
     "GraniteMoeSharedForCausalLM": Architecture(
         "granitemoeshared",
@@ -495,78 +695,5 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         ),
         GRANITE_FIXED,
         biases={"attention_bias": "any"},
-        partial_rotary=1.0,
-        mixture=True,
     ),
-}
-
-
-def remarks(config: ModelConfig, name: str, architecture: Architecture) -> list[str]:
-    """What the model card says of the mixture in transformers' class `name`."""
-    if not _is_mixture(config):
-        return []
-    loss = next(field.theirs for field in architecture.fields if field.ours == LOSS)
-    lines = [
-        f"{name} computes its router in the precision of the weights, where training was in fp32:"
-        " in bf16 a few per cent of the tokens go to other experts, so compare logits in fp32.",
-        f"`{loss}` is moe_loss_weight / moe_top_k: with equal loads transformers'"
-        " load-balancing loss is moe_top_k, in training it was 1. transformers adds it only with"
-        " `output_router_logits=True`, and counts loads over a batch and all layers.",
-    ]
-    if config.ffn_config.moe_jitter_eps is not None and architecture.keeps(JITTER):
-        lines.append(
-            "In transformers' training the jitter reaches the experts as well; here it was the"
-            " router's alone."
-        )
-    return lines
-
-
-REUSE = "block_overrides.overrides.reuse_kv_layer_idx"
-
-
-def markdown() -> str:
-    """A row for each optional setting: the architectures that can have it on."""
-    lines = ["| setting | kept by |", "|---|---|"]
-    for key in (*_STRUCTURAL, *OFF, *TRAINING):
-        names = [name for name in ARCHITECTURES if keeps(name, key)]
-        lines.append(f"| `{key}` | {', '.join(names) or 'none'} |")
-    return "\n".join(lines)
-
-
-def keeps(name: str, key: str) -> bool:
-    """Whether models of the architecture can have the setting on."""
-    architecture = ARCHITECTURES[name]
-    if key in _STRUCTURAL:
-        return _STRUCTURAL[key](name, architecture)
-    demanded = [need.value for need in architecture.needs if need.key == key]
-    on = any(value not in (None, OFF.get(key)) for value in demanded)
-    return on or architecture.keeps(key)
-
-
-def _demands(key: str) -> Callable[[str, Architecture], bool]:
-    return lambda _, a: any(need.key == key and need.value for need in a.needs)
-
-
-def _qkv_bias(name: str, _: Architecture) -> bool:
-    (bias,) = (rule.bias for rule in MAPS[name].rules if rule.ours.endswith("Wqkv"))
-    return bias != "never"
-
-
-_STRUCTURAL: dict[str, Callable[[str, Architecture], bool]] = {  # what is no single field
-    "learned_pos_emb": _demands("learned_pos_emb"),
-    "attn_config.alibi": _demands("attn_config.alibi"),
-    "attn_config.rope": lambda _, a: a.partial_rotary is not None,
-    "attn_config.rope_hf_config.type": lambda _, a: a.partial_rotary is not None,
-    "attn_config.nope": lambda _, a: a.nope,
-    "attn_config.sliding_window_size": lambda _, a: a.windows is not None,
-    "block_overrides.overrides.sliding_window_size": lambda _, a: (
-        a.windows is not None and a.windows.key != "sliding_window"
-    ),
-    "block_overrides.overrides.nope": lambda _, a: a.nope and a.partial_rotary is not None,
-    "attn_config.attn_temperature_tuning.attn_scale": lambda _, a: a.tuned,
-    "block_overrides.overrides.attn_temperature_tuning.attn_scale": lambda _, a: a.tuned,
-    REUSE: lambda _, __: False,
-    "attention_bias": _qkv_bias,
-    "ffn_config.moe_num_experts": lambda _, a: a.mixture,
-    "ffn_config.moe_normalize_expert_weights": lambda _, a: a.mixture,
 }

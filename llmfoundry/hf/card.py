@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmfoundry.files import atomic_write
-from llmfoundry.hf.config_json import OWN
-from llmfoundry.models.counts import active_parameter_count, parameter_count
-from llmfoundry.models.decoder import Decoder
+from llmfoundry.hf.architectures import OWN
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 _LOAD = """\
 import torch
@@ -53,10 +52,11 @@ class CardScore:
 
 @dataclass(frozen=True)
 class CardInfo:
-    """What the card says beyond what the model itself shows.
+    """What the card reports beyond the model's settings.
 
     Attributes:
         name: the model's name, its title.
+        parameters, active: of the model, and of them those that compute a token.
         data: what text it was trained on, a line.
         settings: of the training that tell it from others, by recipe key.
         trained: how long, a line such as `20000 batches, 2.6e9 tokens`.
@@ -68,6 +68,8 @@ class CardInfo:
 
     name: str
     data: str
+    parameters: int
+    active: int
     settings: Mapping[str, str] = field(default_factory=dict)
     trained: str = ""
     scores: Sequence[CardScore] = ()
@@ -79,8 +81,7 @@ class CardInfo:
 def write_card(
     path: Path,
     card: CardInfo,
-    model: Decoder,
-    *,
+    config: ModelConfig,
     architecture: str,
     dtype: str,
     unkept: Sequence[str] = (),
@@ -90,29 +91,26 @@ def write_card(
 
     Args:
         path: README.md.
-        card: what the model itself does not show.
-        model: with its weights.
+        card: what the model's settings do not show.
+        config: the model's, filled.
         architecture: transformers' class.
         dtype: of the written weights.
         unkept: lines about settings that config.json leaves out.
         remarks: lines about what is different in transformers.
     """
-    lines = [*_lines(card, model, architecture, dtype), *_list("In transformers", remarks)]
+    lines = [*_lines(card, config, architecture, dtype), *_list("In transformers", remarks)]
     lines += [*_training(card), *_list("Settings that config.json does not keep", unkept)]
     atomic_write(path, "\n".join(lines) + "\n")
 
 
-def _lines(card: CardInfo, model: Decoder, architecture: str, dtype: str) -> Iterator[str]:
+def _lines(card: CardInfo, config: ModelConfig, architecture: str, dtype: str) -> Iterator[str]:
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
     yield "license: unknown # yours to choose, as the texts it was trained on allow"
     yield from ("tags:", "- llmfoundry", "---", "", f"# {_cell(card.name)}", "")
-    config = model.config
-    parameters = parameter_count(config)
-    active = active_parameter_count(config)
-    share = "" if active == parameters else f", of which a token visits {active:,}"
-    wide = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
+    share = "" if card.active == card.parameters else f", of which a token visits {card.active:,}"
+    shape = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
     rows = {
-        "Parameters": f"{parameters:,}{share} ({wide})",
+        "Parameters": f"{card.parameters:,}{share} ({shape})",
         "Architecture": "our own, `llmfoundry.hf`" if architecture == OWN else architecture,
         "Weights": dtype,
         "Vocabulary": f"{config.vocab_size:,} rows",

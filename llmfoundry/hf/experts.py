@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
+from llmfoundry.hf.architectures import is_mixture
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 Named = Iterator[tuple[str, Tensor]]
@@ -61,11 +62,6 @@ class ExpertNames:
         if "{e}" in self.gate:
             return "each"
         return "joint" if self.gate == self.up else "stacked"
-
-
-def is_mixture(config: ModelConfig) -> bool:
-    """Whether the decoder's feed-forward layers are mixtures; else they are dense gated layers."""
-    return config.ffn_config.ffn_type == "dmoe"
 
 
 def present(choices: tuple[ExpertNames, ...], names: Collection[str]) -> ExpertNames:

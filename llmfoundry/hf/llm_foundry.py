@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmfoundry.hf import experts
-from llmfoundry.hf.weight_map import Rule, WeightMap
+from llmfoundry.hf.tensor_names import Rule, WeightMap
 from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import Problem, build

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.hf.architectures import ARCHITECTURES
-from llmfoundry.hf.config_json import OWN, check_layers, read_settings, said_biases, unread
+from llmfoundry.hf.architectures import ARCHITECTURES, OWN
 from llmfoundry.hf.llm_foundry import FOUNDRY, foundry_map
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import WeightMap, bias_names, check_shape, to_ours
+from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
+from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.model import ModelConfig
 

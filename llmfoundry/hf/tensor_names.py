@@ -1,12 +1,70 @@
-"""Names of the decoder's weights in transformers' architectures: a `WeightMap` for each.
+"""Names and shapes of the decoder's weights in others' files, both ways: a `WeightMap` for each.
 
-A new architecture is one entry of `MAPS` here and one of `hf/architectures.py`.
+`write.py` calls `to_theirs`, `read.py` `to_ours`; how a folder is written and read is theirs. A new
+architecture is one entry of `MAPS` here and one of `hf/architectures.py`; LLM Foundry's map is in
+`llm_foundry.py`. One map serves both directions: a `Rule` ties one of our layers to theirs, and
+biases follow its weight. Rows are split, joined, repeated and put in order, so what is exported
+comes back bit for bit. Only for Gemma is anything computed: its norms count from one, its embedding
+is multiplied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor
+
+from llmfoundry.errors import UserError
 from llmfoundry.hf import experts
-from llmfoundry.hf.weight_map import Rule, WeightMap
+from llmfoundry.hf.experts import ExpertNames, experts_to_ours, experts_to_theirs, present
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.architecture.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of our layers and its counterpart.
+
+    Attributes:
+        ours: our layer, without `.weight`; `{i}` is the block's number.
+        theirs: the weight's full names; several share its rows as queries, keys and values do.
+        bias: when theirs has one, as `has_bias` says; zeros if ours has none.
+        transposed: theirs is (in, out).
+        interleaved: their queries and keys hold a rotary pair side by side, ours half a head apart.
+        heads: `q` or `k`: theirs has the same weight once for each such head, `{h}` its number.
+        less: theirs is so much less than ours.
+        multiplied: theirs is multiplied by sqrt(d_model) before its use, ours is not.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    bias: str = "never"
+    transposed: bool = False
+    interleaved: bool = False
+    heads: str = ""
+    less: float = 0.0
+    multiplied: bool = False
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """How one architecture names the decoder's weights.
+
+    Attributes:
+        rules: its layers.
+        experts: the feed-forward layers that are mixtures of experts; written is the first of
+            several ways, read the one that the file follows.
+        ignored: patterns of what files may hold beside weights: buffers that can be computed.
+        own_head: the head is never the embedding; a tied one is written as a copy.
+    """
+
+    rules: tuple[Rule, ...]
+    experts: tuple[ExpertNames, ...] = ()
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    own_head: bool = False
 
 
 def _llama_like(
@@ -150,3 +208,261 @@ MAPS: dict[str, WeightMap] = {
         _gpt_neo(), ignored=("*.attention.bias", "*.attention.masked_bias")
     ),
 }
+
+
+def has_bias(kind: str, config: ModelConfig) -> bool:
+    """Whether their layer has a bias.
+
+    Args:
+        kind: `never`; `always`; `qkv`: where our queries, keys and values have one; `other`: where
+            our other layers have; `any`: where either has.
+        config: filled.
+    """
+    assert config.attention_bias is not None, "the recipe was not filled"
+    qkv, other = config.attention_bias, not config.no_bias
+    return {"never": False, "always": True, "qkv": qkv, "other": other, "any": qkv or other}[kind]
+
+
+def padding(weights: WeightMap, config: ModelConfig) -> int:
+    """Linear layers of a block that have a bias in theirs alone: it is written as zeros."""
+    return sum(
+        has_bias(rule.bias, config)
+        and not has_bias("qkv" if rule.ours.endswith("Wqkv") else "other", config)
+        for rule in weights.rules
+        if "norm" not in rule.ours
+    )
+
+
+def to_theirs(
+    weights: WeightMap, config: ModelConfig, ours: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Their names and tensors, in order.
+
+    Raises:
+        UserError: one of ours has no place among theirs, by its name.
+    """
+    ours = _Watched(ours, ours.__getitem__)
+    like = ours["wte.weight"]
+    for rule, layer, theirs in layers(weights, config):
+        if layer == "lm_head" and config.tie_word_embeddings:
+            if weights.own_head:
+                yield theirs[0], like
+            continue
+        if f"{layer}.weight" not in ours:
+            assert layer.endswith("_ln"), f"{layer}.weight is missing"
+            continue
+        weight = _computed(rule, config, ours[f"{layer}.weight"])
+        parts = _rows(rule, weight, len(theirs), config)
+        for name, part in zip(theirs, parts, strict=True):
+            yield name, part.T if rule.transposed else part
+        if has_bias(rule.bias, config):
+            bias = ours.get(f"{layer}.bias")
+            bias = like.new_zeros(len(weight)) if bias is None else bias
+            for name, part in zip(theirs, _rows(rule, bias, len(theirs), config), strict=True):
+                yield _bias_name(name), part
+    if weights.experts:
+        yield from experts_to_theirs(weights.experts[0], config, ours)
+    for name in ours.unread():
+        raise UserError(f"{name}: has no place there; write architecture=llmfoundry")
+
+
+class _Watched(Mapping[str, Tensor]):
+    """Tensors by name, read one by one, that know which of them nobody has asked for."""
+
+    def __init__(self, names: Collection[str], get: Callable[[str], Tensor]) -> None:
+        self._unread, self._names, self._get = set(names), names, get
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        self._unread.discard(name)
+        return self._get(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def unread(self) -> list[str]:
+        return sorted(self._unread)
+
+
+def _computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
+    """Theirs of our weight, or, `back`, ours of theirs; in fp32 where anything is computed."""
+    if rule.less:
+        return weight.float() + (rule.less if back else -rule.less)
+    if rule.multiplied:
+        root = config.d_model**0.5
+        return weight.float() * root if back else weight.float() / root
+    return weight
+
+
+def to_ours(
+    weights: WeightMap,
+    config: ModelConfig,
+    names: Collection[str],
+    get: Callable[[str], Tensor],
+    *,
+    biased: Mapping[str, bool],
+) -> Iterator[tuple[str, Tensor]]:
+    """The decoder's state from their tensors, read one by one, each once it is asked for.
+
+    What is wrong may be found late: `hf/read.py` goes through shapes alone beforehand.
+
+    Args:
+        weights: their architecture's map.
+        config: filled; says which layers the decoder has.
+        names: their tensors' names.
+        get: reads one.
+        biased: whether rules of each kind of `bias` have one, as config.json says.
+
+    Raises:
+        UserError: a tensor is missing, has another shape, or has no counterpart.
+    """
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
+    file = _Watched(names, get)
+
+    def read(name: str) -> Tensor:
+        if name not in file:
+            raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
+        return file[name]
+
+    filled = set()
+    for name, tensor in _ours_of_theirs(weights, config, file, read, shapes.keys(), biased):
+        check_shape(name, tensor, shapes[name])
+        filled.add(name)
+        yield name, tensor
+    _refuse_unread(weights, file)
+    assert filled == shapes.keys(), filled ^ shapes.keys()
+
+
+def _ours_of_theirs(
+    weights: WeightMap,
+    config: ModelConfig,
+    file: _Watched,
+    read: Callable[[str], Tensor],
+    ours: Collection[str],
+    biased: Mapping[str, bool],
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of our tensors that the map knows."""
+    if weights.experts:
+        experts = present(weights.experts, file)
+        yield from experts_to_ours(experts, config, read)
+    for rule, layer, theirs in layers(weights, config):
+        if f"{layer}.weight" not in ours:
+            continue
+        _check_biases(theirs, file, biased=biased[rule.bias])
+        parts = [read(name).T if rule.transposed else read(name) for name in theirs]
+        if rule.heads:
+            parts = [_same(theirs, parts)]
+        yield f"{layer}.weight", _computed(rule, config, _joined(rule, parts, config), back=True)
+        if f"{layer}.bias" in ours:
+            biases = _read_biases(theirs[: len(parts)], parts, file)
+            yield f"{layer}.bias", _joined(rule, biases, config)
+
+
+def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    """Raise a UserError where a tensor of ours is not as the settings make it."""
+    if tensor.shape != shape:
+        raise UserError(
+            f"config.json: makes {name} {tuple(shape)}, but the file's tensor is"
+            f" {tuple(tensor.shape)}; the two belong to different models"
+        )
+
+
+def _check_biases(theirs: tuple[str, ...], file: Mapping[str, Tensor], *, biased: bool) -> None:
+    """A file has the biases that its config.json says, and no others but zeros."""
+    for name in map(_bias_name, theirs):
+        if biased and name not in file:
+            raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
+        if not biased and name in file and file[name].any():
+            raise UserError(f"{name}: is not zero, but config.json says that there is no such bias")
+
+
+def _same(names: tuple[str, ...], weights: list[Tensor]) -> Tensor:
+    """The weight that all heads share."""
+    for name, weight in zip(names, weights, strict=True):
+        if not torch.equal(weight, weights[0]):
+            raise UserError(f"{name}: differs from {names[0]}; the decoder's heads share one norm")
+    return weights[0]
+
+
+def bias_names(
+    weights: WeightMap, config: ModelConfig, names: Collection[str], *, qkv: bool
+) -> list[str]:
+    """Biases among `names`: those of queries, keys and values, or all the others."""
+    known = {
+        _bias_name(name)
+        for rule, _, theirs in layers(weights, config)
+        for name in theirs
+        if rule.ours.endswith(("Wqkv", "Wq")) == qkv
+    }
+    return sorted(known & set(names))
+
+
+def layers(weights: WeightMap, config: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+    """Each rule with our layer and their weights, block by block."""
+    heads = {"q": config.n_heads, "k": config.attn_config.kv_n_heads or 1, "": 1}
+    for rule in weights.rules:
+        for block in range(config.n_layers) if "{i}" in rule.ours else (0,):
+            numbers = range(heads[rule.heads])
+            theirs = (name.format(i=block, h=h) for name in rule.theirs for h in numbers)
+            yield rule, rule.ours.format(i=block), tuple(theirs)
+
+
+def _rows(rule: Rule, tensor: Tensor, parts: int, config: ModelConfig) -> tuple[Tensor, ...]:
+    if parts == 1 or rule.heads:
+        return (tensor,) * parts
+    assert config.head_dim is not None and config.attn_config.kv_n_heads is not None
+    kv_width = config.attn_config.kv_n_heads * config.head_dim
+    q, k, v = tensor.split((config.n_heads * config.head_dim, kv_width, kv_width))
+    if rule.interleaved:
+        q, k = (swap_pairs(part, 2, config.head_dim // 2) for part in (q, k))
+    return q, k, v
+
+
+def swap_pairs(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows (heads * outer * inner, …) with outer and inner exchanged within each head."""
+    return rows.unflatten(0, (-1, outer, inner)).transpose(1, 2).flatten(0, 2)
+
+
+def _bias_name(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+def _read_biases(
+    theirs: tuple[str, ...], weights: list[Tensor], file: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """Their biases, zeros where they have none."""
+    pairs = zip(map(_bias_name, theirs), weights, strict=True)
+    return [file[bias] if bias in file else w.new_zeros(len(w)) for bias, w in pairs]
+
+
+def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
+    """What `_rows` takes apart."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    if rule.interleaved:
+        assert config.head_dim is not None
+        pairs = [swap_pairs(part, config.head_dim // 2, 2) for part in parts[:2]]
+        parts = [*pairs, *parts[2:]]
+    return torch.cat(parts)
+
+
+def _refuse_unread(weights: WeightMap, file: _Watched) -> None:
+    """What a file holds beside what was read must be a known buffer, or a bias of zeros."""
+    unread = [n for n in file.unread() if not any(fnmatch(n, p) for p in weights.ignored)]
+    read = set(file) - set(unread)
+    unknown = [
+        name
+        for name in unread
+        if name.removesuffix("bias") + "weight" not in read or file[name].any()
+    ]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise UserError(f"{unknown[0]}{more}: the decoder has no such weights")

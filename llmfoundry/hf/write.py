@@ -7,12 +7,12 @@ with the keys that matter, so that every transformers from 5.0 reads the same mo
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,15 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_path, open_to_all, write_json
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
-from llmfoundry.hf.architectures import ARCHITECTURES, remarks
+from llmfoundry.hf.architectures import OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
-from llmfoundry.hf.config_json import OWN, choose_architecture, unkept, write_settings
 from llmfoundry.hf.read import FLOATS as DTYPES
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import to_theirs
+from llmfoundry.hf.tensor_names import MAPS, to_theirs
+from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.architecture.model import ModelConfig
 
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
 TOKENIZER_FILES = (
@@ -44,31 +44,80 @@ TOKENIZER_FILES = (
 )
 
 
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer that goes into a folder.
+
+    Attributes:
+        folder: tokenizer.json and what belongs to it.
+        ids: of its special tokens, as config.json names them. The beginning of text is what every
+            training document begins with: where the tokenizer puts nothing before a text, that is
+            the end of text, whatever it names.
+        stops: what a generation stops at: the end of text, and of a turn where a special token
+            ends it.
+        document_start: ids that documents begin with.
+    """
+
+    folder: Path
+    ids: Mapping[str, int | None]
+    stops: int | list[int]
+    document_start: tuple[int, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> TokenizerFiles:
+        """Of a folder that no one has read yet."""
+        return cls.of(Tokenizer.load(folder), folder)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, folder: Path) -> TokenizerFiles:
+        """Of the tokenizer that was loaded from `folder`."""
+        start = tokenizer.document_start
+        ids = {
+            "bos_token_id": start[-1],
+            "eos_token_id": tokenizer.eos_id,
+            "pad_token_id": tokenizer.pad_id,
+        }
+        return cls(folder, ids, _stops(tokenizer), start)
+
+    def copy(self, output: Path) -> None:
+        """Put the files into a folder."""
+        for name in TOKENIZER_FILES:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, output / name)
+
+
+def _stops(tokenizer: Tokenizer) -> int | list[int]:
+    try:
+        end = tokenizer.chat.end_of_turn
+    except UserError:  # it has no template, or one that nothing ends a turn in
+        end = tokenizer.eos
+    is_other = end != tokenizer.eos and end in tokenizer.special_tokens
+    return [tokenizer.eos_id, *tokenizer.encode_chat(end)] if is_other else tokenizer.eos_id
+
+
 def to_hf(
     model: Decoder,
-    tokenizer_folder: Path,
+    tokenizer: TokenizerFiles,
     output: Path,
     *,
     dtype: str,
     card: CardInfo,
     architecture: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    start: Sequence[int] | None = None,
+    is_trained: bool = False,
     note: Callable[[str], None] = print,
 ) -> str:
     """Write a folder that transformers loads.
 
     Args:
-        model: with its weights, whole on this process.
-        tokenizer_folder: tokenizer.json and what belongs to it.
+        model: with its weights, in full on this process.
+        tokenizer: its own.
         output: must not exist, or be empty.
         dtype: of the written weights: fp32, bf16 or fp16.
-        card: what the model card says.
-        architecture: transformers' class; None: the first that expresses the model exactly;
+        card: the content of the model card.
+        architecture: transformers' class; None: the first to express the model exactly;
             `llmfoundry`: our own class.
-        shard_bytes: size of a weight file, at most.
-        start: ids that documents began with in its training, for evaluations to begin texts with.
-        note: gets a line for each setting that is left out because only training feels it; the
+        is_trained: evaluations are to begin texts as documents began in its training.
+        note: gets a line for each setting that is left out because it affects training alone; the
             model card has them too.
 
     Returns:
@@ -79,46 +128,36 @@ def to_hf(
             fit the dtype.
     """
     name = choose_architecture(model.config, architecture)
+    lines = unkept(model.config, name)
     with whole_or_nothing(output) as folder:
-        ids = copy_tokenizer(tokenizer_folder, folder)
-        settings = write_settings(model.config, name)
-        if name == OWN:
-            settings = {"architectures": ["LlmfoundryForCausalLM"], **settings}
-        kind = str(DTYPES[dtype]).removeprefix("torch.")
-        settings |= {"dtype": kind, "torch_dtype": kind, **ids}  # the latter: before version 5
-        settings |= {} if start is None else {DOCUMENT_START: list(start)}
-        write_json(folder / "config.json", settings, indent=2)
-        pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
-        stops = {"eos_token_id": stop_ids(tokenizer_folder), "pad_token_id": pad}
-        write_json(folder / "generation_config.json", ids | stops, indent=2)
-        _write_weights(folder, partial(_tensors, model, name), DTYPES[dtype], shard_bytes)
-        lines = unkept(model.config, name)
-        more = [] if name == OWN else remarks(model.config, name, ARCHITECTURES[name])
-        write_card(
-            folder / "README.md",
-            card,
-            model,
-            architecture=name,
-            dtype=dtype,
-            unkept=lines,
-            remarks=more,
-        )
+        _write_configs(folder, model.config, name, dtype, tokenizer, is_trained)
+        _write_weights(folder, model, name, DTYPES[dtype])
+        tokenizer.copy(folder)
+        notes = remarks(model.config, name)
+        write_card(folder / "README.md", card, model.config, name, dtype, lines, notes)
     for line in lines:
         note(line)
     return name
 
 
-def _tensors(
-    model: Decoder, architecture: str, *, shapes: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as they are written, each made when its turn comes; or their shapes."""
-    state: Mapping[str, Tensor] = MergedState(model)
-    if shapes:
-        with torch.device("meta"):
-            state = Decoder(model.config).state_dict()
-    if architecture == OWN:
-        return ((f"model.{name}", tensor) for name, tensor in state.items())
-    return to_theirs(MAPS[architecture], model.config, state)
+def _write_configs(
+    folder: Path,
+    config: ModelConfig,
+    name: str,
+    dtype: str,
+    tokenizer: TokenizerFiles,
+    is_trained: bool,
+) -> None:
+    """config.json and generation_config.json."""
+    ids = tokenizer.ids
+    settings = write_settings(config, name)
+    kind = str(DTYPES[dtype]).removeprefix("torch.")
+    settings |= {"dtype": kind, "torch_dtype": kind, **ids}  # the latter: before version 5
+    settings |= {DOCUMENT_START: list(tokenizer.document_start)} if is_trained else {}
+    write_json(folder / "config.json", settings, indent=2)
+    pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
+    stops = {"eos_token_id": tokenizer.stops, "pad_token_id": pad}
+    write_json(folder / "generation_config.json", {**ids, **stops}, indent=2)
 
 
 @contextmanager
@@ -137,65 +176,43 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         open_to_all(folder)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> dict[str, int | None]:
-    """Copy the tokenizer's files; ids of its special tokens as config.json names them.
-
-    The beginning of text is what every training document begins with: where the tokenizer puts
-    nothing before a text, that is the end of text, whatever it names.
-    """
-    tokenizer = Tokenizer.load(source)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    return {
-        "bos_token_id": tokenizer.document_start[-1],
-        "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": tokenizer.pad_id,
-    }
-
-
-def stop_ids(tokenizer_folder: Path) -> int | list[int]:
-    """What a generation stops at: the end of text, and of a turn where a special token ends it."""
-    tokenizer = Tokenizer.load(tokenizer_folder)
-    try:
-        end = tokenizer.chat.end_of_turn
-    except UserError:  # it has no template, or one that nothing ends a turn in
-        end = tokenizer.eos
-    is_other = end != tokenizer.eos and end in tokenizer.special_tokens
-    return [tokenizer.eos_id, *tokenizer.encode_chat(end)] if is_other else tokenizer.eos_id
-
-
-class _Tensors(Protocol):
-    def __call__(self, *, shapes: bool = False) -> Iterator[tuple[str, Tensor]]: ...
-
-
-def _write_weights(folder: Path, tensors: _Tensors, dtype: torch.dtype, shard_bytes: int) -> None:
+def _write_weights(folder: Path, model: Decoder, name: str, dtype: torch.dtype) -> None:
     """One safetensors file, or several with an index; one file's tensors are held at a time."""
     from safetensors.torch import save_file
 
+    state = MergedState(model)
     shards: list[int] = [0]  # tensors of each file
-    room, total = shard_bytes, 0
-    for _, tensor in tensors(shapes=True):
+    left, total = SHARD_BYTES, 0
+    for _, tensor in _named_tensors(name, model.config, state.shapes()):
         size = tensor.numel() * dtype.itemsize
-        if shards[-1] and size > room:
+        if shards[-1] and size > left:
             shards.append(0)
-            room = shard_bytes
+            left = SHARD_BYTES
         shards[-1] += 1
-        room -= size
+        left -= size
         total += size
     index: dict[str, str] = {}
-    stream = tensors()
+    stream = _named_tensors(name, model.config, state)
     for number, count in enumerate(shards, start=1):
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard = islice(stream, count)
-        converted = {name: _convert(name, tensor, dtype) for name, tensor in shard}
+        converted = {key: _convert(key, tensor, dtype) for key, tensor in shard}
         save_file(converted, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(converted, file)
     if len(shards) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": index}
         write_json(folder / "model.safetensors.index.json", content, indent=2)
+
+
+def _named_tensors(
+    architecture: str, config: ModelConfig, state: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as they are written, each made when its turn comes."""
+    if architecture == OWN:
+        return ((f"model.{name}", tensor) for name, tensor in state.items())
+    return to_theirs(MAPS[architecture], config, state)
 
 
 def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -212,23 +229,16 @@ def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def save_class(
-    model: HFCausalLM,
-    tokenizer_folder: Path,
-    output: Path,
-    *,
-    dtype: str,
-    card: CardInfo,
-    shard_bytes: int = SHARD_BYTES,
+    model: HFCausalLM, tokenizer: TokenizerFiles, output: Path, *, dtype: str, card: CardInfo
 ) -> str:
     """Write a folder that transformers loads; experts as the class's published files have them.
 
     Args:
-        model: with its weights, whole on this process; it is cast in place.
-        tokenizer_folder: tokenizer.json and what belongs to it.
+        model: with its weights, in full on this process; it is cast in place.
+        tokenizer: its own.
         output: must not exist, or be empty.
         dtype: of the written weights: fp32, bf16 or fp16.
-        card: what the model card says.
-        shard_bytes: size of a weight file, at most.
+        card: the content of the model card.
 
     Returns:
         The class's name.
@@ -241,10 +251,10 @@ def save_class(
     hf.config.use_cache = True  # which training had turned off
     name = type(hf).__name__
     with whole_or_nothing(output) as folder:
-        _stop_at(getattr(hf, "generation_config", None), stop_ids(tokenizer_folder))
-        hf.save_pretrained(folder, max_shard_size=shard_bytes)
-        copy_tokenizer(tokenizer_folder, folder)
-        write_card(folder / "README.md", card, cast(Decoder, model), architecture=name, dtype=dtype)
+        _stop_at(getattr(hf, "generation_config", None), tokenizer.stops)
+        hf.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+        tokenizer.copy(folder)
+        write_card(folder / "README.md", card, model.config, name, dtype)
     return name
 
 

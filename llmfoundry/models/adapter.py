@@ -268,30 +268,42 @@ class MergedState(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: Decoder) -> None:
-        with torch.device("meta"):
-            self._names = list(Decoder(model.config).state_dict())
         self._model = model
-        self._state = model.state_dict()
+        self._state = {n: t for n, t in model.state_dict().items() if not is_added(n)}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._state)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._state)
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Its tensors on the meta device, none of them made."""
+        return {name: torch.empty(self._shape(name), device="meta") for name in self}
+
+    def _shape(self, name: str) -> Sequence[int]:
+        layer, _, kind = name.rpartition(".")
+        module = self._model.get_submodule(layer)
+        if isinstance(module, ExpertWeights) and kind in ExpertWeights.MATRICES:
+            return module.n * module.f, module.d
+        if isinstance(module, Linear) and kind == "weight":
+            return module.out_features, module.in_features
+        return self._state[name].shape
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
+        held = self._state[name]
         layer, _, kind = name.rpartition(".")
         module = self._model.get_submodule(layer)
-        if isinstance(module, ExpertWeights) and kind in ("w1", "v1", "w2"):
+        if isinstance(module, ExpertWeights) and kind in ExpertWeights.MATRICES:
             return _merged_stack(module, kind)
-        if isinstance(module, Linear) and kind == "weight":
-            return module.dense() if module.lora is None else merged_weight(module, module.lora)
+        if isinstance(module, Linear) and kind == "weight" and module.lora is not None:
+            return merged_weight(module, module.lora)
+        if isinstance(module, Linear) and kind == "weight" and module.packing is not None:
+            return module.dense()
         if isinstance(module, nn.Embedding) and getattr(module, "lora", None) is not None:
             return _merged_embedding(module)
-        return self._state[name]
+        return held
 
 
 def _merged_stack(stacks: ExpertWeights, name: str) -> Tensor:

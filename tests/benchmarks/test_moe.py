@@ -11,7 +11,7 @@ from transformers import DbrxForCausalLM
 
 from benchmarks.contenders import SIZES, dbrx
 from benchmarks.harness import RECIPE
-from llmfoundry.hf.config_json import write_settings
+from llmfoundry.hf.write_config import write_settings
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.load import load

@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from llmfoundry.commands.convert import _card, _precision, _published, convert
 from llmfoundry.errors import UserError
 from llmfoundry.hf.read import open_hf
-from llmfoundry.hf.write import to_hf
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from tests.hf.random_models import CARD, decoder, settings, write_tokenizer
+from tests.hf.random_models import CARD, decoder, settings, to_hf, write_tokenizer
 from tests.tiny import RECIPE, write_recipe
 
 

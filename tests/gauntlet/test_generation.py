@@ -23,13 +23,13 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models import generation
 from llmfoundry.gauntlet.models.generation import generate_texts
 from llmfoundry.gauntlet.questions import Prompt
-from llmfoundry.hf.write import to_hf
 from llmfoundry.inference.generate import stream_tokens
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from tests.hf import random_models
+from tests.hf.random_models import to_hf
 from tests.models.test_decoder import SETTINGS, make_config, make_model
 from tests.selection import slow_but
 from tests.warm_scripts import on_ranks

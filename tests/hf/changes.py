@@ -7,8 +7,8 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmfoundry.hf.architectures import ARCHITECTURES
-from llmfoundry.hf.config_fields import TRAINING, get
+from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
+from llmfoundry.hf.write_config import get
 from llmfoundry.recipe.architecture.attention import RopeConfig, TemperatureConfig
 from llmfoundry.recipe.architecture.blocks import AttentionOverride
 from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig

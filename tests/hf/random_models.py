@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from llmfoundry.hf import write
 from llmfoundry.hf.card import CardInfo
-from llmfoundry.hf.write import to_hf
+from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.attention import RopeConfig, TemperatureConfig
 from llmfoundry.recipe.architecture.blocks import (
@@ -24,7 +25,7 @@ from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, Mod
 
 WIDTH, HEADS, ROWS, LENGTH = 32, 4, 128, 24
 EOS = 90
-CARD = CardInfo(name="small", data="words")
+CARD = CardInfo(name="small", data="words", parameters=1, active=1)
 ROPE: dict[str, Any] = {"rope": True, "rope_theta": 500000.0}
 ALIBI: dict[str, Any] = {"alibi": True}
 
@@ -90,6 +91,17 @@ def write_tokenizer(folder: Path) -> Path:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def card_of(config: ModelConfig) -> CardInfo:
+    """`CARD` with the model's number of parameters."""
+    counts = parameter_count(config), active_parameter_count(config)
+    return CardInfo("small", "words", *counts)
+
+
+def to_hf(model: Decoder, tokenizer: Path, out: Path, **more: Any) -> str:
+    """`llmfoundry.hf.write.to_hf` with a tokenizer's folder."""
+    return write.to_hf(model, write.TokenizerFiles.load(tokenizer), out, **more)
 
 
 def written(name: str, tmp_path: Path, case: int = 0) -> tuple[Path, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,20 @@ import yaml
 from transformers import AutoTokenizer
 
 from llmfoundry.hf.card import CardInfo, CardScore, write_card
-from llmfoundry.hf.write import to_hf
-from tests.hf.random_models import decoder, settings, write_tokenizer
+from tests.hf.random_models import card_of, decoder, settings, to_hf, write_tokenizer
 
 
 def export(folder: Path, architecture: str | None = None) -> str:
-    card = CardInfo(
-        name="small",
+    config = settings()
+    card = replace(
+        card_of(config),
         data="two thousand | words",
         settings={"optimizer.lr": "0.001"},
         trained="300 batches, 1.2e6 tokens",
         scores=[CardScore("copa, 0-shot", "54.3%", "4.3", "50.0%")],
         prompt="w3 w4",
     )
-    model, tokenizer = decoder(settings()), write_tokenizer(folder / "tokenizer")
+    model, tokenizer = decoder(config), write_tokenizer(folder / "tokenizer")
     out = folder / "small"
     to_hf(model, tokenizer, out, dtype="bf16", card=card, architecture=architecture)
     return (out / "README.md").read_text()
@@ -76,8 +77,8 @@ def test_the_cards_program_runs(
 
 
 def test_the_card_of_a_model_that_talks_asks_it_by_its_template(tmp_path: Path) -> None:
-    talks = CardInfo(name="talks", data="chats", base="runs/a", is_chat=True, prompt='Say "a"')
-    write_card(tmp_path / "README.md", talks, decoder(settings()), architecture="X", dtype="fp32")
+    talks = CardInfo("talks", "chats", 1, 1, base="runs/a", is_chat=True, prompt='Say "a"')
+    write_card(tmp_path / "README.md", talks, settings(), architecture="X", dtype="fp32")
     text = (tmp_path / "README.md").read_text()
     program = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert program and "import torch\n" not in program[1]

@@ -10,9 +10,8 @@ import torch
 from llmfoundry.commands import generate as command
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.generate import generate
-from llmfoundry.hf.write import to_hf
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, GenerateRecipe
-from tests.hf.random_models import CARD, LLAMA, decoder, settings, write_tokenizer
+from tests.hf.random_models import CARD, LLAMA, decoder, settings, to_hf, write_tokenizer
 
 
 @pytest.fixture

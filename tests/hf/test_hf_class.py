@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryForCausalLM
-from llmfoundry.hf.write import to_hf
 from tests.hf.random_models import (
     CARD,
     CASES,
@@ -28,6 +27,7 @@ from tests.hf.random_models import (
     logits,
     rows,
     settings,
+    to_hf,
     write_tokenizer,
 )
 

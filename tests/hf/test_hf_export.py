@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config_fields import ACTIVATIONS
-from llmfoundry.hf.config_json import choose_architecture, write_settings
+from llmfoundry.hf.architectures import ACTIVATIONS
 from llmfoundry.hf.read import from_hf
-from llmfoundry.hf.write import to_hf
+from llmfoundry.hf.write_config import choose_architecture, write_settings
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.ffn import ACTIVATIONS as OURS
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -38,6 +37,7 @@ from tests.hf.random_models import (
     logits,
     rows,
     settings,
+    to_hf,
     write_tokenizer,
 )
 
@@ -135,9 +135,12 @@ def test_a_softmax_scale_that_says_the_default_is_no_obstacle(
     assert to_hf(model, tokenizer, tmp_path / "o", dtype="fp32", card=CARD) == "GPT2LMHeadModel"
 
 
-def test_large_models_are_cut_into_files_with_an_index(tokenizer: Path, tmp_path: Path) -> None:
+def test_large_models_are_cut_into_files_with_an_index(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, out, limit = decoder(settings(attn=ROPE)), tmp_path / "out", 40_000
-    to_hf(model, tokenizer, out, dtype="fp32", card=CARD, shard_bytes=limit)
+    monkeypatch.setattr("llmfoundry.hf.write.SHARD_BYTES", limit)
+    to_hf(model, tokenizer, out, dtype="fp32", card=CARD)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2 and not (out / "model.safetensors").exists()
     assert all(file.stat().st_size < limit + 5000 for file in files)  # 5000: their headers

@@ -11,10 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.architectures import ARCHITECTURES
-from llmfoundry.hf.config_fields import ANYTHING, REQUIRED
-from llmfoundry.hf.config_json import FLOOR, SCALE
+from llmfoundry.hf.architectures import ANYTHING, ARCHITECTURES, REQUIRED
 from llmfoundry.hf.read import from_hf
+from llmfoundry.hf.write_config import FLOOR, SCALE
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import ROWS, logits, rewrite, written
 

@@ -16,24 +16,22 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryConfig
-from llmfoundry.hf.architectures import ARCHITECTURES, markdown
-from llmfoundry.hf.config_fields import TRAINING, get
-from llmfoundry.hf.config_json import choose_architecture, read_settings, unkept, write_settings
+from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
 from llmfoundry.hf.read import from_hf
-from llmfoundry.hf.write import to_hf
+from llmfoundry.hf.read_config import read_settings
+from llmfoundry.hf.write_config import choose_architecture, get, unkept, write_settings
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import build, to_dict
 from tests.hf.changes import (
     BASES,
     BLAMED,
     DROPPED,
-    EXPERT,
     KEPT_OR_REFUSED,
     ONE_VALUE,
     WITHOUT_LOGITS,
     leaves,
 )
-from tests.hf.random_models import CARD, decoder, logits, rows, settings, write_tokenizer
+from tests.hf.random_models import CARD, decoder, logits, rows, settings, to_hf, write_tokenizer
 from tests.selection import slow_but
 
 
@@ -165,15 +163,3 @@ def test_low_precision_norms_are_written_as_their_plain_form_and_named(
     (line,) = said
     assert line.startswith(f"model.norm_type: low_precision_{kind} is written as {kind}; ")
     assert line in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_the_table_of_coverage_is_what_the_decisions_say() -> None:
-    rows = {line.split("|")[1].strip(" `"): line for line in markdown().splitlines()[2:]}
-    assert "Qwen3ForCausalLM" in rows["attn_config.qk_gn"]
-    assert "VaultGemmaForCausalLM" in rows["attn_config.attn_logit_softcapping"]
-    assert "LlamaForCausalLM" not in rows["attn_config.sliding_window_size"]
-    assert "DbrxForCausalLM" in rows["ffn_config.moe_num_experts"]
-    (shared,) = (name for name in ARCHITECTURES if name in rows[f"ffn_config.{EXPERT}"])
-    assert shared == "GraniteMoeSharedForCausalLM"
-    assert "none" in rows["block_overrides.overrides.reuse_kv_layer_idx"]
-    assert rows.keys() <= set(leaves())

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import ARCHITECTURES
-from llmfoundry.hf.config_json import choose_architecture
 from llmfoundry.hf.read import from_hf
-from llmfoundry.hf.write import to_hf
+from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import (
     BARE,
@@ -32,11 +31,13 @@ from tests.hf.random_models import (
     SHARED,
     SUM,
     UNTIED,
+    card_of,
     decoder,
     logits,
     rewrite,
     rows,
     settings,
+    to_hf,
     write_tokenizer,
     written,
 )
@@ -182,7 +183,7 @@ def test_the_card_of_a_mixture_says_what_is_different_in_transformers(
     texts = {}
     for name in ("DbrxForCausalLM", "llmfoundry"):
         model, out = decoder(settings(**case)), tmp_path / name
-        to_hf(model, tokenizer, out, dtype="bf16", card=CARD, architecture=name)
+        to_hf(model, tokenizer, out, dtype="bf16", card=card_of(model.config), architecture=name)
         texts[name] = (out / "README.md").read_text()
     # two blocks' routers, attention and norms, and two of five experts of 3 x 24 x 32
     active = 2 * 128 * 32 + 32 + 2 * (5 * 32 + 2 * 3 * 24 * 32 + (2 * 32 + 32) * 32 + 64)

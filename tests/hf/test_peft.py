@@ -16,7 +16,6 @@ from llmfoundry.errors import UserError
 from llmfoundry.hf.peft.names import CONFIG, splits_qkv
 from llmfoundry.hf.peft.read import read_adapter
 from llmfoundry.hf.peft.write import target_matrices, write_adapter
-from llmfoundry.hf.write import to_hf
 from llmfoundry.models.adapter import (
     adapted_layers,
     add_adapter,
@@ -27,7 +26,16 @@ from llmfoundry.models.adapter import (
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
-from tests.hf.random_models import CARD, CASES, decoder, logits, rows, settings, write_tokenizer
+from tests.hf.random_models import (
+    CARD,
+    CASES,
+    decoder,
+    logits,
+    rows,
+    settings,
+    to_hf,
+    write_tokenizer,
+)
 from tests.selection import slow_but
 
 peft = pytest.importorskip("peft")

@@ -9,13 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config_json import choose_architecture
 from llmfoundry.hf.read import from_hf
-from llmfoundry.hf.write import to_hf
+from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.typed import build
 from llmfoundry.recipe.front.yamlfile import read_yaml
-from tests.hf.random_models import CARD, ROWS, decoder, logits, rows, write_tokenizer
+from tests.hf.random_models import CARD, ROWS, decoder, logits, rows, to_hf, write_tokenizer
 
 MODELS = Path(__file__).resolve().parents[2] / "yamls" / "model"
 EXPORTED = {  # the longest beginning of the file's name that is here

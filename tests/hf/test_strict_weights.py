@@ -17,9 +17,7 @@ import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.hf import read
 from llmfoundry.hf.architectures import ARCHITECTURES
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import to_theirs
-from llmfoundry.hf.write import to_hf
+from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import (
     CARD,
@@ -30,6 +28,7 @@ from tests.hf.random_models import (
     rewrite,
     rows,
     settings,
+    to_hf,
     write_tokenizer,
     written,
 )

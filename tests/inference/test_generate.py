@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.write import to_hf
 from llmfoundry.inference.generate import draw_probabilities, stream_text, stream_tokens
 from llmfoundry.models.decoder import Decoder, Root
 from tests.hf.random_models import (
@@ -28,6 +27,7 @@ from tests.hf.random_models import (
     ROWS,
     decoder,
     settings,
+    to_hf,
     write_tokenizer,
 )
 

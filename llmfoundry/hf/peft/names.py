@@ -19,10 +19,10 @@ from torch import Tensor
 
 from llmfoundry.bounded import run_bounded
 from llmfoundry.errors import UserError
-from llmfoundry.hf.config_json import OWN, choose_architecture
-from llmfoundry.hf.experts import ExpertNames, is_mixture
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import Rule, layers, swap_pairs
+from llmfoundry.hf.architectures import OWN, is_mixture
+from llmfoundry.hf.experts import ExpertNames
+from llmfoundry.hf.tensor_names import MAPS, Rule, layers, swap_pairs
+from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

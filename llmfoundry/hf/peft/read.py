@@ -31,8 +31,7 @@ from llmfoundry.hf.peft.names import (
     peft_modules,
     read_config,
 )
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import layers
+from llmfoundry.hf.tensor_names import MAPS, layers
 from llmfoundry.models.adapter_targets import find_targets
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank

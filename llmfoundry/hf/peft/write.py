@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.files import open_to_all, write_json
-from llmfoundry.hf.config_json import OWN
+from llmfoundry.hf.architectures import OWN
 from llmfoundry.hf.peft.names import (
     CONFIG,
     OWN_TYPE,
@@ -37,8 +37,7 @@ from llmfoundry.hf.peft.names import (
     module_name,
     peft_modules,
 )
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import WeightMap, layers
+from llmfoundry.hf.tensor_names import MAPS, WeightMap, layers
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.recipe.architecture.model import ModelConfig
 

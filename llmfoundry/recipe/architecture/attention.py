@@ -87,11 +87,6 @@ class TemperatureConfig:
         if not self.attn_scale:
             yield from inert(key, self, ["floor_scale"], "with attn_scale: 0")
 
-    @property
-    def key(self) -> tuple[int, float] | None:
-        """floor_scale and attn_scale; None where queries are not sharpened."""
-        return (self.floor_scale or FLOOR_SCALE, self.attn_scale) if self.attn_scale else None
-
     def fill(self) -> None:
         """Write derived values in place."""
         if self.attn_scale:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from llmfoundry.recipe.architecture.attention import (
+    FLOOR_SCALE,
     WINDOW,
     AttentionConfig,
     TemperatureConfig,
@@ -176,12 +177,13 @@ def layer_configs(
         kind = overrides._kind(name)
         window, tuning = kind.sliding_window_size, kind.attn_temperature_tuning
         tuning = attn.attn_temperature_tuning if tuning is None else tuning
+        floor = tuning.floor_scale or FLOOR_SCALE
         found.append(
             LayerConfig(
                 window=attn.sliding_window_size if window is None else window,
                 rotary=attn.rope and not kind.nope,
                 kv_from=source,
-                temperature=tuning.key,
+                temperature=(floor, tuning.attn_scale) if tuning.attn_scale else None,
             )
         )
     return found

@@ -1,43 +1,40 @@
-"""A `model` section as config.json's keys and back, by the table in `architectures.py`.
+"""The `model` section that a config.json describes; `write_config.py` goes the other way.
 
-`write.py` and `read.py` call it. What cannot be expressed exactly is refused, naming every key in
-the way; a setting that affects training alone is written where there is a key for it, and reported
-by `unkept` where there is none.
+`read.py` calls `read_settings`. What the decoder cannot follow exactly is refused, with a line for
+each such key; dropouts that it does not have are reported by `unread`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import (
+    ANYTHING,
     ARCHITECTURES,
     BALANCING,
     EXPERTS,
+    FULL,
     LOSS,
     MLP_TYPE,
+    OWN,
+    OWN_TYPE,
+    REQUIRED,
     SHARED,
+    SLIDING,
     TOP_K,
     TYPE,
-)
-from llmfoundry.hf.config_fields import (
-    ANYTHING,
-    REQUIRED,
-    TRAINING,
     Architecture,
     Field,
     Windows,
-    field_text,
-    get,
     read_nope,
 )
 from llmfoundry.hf.llm_foundry import FOUNDRY, is_foundry, read_foundry
-from llmfoundry.hf.tensor_names import MAPS
-from llmfoundry.hf.weight_map import has_bias, padding
+from llmfoundry.hf.tensor_names import MAPS, has_bias
+from llmfoundry.hf.write_config import FLOOR, NEO, SCALE, TUNING, field_text, get
 from llmfoundry.recipe.architecture.attention import (
     LLAMA3_KEYS,
     ROPE_TYPES,
@@ -50,15 +47,11 @@ from llmfoundry.recipe.architecture.blocks import (
     BlockOverride,
     BlockOverridesConfig,
     BlockRun,
-    LayerConfig,
 )
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build, to_dict, to_type
+from llmfoundry.recipe.front.typed import Problem, build, to_type
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.bounds import MOST_LAYERS
-from llmfoundry.recipe.values.checks import nearest
-
-OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # the name in recipes, and config.json's model_type
 
 ROPES = ("rope_parameters", "rope_scaling")
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that no field reads
@@ -79,175 +72,10 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that
         ),
     ),
 }
-POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-LOW = "low_precision_"
-DEFAULT_ARGUMENTS: dict[str, dict[str, Any]] = {  # of torch, where transformers has the function
-    "gelu": {"approximate": "none"},
-    "leaky_relu": {"negative_slope": 0.01},
-}
-
-
-def choose_architecture(config: ModelConfig, architecture: str | None) -> str:
-    """The architecture to write: the one asked for, else the one that fits exactly.
-
-    Of several that fit it is the one with the fewest linear layers whose bias would be zeros, and
-    of these the first of the table.
-
-    Raises:
-        UserError: it does not fit, or none does: what to write instead, and a line for each setting
-            in its way.
-    """
-    if architecture == OWN:
-        return OWN
-    if architecture is not None and architecture not in ARCHITECTURES:
-        options = [*ARCHITECTURES, OWN]
-        raise UserError(
-            f"architecture: {architecture!r} is not a choice{nearest(architecture, options)}"
-            f" (choices: {', '.join(options)})"
-        )
-    plain = _plain(config)
-    name = architecture or min(ARCHITECTURES, key=lambda name: _distance(plain, name))
-    missed = _missed(plain, name)
-    if not missed:
-        return name
-    why = f"{name} cannot be this model"
-    if architecture is None:
-        why = f"no transformers architecture is exactly this model; {name} is nearest"
-    lines = [f"model.{key}: {_say(config, key)}; {name} needs {must}" for key, must in missed]
-    raise UserError(
-        f"architecture: {why}; write architecture={OWN} for a folder that transformers loads"
-        " after `import llmfoundry.hf`",
-        *lines,
-    )
-
-
-def _missed(plain: ModelConfig, name: str) -> list[tuple[str, str]]:
-    architecture = ARCHITECTURES[name]
-    missed = architecture.missed(plain) | missed_layers(plain, architecture)
-    return list(missed.items())
-
-
-def _distance(plain: ModelConfig, name: str) -> tuple[int, int, int]:
-    """Missed needs, those of positions and experts first: no one changes these for an export."""
-    missed = _missed(plain, name)
-    has_experts = plain.ffn_config.ffn_type == "dmoe"
-    grave = sum(key in POSITIONS or (key == TYPE and has_experts) for key, _ in missed)
-    return grave, len(missed), padding(MAPS[name], plain)
-
-
-def _say(config: ModelConfig, key: str) -> str:
-    if key != "block_overrides":
-        return field_text(get(config, key))
-    assert config.block_overrides is not None
-    return ", ".join(config.block_overrides.overrides)
-
-
-def _plain(config: ModelConfig) -> ModelConfig:
-    """The model of the same logits in fp32, each setting in the shortest way to say it."""
-    attn, ffn = config.attn_config, config.ffn_config
-    scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
-    if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
-        attn = dataclasses.replace(attn, softmax_scale=None)
-    if attn.norm_type is not None:
-        attn = dataclasses.replace(attn, norm_type=attn.norm_type.removeprefix(LOW))
-    name, arguments = ffn.activation
-    if arguments.items() <= DEFAULT_ARGUMENTS.get(name, {}).items():
-        ffn = dataclasses.replace(ffn, ffn_act_fn=name)
-    elif (name, arguments) == ("gelu", {"approximate": "tanh"}):
-        ffn = dataclasses.replace(ffn, ffn_act_fn="gelu_tanh")
-    ffn = dataclasses.replace(
-        ffn,
-        uniform_expert_assignment=ffn.uniform_expert_assignment or None,
-        moe_force_balance=ffn.moe_force_balance or None,
-    )
-    factor = config.logit_scale
-    if factor == "inv_sqrt_d_model":
-        factor = config.d_model**-0.5
-    return dataclasses.replace(
-        config,
-        attn_config=attn,
-        ffn_config=ffn,
-        logit_scale=None if factor == 1 else factor,
-        norm_type=config.norm_type.removeprefix(LOW),
-    )
-
-
-def write_settings(config: ModelConfig, name: str) -> dict[str, Any]:
-    """The keys of config.json that make transformers' class `name` this model."""
-    if name == OWN:
-        return {"model_type": OWN_TYPE, "settings": to_dict(config)}
-    config, architecture = _plain(config), ARCHITECTURES[name]
-    written: dict[str, Any] = {"architectures": [name], "model_type": architecture.model_type}
-    for field in architecture.fields:
-        for key in (field.theirs, *field.also):
-            _put(written, key, _written(field, config))
-    for fixed in architecture.fixed:
-        _put(written, fixed.theirs, fixed.value)
-    for key, kind in architecture.biases.items():
-        _put(written, key, has_bias(kind, config))
-    written |= write_layers(config, architecture)
-    if architecture.partial_rotary is not None:
-        written |= write_rope(config, architecture)
-        if architecture.model_type == "dbrx":
-            # transformers reads this one without using it, and fails where it is missing
-            written["attn_config"]["rope_theta"] = written["rope_theta"]
-    return written
-
-
-def _written(field: Field, config: ModelConfig) -> Any:
-    if field.write is not None:
-        return field.write(config)
-    value = get(config, field.ours)
-    if field.choices is not None:
-        return next(theirs for theirs, ours in field.choices.items() if ours == value)
-    return value
-
-
-def _put(written: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        written = written.setdefault(section, {})
-    written[last] = value
-
-
-def unkept(config: ModelConfig, name: str) -> list[str]:
-    """A line for each setting that `name` has no key for, and that logits do not depend on."""
-    if name == OWN:
-        return []
-    architecture = ARCHITECTURES[name]
-    lines = [
-        f"model.{key}: {field_text(get(config, key))} is left out; {name} has nothing like it, and"
-        " only training feels it"
-        for key, off in TRAINING.items()
-        if get(config, key) != off and not architecture.keeps(key)
-    ]
-    if MAPS[name].own_head and config.tie_word_embeddings:
-        lines.append(
-            f"model.tie_word_embeddings: true is left out; the head of {name} is its own, here a"
-            " copy of the embedding, and only training feels it"
-        )
-    norms = {"norm_type": config.norm_type, "attn_config.norm_type": config.attn_config.norm_type}
-    if norms["norm_type"] == norms["attn_config.norm_type"]:
-        del norms["attn_config.norm_type"]
-    return lines + [
-        f"model.{key}: {norm} is written as {norm.removeprefix(LOW)}; transformers has no other,"
-        " and in fp32 the two are one"
-        for key, norm in norms.items()
-        if norm is not None and norm.startswith(LOW)
-    ]
-
-
-def unread(written: Mapping[str, Any], name: str) -> list[str]:
-    """A line for each dropout in config.json of `name` that the decoder has not, or elsewhere."""
-    if name in (OWN, FOUNDRY):
-        return []
-    return [
-        f"config.json: {key} {_look_up(written, key, 0)} is left out; the decoder has no such"
-        " dropout, and only training feels it"
-        for key in ARCHITECTURES[name].unread
-        if _look_up(written, key, 0)
-    ]
+Tuning = tuple[int, float]  # floor_scale, attn_scale
+Kind = tuple[int, bool, Tuning | None]  # a layer's window, -1: none; whether it rotates; tuning
+COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def check_layers(written: Mapping[str, Any]) -> None:
@@ -295,9 +123,9 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
         values["tie_word_embeddings"] = False
     layers = values["n_layers"]
     if isinstance(layers, int) and layers > 0:
-        values |= read_layers(written, architecture, layers, problems)
+        values |= _read_layers(written, architecture, layers, problems)
     if architecture.partial_rotary is not None and values.get("attn_config.rope"):
-        values |= read_rope(written, architecture, problems)
+        values |= _read_rope(written, architecture, problems)
     _check_fixed(written, architecture, problems)
     if problems:
         raise UserError(*problems)
@@ -316,7 +144,7 @@ def _check_kinds(written: Mapping[str, Any]) -> Iterator[str]:
 
 
 def said_biases(written: Mapping[str, Any], name: str, config: ModelConfig) -> dict[str, bool]:
-    """Whether rules of each kind of bias (`weight_map.has_bias`) have one in the file.
+    """Whether rules of each kind of bias (`tensor_names.has_bias`) have one in the file.
 
     Args:
         written: config.json.
@@ -429,86 +257,19 @@ def _filled(config: ModelConfig, problems: list[str]) -> ModelConfig:
     return config
 
 
-FLOOR, SCALE = 8192, 0.1  # Llama 4's tuning where config.json does not say
-FULL, SLIDING = "full_attention", "sliding_attention"
-NEO = {"global": FULL, "local": SLIDING}
-TUNING = "attn_config.attn_temperature_tuning"
-Tuning = tuple[int, float]  # floor_scale, attn_scale
-Kind = tuple[int, bool, Tuning | None]  # a layer's window, -1: none; whether it rotates; tuning
+def unread(written: Mapping[str, Any], name: str) -> list[str]:
+    """A line for each dropout in config.json of `name` that the decoder has not, or elsewhere."""
+    if name in (OWN, FOUNDRY):
+        return []
+    return [
+        f"config.json: {key} {_look_up(written, key, 0)} is left out; the decoder has no such"
+        " dropout, and only training feels it"
+        for key in ARCHITECTURES[name].unread
+        if _look_up(written, key, 0)
+    ]
 
 
-def missed_layers(config: ModelConfig, architecture: Architecture) -> dict[str, str]:
-    """What stands in the way of an export as settings, and what they must be."""
-    layers, overrides = config.layers(), config.block_overrides
-    musts = {"attn_config.sliding_window_size": _missed_window(layers, architecture.windows)}
-    rotates = all(layer.rotary for layer in layers)
-    if config.attn_config.rope and not architecture.nope and not rotates:
-        musts["attn_config.nope"] = "nope: false in every layer"
-    if any(layer.kv_from != index for index, layer in enumerate(layers)):
-        musts["attn_config.reuse_kv_layer_idx"] = "no reuse_kv_layer_idx"
-    musts[f"{TUNING}.attn_scale"] = _missed_tuning(layers, architecture)
-    musts = {key: must for key, must in musts.items() if must}
-    if musts and overrides is not None and overrides.order:
-        return {"block_overrides": ", ".join(musts.values())}
-    return musts
-
-
-def _missed_window(layers: Sequence[LayerConfig], windows: Windows | None) -> str:
-    sizes = {layer.window for layer in layers}
-    if (windows is None or not windows.sizes) and sizes != {-1}:
-        return "sliding_window_size: -1 in every layer"
-    if windows is not None and windows.key == "sliding_window" and len(sizes) > 1:
-        return "the same sliding_window_size in every layer"
-    if len(sizes - {-1}) > 1:
-        return "one sliding_window_size, or -1, in every layer"
-    return ""
-
-
-def _missed_tuning(layers: Sequence[LayerConfig], architecture: Architecture) -> str:
-    if not architecture.tuned:
-        tuned = any(layer.temperature for layer in layers)
-        return "attn_temperature_tuning.attn_scale: 0 in every layer" if tuned else ""
-    rotary = {layer.temperature for layer in layers if layer.rotary} - {None}
-    others = {layer.temperature for layer in layers if not layer.rotary}
-    if rotary or len(others) > 1:
-        return "attn_temperature_tuning in the layers that do not rotate, the same in all of them"
-    return ""
-
-
-def write_layers(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """The keys of config.json that say it."""
-    layers = config.layers()
-    written: dict[str, Any] = {}
-    if architecture.nope:
-        written["no_rope_layers"] = [int(layer.rotary) for layer in layers]
-    if architecture.tuned:
-        tunings = [layer.temperature for layer in layers if layer.temperature]
-        floor, scale = tunings[0] if tunings else (FLOOR, 0.0)
-        written |= {"attn_temperature_tuning": True, "floor_scale": floor, "attn_scale": scale}
-    if architecture.windows is None:
-        return written
-    sizes = [layer.window for layer in layers]
-    return written | _write_windows(architecture.windows, sizes, config.max_seq_len or 1)
-
-
-def _write_windows(windows: Windows, sizes: Sequence[int], longest: int) -> dict[str, Any]:
-    size = max(sizes) + 1 or None
-    types = [FULL if window < 0 else SLIDING for window in sizes]
-    if windows.key == "attention_types":
-        kinds = {theirs: kind for kind, theirs in NEO.items()}
-        runs = [[[kinds[kind]], len(list(run))] for kind, run in groupby(types)]
-        return {"attention_types": runs, "window_size": size or longest}
-    if not windows.sizes:
-        return {"layer_types": types}
-    written: dict[str, Any] = {"sliding_window": size or (longest if windows.always else None)}
-    if windows.key == "layer_types":
-        written["layer_types"] = types
-    if windows.switch:
-        written["use_sliding_window"] = size is not None
-    return written
-
-
-def read_layers(
+def _read_layers(
     written: Mapping[str, Any], architecture: Architecture, n_layers: int, problems: list[str]
 ) -> dict[str, Any]:
     """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
@@ -569,7 +330,9 @@ def _types(written: Mapping[str, Any], windows: Windows | None, n_layers: int) -
     on = not windows.switch or (written.get("use_sliding_window", False) and has_size)
     if windows.key == "sliding_window":
         return [SLIDING if on and has_size else FULL] * n_layers
-    return windows.types(written, n_layers) if on else [FULL] * n_layers
+    if windows.types is None or not on:
+        return [FULL] * n_layers
+    return windows.types(written, n_layers)
 
 
 def _read_neo(written: Mapping[str, Any]) -> list[str]:
@@ -598,8 +361,9 @@ def _overrides(kinds: list[Kind]) -> dict[str, Any]:
         for kind in dict.fromkeys(kinds)
         if kind != base
     }
-    names = (_name(kind, base) for kind in kinds)
-    found["block_overrides"] = BlockOverridesConfig(_runs(names), overrides)
+    names = groupby(_name(kind, base) for kind in kinds)
+    runs = [BlockRun(name=name, repeat=len(list(run))) for name, run in names]
+    found["block_overrides"] = BlockOverridesConfig(runs, overrides)
     return found
 
 
@@ -611,31 +375,7 @@ def _name(kind: Kind, base: Kind) -> str:
     return "_".join([*words, *["nope"] * (rotary != base[1])])
 
 
-def _runs(names: Iterable[str]) -> list[BlockRun]:
-    return [BlockRun(name=name, repeat=len(list(run))) for name, run in groupby(names)]
-
-
-COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-
-
-def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """The keys for transformers from 5.0 on, and those that older readers know."""
-    theta, scaling = config.attn_config.rope_theta, config.attn_config.rope_hf_config
-    theta = architecture.theta if theta is None else theta  # None where no layer rotates
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if scaling.type != "no_scaling":
-        given = {key: getattr(scaling, key) for key in ("factor", *LLAMA3_KEYS)}
-        given = {key: value for key, value in given.items() if value is not None}
-        rope = {"rope_type": scaling.type, **given}
-    written: dict[str, Any] = {"rope_theta": theta}
-    if scaling.type != "no_scaling":
-        written["rope_scaling"] = dict(rope)
-    if architecture.partial_rotary != 1.0:
-        rope["partial_rotary_factor"] = written["partial_rotary_factor"] = 1.0
-    return written | {"rope_parameters": {**rope, "rope_theta": theta}}
-
-
-def read_rope(
+def _read_rope(
     written: Mapping[str, Any], architecture: Architecture, problems: list[str]
 ) -> dict[str, Any]:
     """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
