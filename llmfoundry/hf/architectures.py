@@ -1,7 +1,7 @@
 """transformers' architectures that some of our settings express exactly: one table, both ways.
 
-`config_write.py` picks the one to export to, and turns a `model` section into config.json's keys by
-its entry; `config_read.py` turns them back. A setting is written as a `Field`, a `Fixed` key or not
+`write_config.py` picks the one to export to, and turns a `model` section into config.json's keys by
+its entry; `read_config.py` turns them back. A setting is written as a `Field`, a `Fixed` key or not
 at all, where the class can be nothing else (`Need`). Whatever none of an entry's parts names must
 be `OFF`, so a setting that is new in the recipe is refused until an entry takes it up.
 
