@@ -126,8 +126,8 @@ def _card(loaded: Loaded) -> CardInfo:
     return CardInfo(
         name=str(recipe.run_name),
         data=", ".join(map(_published, [data["dataset"] or data["name"], *data["paths"]])),
-        parameters=parameter_count(loaded.root.model.config),
-        active=active_parameter_count(loaded.root.model.config),
+        parameters=parameter_count(recipe.model),
+        active=active_parameter_count(recipe.model),
         settings={key: str(settings[key]) for key in _REPORTED if settings.get(key) is not None},
         trained=f"{batch:,} batches, {tokens:,} tokens",
         scores=card_scores(loaded.folder, batch),

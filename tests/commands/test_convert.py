@@ -65,6 +65,7 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(written))
     recipe = checked(TrainRecipe, path, words)
     recipe.fill()
+    recipe.model.fill(vocab_size=64)
     folder = tmp_path / "run" / "checkpoints" / "ba0000300"
     folder.mkdir(parents=True)
     base = "s3://me:hunter2@host/base"
