@@ -1,4 +1,4 @@
-"""What a device and its host offer: autocast, fast bf16, threads, memory."""
+"""What a device and its host offer: fast bf16, threads, memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llmfoundry.ops.torch_private import has_avx512_bf16
-
-
-def to_autocast_dtype(x: Tensor) -> Tensor:
-    """X in the dtype that autocast computes products in; as it is where autocast is off."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
 
 HAS_BF16: bool = has_avx512_bf16() and torch.backends.mkldnn.is_available()
 """Whether matrix products in bfloat16 are instructions of this CPU; emulated they are up to 100
