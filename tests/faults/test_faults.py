@@ -129,7 +129,8 @@ def rank_killed_while_saving(place: Place) -> Observed:
         run.wait_for(2 * SAVE)
         run.signal(rank)
 
-    return place.inject(kill, "parallel=fsdp", like=("parallel=fsdp",), after=2 * SAVE - 1)
+    fsdp = ("parallel=fsdp", f"parallel.nproc_per_node={RANKS}")  # a group replaces the section
+    return place.inject(kill, *fsdp, like=fsdp, after=2 * SAVE - 1)
 
 
 @fault("agent (torchrun) killed", RESTARTED)
