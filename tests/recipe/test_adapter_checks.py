@@ -57,3 +57,17 @@ def test_keys_of_lora_without_it() -> None:
 def test_tuned_prompts_are_refused(name: str) -> None:
     (problem,) = problems(f"adapter.name={name}")
     assert problem.startswith(f"adapter.name: {name} ") and problem.endswith("; write lora")
+
+
+REMOVED = ("num_virtual_tokens", "prompt_tuning_init", "prompt_tuning_init_text")
+
+
+def test_unset_keys_of_tuned_prompts_are_dropped() -> None:
+    """Recipes that earlier versions saved beside an adapter list all its keys."""
+    assert problems("adapter.name=lora", *[f"adapter.{key}=null" for key in REMOVED]) == []
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_keys_of_tuned_prompts_are_refused(key: str) -> None:
+    (problem,) = problems("adapter.name=lora", f"adapter.{key}=8")
+    assert problem.startswith(f"adapter.{key}: ") and problem.endswith("; write lora")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from llmfoundry.recipe.values.bounds import FRACTION, PATH, POSITIVE, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import inert, set_defaults
@@ -23,6 +23,9 @@ ALL_LINEAR = "all-linear"
 class AdapterConfig:
     """Low-rank matrices beside frozen ones (LoRA, Hu et al., 2021)."""
 
+    REMOVED: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("num_virtual_tokens", "prompt_tuning_init", "prompt_tuning_init_text"), _NO_PROMPTS
+    )
     name: Annotated[
         str,
         choice(ADAPTERS, reasons={"prompt_tuning": _NO_PROMPTS, "prefix_tuning": _NO_PROMPTS}),

@@ -45,15 +45,20 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
     """A `schema` object with `values`; what is not given keeps its default, or must be given.
 
     Args:
-        schema: a dataclass, whose fields may be dataclasses again.
+        schema: a dataclass, whose fields may be dataclasses again; its `REMOVED` names the keys of
+            earlier versions, with what to write instead.
         values: plain values, nested as the schema is.
         problems: receives what is wrong; the fields concerned keep their defaults, or get None.
         key: dotted prefix of the section, with its last dot.
     """
-    keys = Schema.of(schema).keys
+    keys, removed = Schema.of(schema).keys, getattr(schema, "REMOVED", {})
     given: dict[str, Any] = {k.field: None for k in keys.values() if k.required}
     for name, value in values.items():
         dotted = f"{key}{name}"
+        if name in removed:
+            if value is not None:  # recipes that earlier versions wrote have it unset
+                problems.append(Problem(dotted, removed[name]))
+            continue
         if name not in keys:
             near = nearest(str(name), keys) if len(problems) < MOST_LINES else ""
             problems.append(Problem(dotted, near, is_unknown=True))
