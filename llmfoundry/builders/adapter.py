@@ -232,7 +232,7 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | N
 
     def write(folder: Path) -> None:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
-        load_tensors({"model": tensors}, Checkpoint.at(folder))
+        load_tensors({"model": tensors}, Checkpoint(job.run, folder))
         (folder / FOLDER).mkdir()
         write_json(folder / FOLDER / BASE, sample)
         if isinstance(recipe.model, HFModelConfig):

@@ -37,7 +37,7 @@ from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
 from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.recipe.front.paths import find_file, show
+from llmfoundry.recipe.front.paths import find_file
 from llmfoundry.recipe.front.typed import Problem, build, dump, flat, know_secrets, require, to_dict
 from llmfoundry.recipe.front.yamlfile import read_yaml
 from llmfoundry.recipe.schema import Schema
@@ -176,7 +176,7 @@ def _open_run(
     folder = checkpoint.folder
 
     def read_run() -> tuple[Tokenizer, ModelConfig, TrainRecipe]:
-        model = read_model(folder, asked.config_overrides)
+        model = read_model(checkpoint, asked.config_overrides)
         return Tokenizer.load(folder / "tokenizer"), model, load_run(folder / "recipe.yaml")
 
     tokenizer, config, written = on_rank0(world, read_run)
@@ -238,16 +238,17 @@ def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer, asked: PretrainedC
         config.hf_config["vocab_size"] = config.vocab_size
 
 
-def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def read_model(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """The shape of a checkpoint's model, filled but for the vocabulary.
 
     Args:
-        folder: the checkpoint's.
+        checkpoint: its small files are on this machine.
         overrides: dotted or nested keys of the model section to change.
 
     Raises:
         UserError: a key that the model section does not have, or a value that cannot be.
     """
+    folder = checkpoint.folder
     if (folder / MODEL).is_file():
         values, max_seq_len = read_yaml(folder / MODEL), None
     else:
@@ -261,7 +262,7 @@ def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mode
     config = build(schema, values, problems)
     lines = [problem.line for problem in problems] or [*config.check("")]
     if lines:
-        where = "model.config_overrides." if overrides else f"{show(folder)}: model."
+        where = "model.config_overrides." if overrides else f"{checkpoint}: model."
         raise UserError(*(f"{where}{line}" for line in lines))
     if isinstance(config, HFModelConfig):
         from llmfoundry.hf.read_config import check_layers

@@ -394,7 +394,7 @@ def open_checkpoint(
     def read_files() -> tuple[TrainRecipe, Tokenizer, ModelConfig | None]:
         written = load_run(folder / "recipe.yaml")
         require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
-        model = read_model(folder) if isinstance(written, FinetuneRecipe) else None
+        model = read_model(checkpoint) if isinstance(written, FinetuneRecipe) else None
         return written, Tokenizer.load(folder / "tokenizer"), model
 
     written, tokenizer, model = on_rank0(world, read_files)

@@ -79,9 +79,9 @@ def write_commit(folder: Path, parts: Iterable[FileSums]) -> int:
     Returns:
         The bytes of all files.
     """
-    for path in [*folder.rglob("*"), folder, folder.parent, folder.parent.parent]:
-        if writer_of(path.name) < 0:
-            sync(path)  # what libraries wrote, too
+    small = [path for path in folder.rglob("*") if writer_of(path.name) < 0]
+    for path in [*small, folder, folder.parent, folder.parent.parent]:
+        sync(path)  # what libraries wrote, too
     files = {name: sums for part in parts for name, sums in part.items()}
     write_json(folder / COMMIT, {"version": 1, "files": files})
     return sum(map(itemgetter("bytes"), files.values()))

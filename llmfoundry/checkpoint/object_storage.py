@@ -39,6 +39,7 @@ from llmfoundry.checkpoint.storage import (
     Checkpoint,
     Storage,
     batch_of,
+    is_checkpoint,
     local_size,
     make_empty,
 )
@@ -95,7 +96,7 @@ def find_run(
     options = options or FetchOptions()
     parts = url.rstrip("/").split("/")
     inner: list[str] = []
-    if parts[-1].startswith("ba") and parts[-1][2:].isdecimal():
+    if is_checkpoint(Path(parts[-1])):
         inner = parts[-2:] if parts[-2] == CHECKPOINTS else parts[-1:]
     base = "/".join(parts[: len(parts) - len(inner)])
     run = open_run(base, options, below=Path(options.cache_folder) / "runs-read", key=key)

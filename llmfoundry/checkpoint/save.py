@@ -143,6 +143,7 @@ class Checkpointer:
         # other processes learn of it by a collective, which has its own limit
         self._max_wait = policy.max_wait and min(policy.max_wait, world.timeout.total_seconds() / 2)
         self.waits, self.saved = Waits(), saved
+        storage.began = time.time()  # the run's lock is held
         self._mailbox = Mailbox(world)
         self._tensor_files = TensorFiles(self._mailbox)
         self._staged: Staged | Exception | None = None  # whose copies may be under way

@@ -57,7 +57,7 @@ class Storage:
     def __init__(self, folder: Path) -> None:
         """Nothing is made yet."""
         self.folder, self.place = folder, show(folder)
-        self._began = time.time()
+        self.began = time.time()  # a run's saves; earlier ones without COMMIT were interrupted
 
     # Reading.
 
@@ -204,7 +204,7 @@ class Storage:
         """
         older = [f for f in self.checkpoints() if batch_of(f) < batch]
         complete = [f for f in older if self._seems_complete(f)]
-        needless = [f for f in older if not self.has_commit(f) and _last_change(f) < self._began]
+        needless = [f for f in older if not self.has_commit(f) and _last_change(f) < self.began]
         if keep > 0 and len(complete) >= keep:
             last = complete[keep - 1]
             needless += [f for f in older if batch_of(f) <= batch_of(last) and self.has_commit(f)]

@@ -292,7 +292,8 @@ class SpikeHandler:
         self.config, self._report = config, report
         self.guard = Guard(device, config)
         self.guard.restore(state.get("guard", {}))
-        self.record = SpikeRecord(**state.get("record", {}))
+        known = state.get("record", {}).items()
+        self.record = SpikeRecord(**{k: v for k, v in known if k in SpikeRecord.__match_args__})
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON; waits for the device."""

@@ -207,7 +207,6 @@ class Trainer:
         watch, report = self.recipe.callbacks.watch, self.tracker.event
         self.spikes = SpikeHandler(watch, self.world.device, report, self.state.get("spikes", {}))
         self._losses = self._begin_losses(self.state)
-        self._saved_since_update = False  # its copies of the weights may be under way
         self._saves_soon = False  # what the run went back to is to outlive a kill
         self._lr_factor = build_schedule(self.recipe.schedule, self.clock)
         self._draws_as = self.world.in_evaluation().data_rank  # those that share rows draw alike
@@ -365,9 +364,7 @@ class Trainer:
     def _before_update(self, stop: StopSignal) -> None:
         beat("update", self.batch + 1)
         stop.check()
-        if self._saved_since_update:
-            self.checkpointer.before_update()
-            self._saved_since_update = False
+        self.checkpointer.before_update()
 
     def _smaller(self) -> str:
         """What to write where a step does not fit into the memory."""
@@ -488,7 +485,7 @@ class Trainer:
         }
         with self.training_paused():
             self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
-        self._saves_soon, self._saved_since_update = False, True
+        self._saves_soon = False
         waits = self.checkpointer.waits
         waited = {
             "time/checkpoint_blocking": waits.total,
@@ -527,5 +524,5 @@ def lags(device: torch.device) -> bool:
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Whether a callback has a hook of its own."""
-    return getattr(type(callback), hook) is not getattr(Callback, hook)
+    """Whether a callback has a hook of its own, of its class or set on itself."""
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)

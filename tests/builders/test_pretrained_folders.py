@@ -21,6 +21,7 @@ from llmfoundry.builders.pretrained import (
     open_pretrained,
     read_model,
 )
+from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.commands.convert import ALONE
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -244,6 +245,6 @@ def test_a_checkpoint_does_not_run_code_unasked(
     (tmp_path / MODEL).write_text(model_yaml(config))
     monkeypatch.delenv(TRUST, raising=False)
     with pytest.raises(UserError, match=f"which is not run; set {TRUST}=1"):
-        read_model(tmp_path)
+        read_model(Checkpoint.at(tmp_path))
     monkeypatch.setenv(TRUST, "1")
-    assert read_model(tmp_path).name == "hf_causal_lm"
+    assert read_model(Checkpoint.at(tmp_path)).name == "hf_causal_lm"

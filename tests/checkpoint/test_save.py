@@ -86,8 +86,10 @@ def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(
         (folder / "adapter").mkdir()
         (folder / "adapter/weights").write_bytes(b"of a library that does not sync")
 
+    run = tmp_path / "exp__1_3e-4"  # as a file of tensors may be called
+    run.mkdir()
     checkpointer = Checkpointer(
-        Storage(tmp_path),
+        Storage(run),
         ALONE,
         Contents({}, {}, add_files),
         SavePolicy(keep=-1, background=False, max_failures=1),
@@ -99,7 +101,7 @@ def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(
     counts = disk.place("named", folder / "COMMIT")
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "COMMIT"]
     assert {"state.json", "weights", ".metadata"} < {path.name for path in files}
-    for path in [*files, folder / "adapter", folder.parent, tmp_path]:
+    for path in [*files, folder / "adapter", folder.parent, run]:
         assert disk.place("synced", path) < counts
     assert counts < disk.place("synced", folder)
 

@@ -15,7 +15,9 @@ import fsspec
 import pytest
 
 from llmfoundry.checkpoint import locks
+from llmfoundry.checkpoint.object_storage import find_run
 from llmfoundry.checkpoint.run_folder import run_storage
+from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.evaluate import evaluate
 from llmfoundry.commands.generate import generate
@@ -338,6 +340,13 @@ def test_beginning_anew_leaves_nothing_of_the_run_before(place: Path, tmp_path: 
     train_at(url, *SHORT, "max_duration=2ba", "save_overwrite=true")
     assert store.folders("checkpoints") == ["ba0000002"] and not store.files("eval")
     assert max(losses_at(url, tmp_path / "read")) == 2
+
+
+def test_only_names_that_saves_give_are_checkpoints(tmp_path: Path) -> None:
+    assert str(find_run(f"file://{tmp_path}/runs/ba12", "load_path")).endswith("/runs/ba12")
+    found = find_run(f"file://{tmp_path}/runs/x/checkpoints/ba0000012", "load_path")
+    assert isinstance(found, Checkpoint) and str(found.storage).endswith("/runs/x")
+    assert not isinstance(find_run(f"file://{tmp_path}/runs/ba12", "load_path"), Checkpoint)
 
 
 def test_what_leads_out_of_the_folder_is_refused(place: Path, tmp_path: Path) -> None:

@@ -138,6 +138,16 @@ def test_callbacks_see_gradients_before_clipping(
     assert min(logged.values()) > 1, "the bound must bind"
 
 
+def test_a_hook_that_is_set_on_a_callback_is_called(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, seen = Callback(), []
+    callback.on_step = lambda trainer: seen.append(trainer.batch)  # type: ignore[method-assign]
+    monkeypatch.setattr(build, "build_callbacks", lambda job: [callback])
+    train_here("set", "max_duration=3ba", *NO_EVALUATION)
+    assert seen == [1, 2, 3]
+
+
 def stop_batch(values: Sequence[float], mode: str, patience: int, min_delta: float) -> int | None:
     """After how many measurements a run ends: a slow look back at each of them."""
     sign = 1 if mode == "max" else -1

@@ -332,6 +332,15 @@ def test_state_of_other_settings_begins_anew() -> None:
         assert guard.state()["seen"] == 0
 
 
+def test_a_record_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
+    from llmfoundry.recipe.resilience.watch import WatchConfig
+    from llmfoundry.train.spikes import SpikeHandler
+
+    state = {"record": {"skipped": 3, "since": "a later version"}}
+    handler = SpikeHandler(WatchConfig(), torch.device("cpu"), SimpleNamespace(), state)
+    assert handler.record.skipped == 3
+
+
 @pytest.mark.slow
 def test_two_thousand_steps_of_a_real_run_have_no_spike(place: Path) -> None:
     words = ("max_duration=2000ba", "save_interval=0ba", "callbacks.watch.spike_window=128")
