@@ -175,9 +175,10 @@ def _alone(folder: Path) -> LockedFile:
 
 def read_results(path: Path, device: str) -> dict[str, Any]:
     """What an earlier check of that device left; empty: nothing of this form."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and content.get("version") == VERSION:
+            _ = content["facts"], content["steps"]
             return content if content["device"] == device else {}
     return {}
 
@@ -418,16 +419,19 @@ def run(
         ended: int | None = process.wait(limit)
     except subprocess.TimeoutExpired:
         ended = None
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may keep it
-        process.wait(GRACE)
+    finally:  # also where the check itself is interrupted
+        _end_group(process)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return ended, "\n".join(lines[-LINES:])
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it has left behind, by SIGKILL where SIGTERM does not help."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may keep it
+            process.wait(GRACE)
 
 
 def outcome(status: int | None, log: str) -> tuple[str, str]:

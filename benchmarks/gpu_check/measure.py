@@ -25,7 +25,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils.benchmark import Timer
 
 from benchmarks.gpu_check.plan import CORPUS, CUDA, REASON, Row, append
 from llmfoundry.recipe.front.paths import ROOT
@@ -102,8 +101,9 @@ def products(device: torch.device, *, small: bool) -> Iterator[Row]:
 
 def _seconds(step: Callable[[], Any], burn: float) -> float:
     """Of a call, the median over `burn` seconds after as many in which clocks settle."""
-    threads = torch.get_num_threads()
-    timer = Timer("step()", globals={"step": step}, num_threads=threads)
+    from torch.utils.benchmark import Timer  # which needs setuptools
+
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     timer.blocked_autorange(min_run_time=burn)
     return float(timer.blocked_autorange(min_run_time=burn).median)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from llmfoundry.models.low_rank import LowRank, adapted, embedded
 from llmfoundry.ops import nf4
 from llmfoundry.ops.activations import from_text, to_text
+from llmfoundry.ops.devices import has_autocast
 from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -71,7 +72,7 @@ class Embedding(nn.Embedding):
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """X in the dtype that autocast computes products in; as it is where autocast is off."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    return x.to(torch.get_autocast_dtype(kind)) if has_autocast(kind) else x
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.ops.devices import has_autocast, without_autocast
+
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 A_INIT, B_INIT = "lora_A_init", "lora_B_init"
 
@@ -86,7 +88,7 @@ def adapted(layer: Any, x: Tensor, y: Tensor, lora: LowRank) -> Tensor:
 
 def _product(x: Tensor, a: Tensor, b: Tensor, lora: LowRank) -> Tensor:
     """The adapter's own output s B A x, (..., rows); in the adapter's dtype, or autocast's."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if not has_autocast(x.device.type):
         x = x.to(a.dtype)
     inner = F.linear(x, a) * lora.scaling
     if len(lora.parts) == 1:
@@ -111,7 +113,7 @@ def row_norms(layer: Any, lora: LowRank) -> Tensor:
     |w|^2 + 2 s <w, b A> + s^2 |b A|^2: the sum of W and B A is never built.
     """
     weight = layer.dense()
-    with torch.autocast(weight.device.type, enabled=False):
+    with without_autocast(weight.device.type):
         norms = []
         for part, (a, b) in zip(lora.parts, _factors(layer, lora), strict=True):
             rows = weight[part[0] : part[1]]
@@ -192,7 +194,7 @@ def head_operands(layer: Any, hidden: Tensor, lora: LowRank) -> tuple[Tensor, Te
     if lora.init == "pissa":
         pairs.append((hidden, layer.lora_A_init, -layer.lora_B_init))
     for x, a, b in pairs:
-        x = x if torch.is_autocast_enabled(x.device.type) else x.to(a.dtype)
+        x = x if has_autocast(x.device.type) else x.to(a.dtype)
         pieces.append((F.linear(x, a) * lora.scaling).to(hidden.dtype))
         columns.append(b.to(columns[0].dtype))
     weight = torch.cat(columns, 1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import adapted
+from llmfoundry.ops.devices import without_autocast
 from llmfoundry.ops.torch_private import start_all_reduce, wait
 from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
 
@@ -50,7 +51,7 @@ class Router(Linear):
         logits = self.base(x)
         if self.lora is None or not self.lora.on:
             return logits
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return adapted(self, x.to(logits.dtype), logits, self.lora)
 
     def base(self, x: Tensor) -> Tensor:
@@ -114,14 +115,14 @@ class WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """Logits (N, E)."""
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return F.linear(x.to(_wide(x)), weight.to(_wide(x)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of x and W, in their dtypes."""
         (x, weight), (grad,) = ctx.saved_tensors, grads
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
             return dx, (grad.T @ x.to(grad.dtype)).to(weight.dtype)
 

@@ -1,4 +1,4 @@
-"""What a device and its host offer: fast bf16, threads, memory."""
+"""What a device and its host offer: autocast, fast bf16, threads, memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,16 @@ from llmfoundry.ops.torch_private import has_avx512_bf16
 HAS_BF16: bool = has_avx512_bf16() and torch.backends.mkldnn.is_available()
 """Whether matrix products in bfloat16 are instructions of this CPU; emulated they are up to 100
 times slower than in fp32."""
+
+
+def has_autocast(kind: str) -> bool:
+    """Whether autocast is on for devices of this kind; the meta device has none to ask for."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(kind: str) -> AbstractContextManager[None]:
+    """A context in which products on such devices are computed in the dtypes of their factors."""
+    return torch.autocast(kind, enabled=False) if has_autocast(kind) else nullcontext()
 
 
 def device_thread(

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from llmfoundry.ops.devices import has_autocast
+
 CODE = (  # quantiles of a normal distribution, -1, 0 and 1 among them: bitsandbytes' own
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -194,7 +196,7 @@ def nf4_linear(x: Tensor, data: Tensor, width: int, *, double: bool) -> Tensor:
     Differentiable in x. Under autocast in its dtype, else in x's. W exists while it is multiplied,
     and again in the backward pass: what waits for that is `data` alone.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if has_autocast(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     return torch.ops.llmfoundry.nf4_linear(x, data, width, double)
 

@@ -105,6 +105,13 @@ def test_a_mount_that_one_node_lacks_is_its_own_fault() -> None:
     assert [f.nodes for f in found] == [(), ("n2",)]
 
 
+def test_a_path_that_can_be_read_and_nowhere_be_written_is_no_nodes_fault() -> None:
+    read = PathReading("data.remote", "/shared", False)
+    written = PathReading("save_folder", "/shared", True, error="No space left on device")
+    found = judge_paths({"n1": [read, written], "n2": [read, written]}, least_free=1)
+    assert [(f.level, f.nodes) for f in found] == [(SOUND, ()), (BAD, ())] * 2
+
+
 def test_every_path_of_a_recipe_is_found_by_its_type(tmp_path: Path) -> None:
     words = ["data=stdlib", "save_folder=/r/one", "data.cache_folder=~/cache", "load_path=/old"]
     recipe = checked(TrainRecipe, ROOT / "yamls/quickstart.yaml", words)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, SOFTCAP
+from llmfoundry.ops.devices import has_autocast, without_autocast
 from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -219,8 +219,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """Autocast's dtype where it is on for devices of this kind, else `dtype`; fp64 stays."""
-    available = torch.amp.is_autocast_available(kind)  # the meta device has none
-    if dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
+    if dtype == torch.float64 or not has_autocast(kind):
         return dtype
     return torch.get_autocast_dtype(kind)
 
@@ -231,14 +230,6 @@ def working_dtype(v: Tensor) -> torch.dtype:
     Queries and keys may come wider than the values, from their normalization.
     """
     return autocast_dtype(v.device.type, v.dtype)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """A context in which products of x are computed in the dtypes that they are given."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
 
 
 def sdpa_prepare(
@@ -283,7 +274,7 @@ def sdpa_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: f
     if q.device.type != "cpu":
         return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, spec.scale, dropout)
     inner = _cpu_dtype(dtype, queries, plan)
-    with _without_autocast(q):
+    with without_autocast(q.device.type):
         q, k, v = q.to(inner), k.to(inner), v.to(inner)
         if plan.packed:
             assert plan.by_run is not None
@@ -481,7 +472,7 @@ def torch_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: 
     spec, bias, dtype = plan.spec, plan.bias, working_dtype(v)
     assert bias is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    with _without_autocast(q):
+    with without_autocast(q.device.type):
         logits = torch.einsum("bthd,bshd->bhts", q.to(wide), k.to(wide))  # (B, H, T, S)
         logits = logits * spec.scale
         if spec.softcap is not None:

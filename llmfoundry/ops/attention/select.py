@@ -99,7 +99,8 @@ class AttentionKernels:
     ) -> str:
         """The backend of a case, asked for once."""
         asked = (spec.softcap, spec.slopes is None, spec.window < 0, spec.dropout)
-        case = (asked, packed, device, dtype, trees)
+        exact = torch.are_deterministic_algorithms_enabled()
+        case = (asked, packed, device, dtype, trees, exact)
         if case not in self._chosen:
             impl, head_dim = self._impl, self._head_dim
             if impl == "auto" or (trees and impl not in SERVE_TREES):

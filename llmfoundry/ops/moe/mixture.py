@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from llmfoundry.ops.devices import has_autocast
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.moe.experts import (
@@ -71,7 +72,7 @@ def mixture(
         w = w.dense(x.shape[1], x.dtype)
     if device not in ("cpu", "meta"):
         w = replace(w, low=_whole_strides(w.low))
-    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast to ask for
+    if not has_autocast(device):
         return multiply(x, weights, experts, w)
     dtype = torch.get_autocast_dtype(device)  # grouped_mm does not know of it
     x = x.to(dtype)

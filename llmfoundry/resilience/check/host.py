@@ -80,15 +80,16 @@ class MachineFacts:
 def judge_paths(readings: Mapping[str, Sequence[PathReading]], *, least_free: int) -> list[Finding]:
     """Every path of every node: whether it answers, has room, and is there where others have it."""
     every = [(node, path) for node, own in readings.items() for path in own]
-    there = {path.path for _, path in every if not path.is_missing}
+    there = {(path.key, path.path) for _, path in every if not path.is_missing}
     judged = [
-        (node, path, *_judge_path(path, path.path in there, least_free)) for node, path in every
+        (node, path, *_judge_path(path, (path.key, path.path) in there, least_free))
+        for node, path in every
     ]
-    usable = {path.path for _, path, level, _, _ in judged if level in (SOUND, NOTICE)}
+    usable = {(p.key, p.path) for _, p, level, _, _ in judged if level in (SOUND, NOTICE)}
     found = []
     for node, path, level, why, action in judged:
         # where no node can use a path, it is the path that must be repaired, not a node
-        nodes = (node,) if level == BAD and path.path in usable else ()
+        nodes = (node,) if level == BAD and (path.key, path.path) in usable else ()
         why = f"{path.key}: {path.path}: {why}"
         found.append(Finding("paths", level, node, why, action, nodes))
     return found
