@@ -200,16 +200,16 @@ def _open_run(
         def merge(model: Decoder) -> None:
             merge_run(model, base, folder, written, own)
 
-        how = f"{folder}, its adapter merged into {written.model.pretrained}, held by the decoder"
-        return Pretrained(config, tokenizer, merge, how)
+        how = f"its adapter merged into {written.model.pretrained}, loaded into the native decoder"
+        return Pretrained(config, tokenizer, merge, f"{folder}, {how}")
     rows = config.vocab_size
     assert rows is not None, "filled"
 
     def fill(model: Decoder) -> None:
         fill_from_run(model, checkpoint, rows, world)
 
-    holder = "transformers' class" if isinstance(config, HFModelConfig) else "the decoder"
-    return Pretrained(config, tokenizer, fill, f"{folder}, held by {holder}")
+    holder = "transformers' class" if isinstance(config, HFModelConfig) else "the native decoder"
+    return Pretrained(config, tokenizer, fill, f"{folder}, loaded into {holder}")
 
 
 def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer, asked: PretrainedConfig) -> None:
@@ -296,7 +296,7 @@ def model_yaml(config: ModelConfig) -> str:
 def open_folder(
     folder: Path, asked: PretrainedConfig, note: Callable[[str], None], world: World = ALONE
 ) -> Pretrained:
-    """A Hugging Face folder, held by the decoder where it expresses the model, else by its class.
+    """A Hugging Face folder, in the native decoder where it expresses the model, else in its class.
 
     Every process calls it; rank 0 reads all but the weights.
 
@@ -351,7 +351,7 @@ def _by_decoder(
         with open_hf(folder, written=written, note=lambda _: None) as again:
             fill_model(model, with_new_rows(model, again.tensors(), model.vocabulary()))
 
-    return Pretrained(config, tokenizer, fill, f"{folder}, {name} held by the decoder")
+    return Pretrained(config, tokenizer, fill, f"{folder}, {name} loaded into the native decoder")
 
 
 def _by_class(
@@ -385,7 +385,7 @@ def _by_class(
 
     named = written.get("architectures")
     kind = named[0] if isinstance(named, list) and named else written.get("model_type")
-    summary = f"{folder}, {kind} held by transformers' class ({reason})"
+    summary = f"{folder}, {kind} loaded into transformers' class ({reason})"
     return Pretrained(config, tokenizer, fill, summary)
 
 

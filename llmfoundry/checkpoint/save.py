@@ -324,7 +324,9 @@ class Checkpointer:
             seconds = time.perf_counter() - began
             in_background = threading.current_thread() is self._thread
             blocked = self.waits.before + (self.waits.copies if in_background else seconds)
-            how = f"{n_bytes / 1e6:,.1f} MB in {seconds:.1f} s; training waited {blocked:.2f} s"
+            how = (
+                f"{n_bytes / 1e6:,.1f} MB in {seconds:.1f} s; blocked training for {blocked:.2f} s"
+            )
             self._reports.note(f"saved {self._storage.shown(folder)} ({how})")
         self.tidy()
 

@@ -107,7 +107,7 @@ def _lines(card: CardInfo, config: ModelConfig, architecture: str, dtype: str) -
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
     yield "license: unknown # yours to choose, as the texts it was trained on allow"
     yield from ("tags:", "- llmfoundry", "---", "", f"# {_cell(card.name)}", "")
-    share = "" if card.active == card.parameters else f", of which a token visits {card.active:,}"
+    share = "" if card.active == card.parameters else f", {card.active:,} active"
     shape = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
     rows = {
         "Parameters": f"{card.parameters:,}{share} ({shape})",

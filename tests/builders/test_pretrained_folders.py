@@ -49,7 +49,7 @@ def opened(folder: Path, **asked: Any) -> Any:
 
 def test_the_decoder_takes_what_it_expresses_and_the_class_the_rest(tmp_path: Path) -> None:
     llama = write_model("llama", tmp_path / "llama")
-    assert "LlamaForCausalLM held by the decoder" in opened(llama)[0].summary
+    assert "LlamaForCausalLM loaded into the native decoder" in opened(llama)[0].summary
     found = opened(llama, name="hf_causal_lm")[0]
     assert isinstance(found.config, HFModelConfig)
     assert "transformers' class (model.name asks for it)" in found.summary
@@ -121,7 +121,7 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     change(folder, auto_map=auto)
     found, said = opened(folder)  # transformers has the class, and the decoder too
-    assert "held by the decoder" in found.summary and "is not run" in said[0]
+    assert "loaded into the native decoder" in found.summary and "is not run" in said[0]
     change(folder, model_type="own")
     with pytest.raises(UserError, match=r"^model\.trust_remote_code: .*auto_map"):
         opened(folder)

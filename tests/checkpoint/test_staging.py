@@ -239,7 +239,9 @@ def test_what_a_save_holds_training_up_is_logged_and_reported(
     lines = [line for line in capsys.readouterr().out.splitlines() if "saved runs/reported" in line]
     assert len(lines) == 2
     for line in lines:
-        assert re.search(r"ba000000\d \([\d.]+ MB in [\d.]+ s; training waited [\d.]+ s\)", line)
+        assert re.search(
+            r"ba000000\d \([\d.]+ MB in [\d.]+ s; blocked training for [\d.]+ s\)", line
+        )
 
 
 def test_a_bound_without_saves_in_the_background_is_refused(

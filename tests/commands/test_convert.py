@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.commands.convert import _card, _precision, _published, convert
 from llmfoundry.errors import UserError
 from llmfoundry.hf.read import open_hf
@@ -73,6 +74,7 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     loaded: Any = SimpleNamespace(
         recipe=recipe,
         folder=folder,
+        checkpoint=Checkpoint(Storage(tmp_path / "run"), folder),
         state={"batch": 300},
         tokenizer=SimpleNamespace(has_chat=True),  # which text alone does not teach to talk
     )

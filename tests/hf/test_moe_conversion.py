@@ -187,7 +187,7 @@ def test_the_card_of_a_mixture_says_what_is_different_in_transformers(
         texts[name] = (out / "README.md").read_text()
     # two blocks' routers, attention and norms, and two of five experts of 3 x 24 x 32
     active = 2 * 128 * 32 + 32 + 2 * (5 * 32 + 2 * 3 * 24 * 32 + (2 * 32 + 32) * 32 + 64)
-    assert f"of which a token visits {active:,} (" in texts["DbrxForCausalLM"]
+    assert f"{active:,} active (" in texts["DbrxForCausalLM"]
     said = texts["DbrxForCausalLM"].split("## In transformers")[1].split("##")[0]
     assert "in bf16" in said and "compare logits in fp32" in said
     assert "`ffn_config.moe_loss_weight` is moe_loss_weight / moe_top_k" in said

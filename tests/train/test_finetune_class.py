@@ -43,7 +43,7 @@ def test_a_class_is_trained_resumed_asked_and_written_back(tmp_path: Path) -> No
     write_class(tmp_path / "neox", tokenizer, "gpt_neox", tie_word_embeddings=True)
     recipe = finetune_recipe(tmp_path, model={"pretrained": "neox"}, max_duration="6ba")
     done = run("finetune.py", recipe, "run_name=whole", cwd=tmp_path)
-    assert "GPTNeoXForCausalLM held by transformers' class" in done.stdout + done.stderr
+    assert "GPTNeoXForCausalLM loaded into transformers' class" in done.stdout + done.stderr
     shutil.copytree(tmp_path / "runs/whole/checkpoints/ba0000004", tmp_path / RUN / "ba0000004")
     run("finetune.py", recipe, "run_name=cut", cwd=tmp_path)
     whole = losses(tmp_path / "runs/whole")

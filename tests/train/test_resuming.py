@@ -162,7 +162,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(
     shutil.rmtree(run / "checkpoints/ba0000004")
     (run / "checkpoints/ba0000002/COMMIT").unlink()
     train_here(run.name, *BRIEF)
-    assert "its first save was cut short" in capsys.readouterr().out
+    assert "its first save was interrupted" in capsys.readouterr().out
     assert losses(run) == losses(Path("runs/whole"))
 
 
