@@ -132,9 +132,7 @@ def build_trainer(
     reference = open_reference(job, data, start, fill)
     state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
     identity |= reference.begin()
-    spans = spanning(recipe, world.size, chosen.microbatch, node_size())
-    for line in chain(spans, mixture_lines(loader, clock.total)):
-        note(line)
+    _note_costs(job, loader, clock.total)
     # 6. The loop over all of these; then the record is opened, as nothing can be refused any more.
     trainer = Trainer(
         recipe=recipe,
@@ -248,6 +246,13 @@ def _open_data(
     for line in data.summary.splitlines():
         note(line)
     return data
+
+
+def _note_costs(job: Job, loader: Loader, batches: int) -> None:
+    """Report what messages between nodes cost, and passes over the sources of a mixture."""
+    spans = spanning(job.recipe, job.world.size, job.microbatch, node_size())
+    for line in chain(spans, mixture_lines(loader, batches)):
+        job.note(line)
 
 
 def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
