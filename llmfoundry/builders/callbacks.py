@@ -26,6 +26,7 @@ from llmfoundry.train.callbacks import (
     RuntimeEstimator,
     SpeedMonitor,
 )
+from llmfoundry.train.step_time import StepTimes
 from llmfoundry.train.trainer import Callback
 
 
@@ -42,6 +43,11 @@ def speed_monitor(job: Job) -> Callback:
     flops = trained_flops_per_token(job.root.model, job.recipe.max_seq_len)
     window, peak = job.recipe.callbacks.speed_window, peak_flops(job.world.device)
     return SpeedMonitor(window=window, flops_per_token=flops, peak_flops=peak)
+
+
+def step_times(job: Job) -> Callback:
+    """Where a step's time goes."""
+    return StepTimes(job.world.device)
 
 
 def lr_monitor(job: Job) -> Callback:

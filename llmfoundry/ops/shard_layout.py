@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from llmfoundry.spans import span
+
 TENSOR = "tensor_parallel"  # the mesh's axis
 Range = tuple[int, int]  # from and to
 Stacked = Mapping[str, Sequence[int]]
@@ -97,7 +99,8 @@ class ShardLayout:
         """The sum over all processes that have a part of the tensor, in place."""
         for axis in (self.fsdp, self.experts, self.tensor):
             if axis is not None:
-                dist.all_reduce(value, group=axis.group)
+                with span("messages"):
+                    dist.all_reduce(value, group=axis.group)
         return value
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+
+from llmfoundry.spans import span
 
 
 def has_avx512_bf16() -> bool:
@@ -145,19 +149,22 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
     selective checkpointing know collectives by. Without it context parallelism does not work.
     """
     ops, sizes = torch.ops._c10d_functional, [1] * len(x)
-    return ops.wait_tensor(ops.all_to_all_single(x, sizes, sizes, group))
+    with _messages():
+        return ops.wait_tensor(ops.all_to_all_single(x, sizes, sizes, group))
 
 
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
     """The x of all `size` processes of a group along the first dimension, in their order."""
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
+    with _messages():
+        return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
 
 
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
     """This process's part, of `size`, of the first dimension of the sum of all x of a group."""
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
+    with _messages():
+        return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
 
 
 def start_all_to_all(
@@ -186,7 +193,44 @@ def start_all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def wait(values: Tensor) -> Tensor:
     """What a collective above gave, once it is there: `torch.ops._c10d_functional.wait_tensor`."""
-    return torch.ops._c10d_functional.wait_tensor(values)
+    with _messages():
+        return torch.ops._c10d_functional.wait_tensor(values)
+
+
+def _messages() -> AbstractContextManager[None]:
+    """The span of those who wait for others; graphs of the compiler have none."""
+    return nullcontext() if torch.compiler.is_compiling() else span("messages")
+
+
+def watch_fsdp(around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Have FSDP2 enter a context wherever it waits for shards and gradients, or packs them.
+
+    `FSDPParamGroup.unshard`, `.wait_for_unshard`, `.post_backward` and `.finalize_backward`, for
+    all models of the process; one that PyTorch lacks counts as the pass that it is in.
+
+    Returns:
+        What undoes it.
+    """
+    module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+    group = getattr(importlib.import_module(module), "FSDPParamGroup", None)
+    names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+    before = {name: getattr(group, name) for name in names if hasattr(group, name)}
+
+    def within(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def watched(*given: Any, **named: Any) -> Any:
+            with around():
+                return method(*given, **named)
+
+        return watched
+
+    def undo() -> None:
+        for name, method in before.items():
+            setattr(group, name, method)
+
+    for name, method in before.items():
+        setattr(group, name, within(method))
+    return undo
 
 
 def selective_contexts(is_kept: Callable[..., bool]) -> tuple[Any, Any]:

@@ -219,6 +219,7 @@ CALLBACKS = ChoiceTable(
             is_on=lambda config: config.watch.has_rounds,
         ),
         "speed_monitor": _callback("speed_monitor", lambda config: config.speed_monitor),
+        "step_times": _callback("step_times", lambda config: config.step_times),
         "lr_monitor": _callback("lr_monitor", lambda config: config.lr_monitor),
         "optimizer_monitor": _callback("optimizer_monitor", lambda c: c.optimizer_monitor),
         "memory_monitor": _callback("memory_monitor", lambda config: config.memory_monitor),
@@ -241,6 +242,9 @@ class CallbacksConfig:
     """Throughput, and model FLOPs utilisation where the device's peak is known."""
     speed_window: Annotated[int, Range(1, 2**20, "each is kept in memory")] = 10
     """Logged steps over which throughput is averaged."""
+    step_times: bool = True
+    """Where a step's time goes: data, forward, backward, messages between processes, optimizer,
+    logging, as metrics time/step/* and a bar in the report. On a GPU nobody waits for it."""
     memory_monitor: bool = True
     """Peak memory of the device (GPU) or the process (CPU)."""
     runtime_estimator: bool = True

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import on_stops
+from llmfoundry.spans import span
 
 _SAME_REQUEST = 5.0
 """Seconds in which further signals are the same request: Slurm sends SIGTERM to torchrun and to its
@@ -95,7 +96,8 @@ class StopSignal:
             return
         work, flags = self._pending
         self._pending = None
-        work.wait()
+        with span("messages"):
+            work.wait()
         stop, failed = flags.tolist()
         self._agreed = (self._received or "a signal") if stop else ""
         if failed:

@@ -26,6 +26,7 @@ from llmfoundry.models.router import Routing, move_biases
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
 from llmfoundry.recipe.optimizer import GradientClippingConfig
+from llmfoundry.spans import span
 from llmfoundry.train.spikes import Guard
 
 Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -87,7 +88,8 @@ class CrossEntropy:
 def sum_over_processes(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of a group's values, in their place; None: of all processes'."""
     if dist.is_initialized():
-        dist.all_reduce(value, group=group)
+        with span("messages"):
+            dist.all_reduce(value, group=group)
     return value
 
 
@@ -195,30 +197,34 @@ def train_step(
     sums, factor, each = StepSums(), sum_factor(module), settings.reduce_scatter_each
     for part in microbatches:
         with gradient_sync(module, last=part is microbatches[-1], each=each):
-            with settings.autocast():
+            with span("forward"), settings.autocast():
                 (total, reported), routing = module(
                     part.tokens, part.layout, objective.of(part), routing=True
                 )
             shares = [total / divisor]
             shares += [loss / rows for loss in routing.losses.values()] if routing else []
-            (sum(shares) * factor).backward()
+            with span("backward"):
+                (sum(shares) * factor).backward()
         sums.add(shares, reported, routing)
     losses, reported, routing = sums.over_processes(settings.token_group)
     loss = sum(losses.values(), torch.zeros_like(losses["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
-    norm = total_norm([p.grad for p in parameters if p.grad is not None])
+    with span("optimizer"):
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
     if on_gradients is not None:
         on_gradients()
-    CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
+    with span("optimizer"):
+        CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
     result = StepResult(loss, norm, count, losses if len(losses) > 1 else {}, routing, reported)
     guard.observe(number, loss, norm)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     if before_update is not None:
         before_update()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    if routing is not None:
-        move_biases(module, routing.load, held=guard.found_inf)
+    with span("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if routing is not None:
+            move_biases(module, routing.load, held=guard.found_inf)
     return result
 
 

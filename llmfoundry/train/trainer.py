@@ -33,6 +33,7 @@ from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.values.duration import Clock
+from llmfoundry.spans import span
 from llmfoundry.train.metrics import LoggedStep, LossWindow, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.signals import StopSignal
@@ -314,7 +315,8 @@ class Trainer:
         started = time.perf_counter()
         try:
             self.checkpointer.check()
-            batch = next(self._batches)
+            with span("data"):
+                batch = next(self._batches)
         except (Exception, StopIteration) as error:
             failure = error
             shape = (self.clock.samples_per_batch // self.world.data_size, self.recipe.max_seq_len)
@@ -334,10 +336,12 @@ class Trainer:
         following, interval = self.batch + 1, self.clock.batches(self.recipe.log_interval)
         logs = following == self.clock.total or falls_due(interval, following)
         try:
+            with span("data"):
+                batch = batch.to(self.world.device)
             result = train_step(
                 self.module,
                 self.optimizer,
-                batch.to(self.world.device),
+                batch,
                 self.settings,
                 number=self.batch,
                 guard=self.spikes.guard,
@@ -364,7 +368,8 @@ class Trainer:
     def _before_update(self, stop: StopSignal) -> None:
         beat("update", self.batch + 1)
         stop.check()
-        self.checkpointer.before_update()
+        with span("saving"):
+            self.checkpointer.before_update()
 
     def _smaller(self) -> str:
         """What to write where a step does not fit into the memory."""
@@ -395,12 +400,14 @@ class Trainer:
                     yield callback
 
     def _on_gradients(self) -> None:
-        for callback in self._calling("on_gradients"):
-            callback.on_gradients(self)
+        with span("logging"):
+            for callback in self._calling("on_gradients"):
+                callback.on_gradients(self)
 
     def _log(self, result: StepResult | None) -> None:
         """Begin to log this step, where there is a result, and log the one before."""
-        step = None if result is None else self._begin_log(result)
+        with span("logging"):
+            step = None if result is None else self._begin_log(result)
         self._finish_log()
         self._launched = step
         waits = [c for c in self.callbacks if not c.may_lag and overrides(c, "on_log")]
@@ -423,7 +430,11 @@ class Trainer:
         """Log the step whose values are on their way; waits for that step alone."""
         if self._launched is None:
             return
-        found = self._launched.read()
+        with span("logging"):
+            self._log_values(self._launched)
+
+    def _log_values(self, launched: LoggedStep) -> None:
+        found = launched.read()
         self._launched = None
         self.spikes.handle(found.verdicts)
         self._refuse(found.first_bad)
@@ -458,13 +469,15 @@ class Trainer:
         self._check_guard()
         started = time.perf_counter()
         beat("evaluation", self.batch)
-        with self.training_paused():
+        with self.training_paused(), span("evaluation"):
             metrics = self.evaluate(self.batch)
         self.eval_seconds += time.perf_counter() - started
         self.evaluations += 1
         self.latest_evaluation = metrics
         if metrics:
-            self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, metrics)
+            spent = {"time/val": self.eval_seconds}  # no step may follow that would report it
+            tokens = self.batch * self.clock.tokens_per_batch
+            self.tracker.log(self.batch, tokens, metrics | spent)
         for callback in self._calling("on_evaluate"):
             callback.on_evaluate(self, metrics)
 
@@ -483,7 +496,7 @@ class Trainer:
             "settings": self._training_settings,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
-        with self.training_paused():
+        with self.training_paused(), span("saving"):
             self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
         self._saves_soon = False
         waits = self.checkpointer.waits
@@ -500,7 +513,8 @@ class Trainer:
         began = time.perf_counter()
         self.train_seconds += began - self._started
         self.root.eval()
-        yield
+        with span("pause"):
+            yield
         self.root.train()
         self._started = time.perf_counter()
         self.paused_seconds += self._started - began

@@ -36,10 +36,10 @@ def goodput(rows: Rows, events: Rows) -> dict[str, float]:
     if not starts or not rows:
         return {}
     whole = _whole(events, rows)
-    training = sum(_grown(rows, _TRAINING))
+    training = sum(grown(rows, _TRAINING))
     found = {
         "training": training,
-        "evaluation": sum(_grown(rows, _EVALUATION)),
+        "evaluation": sum(grown(rows, _EVALUATION)),
         "saving": float(sum(row.get(_SAVING, 0.0) for row in rows)),
         "starting": sum(_starting(starts, rows)),
     }
@@ -76,7 +76,7 @@ def _whole(events: Rows, rows: Rows) -> float:
     return whole if begun is None else whole + max(0.0, rows[-1][WALL] / 1000 - begun)
 
 
-def _grown(rows: Rows, name: str) -> Iterator[float]:
+def grown(rows: Rows, name: str) -> Iterator[float]:
     """How much a sum that each process begins anew has grown, row by row."""
     last = 0.0
     for row in rows:

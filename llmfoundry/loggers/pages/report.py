@@ -31,6 +31,7 @@ from llmfoundry.loggers.pages.score_charts import (
     percents,
     written,
 )
+from llmfoundry.loggers.pages.time_bar import time_bar
 from llmfoundry.loggers.pages.titles import GROUPS, title
 from llmfoundry.redaction import public
 
@@ -52,6 +53,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
     sections = [
         ("Before and after", before_and_after(changes(evaluations, rows))),
         ("Training", training_charts(rows, marks(events, rows))),
+        ("Where the time went", time_bar(rows)),
         ("Events", event_table(events) if events else ""),
         ("Experts", experts(rows, _read_rows(run_folder / "routing.jsonl"))),
         ("Evaluation", evaluation(rows, evaluations)),

@@ -49,6 +49,7 @@ _TITLES = (
     (r"time/data_wait", "seconds of waiting for data", SPEED),
     (r"time/checkpoint_blocking", "seconds that a checkpoint held training up", SPEED),
     (r"time/checkpoint_wait", "seconds of waiting for the checkpoint before", SPEED),
+    (r"time/step/(?P<name>\w+)", "seconds of a step: {name}", SPEED),
     (r"time/train", "seconds of training", SPEED),
     (r"time/val", "seconds of evaluation", SPEED),
     (r"moe/dropped_tokens", "choices of experts that were dropped", EXPERTS),
