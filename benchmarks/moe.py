@@ -89,7 +89,6 @@ def contenders(
         DENSE: (lambda x: _dense(x, *dense), dense),
         "grouped_mm": (mine(*even, impl="grouped_mm"), stacked),
         "grouped_mm, Zipf load": (mine(*skewed, impl="grouped_mm"), stacked),
-        "grouped_mm, 8-bit storage": (mine(*even, impl="grouped_mm", compress=True), stacked),
         "torch": (mine(*even, impl="torch"), stacked),
     }  # fmt: skip
     if refusal("grouped_mm", device, dtype, d, f) is None:
@@ -105,11 +104,9 @@ def _dense(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def _ours(
-    weights: Tensor, experts: Tensor, *, stacked: list[Tensor], impl: str, compress: bool = False
-) -> Layer:
+def _ours(weights: Tensor, experts: Tensor, *, stacked: list[Tensor], impl: str) -> Layer:
     w = Experts(stacked[0], stacked[1], stacked[2])
-    return lambda x: mixture(x, weights, experts, w, impl=impl, compress=compress)
+    return lambda x: mixture(x, weights, experts, w, impl=impl)
 
 
 def _by_autograd(weights: Tensor, experts: Tensor, stacked: list[Tensor]) -> Layer:

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from llmfoundry.models.decoder import Root
+from llmfoundry.recipe.activation_memory import ActivationMemory
+from llmfoundry.recipe.parallel import ParallelConfig
 from tests.warm_scripts import ENV as ENV
 from tests.warm_scripts import run_script
 
@@ -32,6 +36,12 @@ RECIPE = {
     "logger": {"mlflow": False},
     "callbacks": {"speed_window": 2},
 }
+
+
+def activations(root: Root, checkpointing: bool | str = False, **settings: Any) -> ActivationMemory:
+    """How the activations of a model are kept, with these settings of `parallel`."""
+    config = ParallelConfig(activation_checkpointing=checkpointing, **settings)
+    return config.activation_memory(len(root.model.blocks))
 
 
 def write_recipe(folder: Path) -> Path:

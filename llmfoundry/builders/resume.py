@@ -288,7 +288,7 @@ def _finetuning_identity(recipe: TrainRecipe) -> dict[str, Any]:
 def model_identity(config: ModelConfig) -> dict[str, Any]:
     """Every setting of a model by its dotted key, but for how its layers are computed."""
     settings = dict(flat(dataclasses.asdict(config), "model"))
-    how = (".attn_impl", ".moe_impl", ".moe_compress_activations")
+    how = (".attn_impl", ".moe_impl")
     return {key: value for key, value in settings.items() if not key.endswith(how)}
 
 

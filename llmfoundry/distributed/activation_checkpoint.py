@@ -1,4 +1,4 @@
-"""What goes around each block's forward pass: compilation, and around that checkpointing.
+"""What goes around each block's forward pass: compilation, checkpointing, compression, in order.
 
 `builders/trainer.py` calls `wrap_blocks` on the meta device, before FSDP: a block's own `forward`
 is replaced in place, so names of parameters stay what they are, and FSDP's hooks, which wait for
@@ -23,14 +23,16 @@ from torch.utils.checkpoint import (
 )
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.decoder import Root
+from llmfoundry.models.decoder import Block, Root
 from llmfoundry.models.moe import MoE
+from llmfoundry.ops.compression import Compressor, restore
 from llmfoundry.ops.torch_private import (
     compiler_errors,
     disable_ddp_graph_splits,
     selective_contexts,
+    set_activation_memory_budget,
 )
-from llmfoundry.recipe.parallel import LEVELS, recomputation
+from llmfoundry.recipe.activation_memory import BLOCK, EXPERTS, ActivationMemory
 from llmfoundry.recipe.scripts.train import GRAPH_ADVICE, GRAPH_MODES
 
 Forward = Callable[..., Any]  # of a block and its inputs
@@ -61,49 +63,106 @@ bound by memory traffic, and recomputed (as torchtitan has it, which keeps every
 alone)."""
 
 
-def wrap_blocks(root: Root, *, checkpointing: bool | str, compile_mode: str | None) -> None:
-    """Replace the training forward pass of every block, in place.
+def wrap_blocks(root: Root, memory: ActivationMemory, *, compile_mode: str | None) -> None:
+    """Replace the training forward pass of every block, or of parts of it, in place.
 
     Checkpointing of whole blocks goes around the compiled function, not into it: a graph break
     inside a compiled checkpoint (attention of documents one by one, on a CPU) turns compilation off
-    altogether. Selective checkpointing goes into it, for it must see operators: on a CPU packed
-    rows are not compiled then.
+    altogether. So does that of parts, each of which is compiled by itself. Selective checkpointing
+    goes into it, for it must see operators: on a CPU packed rows are not compiled then. Compression
+    goes around all of it: it takes what autograd saves, of compiled graphs and the inputs of
+    checkpoints as well.
 
     Args:
         root: the model, before FSDP or DDP wrap it.
-        checkpointing: what is recomputed in the backward pass: `none`; `selective`, all but
-            what KEPT names; `whole` or True, everything, from a block's input.
+        memory: how activations are kept, by block.
         compile_mode: torch.compile's mode; None: not compiled.
     """
-    level = recomputation(checkpointing)
-    assert level in LEVELS, "auto was not decided"
-    if compile_mode is None and level == "none":
-        return
-    forward: Forward = _plain
-    if level == "selective":
-        forward = _checkpointed(forward, _selection(root))
+    compress = _compressor(root, memory.compression)
     if compile_mode is not None:
+        set_activation_memory_budget(memory.budget)
         for layer in _shared_mixtures(root):
             # no graph has the host's waiting for how many rows come, nor FSDP's hooks of experts
             layer.mixed = torch.compiler.disable(layer.mixed)  # type: ignore[method-assign]
-        forward = _compiled(forward, compile_mode, len(root.model.blocks))
-    if level == "whole":
-        forward = _checkpointed(forward)
-    for block in root.model.blocks:
-        block.forward = _while_training(block, forward)
+    inner: Forward = _plain
+    if memory.checkpointing == "selective":
+        inner = _checkpointed(
+            inner, _selection(root, compress, is_compiled=compile_mode is not None)
+        )
+    if compile_mode is not None:
+        inner = _compiled(inner, compile_mode, len(root.model.blocks))
+    for block, targets in zip(root.model.blocks, memory.targets, strict=True):
+        again = partial(_recomputed, compress=compress)
+        forward = again(block, inner) if BLOCK in targets else inner
+        for part in targets - {BLOCK}:
+            for module in _modules(block, part):
+                # a function of its own, which the block's graph calls
+                outside = torch.compiler.disable(again(module, inner))
+                module.forward = _while_training(module, outside)
+        if compress is not None:
+            forward = _compressed(forward, compress)
+        if forward is not _plain:
+            block.forward = _while_training(block, forward)
 
 
-def _plain(block: nn.Module, *inputs: Any, **named: Any) -> Any:
-    return type(block).forward(block, *inputs, **named)
+def _plain(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+    return type(module).forward(module, *inputs, **named)
 
 
-def _while_training(block: nn.Module, wrapped: Forward) -> Forward:
+def _while_training(module: nn.Module, wrapped: Forward) -> Forward:
     def forward(*inputs: Any, **named: Any) -> Any:
-        if block.training and torch.is_grad_enabled():
-            return wrapped(block, *inputs, **named)
-        return _plain(block, *inputs, **named)
+        if module.training and torch.is_grad_enabled():
+            return wrapped(module, *inputs, **named)
+        return _plain(module, *inputs, **named)
 
     return forward
+
+
+def _modules(block: nn.Module, part: str) -> list[nn.Module]:
+    """What `part` names in a block of ours."""
+    assert isinstance(block, Block), "limits: of other classes whole blocks are known alone"
+    if part == "norm":
+        return [block.norm_1, block.norm_2]
+    if part == EXPERTS:
+        assert isinstance(block.ffn, MoE), "limits: the model has experts"
+        return [block.ffn.experts]
+    return [block.attn if part == "attention" else block.ffn]
+
+
+def _compressor(root: Root, kind: str) -> Compressor | None:
+    """What compresses all blocks; None: nothing is compressed."""
+    if kind == "none":
+        return None
+    model = root.model.config
+    ffn = getattr(model, "ffn_config", None)
+    scores = 0 if ffn is None else ffn.moe_num_experts or 0
+    return Compressor(kind, exact=max(scores, getattr(model, "n_heads", 0)))
+
+
+def _compressed(forward: Forward, compress: Compressor) -> Forward:
+    """Save in 8 bits."""
+
+    def wrapped(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+        with compress.hooks(block, inputs, named):
+            return forward(block, *inputs, **named)
+
+    return wrapped
+
+
+def _recomputed(module: nn.Module, forward: Forward, *, compress: Compressor | None) -> Forward:
+    """The checkpoint of a whole module.
+
+    Where its input is compressed its router keeps its choice: of the rounded input it would choose
+    other experts for some tokens, and other processes would wait for other rows.
+    """
+    routes = any(isinstance(m, MoE) for m in module.modules())
+    if compress is None or not routes:
+        return _checkpointed(forward)
+    return _checkpointed(forward, partial(selective_contexts, _is_choice))
+
+
+def _is_choice(op: Any, *args: Any) -> bool:
+    return _name(op).startswith("aten::topk")
 
 
 def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
@@ -129,7 +188,7 @@ def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -
     return wrapped
 
 
-def _selection(root: Root) -> Callable[[], Any]:
+def _selection(root: Root, compress: Compressor | None, *, is_compiled: bool) -> Callable[[], Any]:
     """Contexts that keep the results of the operators that KEPT names.
 
     Not of a feed-forward layer's last product: nothing in the block needs it again.
@@ -138,7 +197,7 @@ def _selection(root: Root) -> Callable[[], Any]:
     last = (model.ffn_config.ffn_hidden_size, model.d_model)
 
     def is_kept(op: Any, *args: Any) -> bool:
-        name = op.name() if callable(getattr(op, "name", None)) else str(op)
+        name = _name(op)
         if not name.startswith(KEPT):
             return False
         if name.startswith(("aten::mm", "aten::addmm")):
@@ -150,9 +209,15 @@ def _selection(root: Root) -> Callable[[], Any]:
         kept = is_kept(op, *args)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
+    if compress is not None and not is_compiled:
+        return partial(selective_contexts, is_kept, compress.keep, restore)
     if _shared_mixtures(root):
         return partial(selective_contexts, is_kept)  # FSDP's hooks of the experts are inside
     return partial(create_selective_checkpoint_contexts, policy)
+
+
+def _name(op: Any) -> str:
+    return op.name() if callable(getattr(op, "name", None)) else str(op)
 
 
 def _shared_mixtures(root: Root) -> list[MoE]:

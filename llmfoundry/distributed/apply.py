@@ -47,7 +47,8 @@ def parallelize(
     apply_context_parallel(root, meshes, config)
     share_router_statistics(root, world, meshes)
     # 4. Activation memory, and compilation inside of it: each block's forward pass is replaced.
-    wrap_blocks(root, checkpointing=config.activation_checkpointing, compile_mode=compile_mode)
+    memory = config.activation_memory(len(root.model.blocks))
+    wrap_blocks(root, memory, compile_mode=compile_mode)
     # 5. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
     # recomputed. Then memory for this process's shards.
     materialize(root, world, meshes, config, precision=precision)

@@ -65,11 +65,9 @@ class ExpertWeights(nn.Module):
             if not config.no_bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(self.n * width)))
 
-    def forward(
-        self, x: Tensor, weights: Tensor, experts: Tensor, *, impl: str, compress: bool
-    ) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, impl: str) -> Tensor:
         """`mixture` of the experts that are here: a call, for FSDP's hooks around it."""
-        return mixture(x, weights, experts, self.experts(), impl=impl, compress=compress)
+        return mixture(x, weights, experts, self.experts(), impl=impl)
 
     def experts(self) -> Experts:
         """This process's weights as `mixture` takes them, with a dimension of experts."""
@@ -175,11 +173,7 @@ class MoE(nn.Module):
     def mixed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """What the experts chosen, here or elsewhere, and the shared one give for x (N, D)."""
         assert self.config.moe_impl is not None, "the recipe was not filled"
-        multiply = partial(
-            self.experts,
-            impl=self.config.moe_impl,
-            compress=bool(self.config.moe_compress_activations),
-        )
+        multiply = partial(self.experts, impl=self.config.moe_impl)
         if self.group is None:
             y = multiply(x, weights, experts)
             return y if self.shared is None else y + self.shared(x)

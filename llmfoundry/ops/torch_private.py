@@ -233,7 +233,35 @@ def watch_fsdp(around: Callable[[], AbstractContextManager[None]]) -> Callable[[
     return undo
 
 
-def selective_contexts(is_kept: Callable[..., bool]) -> tuple[Any, Any]:
+def storage_reference(tensor: Tensor) -> Any:
+    """The memory that a tensor lies in: equal for all tensors in it, and `expired()` once freed.
+
+    `torch.multiprocessing.reductions.StorageWeakRef`, which keeps its address from being given
+    away; without it activations cannot be compressed.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def set_activation_memory_budget(budget: float | None) -> None:
+    """Share of the activations of a compiled graph that it keeps; None: what is fastest.
+
+    `torch._functorch.config.activation_memory_budget`, without which a budget has no effect.
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    config.activation_memory_budget = 1.0 if budget is None else budget
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def selective_contexts(
+    is_kept: Callable[..., bool],
+    compress: Callable[[Tensor], Any] = _as_it_is,
+    restore: Callable[[Any], Any] = _as_it_is,
+) -> tuple[Any, Any]:
     """As `create_selective_checkpoint_contexts`, where operators that are not kept may differ.
 
     FSDP's hooks around a module inside of what is computed again run other operators the second
@@ -242,20 +270,32 @@ def selective_contexts(is_kept: Callable[..., bool]) -> tuple[Any, Any]:
 
     Args:
         is_kept: of an operator and its arguments, alike both times.
+        compress: what is kept of a result.
+        restore: the result from that.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map_only
+    from torch.utils._pytree import tree_map, tree_map_only
 
     kept: dict[Any, list[Any]] = {}
+    sent: dict[Any, tuple[list[Any], int]] = {}  # results that nobody may read yet, by their memory
 
     class Keep(TorchDispatchMode):
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = op(*args, **(kwargs or {}))
+            if op is torch.ops._c10d_functional.wait_tensor.default:
+                there = sent.pop(storage_reference(result), None)
+                if there is not None:
+                    row, place = there
+                    row[place] = compress(result.detach())
             if is_kept(op, *args):
-                alias = tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
-                kept.setdefault(op, []).append(alias)
+                row = kept.setdefault(op, [])
+                if op.namespace == "_c10d_functional":
+                    sent[storage_reference(result)] = row, len(row)
+                    row.append(result.detach())
+                else:
+                    row.append(tree_map_only(Tensor, lambda t: compress(t.detach()), result))
             return result
 
     class Give(TorchDispatchMode):
@@ -263,7 +303,7 @@ def selective_contexts(is_kept: Callable[..., bool]) -> tuple[Any, Any]:
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if is_kept(op, *args):
-                return kept[op].pop(0)
+                return tree_map(restore, kept[op].pop(0))
             return op(*args, **(kwargs or {}))
 
     return Keep(), Give()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
-from llmfoundry.ops.moe.experts import packed_width
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees, recomputation
 from llmfoundry.recipe.parallel_limits import context_method
@@ -87,6 +86,8 @@ def row_bytes(
     low = _low(recipe)
     reached = [ALL] * model.n_layers if kept is None else [one for one in kept if one.anything]
     again = recomputation(recipe.parallel.activation_checkpointing)
+    if recipe.parallel.activation_checkpointing_target is not None:
+        again = "none"  # an upper bound, as compression's is
     each = {one: _kept(recipe, one, again, degrees, device) for one in set(reached)}
     whole = max((block_bytes(recipe, one, degrees, device) for one in each), default=0)
     most = max(each.values(), default=0)
@@ -270,8 +271,6 @@ def expert_bytes(
     inputs = 0
     if ffn.moe_impl == "grouped_mm":
         inputs = low * d * kept.up
-        if ffn.moe_compress_activations:
-            inputs = low * d + packed_width(d)  # the router keeps its input as it is
     return router + shared + inputs + _routed_bytes(model, low, kept, degrees)
 
 
@@ -282,8 +281,6 @@ def _routed_bytes(model: ModelConfig, low: int, kept: SavedInputs, degrees: Degr
     projections = 2 if ffn.mlp_type == "glu" else 1
     if ffn.moe_impl != "grouped_mm":  # all that the activation makes of them, and what it gives
         row = low * (2 * model.d_model + 2 * projections * ffn.ffn_hidden_size)
-    elif ffn.moe_compress_activations:
-        row = projections * packed_width(ffn.ffn_hidden_size)
     else:  # the pre-activations
         row = low * projections * ffn.ffn_hidden_size
     return top_k * row + _travelling(model, low, kept, degrees)
@@ -299,10 +296,7 @@ def _travelling(model: ModelConfig, low: int, kept: SavedInputs, degrees: Degree
     if degrees.expert == 1:
         return 0
     came = kept.up and model.ffn_config.moe_impl == "grouped_mm"  # another's rows are counted
-    rows = low * model.d_model * (came + 1)
-    if came and model.ffn_config.moe_compress_activations:
-        rows = low * model.d_model + packed_width(model.d_model)
-    return top_k * rows
+    return top_k * low * model.d_model * (came + 1)
 
 
 def expert_rows(model: ModelConfig, width: int, *, travel: bool = False) -> int:

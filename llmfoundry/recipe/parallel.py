@@ -6,9 +6,16 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.activation_memory import (
+    BUDGET,
+    COMPRESSIONS,
+    LEAST_BUDGET,
+    ActivationMemory,
+    read_targets,
+)
 from llmfoundry.recipe.values.bounds import PROCESSES, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import divisors, inert
 
@@ -133,6 +140,19 @@ class ParallelConfig:
     results of matrix products, attention and experts, at half the memory; whole (or true): blocks,
     from their inputs: a third more work, a fraction of the memory; auto: the least of these that
     the estimate says fits."""
+    activation_checkpointing_target: str | list[str] | dict[str, Any] | None = None
+    """Only with activation_checkpointing: whole, which parts are computed again, each from its
+    inputs, and in which blocks: a name, a list of names, or {name: range}. Names: block (the
+    default), attention, feed_forward, norm, experts, and LLM Foundry's. Ranges: n (the first n),
+    first-n, middle-n, last-n, range-i-j (j not included), numbers in a list, and these together:
+    {attention: "first-2, last-2", feed_forward: [3]}."""
+    activation_compression: Annotated[str, choice(COMPRESSIONS)] = "none"
+    """In what form activations wait for the backward pass. none: as they are; int8: 8-bit integers,
+    128 values sharing a scale; fp8: 8-bit floating point (e4m3), on GPUs of compute capability 8.9
+    and above. Gradients change by about one per cent; what weighs and normalizes stays exact."""
+    activation_memory_budget: Annotated[float | None, BUDGET] = None
+    """Only with compile: share of what torch.compile would keep of a block's activations that it
+    keeps; it computes the rest again, the cheapest first. 1: all; at least 0.15."""
     dist_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
     """Seconds that a collective may wait for other processes."""
     rendezvous_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
@@ -161,6 +181,38 @@ class ParallelConfig:
         if self.context_parallel_degree == 1:
             why = "with context_parallel_degree: 1"
             yield from inert(key, self, ["context_parallel_method"], why)
+        yield from self._check_activations(key)
+
+    def _check_activations(self, key: str) -> Iterator[str]:
+        level, budget = recomputation(self.activation_checkpointing), self.activation_memory_budget
+        target = f"{key}activation_checkpointing_target"
+        if self.activation_checkpointing_target is not None and level != "whole":
+            yield (
+                f"{target}: has no effect with activation_checkpointing: {level}; remove it, or"
+                " write activation_checkpointing: whole"
+            )
+        if budget is not None and budget < LEAST_BUDGET:
+            yield (
+                f"{key}activation_memory_budget: {budget}; below {LEAST_BUDGET} a smaller budget"
+                " takes more memory, not less (pytorch issue 197838); write"
+                f" {LEAST_BUDGET} or more, or activation_checkpointing: whole in its place"
+            )
+        if budget is not None and level != "none":
+            yield (
+                f"{key}activation_memory_budget: with activation_checkpointing: {level} two would"
+                " decide what is computed again; remove one of them"
+            )
+
+    def activation_memory(self, n_layers: int) -> ActivationMemory:
+        """How the activations of `n_layers` blocks are kept; nothing in it is auto any more."""
+        level = recomputation(self.activation_checkpointing)
+        assert level in LEVELS, "auto was not decided"
+        targets: tuple[frozenset[str], ...] = (frozenset(),) * n_layers
+        if level == "whole":
+            key = "parallel.activation_checkpointing_target"
+            targets = read_targets(self.activation_checkpointing_target, n_layers, key)
+        budget = self.activation_memory_budget
+        return ActivationMemory(level, targets, self.activation_compression, budget)
 
     @property
     def keeps_whole(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmfoundry.recipe.activation_memory import BLOCK, EXPERTS, read_targets
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import AXES, EXPERT, Degrees, ParallelConfig
@@ -18,6 +19,7 @@ def limits(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> It
         parallel: the section.
         degrees: its degrees as written, or of all processes.
     """
+    yield from _recomputed(model, parallel)
     if isinstance(model, HFModelConfig):
         yield from _transformers(degrees)
         return
@@ -27,6 +29,27 @@ def limits(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> It
         yield from _context(model, parallel, degrees)
     if degrees.tensor > 1:
         yield from _tensor(model, degrees)
+
+
+def _recomputed(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Of `activation_checkpointing_target`: blocks and parts that the model has not."""
+    key = "parallel.activation_checkpointing_target"
+    written = parallel.activation_checkpointing_target
+    if written is None:
+        return
+    try:
+        targets = read_targets(written, getattr(model, "n_layers", None), key)
+    except ValueError as error:
+        yield str(error)
+        return
+    parts = frozenset[str]().union(*targets)
+    if isinstance(model, HFModelConfig) and parts != {BLOCK}:
+        yield (
+            f"{key}: {', '.join(sorted(parts - {BLOCK}))}, but the model is of a class of"
+            " transformers' own, of which blocks alone are known; write block"
+        )
+    elif EXPERTS in parts and model.ffn_config.ffn_type != "dmoe":
+        yield f"{key}: the model has no experts; write feed_forward"
 
 
 def _transformers(degrees: Degrees) -> Iterator[str]:

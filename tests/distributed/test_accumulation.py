@@ -35,6 +35,7 @@ from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.distributed.matrix import MICROBATCH, global_batch, share
 from tests.distributed.matrix import ROWS as ALL_ROWS
 from tests.models.test_decoder import make_config
+from tests.tiny import activations
 from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def take_step(recipe: TrainRecipe, world: World) -> tuple[list[int], int]:
     world = with_mesh(world, mesh)
     with torch.device("meta"):
         root = Root(Decoder(recipe.model)).to(weight_dtype(recipe.precision))
-    wrap_blocks(root, checkpointing=True, compile_mode=None)
+    wrap_blocks(root, activations(root, True), compile_mode=None)
     materialize(root, world, mesh, recipe.parallel, precision=recipe.precision)
     root.model.init_weights(5)
     live, held = LiveBytes(), list[int]()

@@ -18,7 +18,7 @@ from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
-from tests.tiny import ENV, command, write_recipe
+from tests.tiny import ENV, activations, command, write_recipe
 
 REUSE = {
     "order": [{"name": "default"}, {"name": "reuse"}, {"name": "local"}, {"name": "default"}],
@@ -62,7 +62,7 @@ def loss_and_gradients(root: Root, layout: PackedLayout | None = LAYOUT) -> list
 def test_checkpointing_changes_no_bit(name: str, level: str) -> None:
     kept, recomputed = make_root(**SETTINGS[name]), make_root(**SETTINGS[name])
     names = list(kept.state_dict())
-    wrap_blocks(recomputed, checkpointing=level, compile_mode=None)
+    wrap_blocks(recomputed, activations(recomputed, level), compile_mode=None)
     assert list(recomputed.state_dict()) == names
     expected, found = loss_and_gradients(kept), loss_and_gradients(recomputed)
     assert len(found) == len(names) + 1 - ("lm_head.weight" in names)
@@ -88,7 +88,7 @@ def saved_bytes(root: Root) -> int:
 
 def test_checkpointing_keeps_little_more_than_the_inputs_of_blocks() -> None:
     kept, recomputed = make_root(n_layers=8), make_root(n_layers=8)
-    wrap_blocks(recomputed, checkpointing=True, compile_mode=None)
+    wrap_blocks(recomputed, activations(recomputed, True), compile_mode=None)
     stream = 3 * 16 * 24 * 4  # rows, tokens, d_model, bytes
     outside = saved_bytes(make_root(n_layers=1)) - saved_bytes_of_a_block()
     assert saved_bytes(recomputed) <= 8 * stream + outside
@@ -130,7 +130,7 @@ def test_compiled_blocks_give_the_same_numbers(
     counter: CompileCounterWithBackend, name: str, checkpointing: str
 ) -> None:
     plain, compiled = make_root(**SETTINGS[name]), make_root(**SETTINGS[name])
-    wrap_blocks(compiled, checkpointing=checkpointing, compile_mode="default")
+    wrap_blocks(compiled, activations(compiled, checkpointing), compile_mode="default")
     expected, found = loss_and_gradients(plain), loss_and_gradients(compiled)
     assert counter.frame_count > 0
     assert list(compiled.state_dict()) == list(plain.state_dict())
@@ -143,7 +143,7 @@ def test_compiled_blocks_that_keep_products_give_the_same_numbers(
     counter: CompileCounterWithBackend, name: str
 ) -> None:
     plain, compiled = make_root(**SETTINGS[name]), make_root(**SETTINGS[name])
-    wrap_blocks(compiled, checkpointing="selective", compile_mode="default")
+    wrap_blocks(compiled, activations(compiled, "selective"), compile_mode="default")
     expected, found = (loss_and_gradients(root, layout=None) for root in (plain, compiled))
     assert counter.frame_count > 0
     for ours, theirs in zip(found, expected, strict=True):
@@ -152,7 +152,7 @@ def test_compiled_blocks_that_keep_products_give_the_same_numbers(
 
 def test_blocks_that_are_alike_are_compiled_once(counter: CompileCounterWithBackend) -> None:
     root = make_root(n_layers=12)
-    wrap_blocks(root, checkpointing=False, compile_mode="default")
+    wrap_blocks(root, activations(root, False), compile_mode="default")
     forward(root, layout=None).backward()
     assert counter.frame_count == 1
 
@@ -161,7 +161,7 @@ def test_documents_of_other_lengths_compile_nothing_anew(
     counter: CompileCounterWithBackend,
 ) -> None:
     root, plain = make_root(), make_root()
-    wrap_blocks(root, checkpointing=False, compile_mode="default")
+    wrap_blocks(root, activations(root, False), compile_mode="default")
     whole, some = [[16]] * 3, [[5, 11], [16], [1, 15]]
     others = [[[4, 12], [8, 8], [2, 3, 11]], [[1] * 16, [16], [15, 1]]]
     counts = []
@@ -177,7 +177,7 @@ def test_documents_of_other_lengths_compile_nothing_anew(
 
 def test_evaluation_and_generation_compile_nothing(counter: CompileCounterWithBackend) -> None:
     root = make_root()
-    wrap_blocks(root, checkpointing=True, compile_mode="default")
+    wrap_blocks(root, activations(root, True), compile_mode="default")
     forward(root).backward()
     before, plain = counter.frame_count, make_root().eval()
     root.eval()

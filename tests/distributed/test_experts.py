@@ -64,6 +64,7 @@ class Case:
         adapter: of experts alone, independent or shared; quantised: beside it, the base in 4 bits.
         precision: of the recipe.
         microbatch: rows of a process at a time.
+        parallel: of the recipe, beside the degrees.
         alone: what the single process has otherwise.
         close: relative difference of losses and norms.
     """
@@ -77,6 +78,7 @@ class Case:
     quantised: bool = False
     precision: str = "fp32"
     microbatch: int = 1
+    parallel: dict[str, Any] = field(default_factory=dict)
     alone: dict[str, Any] = field(default_factory=dict)
     close: float = 1e-6
 
@@ -104,7 +106,20 @@ CASES = {
     "lora": Case(adapter="independent"),
     "lora shared": Case(adapter="shared"),
     "qlora": Case(adapter="independent", quantised=True),
-    "eight bits": Case(ffn={"moe_compress_activations": True}, close=0.03),
+    "eight bits": Case(parallel={"activation_compression": "int8"}, close=0.03),
+    "eight bits, recomputed": Case(
+        parallel={"activation_compression": "int8", "activation_checkpointing": "whole"}, close=0.03
+    ),
+    "eight bits, selective": Case(
+        parallel={"activation_compression": "int8", "activation_checkpointing": "selective"},
+        close=0.03,
+    ),
+    "experts recomputed": Case(
+        parallel={
+            "activation_checkpointing": "whole",
+            "activation_checkpointing_target": {"experts": 1, "feed_forward": "last-1"},
+        }
+    ),
     "bf16": Case(precision="bf16", close=0.03),
     "amp": Case(precision="amp_bf16", close=0.03),
 }
@@ -159,7 +174,7 @@ def make_batch(case: Case, step: int) -> Batch:
 
 def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, Any]:
     """Losses, norms and loads of each step, and the weights after the last."""
-    config = ParallelConfig(**degrees)
+    config = ParallelConfig(**degrees, **case.parallel)
     config.fill()
     meshes = build_mesh(config, world)
     world = with_mesh(world, meshes)

@@ -46,6 +46,7 @@ from tests.distributed.matrix import (
 )
 from tests.models.test_decoder import make_config
 from tests.models.test_quantized import GLU, MIXTURE
+from tests.tiny import activations
 from tests.warm_scripts import on_ranks
 
 LAYOUTS = {"one": (1, 1), "ddp": (2, 1), "fsdp": (1, 2)}  # replicas and shards
@@ -107,7 +108,7 @@ def take_steps(kind: Kind, layout: str, world: World) -> dict[str, Any]:
     )
     config.fill()
     mesh, root = build_mesh(config, world), make_root(kind)
-    wrap_blocks(root, checkpointing=kind.checkpointing, compile_mode=None)
+    wrap_blocks(root, activations(root, kind.checkpointing), compile_mode=None)
     materialize(root, world, mesh, config, precision=kind.precision)
     fill(root.model, kind)
     module, optimizer = apply_ddp(root, mesh), build_optimizer(root.model, make_optimizer_config())

@@ -29,6 +29,7 @@ from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import LowRank, merged_weight
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from tests.models.test_decoder import make_config
+from tests.tiny import activations
 
 GLU = {"ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 40}}
 DMOE = {
@@ -227,7 +228,7 @@ def test_wrapped_blocks_give_the_same_gradients(how: str, settings: dict[str, An
         root = Root(model)
         if wrap:
             mode = "default" if how == "compiled" else None
-            wrap_blocks(root, checkpointing=how == "checkpointing", compile_mode=mode)
+            wrap_blocks(root, activations(root, how == "checkpointing"), compile_mode=mode)
         loss = root(TOKENS, None, lambda m, hidden: m.loss(hidden, TOKENS.roll(-1, 1)))
         loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -19,6 +19,7 @@ from llmfoundry.hf.causal_lm import HFCausalLM, visible
 from llmfoundry.hf.class_weights import check_class, class_config
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.packed_layout import PackedLayout
+from tests.tiny import activations
 
 ROWS = 128
 PLAIN = {
@@ -133,7 +134,7 @@ def test_checkpointing_wraps_the_class_s_blocks(tmp_path: Path) -> None:
     for checkpointing in (False, True):
         model = held(tmp_path)
         root = Root(model).train()  # type: ignore[arg-type]
-        wrap_blocks(root, checkpointing=checkpointing, compile_mode=None)
+        wrap_blocks(root, activations(root, checkpointing), compile_mode=None)
         hidden = root(tokens(), PackedLayout.from_lengths(LAYOUT), lambda _, hidden: hidden)
         hidden.square().sum().backward()
         gradients.append([p.grad for p in model.hf.gpt_neox.parameters()])

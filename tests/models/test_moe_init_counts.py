@@ -145,7 +145,6 @@ KEPT: dict[str, dict[str, Any]] = {
     "mlp": {"mlp_type": "mlp"},
     "glu": {"mlp_type": "glu", "moe_normalize_expert_weights": 1},
     "shared": {"mlp_type": "glu", "shared_expert_hidden_size": 96},
-    "8-bit": {"mlp_type": "glu", "moe_compress_activations": True},
     "torch": {"mlp_type": "glu", "moe_impl": "torch"},
 }
 

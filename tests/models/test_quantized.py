@@ -16,6 +16,7 @@ from llmfoundry.models.quantized import matrices, place, quantize_frozen
 from llmfoundry.ops import nf4
 from llmfoundry.ops.loss import linear_cross_entropy
 from tests.models.test_decoder import make_config, make_model, random_tokens
+from tests.tiny import activations
 
 GLU: dict[str, Any] = {
     "d_model": 64,
@@ -140,7 +141,7 @@ def test_compiled_and_checkpointed_blocks_give_the_same(
     kind: str, checkpointing: bool, mode: str | None
 ) -> None:
     (wrapped, _), (plain, _) = pair(KINDS[kind]), pair(KINDS[kind])
-    wrap_blocks(wrapped, checkpointing=checkpointing, compile_mode=mode)
+    wrap_blocks(wrapped, activations(wrapped, checkpointing), compile_mode=mode)
     (loss, mine), (expected, theirs) = gradients(wrapped), gradients(plain)
     assert torch.allclose(loss, expected, rtol=1e-6)
     for name, gradient in mine.items():

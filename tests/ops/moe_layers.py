@@ -77,12 +77,10 @@ def inputs(layer: Layer, dtype: torch.dtype, device: str = "cpu") -> tuple[Tenso
     return x, weights, Experts(w1, v1, w2, b1, bv, b2, layer.activation)
 
 
-def run(
-    layer: Layer, impl: str, dtype: torch.dtype, *, compress: bool = False, device: str = "cpu"
-) -> dict[str, Tensor]:
+def run(layer: Layer, impl: str, dtype: torch.dtype, *, device: str = "cpu") -> dict[str, Tensor]:
     """Output and gradients by name, of a backward pass from random gradients."""
     x, weights, w = inputs(layer, dtype, device)
-    y = mixture(x, weights, choices(layer).to(device), w, impl=impl, compress=compress)
+    y = mixture(x, weights, choices(layer).to(device), w, impl=impl)
     return {"y": y.detach(), **gradients(y, x, weights, w)}
 
 

@@ -90,14 +90,11 @@ def test_compiled_products_have_few_numbers_of_rows() -> None:
 
 
 @each_path
-@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tokens(
-    monkeypatch: pytest.MonkeyPatch, path: ModuleType, compress: bool, dtype: torch.dtype
-) -> None:
+def test_no_tokens(monkeypatch: pytest.MonkeyPatch, path: ModuleType, dtype: torch.dtype) -> None:
     take(monkeypatch, path)
     layer = Layer(tokens=0, biased=True)
-    result = run(layer, "grouped_mm", dtype, compress=compress)
+    result = run(layer, "grouped_mm", dtype)
     assert result["y"].shape == (0, layer.d)
     assert not any(result[name].any() for name in ("w1", "v1", "w2", "b1", "bv", "b2"))
 
@@ -166,9 +163,7 @@ def test_frozen_experts_and_router_leave_the_inputs_gradient() -> None:
 def test_without_gradients_nothing_is_kept() -> None:
     x, weights, w = inputs(Layer(), torch.float32)
     with torch.no_grad():
-        kept = torch.ops.llmfoundry.moe_forward(
-            x, weights, choices(Layer()), *w.flat(), False, False
-        )
+        kept = torch.ops.llmfoundry.moe_forward(x, weights, choices(Layer()), *w.flat(), False)
         y = mixture(x, weights, choices(Layer()), w, impl="grouped_mm")
     assert torch.equal(kept[0], y) and not kept[1].numel() and not kept[2].numel()
     assert torch.equal(y, mixture(x, weights, choices(Layer()), w, impl="grouped_mm").detach())
@@ -203,7 +198,7 @@ def test_device_path_asks_nothing_of_the_host() -> None:
         fake = [t if t is None else mode.from_tensor(t) for t in (x, weights, *w.tensors())]
         routing = route(mode.from_tensor(experts), layer.experts)
         some = type(w)(*fake[2:], activation=w.activation)
-        y, kept = moe_device.forward(*fake[:2], routing, some, keep=True, compress=False)
+        y, kept = moe_device.forward(*fake[:2], routing, some, keep=True)
         back = moe_device.backward(y, *fake[:2], kept, routing, some, frozen=False)
     assert y.shape == x.shape and back.experts[0].shape == w.w1.shape
 
@@ -219,15 +214,13 @@ def test_flops_are_those_of_the_products(gated: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("compress", [False, True])
-def test_compiles_whole(dtype: torch.dtype, compress: bool) -> None:
+def test_compiles_whole(dtype: torch.dtype) -> None:
     layer = Layer(biased=True)
     x, weights, w = inputs(layer, dtype)
     experts = choices(layer)
 
     def block(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        mixed = mixture(2 * x, weights.exp(), experts, w, impl="grouped_mm", compress=compress)
-        return mixed + x
+        return mixture(2 * x, weights.exp(), experts, w, impl="grouped_mm") + x
 
     torch._dynamo.reset()
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -242,12 +235,11 @@ def test_the_operators_keep_pytorchs_rules() -> None:
     """Schema, fake kernels, autograd registration, as torch.library checks them."""
     for layer in (Layer(biased=True), Layer(gated=False)):
         x, weights, w = inputs(layer, torch.float32)
-        for compress in (False, True):
-            torch.library.opcheck(
-                torch.ops.llmfoundry.moe_forward,
-                (x, weights, choices(layer), *w.flat(), True, compress),
-                test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-            )
+        torch.library.opcheck(
+            torch.ops.llmfoundry.moe_forward,
+            (x, weights, choices(layer), *w.flat(), True),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
 
 
 def test_refusals_name_the_nearest_size_and_what_to_write() -> None:
@@ -267,20 +259,19 @@ def test_refusals_name_the_nearest_size_and_what_to_write() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("compress", [False, True])
-def test_cuda_agrees_and_never_waits_for_the_device(compress: bool) -> None:
+def test_cuda_agrees_and_never_waits_for_the_device() -> None:
     layer = Layer(tokens=500, d=64, f=128, biased=True, load="first")
-    run(layer, "grouped_mm", torch.bfloat16, compress=compress, device="cuda")  # compiles kernels
+    run(layer, "grouped_mm", torch.bfloat16, device="cuda")  # compiles kernels
     x, weights, w = inputs(layer, torch.bfloat16, "cuda")
     experts = choices(layer).cuda()
     grad = torch.randn(500, 64, device="cuda").to(torch.bfloat16)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y = mixture(x, weights, experts, w, impl="grouped_mm", compress=compress)
+        y = mixture(x, weights, experts, w, impl="grouped_mm")
         torch.autograd.grad(y, [x, weights, w.w1, w.v1, w.w2], grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    mine = run(layer, "grouped_mm", torch.bfloat16, compress=compress, device="cuda")
+    mine = run(layer, "grouped_mm", torch.bfloat16, device="cuda")
     exact = run(layer, "torch", torch.float64)
     found = distances({name: t.cpu() for name, t in mine.items()}, exact)
     assert max(found.values()) < 3e-2

@@ -32,8 +32,6 @@ LINES = {  # beside ffn_type: dmoe, moe_num_experts: 4
     "moe_balancing: bias, moe_loss_weight: 1": "moe_loss_weight: has no effect with moe_balancing:"
     " bias; remove it",
     "moe_balancing: none, moe_lbl_scope: row": "moe_lbl_scope: has no effect with moe_balancing:",
-    "moe_impl: torch, moe_compress_activations: true": "moe_compress_activations: has no effect wit"
-    "h moe_impl: torch; remove it",
     "uniform_expert_assignment: true, moe_force_balance: true": "moe_force_balance: and uniform_exp"
     "ert_assignment exclude each other; set one of them to false",
 }
@@ -90,7 +88,7 @@ def test_defaults_are_written_and_no_mistakes() -> None:
         "uniform_expert_assignment": False,
         "moe_force_balance": False,
     }
-    kernel = {"moe_impl": "grouped_mm", "moe_compress_activations": False}
+    kernel = {"moe_impl": "grouped_mm"}
     by_loss = {"moe_balancing": "loss", "moe_loss_weight": 0.01, "moe_lbl_scope": "row"}
     by_bias = {"moe_balancing": "bias", "moe_bias_update_rate": 0.001}
     assert filled() == always | kernel | by_loss

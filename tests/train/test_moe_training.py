@@ -29,7 +29,7 @@ from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
 from tests.models.plain_moe import balancing_loss
 from tests.models.test_decoder import make_config
 from tests.models.test_moe import DMOE, K
-from tests.tiny import run, write_recipe
+from tests.tiny import activations, run, write_recipe
 from tests.train.test_step import make_batch
 from tests.train.test_step import plain_loss as plain_language_loss
 from tests.warm_scripts import on_ranks
@@ -110,7 +110,7 @@ def test_losses_and_gradient_are_the_formulas_over_the_global_batch(
     parts = plain_losses(root, batch)
     gradients = torch.autograd.grad(sum(parts), list(root.parameters()))
     norm = torch.cat([g.flatten() for g in gradients]).norm()
-    wrap_blocks(root, checkpointing=checkpointing, compile_mode=None)
+    wrap_blocks(root, activations(root, checkpointing), compile_mode=None)
     result = one_step(root, batch, microbatch)
     assert list(result.parts) == ["loss", "lbl", "z"]
     for ours, theirs in zip(result.parts.values(), parts, strict=True):
@@ -230,7 +230,7 @@ def take_steps(entry: Entry, world: World, settings: dict[str, Any]) -> list[dic
     with torch.device("meta"):
         root = Root(Decoder(make_config(ffn_config=DMOE | settings)))
     mode = "default" if entry.compiled else None
-    wrap_blocks(root, checkpointing=entry.checkpointing, compile_mode=mode)
+    wrap_blocks(root, activations(root, entry.checkpointing), compile_mode=mode)
     materialize(root, world, mesh, config, precision="fp32")
     root.model.init_weights(3)
     module, optimizer, guard = apply_ddp(root, mesh), make_optimizer(root), Guard(CPU)

@@ -27,16 +27,13 @@ from llmfoundry.ops.moe.experts import (
     SavedActivations,
     SortedRows,
     glu,
-    pack,
-    packed_width,
-    unpack,
 )
 
 PADDING = 64  # a segment is padded by less than this, and by less than a sixteenth of its rows
 
 
 def forward(
-    x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool, compress: bool
+    x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool
 ) -> tuple[Tensor, SavedActivations]:
     """Output (T, d), and the pre-activations where they are to be kept.
 
@@ -47,27 +44,20 @@ def forward(
         w: the experts, in x's dtype, a wider one or 4 bits: each is cast when its turn comes, so
             that no copy of them all is written to memory, or kept there.
         keep: a backward pass will come.
-        compress: keep them in 8 bits.
     """
     n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.hidden(x.shape[1])
-    exact, packed = keep and not compress, keep and compress
-    width = f if exact else packed_width(f) if packed else 0
-    dtype = torch.int8 if packed else x.dtype
-    gate = torch.empty(n_rows, width, dtype=dtype)  # (N and padding, f), or 8 bits, or no columns
-    up = torch.empty(0 if w.v1 is None else n_rows, width, dtype=dtype)
+    width = f if keep else 0
+    gate = x.new_empty(n_rows, width)  # (N and padding, f), or no columns
+    up = x.new_empty(0 if w.v1 is None else n_rows, width)
     tokens = _tokens(routing, weights.shape[1], n_rows)
     y_rows = x.new_empty(n_rows, x.shape[1])
     for e, _, rows in _segments(routing, x.dtype):
         x_e = x.index_select(0, tokens[rows])  # (M, d), the rows of expert e and their padding
         one = w.one(e, x.shape[1], x.dtype)
-        a = _linear(x_e, one.w1, one.b1, gate[rows] if exact else None)  # (M, f), as b and h
-        b = None if one.v1 is None else _linear(x_e, one.v1, one.bv, up[rows] if exact else None)
+        a = _linear(x_e, one.w1, one.b1, gate[rows] if keep else None)  # (M, f), as b and h
+        b = None if one.v1 is None else _linear(x_e, one.v1, one.bv, up[rows] if keep else None)
         _add_product(a, x_e, one.low.w1_a, one.low.w1_b)
         _add_product(b, x_e, one.low.v1_a, one.low.v1_b)
-        if packed:
-            gate[rows] = pack(a)
-            if b is not None:
-                up[rows] = pack(b)
         h = glu(a, b, w.activation)
         y = torch.mm(h, one.w2, out=y_rows[rows])  # (M, d)
         _add_product(y, h, one.low.w2_a, one.low.w2_b)
@@ -91,7 +81,7 @@ def backward(
     The router's weight is left out of all that is f wide. It is a factor of x and of grad where
     they meet those rows in the experts' gradients, and of the rows whose sum is the gradient of x.
     """
-    n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.hidden(x.shape[1])
+    n_rows = kept_rows(routing.order.shape[0], x.dtype)
     tokens = _tokens(routing, weights.shape[1], n_rows)
     row_weights = _row_weights(weights.to(x.dtype), routing, n_rows)
     grad_rows, inner = x.new_empty(n_rows, x.shape[1]), x.new_empty(n_rows)
@@ -102,8 +92,8 @@ def backward(
         one = w.one(e, x.shape[1], x.dtype)
         g = grad.index_select(0, tokens[rows])  # (M, d)
         g[count:] = 0
-        a = _restored(kept.gate[rows], f, x.dtype)  # (M, f), as b
-        b = None if one.v1 is None else _restored(kept.up[rows], f, x.dtype)
+        a = kept.gate[rows]  # (M, f), as b
+        b = None if one.v1 is None else kept.up[rows]
         dh = torch.mm(g, one.w2.T)  # (M, f), as h, da and db
         _add_gradient(dh, g, one.low.w2_a, one.low.w2_b)
         h, da = _glu_backward(dh, a, b, w.act, inner[rows])
@@ -245,10 +235,6 @@ def _glu_backward(
     da = act.backward(dh if b is None else dh * b, a)
     dh *= s
     return h, da
-
-
-def _restored(kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    return unpack(kept, width, dtype) if kept.dtype == torch.int8 else kept
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

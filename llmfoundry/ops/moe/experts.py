@@ -4,14 +4,9 @@ A (token, choice) pair is a row; rows of one expert stand together, in the order
 that each expert reads one segment. `mixture.py` sorts once a layer. Nothing here waits for the
 device: counts stay on it.
 
-`gpu.py` takes the memory-bound steps (`gather` to `unpack`) where Triton does not run;
+`gpu.py` takes the memory-bound steps (`gather` to `combine`) where Triton does not run;
 `triton_kernels.py` has the same functions as kernels of one pass each, and its tests compare them
 with these.
-
-Blockwise 8-bit storage is for activations that wait for the backward pass, with `compress`: a block
-of 128 adjacent values shares one scale, its largest magnitude over 127, kept in bf16; the error of
-a value is at most half a scale. Scales lie behind the values of their row, so that what is saved
-stays one tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation, from_text
@@ -184,8 +178,7 @@ class SavedActivations(NamedTuple):
     """Pre-activations of all N = T * k rows, for the backward pass; on a CPU padded behind them.
 
     Attributes:
-        gate: (N, f), x w1^T + b1; int8 (N, packed_width(f)) where compressed; (N, 0) where no
-            backward pass is to come.
+        gate: (N, f), x w1^T + b1; (N, 0) where no backward pass is to come.
         up: the same of v1; no rows for an MLP.
     """
 
@@ -234,9 +227,6 @@ def route(experts: Tensor, n_experts: int) -> SortedRows:
     number = torch.arange(n_experts, dtype=torch.int32, device=flat.device)
     ends = torch.searchsorted(by_expert, number, right=True, out_int32=True)
     return SortedRows(order.to(torch.int32), inverse, ends)
-
-
-BLOCK = 128  # values that share a scale
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -298,31 +288,3 @@ def combine(
     if weights is not None:
         picked *= weights[..., None]
     return picked.sum(1).to(rows.dtype)
-
-
-def packed_width(width: int) -> int:
-    """Bytes of a packed row of `width` values: the values and two bytes a block."""
-    return width + 2 * -(-width // BLOCK)
-
-
-def pack(x: Tensor) -> Tensor:
-    """Quantize x (N, C), floating point, to int8 (N, packed_width(C))."""
-    rows, width = x.shape
-    if rows == 0:
-        return x.new_empty(0, packed_width(width), dtype=torch.int8)
-    blocks = F.pad(x.float(), (0, -width % BLOCK)).view(rows, -(-width // BLOCK), BLOCK)
-    # quotients in fp32 by the scale as it is stored: in bf16 the training drifts
-    scale = (blocks.abs().amax(-1) / 127).to(torch.bfloat16)
-    step = scale.float().clamp_min_(torch.finfo(torch.float32).tiny)
-    values = (blocks / step[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-    return torch.cat([values.flatten(1)[:, :width], scale.view(torch.int8)], dim=1)
-
-
-def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The (N, width) values of what `pack` made, in `dtype`."""
-    if packed.shape[0] == 0:
-        return packed.new_empty(0, width, dtype=dtype)
-    scale = packed[:, width:].contiguous().view(torch.bfloat16).float()
-    values = F.pad(packed[:, :width].float(), (0, -width % BLOCK))
-    blocks = values.unflatten(1, (-1, BLOCK)) * scale[..., None]
-    return blocks.flatten(1)[:, :width].to(dtype)

@@ -31,7 +31,7 @@ ONES = 8  # columns of ones that sum rows by expert; fewer are not a multiple of
 
 
 def forward(
-    x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool, compress: bool
+    x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool
 ) -> tuple[Tensor, SavedActivations]:
     """Output (T, d), and the pre-activations where they are to be kept; as `cpu.forward`."""
     steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
@@ -55,7 +55,7 @@ def forward(
     up = a.new_empty(0, a.shape[1]) if b is None else b
     if not keep:
         return y, SavedActivations(a.new_empty(a.shape[0], 0), up.new_empty(up.shape[0], 0))
-    return y, SavedActivations(*map(steps.pack, (a, up))) if compress else SavedActivations(a, up)
+    return y, SavedActivations(a, up)
 
 
 def backward(
@@ -70,12 +70,8 @@ def backward(
 ) -> Gradients:
     """All gradients from that of the output, grad (T, d); as `cpu.backward`."""
     steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
-    packed, f = kept.gate.dtype == torch.int8, w.hidden(x.shape[1])
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
-    a = steps.unpack(kept.gate, f, x.dtype) if packed else kept.gate
-    b = None
-    if w.v1 is not None:
-        b = steps.unpack(kept.up, f, x.dtype) if packed else kept.up
+    a, b = kept.gate, None if w.v1 is None else kept.up
     g = steps.gather(grad, routing.order, top_k)  # (N, d)
     low = w.low
     dh = F.grouped_mm(g, whole(w.w2).transpose(1, 2), offs=ends)  # (N, f), as h, da and db

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,6 @@ from llmfoundry.ops.moe.experts import (
     LowRankExperts,
     SavedActivations,
     SortedRows,
-    packed_width,
     read_how,
     route,
 )
@@ -50,7 +48,6 @@ def mixture(
     w: Experts,
     *,
     impl: str,
-    compress: bool = False,
 ) -> Tensor:
     """Send each token through its experts and add up what they say, (T, d).
 
@@ -63,11 +60,8 @@ def mixture(
         experts: (T, k), int64: k different experts of a token, each below E.
         w: the experts.
         impl: `torch` (the reference), `grouped_mm`, or `megablocks`; see `refusal`.
-        compress: what waits for the backward pass is kept in 8 bits (`grouped_mm` alone).
     """
-    assert impl == "grouped_mm" or not compress, f"{impl} has no 8-bit storage"
-    device = x.device.type
-    multiply = partial(grouped, compress=True) if compress else IMPLS[impl]
+    device, multiply = x.device.type, IMPLS[impl]
     if w.packing is not None and impl != "grouped_mm":
         w = w.dense(x.shape[1], x.dtype)
     if device not in ("cpu", "meta"):
@@ -200,8 +194,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 FORWARD = (  # written out: what PyTorch infers from annotations differs by its version and Python's
-    "(Tensor x, Tensor weights, Tensor experts, Tensor[] w, str how, bool keep, bool compress)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor x, Tensor weights, Tensor experts, Tensor[] w, str how, bool keep)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 BACKWARD = (
     "(Tensor grad, Tensor x, Tensor weights, Tensor[] kept, Tensor[] w, str how, bool frozen)"
@@ -210,15 +204,12 @@ BACKWARD = (
 Shape = Sequence[int]
 
 
-def grouped(
-    x: Tensor, weights: Tensor, experts: Tensor, w: Experts, *, compress: bool = False
-) -> Tensor:
+def grouped(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor:
     """The mixture of x (T, d), weights and experts (T, k): (T, d). See `mixture`."""
     tensors, how = w.flat()
     inputs = (x, weights, *tensors)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    out = torch.ops.llmfoundry.moe_forward(x, weights, experts, tensors, how, keep, compress)
-    return out[0]
+    return torch.ops.llmfoundry.moe_forward(x, weights, experts, tensors, how, keep)[0]
 
 
 @torch.library.custom_op("llmfoundry::moe_forward", mutates_args=(), schema=FORWARD)
@@ -229,17 +220,13 @@ def _forward(
     w: list[Tensor],
     how: str,
     keep: bool,
-    compress: bool,
 ) -> tuple[Tensor, ...]:
-    """Output; what is kept of gate and up; x packed, or empty; order, inverse and ends."""
+    """Output; what is kept of gate and up; order, inverse and ends."""
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     x, weights = x.contiguous(), weights.contiguous()
     routing = route(experts, layer.w1.shape[0])
-    path = _path(x.device)
-    y, kept = path.forward(x, weights, routing, layer, keep=keep, compress=compress)
-    steps = moe_device.steps_of(x.device.type)
-    packed = steps.pack(x) if keep and compress else x.new_empty(0, dtype=torch.int8)
-    return (y, *kept, packed, *routing)
+    y, kept = _path(x.device).forward(x, weights, routing, layer, keep=keep)
+    return (y, *kept, *routing)
 
 
 @torch.library.custom_op("llmfoundry::moe_backward", mutates_args=(), schema=BACKWARD)
@@ -255,8 +242,6 @@ def _backward(
     """Gradients of x, weights and the experts' tensors; empty for those that have none."""
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     (gate, up, *routing), path = kept, _path(x.device)
-    if x.dtype == torch.int8:
-        x = moe_device.steps_of(x.device.type).unpack(x, grad.shape[1], grad.dtype)
     found = path.backward(
         grad.contiguous(),  # a sum's gradient is expanded, of stride 0
         x.contiguous(),
@@ -283,19 +268,14 @@ def _(
     w: list[Tensor],
     how: str,
     keep: bool,
-    compress: bool,
 ) -> tuple[Tensor, ...]:
     layer, n_rows = Experts.from_flat(w, how), experts.shape[0] * experts.shape[1]
     f = layer.hidden(x.shape[1])
-    kept_rows = _path(x.device).kept_rows(n_rows, x.dtype)
-    width = 0 if not keep else packed_width(f) if compress else f
-    dtype = torch.int8 if compress and keep else x.dtype
-    packed = (x.shape[0], packed_width(x.shape[1])) if keep and compress else (0,)
+    kept_rows, width = _path(x.device).kept_rows(n_rows, x.dtype), f if keep else 0
     return (
         _like(x),
-        x.new_empty(kept_rows, width, dtype=dtype),
-        x.new_empty(0 if layer.v1 is None else kept_rows, width, dtype=dtype),
-        x.new_empty(packed, dtype=torch.int8),
+        x.new_empty(kept_rows, width),
+        x.new_empty(0 if layer.v1 is None else kept_rows, width),
         x.new_empty(n_rows, dtype=torch.int32),
         x.new_empty(n_rows, dtype=torch.int32),
         x.new_empty(layer.w1.shape[0], dtype=torch.int32),
@@ -324,20 +304,20 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    x, weights, _, w, ctx.how, _, compress = inputs
-    _, gate, up, packed, *routing = output
+    x, weights, _, w, ctx.how, _ = inputs
+    _, gate, up, *routing = output
     ctx.names, _, _ = read_how(ctx.how)
     wanted = any(ctx.needs_input_grad[3 : 3 + len(w)])  # the list's, one by one
     if not wanted and not set(ctx.names) & set(LowRankExperts._fields):
-        x = packed = x.new_empty(0, x.shape[1])  # frozen experts do not ask for their input again
-    ctx.save_for_backward(packed if compress else x, weights, gate, up, *routing, *w)
+        x = x.new_empty(0, x.shape[1])  # frozen experts do not ask for their input again
+    ctx.save_for_backward(x, weights, gate, up, *routing, *w)
     ctx.set_materialize_grads(False)  # what is kept has no gradient
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     wants = ctx.needs_input_grad  # the fourth is a list, and so is its gradient
     if grad is None:
-        return None, None, None, [None] * len(ctx.names), None, None, None
+        return None, None, None, [None] * len(ctx.names), None, None
     x, weights, *rest = ctx.saved_tensors  # once: recomputation gives them once
     kept, w = rest[:5], rest[5:]
     adapters = LowRankExperts._fields
@@ -347,7 +327,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     dx, dweights, *dw = (
         g if want else None for g, want in zip(grads, (*wants[:2], *wants[3]), strict=True)
     )
-    return dx, dweights, None, dw, None, None, None
+    return dx, dweights, None, dw, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)

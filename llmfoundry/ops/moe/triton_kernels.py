@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from llmfoundry.ops.moe import experts as plain_steps
-from llmfoundry.ops.moe.experts import BLOCK, packed_width
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `plain_steps`
 WIDTH = 1024  # values of a row that a program holds at a time
@@ -165,58 +164,6 @@ def combine_kernel(
         tl.store(out + token * D + column, total, mask=mask)
 
 
-@triton.jit
-def pack_kernel(
-    x: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    C: tl.constexpr,
-    PACKED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Row i of x (N, C) as int8 and, behind it, bf16 scales; both views of one (N, PACKED)."""
-    row = tl.program_id(0).to(tl.int64)
-    for start in range(0, C, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        value = tl.load(x + row * C + column, mask=column < C, other=0.0).to(tl.float32)
-        blocks = tl.reshape(value, (WIDTH // BLOCK, BLOCK))
-        widest = tl.max(tl.abs(blocks), axis=1)
-        lost = tl.max((blocks != blocks).to(tl.int32), axis=1)  # a maximum ignores NaN
-        scale = (tl.where(lost > 0, float("nan"), widest) / 127.0).to(tl.bfloat16)
-        step = tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)
-        exact = blocks / step[:, None]
-        # to the nearest; a tie, which PyTorch rounds to even, goes away from zero
-        whole = tl.floor(tl.abs(exact) + 0.5)
-        signed = tl.where(exact < 0, -whole, whole)
-        signed = tl.minimum(tl.maximum(signed, -127.0), 127.0).to(tl.int8)
-        flat = tl.reshape(signed, (WIDTH,))
-        tl.store(values + row * PACKED + column, flat, mask=column < C)
-        block = start // BLOCK + tl.arange(0, WIDTH // BLOCK)
-        tl.store(scales + (row * PACKED + C) // 2 + block, scale, mask=block * BLOCK < C)
-
-
-@triton.jit
-def unpack_kernel(
-    values: tl.tensor,
-    scales: tl.tensor,
-    out: tl.tensor,
-    C: tl.constexpr,
-    PACKED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Row i of out (N, C) is what pack_kernel read."""
-    row = tl.program_id(0).to(tl.int64)
-    for start in range(0, C, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        mask = column < C
-        value = tl.load(values + row * PACKED + column, mask=mask, other=0).to(tl.float32)
-        at = (row * PACKED + C) // 2 + column // BLOCK
-        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + row * C + column, value * scale, mask=mask)
-
-
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     """`plain_steps.gather`."""
     out = x.new_empty(order.shape[0], x.shape[1])
@@ -263,24 +210,6 @@ def combine(
     )
     flags = {"WEIGHTED": weights is not None, "MORE": more is not None}
     _launch(combine_kernel, out, *arguments, K=top_k, **flags, WIDTH=WIDTH)
-    return out
-
-
-def pack(x: Tensor) -> Tensor:
-    """`plain_steps.pack`, of an even number of columns."""
-    packed = x.new_empty(x.shape[0], packed_width(x.shape[1]), dtype=torch.int8)
-    sizes = (x.shape[1], packed.shape[1])
-    scales = packed.view(torch.bfloat16)
-    _launch(pack_kernel, x, x, packed, scales, *sizes, WIDTH=WIDTH, BLOCK=BLOCK)
-    return packed
-
-
-def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`plain_steps.unpack`, of an even number of columns."""
-    out = packed.new_empty(packed.shape[0], width, dtype=dtype)
-    sizes = (width, packed.shape[1])
-    scales = packed.view(torch.bfloat16)
-    _launch(unpack_kernel, out, packed, scales, out, *sizes, WIDTH=WIDTH, BLOCK=BLOCK)
     return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.values.bounds import POSITIVE, WIDTH, Range, choice, out_of_bounds
 from llmfoundry.recipe.values.checks import inert, one_of, set_defaults
@@ -56,6 +56,10 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the argum
 class FFNConfig:
     """The feed-forward layer."""
 
+    REMOVED: ClassVar[dict[str, str]] = {
+        "moe_compress_activations": "experts are compressed with all else of their blocks; remove"
+        " it, and write parallel.activation_compression: int8"
+    }
     ffn_type: Annotated[str, choice(FFN_TYPES, reasons=OTHER_MOE_NAMES)] = "mptmlp"
     """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020). dmoe: a dropless
     mixture of such layers (Gale et al., 2022), of which a router chooses a few for each token."""
@@ -102,8 +106,6 @@ class FFNConfig:
     moe_impl: Annotated[str | None, choice(MOE_IMPLS)] = None
     """Only for dmoe: who multiplies. grouped_mm (the default): one operator for all experts.
     torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
-    moe_compress_activations: bool | None = None
-    """Only for dmoe with grouped_mm: keep what the experts' backward pass needs in 8 bits."""
 
     @property
     def active_share(self) -> float:
@@ -135,9 +137,6 @@ class FFNConfig:
             return
         yield from self._check_router(key)
         yield from self._check_balancing(key)
-        if self.moe_impl not in (None, "grouped_mm"):
-            why = f"with moe_impl: {self.moe_impl}"
-            yield from inert(key, self, ["moe_compress_activations"], why)
 
     def _check_router(self, key: str) -> Iterator[str]:
         if self.moe_num_experts is None:
@@ -188,8 +187,6 @@ class FFNConfig:
             set_defaults(self, moe_loss_weight=0.01, moe_lbl_scope="row")
         if self.moe_balancing == "bias":
             set_defaults(self, moe_bias_update_rate=1e-3)
-        if self.moe_impl == "grouped_mm":
-            set_defaults(self, moe_compress_activations=False)
 
 
 OF_EVERY_LAYER = ("ffn_type", "ffn_act_fn", "ffn_hidden_size")

@@ -56,7 +56,7 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
     for name, value in values.items():
         dotted = f"{key}{name}"
         if name in removed:
-            if value is not None:  # recipes that earlier versions wrote have it unset
+            if value not in (None, False):  # recipes that earlier versions wrote have it off
                 problems.append(Problem(dotted, removed[name]))
             continue
         if name not in keys:

@@ -194,7 +194,14 @@ class TrainRecipe:
                 f" (parallel.{key}: {getattr(self.parallel, key)}) are gathered anew for every"
                 f" block; {GRAPH_ADVICE}"
             )
-        level = self.parallel.activation_checkpointing
+        level, parallel = self.parallel.activation_checkpointing, "parallel.activation"
+        if self.parallel.activation_memory_budget is not None and not self.compile:
+            yield f"{parallel}_memory_budget: has no effect without compile: true; remove it"
+        if mode in GRAPH_MODES and self.parallel.activation_compression != "none":
+            yield (
+                f"{parallel}_compression: compile_mode: {mode} keeps what its CUDA graphs write in"
+                f" memory of their own, compressed or not; {GRAPH_ADVICE}"
+            )
         if self.compile and level == "selective" and self.cuts_within_blocks:
             key = EXPERT if self.parallel.expert_parallel_degree != 1 else AXES[-1]
             yield (

@@ -391,6 +391,13 @@ OTHERS = (
         " fsdp_config.activation_checkpointing activation_checkpoint",
         "parallel.activation_checkpointing=<true>",
     ),
+    Other(
+        "model.activation_checkpointing_target activation_checkpointing_target",
+        "parallel.activation_checkpointing_target=<block>",
+        "with parallel.activation_checkpointing: whole",
+    ),
+    Other("activation_memory_budget", "parallel.activation_memory_budget=<0.5>"),
+    Other("moe_compress_activations", "parallel.activation_compression=int8"),
     Other("fsdp_config.*", why="FSDP2 has no such setting; remove it"),
     Other(
         "sync_each_batch gradient_accumulation_kwargs.sync_each_batch",
