@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmfoundry.distributed.launch import World, set_group_timeouts
 from llmfoundry.ops.shard_layout import TENSOR
-from llmfoundry.ops.torch_private import concatenated, flattened, unflattened
+from llmfoundry.ops.torch_private import concatenated, flattened, imagined_meshes, unflattened
 from llmfoundry.recipe.parallel import NCCL, Degrees, ParallelConfig
 
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
@@ -119,3 +120,19 @@ def with_mesh(world: World, meshes: Meshes | None) -> World:
     if meshes is None:
         return world
     return replace(world, data_mesh=meshes.data, token_mesh=meshes.tokens)
+
+
+@contextmanager
+def imagined(degrees: Degrees) -> Iterator[Meshes | None]:
+    """The views that tensor, context and expert parallelism take of a mesh that does not exist.
+
+    For fake tensors: this process is the first, and nothing is sent. None: there are none.
+    """
+    sizes = {"context": degrees.context, "tensor": degrees.tensor, "expert": degrees.expert}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    if not sizes:
+        yield None
+        return
+    with imagined_meshes(sizes) as views:
+        first = next(iter(views.values()))
+        yield Meshes(degrees, root=first, weights=first, **views)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from llmfoundry.ops import blockwise
 from llmfoundry.ops.blockwise import FORMATS, Quantized
+from llmfoundry.ops.devices import planned
 from llmfoundry.ops.torch_private import storage_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
@@ -52,7 +53,7 @@ class _Kept:
     def take(self) -> Tensor:
         flat = self.restored
         if flat is None:
-            steps = _steps(self.packed.values.device.type)
+            steps = _steps(self.packed.values.device)
             flat = steps.dequantize(self.packed, self.dtype)
         self.waiting -= 1
         self.restored = flat if self.waiting > 0 else None
@@ -163,7 +164,7 @@ class Compressor:
         known = self._kept.get(key)
         kept = None if known is None else known()
         if kept is None:
-            packed = _steps(tensor.device.type).quantize(values.reshape(-1), self.kind)
+            packed = _steps(tensor.device).quantize(values.reshape(-1), self.kind)
             kept = _Kept(packed, tensor.dtype)
             self._kept[key] = weakref.ref(kept)
         kept.waiting += 1
@@ -177,10 +178,21 @@ def restore(saved: Any) -> Any:
     return saved.kept.take().view(saved.shape).permute(saved.order)
 
 
+def _steps(device: torch.device) -> Any:
+    """Triton's kernels where they run, PyTorch's functions elsewhere.
+
+    Where they are planned for, PyTorch's, each of which counts as the kernel that it stands for.
+    """
+    what = planned()
+    if what is not None and what.kind == "cuda":
+        names = ("quantize", "dequantize")
+        return SimpleNamespace(**{n: what.kernel(getattr(blockwise, n)) for n in names})
+    return _steps_of(device.type)
+
+
 @cache
-def _steps(device_type: str) -> ModuleType:
-    """Triton's kernels where they run, PyTorch's functions elsewhere."""
-    if device_type != "cuda" or find_spec("triton") is None:
+def _steps_of(kind: str) -> ModuleType:
+    if kind != "cuda" or find_spec("triton") is None:
         return blockwise
     from llmfoundry.ops import blockwise_triton
 

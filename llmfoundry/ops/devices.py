@@ -6,8 +6,9 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,50 @@ from llmfoundry.ops.torch_private import has_avx512_bf16
 HAS_BF16: bool = has_avx512_bf16() and torch.backends.mkldnn.is_available()
 """Whether matrix products in bfloat16 are instructions of this CPU; emulated they are up to 100
 times slower than in fp32."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What fake tensors stand for while `plan/count.py` counts: they are on a CPU in any case.
+
+    Attributes:
+        kind: of device, such as `cuda`.
+        kernel: makes, of a function of PyTorch operations, one that counts as a single kernel.
+        load: rows that this process's experts get, in means.
+    """
+
+    kind: str
+    kernel: Callable[[Callable[..., Any]], Callable[..., Any]]
+    load: float = 1.0
+
+    def rows(self, count: int, processes: int) -> tuple[list[int], list[int]]:
+        """Of `count` rows how many go to each process and come from it: fake counts have none."""
+        sent = [count // processes + (i < count % processes) for i in range(processes)]
+        return sent, [round(self.load * n) for n in sent]
+
+
+_now: list[Planned] = []  # a plain list: the compiler reads it, a context variable would stop it
+
+
+def planned() -> Planned | None:
+    """What the tensors at hand stand for; None: themselves."""
+    return _now[-1] if _now else None
+
+
+@contextmanager
+def planned_for(what: Planned) -> Iterator[None]:
+    """A context in which CPU tensors, all of them fake, stand for those of another device."""
+    _now.append(what)
+    try:
+        yield
+    finally:
+        _now.pop()
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of device that code is to be chosen for: its type, or that which is planned for."""
+    what = planned()
+    return device.type if what is None or device.type != "cpu" else what.kind
 
 
 def has_autocast(kind: str) -> bool:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmfoundry.ops.devices import kind_of, planned
 from llmfoundry.ops.packed_layout import IGNORE
 
 CHUNK_LOGITS = 1 << 22  # logits held at a time: 16 MiB in fp32, which a CPU's cache half holds
@@ -191,7 +192,7 @@ def chunk_tokens(vocab_size: int, device: torch.device, asked: int | None = None
     """
     if asked is not None:
         return asked
-    if device.type != "cuda":
+    if kind_of(device) != "cuda":
         return max(MIN_CHUNK, CHUNK_LOGITS // vocab_size)
     tokens = CUDA_CHUNK_BYTES // (4 * vocab_size) // CUDA_TILE * CUDA_TILE
     return min(CUDA_MAX_CHUNK, max(MIN_CHUNK, tokens))
@@ -204,13 +205,13 @@ def logit_bytes(device: torch.device, *, capped: bool) -> int:
     with a softcap the slope of it too. A CPU's softmax takes the logits' place, and its scratch
     memory stays.
     """
-    return 8 if device.type == "cuda" and not capped else 12
+    return 8 if kind_of(device) == "cuda" and not capped else 12
 
 
 def sums_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of `dtype` can be written in fp32: PyTorch's `out_dtype`, CUDA alone."""
     low = dtype in (torch.bfloat16, torch.float16)
-    return low and device.type == "cuda" and torch.version.hip is None
+    return low and kind_of(device) == "cuda" and torch.version.hip is None
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
@@ -225,7 +226,7 @@ def labelled_places(labels: Tensor) -> Tensor | None:
 
     None too where all have one, or none has. Elsewhere their number would have to be waited for.
     """
-    if labels.device.type != "cpu":
+    if kind_of(labels.device) != "cpu" or planned() is not None:
         return None
     kept = (labels != IGNORE).nonzero()[:, 0]
     return kept if 0 < len(kept) < len(labels) else None
@@ -342,7 +343,7 @@ class HeadPass:
         self._index = torch.where(self._mine, place, 0)
         at_target, peak = logits.gather(1, self._index), logits.amax(-1, keepdim=True)
         # in the logits' memory; no other device promises that
-        on_cpu = logits.device.type == "cpu"
+        on_cpu = kind_of(logits.device) == "cpu"
         shares = self._shares = torch.softmax(logits, -1, out=logits if on_cpu else None)
         # log of the sum of exp(logits), by the largest share: that one is never zero
         log_sum = peak - shares.amax(-1, keepdim=True).log()

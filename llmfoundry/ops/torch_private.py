@@ -9,8 +9,8 @@ pickle names (`checkpoint/load.py`) is data and not called.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
@@ -374,3 +374,82 @@ def activate_fa3() -> bool:
         return False
     activate("FA3")
     return True
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpointed part's forward pass is computed again in a backward pass.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`: such a pass runs under hooks of
+    `torch.utils.checkpoint`, a backward pass under none; without it by whether gradients are on,
+    which hand-written functions turn off.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return torch.is_grad_enabled() if top is None else top(True) is not None
+
+
+@contextmanager
+def imagined_meshes(sizes: dict[str, int]) -> Iterator[dict[str, DeviceMesh]]:
+    """By name meshes of one dimension whose other processes do not exist; this one is the first.
+
+    For fake tensors: nothing is sent, whatever group the process really has. `FakeProcessGroup`,
+    `ProcessGroup._register_backend` and `._set_group_name`, `DeviceMesh(_init_backend, _rank)` and
+    `._dim_group_names`, `distributed_c10d._world` and its register of names; without them no run
+    with tensor, context or expert parallelism is counted. Ranks are beyond all real ones, so that
+    what DTensor remembers of a mesh is never taken for a real one's.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup, _unregister_process_group
+    from torch.distributed import distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    own, groups, meshes, first = dist.get_rank(), list[Any](), dict[str, DeviceMesh](), 2**30
+    try:
+        for name, size in sizes.items():
+            group: Any = dist.ProcessGroup(FakeStore(), 0, size)
+            backend: Any = FakeProcessGroup._create_internal(0, size)
+            group._register_backend(torch.device("cpu"), group.BackendType.CUSTOM, backend)
+            group._set_group_name(f"imagined {name}")
+            c10d._world.pg_group_ranks[group] = {own: 0}
+            c10d._register_process_group(group.group_name, group)
+            groups.append(group)
+            ranks = torch.arange(first, first + size)
+            mesh: Any = DeviceMesh(
+                "cpu", ranks, mesh_dim_names=(name,), _init_backend=False, _rank=first
+            )
+            mesh._dim_group_names = [group.group_name]
+            meshes[name], first = mesh, first + size
+        yield meshes
+    finally:
+        for group in groups:
+            _unregister_process_group(group.group_name)
+            del c10d._world.pg_group_ranks[group]
+        if alone:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def unwatched_shapes() -> Iterator[None]:
+    """DTensor tries operations on shapes of full tensors, which no dispatch mode is to see here.
+
+    `ShardingPropagator._propagate_tensor_meta_non_cached` and `_disable_current_modes`; without
+    them such tensors are counted as if they were there.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    name = "_propagate_tensor_meta_non_cached"
+    full = getattr(ShardingPropagator, name, None)
+
+    def found(*args: Any) -> Any:
+        with _disable_current_modes():
+            return cast(Any, full)(*args)
+
+    if full is not None:
+        setattr(ShardingPropagator, name, found)
+    try:
+        yield
+    finally:
+        if full is not None:
+            setattr(ShardingPropagator, name, full)

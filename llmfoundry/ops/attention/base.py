@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, SOFTCAP
-from llmfoundry.ops.devices import has_autocast, without_autocast
+from llmfoundry.ops.devices import has_autocast, kind_of, without_autocast
 from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def sdpa_prepare(
 def sdpa_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
     dtype, spec, queries = working_dtype(v), plan.spec, q.shape[1]
-    if q.device.type != "cpu":
+    if kind_of(q.device) != "cpu":
         return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, spec.scale, dropout)
     inner = _cpu_dtype(dtype, queries, plan)
     with without_autocast(q.device.type):

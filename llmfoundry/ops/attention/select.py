@@ -28,6 +28,7 @@ from llmfoundry.ops.attention.base import (
     autocast_dtype,
     repeat_heads,
 )
+from llmfoundry.ops.devices import kind_of
 from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 
 
@@ -76,6 +77,14 @@ class AttentionKernels:
         assert layout is None or past == 0, "packed rows have no key-value cache"
         if spec.window >= past + queries - 1:
             spec = replace(spec, window=-1)
+        if kind_of(device) != device.type and self._impl != "torch":
+            # planned for a GPU, all of whose kernels keep as much, and no bias
+            layout, spec = None, AttentionSpec(spec.scale)
+            plain = AttentionPlan("sdpa", spec)
+            if ranges is None:
+                return plain
+            places = (RangePlan(stop - first, 0, stop, plain) for first, stop in ranges)
+            return AttentionPlan("sdpa", spec, parts=tuple(places))
         if (past or queries == 1) and self._impl != "torch":
             impl = "sdpa" if spec.softcap is None else "torch"
         else:

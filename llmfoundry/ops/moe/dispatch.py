@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmfoundry.ops.devices import planned
 from llmfoundry.ops.moe.experts import route
 from llmfoundry.ops.moe.gpu import steps_of
 from llmfoundry.ops.torch_private import start_all_to_all, wait
@@ -54,7 +55,8 @@ class TokenExchange:
         rows = _Gathered.apply(x, self._order, self._inverse, experts.shape[1])  # (N, D)
         theirs = wait(theirs).view(size, -1)  # (P, E / P), of each process for each expert here
         mine = counts.view(size, -1)
-        sent, received = _lengths(mine, theirs)
+        what = planned()
+        sent, received = what.rows(len(rows), size) if what else _lengths(mine, theirs)
         here = torch.arange(theirs.shape[1], device=x.device).repeat(size)
         self._experts = here.repeat_interleave(theirs.flatten(), output_size=sum(received))
         self._there, self._back = _Way(received, sent, group), _Way(sent, received, group)
@@ -141,11 +143,11 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.top_k = top_k
-        return steps_of(x.device.type).gather(x.contiguous(), order, top_k)
+        return steps_of(x.device).gather(x.contiguous(), order, top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,), steps = ctx.saved_tensors, steps_of(grads[0].device.type)
+        (inverse,), steps = ctx.saved_tensors, steps_of(grads[0].device)
         return steps.combine(grads[0].contiguous(), inverse, None, ctx.top_k), None, None, None
 
 
@@ -155,13 +157,13 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order)
-        steps = steps_of(rows.device.type)
+        steps = steps_of(rows.device)
         return steps.combine(rows.contiguous(), inverse, weights.contiguous(), weights.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, order = ctx.saved_tensors
-        top_k, steps = weights.shape[1], steps_of(rows.device.type)
+        top_k, steps = weights.shape[1], steps_of(rows.device)
         grad_rows = steps.gather(grads[0].contiguous(), order, top_k)  # (N, D)
         grad_weights = torch.empty_like(weights).flatten()
         # each place once: deterministic

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from functools import cache, partial
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.ops.devices import planned
 from llmfoundry.ops.moe import experts as plain_steps
 from llmfoundry.ops.moe.experts import (
     Experts,
@@ -34,7 +36,7 @@ def forward(
     x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool
 ) -> tuple[Tensor, SavedActivations]:
     """Output (T, d), and the pre-activations where they are to be kept; as `cpu.forward`."""
-    steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
+    steps, top_k, ends = steps_of(x.device), weights.shape[1], routing.ends
     rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
     # Two products, not one over concatenated weights: copying w1 and v1 each step moves more bytes
     # than reading the rows twice where experts are large, and checkpoints know two names.
@@ -69,7 +71,7 @@ def backward(
     frozen: bool,
 ) -> Gradients:
     """All gradients from that of the output, grad (T, d); as `cpu.backward`."""
-    steps, top_k, ends = steps_of(x.device.type), weights.shape[1], routing.ends
+    steps, top_k, ends = steps_of(x.device), weights.shape[1], routing.ends
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
     a, b = kept.gate, None if w.v1 is None else kept.up
     g = steps.gather(grad, routing.order, top_k)  # (N, d)
@@ -111,10 +113,21 @@ def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
     return n_rows
 
 
+def steps_of(device: torch.device) -> Any:
+    """Triton's kernels where they run, PyTorch's functions elsewhere.
+
+    Where they are planned for, PyTorch's, each of which counts as the kernel that it stands for.
+    """
+    what = planned()
+    if what is not None and what.kind == "cuda":
+        names = ("gather", "glu", "glu_backward", "combine")
+        return SimpleNamespace(**{n: what.kernel(getattr(plain_steps, n)) for n in names})
+    return _steps_of(device.type)
+
+
 @cache
-def steps_of(device_type: str) -> ModuleType:
-    """Triton's kernels where they run, PyTorch's functions elsewhere."""
-    if device_type != "cuda" or find_spec("triton") is None:
+def _steps_of(kind: str) -> ModuleType:
+    if kind != "cuda" or find_spec("triton") is None:
         return plain_steps
     from llmfoundry.ops.moe import triton_kernels as moe_triton
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from llmfoundry.ops.devices import has_autocast
+from llmfoundry.ops.devices import has_autocast, kind_of
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.moe.experts import (
@@ -64,13 +64,13 @@ def mixture(
     device, multiply = x.device.type, IMPLS[impl]
     if w.packing is not None and impl != "grouped_mm":
         w = w.dense(x.shape[1], x.dtype)
-    if device not in ("cpu", "meta"):
+    if kind_of(x.device) not in ("cpu", "meta"):
         w = replace(w, low=_whole_strides(w.low))
     if not has_autocast(device):
         return multiply(x, weights, experts, w)
     dtype = torch.get_autocast_dtype(device)  # grouped_mm does not know of it
     x = x.to(dtype)
-    if device != "cpu" or impl != "grouped_mm":  # which casts an expert at a time there
+    if kind_of(x.device) != "cpu" or impl != "grouped_mm":  # which casts an expert at a time there
         w = w.map(lambda stacked: stacked.to(dtype) if stacked.is_floating_point() else stacked)
     with torch.autocast(device, enabled=False):
         return multiply(x, weights, experts, w)
@@ -212,8 +212,7 @@ def grouped(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor:
     return torch.ops.llmfoundry.moe_forward(x, weights, experts, tensors, how, keep)[0]
 
 
-@torch.library.custom_op("llmfoundry::moe_forward", mutates_args=(), schema=FORWARD)
-def _forward(
+def _run_forward(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
@@ -229,8 +228,7 @@ def _forward(
     return (y, *kept, *routing)
 
 
-@torch.library.custom_op("llmfoundry::moe_backward", mutates_args=(), schema=BACKWARD)
-def _backward(
+def _run_backward(
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
@@ -256,8 +254,21 @@ def _backward(
     return [found.x, found.weights, *(x.new_empty(0) if g is None else g for g in grads)]
 
 
+_forward = torch.library.custom_op(
+    "llmfoundry::moe_forward", _run_forward, mutates_args=(), schema=FORWARD
+)
+_backward = torch.library.custom_op(
+    "llmfoundry::moe_backward", _run_backward, mutates_args=(), schema=BACKWARD
+)
+BODIES: dict[Any, Callable[..., Any]] = {
+    torch.ops.llmfoundry.moe_forward.default: _run_forward,
+    torch.ops.llmfoundry.moe_backward.default: _run_backward,
+}
+"""What the operators are made of, for `plan/meter.py` to look into."""
+
+
 def _path(device: torch.device) -> ModuleType:
-    return moe_cpu if device.type == "cpu" else moe_device
+    return moe_cpu if kind_of(device) == "cpu" else moe_device
 
 
 @_forward.register_fake
