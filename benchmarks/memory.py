@@ -59,7 +59,7 @@ from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import CrossEntropy, Guard, StepSettings, train_step
+from llmfoundry.train.step import CrossEntropy, Guard, StepHooks, StepSettings, train_step
 
 
 class LiveBytes(TorchDispatchMode):
@@ -335,7 +335,7 @@ def _step(
             ),
             number=0,
             guard=Guard(CPU),
-            on_gradients=note,
+            hooks=StepHooks(on_gradients=note),
         )
     parameters_, moments = local_bytes(root, optimizer)
     # gradients and moments of the step before are there in every step but the first

@@ -62,6 +62,8 @@ class RunFailure(Exception):
 
     status = 1
     """The exit status."""
+    kind = ""
+    """What `exit_status.record_end` calls it; empty: what it calls that status."""
     of_all = False
     """Whether every process ends with it, so that only one reports it."""
 
@@ -72,6 +74,14 @@ class GivenUp(RunFailure):
     of_all = True
     status = 93
     """The exit status, as NVIDIA's resiliency extension has it for "do not requeue"."""
+
+
+class StartAgain(RunFailure):
+    """The processes ran out of memory; started again, they use less of it, as a line."""
+
+    status = 75
+    """The exit status: run the same command again."""
+    kind = "memory"
 
 
 @contextmanager
@@ -93,15 +103,31 @@ def enough_memory(advice: str) -> Iterator[None]:
 
 def refuse_out_of_memory(error: MemoryError | RuntimeError, advice: str) -> None:
     """Raise a UserError with `advice` if memory is what was lacking; as `enough_memory` does."""
+    if is_out_of_memory(error):
+        raise UserError(f"{advice} ({what_was_asked(error)})") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory is what was lacking, the host's or a device's."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(s in str(error) for s in _OUT_OF_MEMORY)
+
+
+def what_was_asked(error: BaseException) -> str:
+    """How much memory an allocation asked for that failed, else the error's beginning."""
     reason = str(error) or type(error).__name__
-    if not isinstance(error, MemoryError) and not any(s in reason for s in _OUT_OF_MEMORY):
-        return
     asked = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)
-    raise UserError(f"{advice} ({asked[0].lower() if asked else reason[:100]})") from error
+    return asked[0].lower() if asked else " ".join(reason.split())[:100]
 
 
-# In PyTorch's messages of the host, of CUDA and of cuBLAS.
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # of PyTorch on the host
+    "out of memory",  # of CUDA, of NCCL that quotes it
+    "ALLOC_FAILED",  # of cuBLAS and cuDNN
+    "ALLOCATION_FAILED",
+    "bad_alloc",  # of C++
+)
 
 
 MOST_LINES, LONGEST_LINE = 50, 2000  # of what is shown

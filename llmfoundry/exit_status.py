@@ -4,7 +4,8 @@
     1    it failed, and may succeed if it is started again (so any status that is not listed)
     2    a mistake of the user's, reported in a line: the same command fails again
     3    scripts/check.py, or a run with health_check.before_run: a machine is bad
-    75   stopped by a signal and saved: run the same command again (EX_TEMPFAIL of sysexits.h)
+    75   run the same command again (EX_TEMPFAIL of sysexits.h): stopped by a signal and saved, or
+         out of memory, and it will begin with a smaller microbatch
     93   the supervisor gives up: do not start it again before somebody has looked
     130  Ctrl-C before there was anything to save
 
@@ -33,6 +34,8 @@ from llmfoundry.files import read_json
 
 Handler = Callable[[int, FrameType | None], None]
 DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
+MEMORY = "memory"
+"""The kind of end, as `record_end` has it, after which the processes are to be started again."""
 ENDS_FOLDER = "LLMFOUNDRY_ENDS"
 """In the environment: the folder for these files; without it none are written."""
 STOPS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "USR1", "HUP"))
@@ -61,7 +64,8 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
 
     Args:
         status: its exit status.
-        kind: mistake, lost (another process was), error, full (a disk), stopped or done.
+        kind: mistake, lost (another process was), error, full (a disk), memory (out of it, and a
+            start with a smaller microbatch may do), stopped or done.
         lines: its message, without secrets.
     """
     folder, rank = os.environ.get(ENDS_FOLDER), int(os.environ.get("RANK", 0))

@@ -17,7 +17,9 @@ NAMED = re.compile(r"`([A-Za-z_][\w./]*)(?:\(\))?`|(?<![`\w/.])([\w/]+\.py)\b")
 # Names of other projects, patterns, and examples of values.
 FOREIGN = {
     "FOLDER/PART/shard.00000.tokens",
+    "Reducer._get_zeros_like_grad_buckets",
     "Reducer._push_all_rebuilt_params",
+    "Reducer._reset_state",
     "SummaryWriter",
     "WARC/1.0",
     "bytes_to_unicode",

@@ -23,6 +23,7 @@ from llmfoundry.builders.job import (
     served_precision,
     with_defaults,
 )
+from llmfoundry.builders.microbatch import build_limit, settle_microbatch
 from llmfoundry.builders.preference import build_objective, open_reference, with_places
 from llmfoundry.builders.pretrained import MODEL, Pretrained, fit_vocabulary, model_yaml
 from llmfoundry.builders.resume import (
@@ -81,6 +82,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
+from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
 from llmfoundry.train.step import CROSS_ENTROPY, StepSettings
 from llmfoundry.train.trainer import Trainer
 
@@ -119,7 +121,7 @@ def build_trainer(
     data = _open_data(recipe, tokenizer, world, note)
     settle_vocabulary(recipe, written, tokenizer)
     # 3. The model, in what fits into memory.
-    chosen = _fitted(recipe, fit, start, world, note)
+    chosen = settle_microbatch(recipe, _fitted(recipe, fit, start, world, note), run, world, note)
     root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. What trains it, on which rows when.
@@ -134,11 +136,12 @@ def build_trainer(
     identity |= reference.begin()
     _note_costs(job, loader, clock.total)
     # 6. The loop over all of these; then the record is opened, as nothing can be refused any more.
+    module = apply_ddp(root, meshes)
     trainer = Trainer(
         recipe=recipe,
         world=world,
         root=root,
-        module=apply_ddp(root, meshes),
+        module=module,
         optimizer=optimizer,
         loader=loader,
         clock=clock,
@@ -150,6 +153,7 @@ def build_trainer(
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
         callbacks=build_callbacks(job),
+        memory=build_limit(job, module),
         state=state,
     )
     _open_record(trainer, job, tracker)
@@ -259,7 +263,8 @@ def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
     """Begin to record; an earlier run in the folder is deleted under save_overwrite."""
     if job.recipe.save_overwrite and job.world.is_main:
         job.run.remove_all()
-        (job.run.folder / EVENTS).unlink(missing_ok=True)
+        for name in (EVENTS, OUT_OF_MEMORY):
+            (job.run.folder / name).unlink(missing_ok=True)
     first, clock = trainer.first_batch, trainer.clock
     tracker.start(first, total=clock.total, facts=banner(job, trainer.loader, clock, first))
     bad_rows = job.prepared.bad_rows

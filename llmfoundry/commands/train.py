@@ -44,7 +44,7 @@ def train(recipe: TrainRecipe) -> None:
     if is_supervised(recipe):
         supervise(recipe)
     outlast_full_disks()
-    relaunch(recipe.parallel)
+    relaunch(recipe.parallel, again=_resuming(recipe))
     if recipe.deterministic:
         set_deterministic()
     filled = with_defaults(recipe)
@@ -63,6 +63,12 @@ def train(recipe: TrainRecipe) -> None:
         record_end(SAVED, "stopped", [f"stopped by {stopped_by}, and saved"])
         sys.exit(SAVED)
     record_end(DONE, "done", ["the run is complete"])
+
+
+def _resuming(recipe: TrainRecipe) -> list[str]:
+    """What a command lacks to go on with the run that it has begun."""
+    words = ["save_overwrite=false"] if recipe.save_overwrite else []
+    return words if recipe.autoresume else [*words, "autoresume=true"]
 
 
 def _train(written: TrainRecipe, world: World, run: Storage) -> str:

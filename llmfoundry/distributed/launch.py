@@ -25,11 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llmfoundry.distributed.failures import explain_failure
 from llmfoundry.errors import RunFailure, UserError
-from llmfoundry.exit_status import own_node
+from llmfoundry.exit_status import ENDS_FOLDER, own_node
 from llmfoundry.ops.devices import keep_memory
 from llmfoundry.ops.torch_private import default_store, set_timeouts
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig
+from llmfoundry.relaunch import AGAIN
 from llmfoundry.terminal import is_watched
 
 SHARE = "parallel.dist_backend: gloo for processes that share a GPU"
@@ -115,10 +116,15 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 """A process that is all of its run, for work that needs no GPU."""
 
 
-def relaunch(config: ParallelConfig) -> None:
+def relaunch(config: ParallelConfig, *, again: Sequence[str] | None = None) -> None:
     """Start the same command under torchrun where more than one local process is wanted.
 
     Does nothing under torchrun or Slurm. Never returns where it does start one.
+
+    Args:
+        config: how many processes.
+        again: start it once more where processes ask for that (`errors.StartAgain`), with these
+            words behind the command's; None: it is not, nor where a supervisor decides.
     """
     if "RANK" in os.environ or slurm_environment():
         return
@@ -128,10 +134,13 @@ def relaunch(config: ParallelConfig) -> None:
     config.degrees(wanted)  # one line here, before each process reports it
     if is_watched():
         print(f"starting {wanted} processes ...", file=sys.stderr, flush=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
     keep_children()
-    os.execv(sys.executable, [*torchrun, f"--nproc-per-node={wanted}", *sys.argv])
+    starts_again = again is not None and ENDS_FOLDER not in os.environ
+    module = "llmfoundry.relaunch" if starts_again else "torch.distributed.run"
+    words = ["--standalone", f"--nproc-per-node={wanted}", *sys.argv]
+    words += [AGAIN, *again] if starts_again and again else []
+    os.execv(sys.executable, [sys.executable, "-m", module, *words])
 
 
 def wanted_processes(config: ParallelConfig) -> int:

@@ -337,10 +337,52 @@ class Replicas(DistributedDataParallel):
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         """Take what DDP takes; every process of its group calls it."""
         super().__init__(module, **settings)
+        self._fix_buckets()
+        self._sent_before = 0
+
+    def _fix_buckets(self) -> None:
         own = cast(Any, self.reducer)
         if hasattr(own, "_push_all_rebuilt_params") and hasattr(own, "_rebuild_buckets"):
             own._push_all_rebuilt_params()
             own._rebuild_buckets()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a pass that failed on one process can be made good; see `send_the_rest`."""
+        needed = ("_reset_state", "_get_zeros_like_grad_buckets", "_run_comm_hook")
+        return all(hasattr(self.reducer, name) for name in needed)
+
+    def begin_passes(self) -> None:
+        """From here on `send_the_rest` counts what was sent."""
+        self._sent_before = self._sent()
+
+    def send_the_rest(self) -> None:
+        """After a pass that failed here alone: take part in the reductions that others wait for.
+
+        With zeros, in the order of the buckets, from the first that this process had not sent;
+        what all have then is no gradient, and `reset` comes next, on every process.
+
+        `Reducer._get_zeros_like_grad_buckets` and `._run_comm_hook`, as DDP's own `join` calls
+        them; which buckets were sent is the group's count of its collectives
+        (`ProcessGroup._get_sequence_number_for_group`), as between two passes it has no others.
+        """
+        own = cast(Any, self.reducer)
+        buckets = own._get_zeros_like_grad_buckets()
+        sent = self._sent() - self._sent_before
+        assert 0 <= sent <= len(buckets), (sent, len(buckets))
+        for bucket in buckets[sent:]:
+            own._run_comm_hook(bucket).wait()
+
+    def reset(self) -> None:
+        """Forget a pass that failed; every process calls it.
+
+        `Reducer._reset_state`, which torchft calls for the same purpose.
+        """
+        cast(Any, self.reducer)._reset_state()
+        self._fix_buckets()
+
+    def _sent(self) -> int:
+        return int(cast(Any, self.process_group)._get_sequence_number_for_group())
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()

@@ -1,9 +1,10 @@
-"""What all processes of a run must know at the same step: that it is to stop, or that one failed.
+"""What all processes of a run must know at the same step: to stop, and who failed or lacks memory.
 
 SIGTERM, SIGINT, SIGUSR1 (which schedulers send ahead of their limits) and SIGHUP (a terminal is
 closed) end a run after the step under way. A process that has no batch to compute (its shard is
 gone) takes part in the step with an empty one, so that nobody waits for it for ever, and all of
-them raise before the optimizer has seen the step.
+them raise before the optimizer has seen the step. So they do where one ran out of memory, if the
+step can be done again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import on_stops
 from llmfoundry.spans import span
+from llmfoundry.train.out_of_memory import OutOfMemory
 
 _SAME_REQUEST = 5.0
 """Seconds in which further signals are the same request: Slurm sends SIGTERM to torchrun and to its
@@ -31,8 +33,10 @@ class StopSignal:
 
     So does another signal than Ctrl-C that comes later than those of one request.
 
-    Processes agree by one all-reduce a step on the host, begun before the step's work and read
-    after it, so no step waits.
+    Processes agree by one all-reduce a step on the host, read before the update. It is begun before
+    the step's work, so that no step waits for it; where a step can be done again, behind its
+    backward passes, as it has to carry who ran out of memory in them: no process waits for a device
+    there, but for the others' hosts.
     """
 
     def __init__(self, world: World) -> None:
@@ -40,6 +44,7 @@ class StopSignal:
         self._agreed = ""
         self._world = world
         self._failure: BaseException | None = None
+        self._shortage = ""
         self._failed = False
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -69,21 +74,29 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def begin(self, failure: BaseException | None) -> None:
-        """Before a step: send the others whether to stop, and whether this process failed.
+    def begin(self, failure: BaseException | None, shortage: str = "") -> None:
+        """Before a step is final: send the others whether to stop, and whether this process failed.
+
+        Args:
+            failure: why it has no batch.
+            shortage: what it had no memory for, where the step can be done again; empty: nothing.
 
         Raises:
             BaseException: `failure`, where there are no others.
+            OutOfMemory: the same of `shortage`.
         """
         if self._world.size == 1:
             if failure is not None:
                 raise failure
+            if shortage:
+                raise OutOfMemory({0: shortage})
             return
-        self._failure = failure
-        flags = torch.tensor([bool(self._received), failure is not None], dtype=torch.int32)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
+        self._failure, self._shortage = failure, shortage
+        flags = [bool(self._received), failure is not None, bool(shortage)]
+        tensor = torch.tensor(flags, dtype=torch.int32)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
-        self._pending = (work, flags)
+        self._pending = (work, tensor)
 
     def check(self) -> None:
         """Before the step's update: raise on every process if one of them failed.
@@ -91,6 +104,7 @@ class StopSignal:
         Raises:
             UserError: on the other processes, with the failed ones' reasons.
             BaseException: on a failed one, its own failure.
+            OutOfMemory: none failed, and some had not enough memory.
         """
         if self._pending is None:
             return
@@ -98,21 +112,29 @@ class StopSignal:
         self._pending = None
         with span("messages"):
             work.wait()
-        stop, failed = flags.tolist()
+        stop, failed, short = flags.tolist()
         self._agreed = (self._received or "a signal") if stop else ""
         if failed:
             self._raise()
+        if short:
+            reasons = self._gathered(self._shortage)
+            raise OutOfMemory({rank: reason for rank, reason in enumerate(reasons) if reason})
 
     def _raise(self) -> None:
         self._failed = True
-        reasons: list[str | None] = [None] * self._world.size
-        mine = None if self._failure is None else str(self._failure) or repr(self._failure)
-        dist.all_gather_object(reasons, mine)
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
+        reasons = self._gathered("" if failure is None else str(failure) or repr(failure))
+        if failure is not None:
+            raise failure
         lines = {line for reason in reasons if reason for line in reason.splitlines()}
         where = ", ".join(str(rank) for rank, reason in enumerate(reasons) if reason)
         raise UserError(*(f"{line} (on rank {where})" for line in sorted(lines)))
+
+    def _gathered(self, mine: str) -> list[str]:
+        """What each process has to say, by rank."""
+        reasons = [""] * self._world.size
+        dist.all_gather_object(reasons, mine)
+        return reasons
 
     def agreed(self) -> str:
         """After a step: the name of the signal that ends the run now; empty while it continues."""

@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from llmfoundry.errors import UserError
+from llmfoundry.distributed.failures import failed_collective
+from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.router import Routing, move_biases
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
+from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.spans import span
+from llmfoundry.train.out_of_memory import release
 from llmfoundry.train.spikes import Guard
 
 Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -164,6 +167,24 @@ def not_a_step(model: nn.Module | None, batch: int) -> UserError:
     )
 
 
+@dataclass(frozen=True)
+class StepHooks:
+    """What a step calls on its way; None: nothing.
+
+    Attributes:
+        after_backward: when the gradients are there, on every process, with what this one had no
+            memory for (else empty); what it raises leaves all as it was before the step.
+        on_gradients: while parameters hold the step's gradients, before clipping.
+        before_update: before the optimizer; what it raises leaves the weights as they were.
+        can_redo: whether `after_backward` takes what there was no memory for; else it is raised.
+    """
+
+    after_backward: Callable[[str], None] | None = None
+    on_gradients: Callable[[], None] | None = None
+    before_update: Callable[[], None] | None = None
+    can_redo: bool = False
+
+
 def train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -172,8 +193,7 @@ def train_step(
     *,
     number: int,
     guard: Guard,
-    on_gradients: Callable[[], None] | None = None,
-    before_update: Callable[[], None] | None = None,
+    hooks: StepHooks = StepHooks(),
 ) -> StepResult:
     """Run step `number`, from 0, on this process's rows of the global batch.
 
@@ -184,8 +204,7 @@ def train_step(
         settings: of all steps.
         number: of the step, from 0.
         guard: decides, on the device, whether the optimizer leaves the weights as they are.
-        on_gradients: called while parameters hold the step's gradients, before clipping.
-        before_update: called before the optimizer; what it raises leaves the weights as they were.
+        hooks: what is called on the way.
     """
     objective, clipping, shard = settings.objective, settings.clipping, settings.shard_tokens
     batch = objective.prepare(batch, _forward_only(module, settings), settings.data_group)
@@ -193,39 +212,79 @@ def train_step(
     microbatches = [part if shard is None else shard(part) for part in rows_at_once]
     own = torch.stack([objective.count(part) for part in microbatches]).sum()
     count, rows = _over_processes(own, len(batch.tokens), settings.token_group)
-    divisor = torch.where(count > 0, count, 1)
-    sums, factor, each = StepSums(), sum_factor(module), settings.reduce_scatter_each
-    for part in microbatches:
-        with gradient_sync(module, last=part is microbatches[-1], each=each):
-            with span("forward"), settings.autocast():
-                (total, reported), routing = module(
-                    part.tokens, part.layout, objective.of(part), routing=True
-                )
-            shares = [total / divisor]
-            shares += [loss / rows for loss in routing.losses.values()] if routing else []
-            with span("backward"):
-                (sum(shares) * factor).backward()
-        sums.add(shares, reported, routing)
+    sums = _add_up(module, microbatches, settings, (torch.where(count > 0, count, 1), rows), hooks)
     losses, reported, routing = sums.over_processes(settings.token_group)
     loss = sum(losses.values(), torch.zeros_like(losses["loss"]))
     parameters = [p for p in module.parameters() if p.grad is not None]
     with span("optimizer"):
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
-    if on_gradients is not None:
-        on_gradients()
+    if hooks.on_gradients is not None:
+        hooks.on_gradients()
     with span("optimizer"):
         CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
     result = StepResult(loss, norm, count, losses if len(losses) > 1 else {}, routing, reported)
     guard.observe(number, loss, norm)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
-    if before_update is not None:
-        before_update()
+    if hooks.before_update is not None:
+        hooks.before_update()
     with span("optimizer"):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if routing is not None:
             move_biases(module, routing.load, held=guard.found_inf)
     return result
+
+
+def _add_up(
+    module: nn.Module,
+    microbatches: list[Batch],
+    settings: StepSettings,
+    divisors: tuple[Tensor, Tensor],
+    hooks: StepHooks,
+) -> StepSums:
+    """The sums and gradients of a step; all processes agree that they have them, or all raise."""
+    sums, shortage = StepSums(), ""
+    if isinstance(module, Replicas):
+        module.begin_passes()
+    try:
+        _passes(module, microbatches, settings, divisors, sums)
+    except (MemoryError, RuntimeError) as error:
+        if not (hooks.can_redo and is_out_of_memory(error)) or failed_collective(error):
+            raise
+        shortage = what_was_asked(error)
+    if shortage:  # the error is gone, and with it what its frames held
+        del sums
+        release(module)
+        sums = StepSums()
+    if hooks.after_backward is not None:
+        hooks.after_backward(shortage)
+    assert not shortage, "after_backward raises then"
+    return sums
+
+
+def _passes(
+    module: nn.Module,
+    microbatches: list[Batch],
+    settings: StepSettings,
+    divisors: tuple[Tensor, Tensor],
+    sums: StepSums,
+) -> None:
+    """Forward and backward passes of the microbatches, whose losses are added to `sums`.
+
+    `divisors`: of losses and of routers' losses.
+    """
+    factor, each = sum_factor(module), settings.reduce_scatter_each
+    for part in microbatches:
+        with gradient_sync(module, last=part is microbatches[-1], each=each):
+            with span("forward"), settings.autocast():
+                (total, reported), routing = module(
+                    part.tokens, part.layout, settings.objective.of(part), routing=True
+                )
+            shares = [total / divisors[0]]
+            shares += [loss / divisors[1] for loss in routing.losses.values()] if routing else []
+            with span("backward"):
+                (sum(shares) * factor).backward()
+        sums.add(shares, reported, routing)
 
 
 def sum_factor(module: nn.Module) -> int:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.distributed.launch import World
-from llmfoundry.errors import refuse_out_of_memory
+from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.init import seed_of
@@ -36,9 +36,10 @@ from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.spans import span
 from llmfoundry.train.metrics import LoggedStep, LossWindow, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
+from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.spikes import Return, RollBack, SpikeHandler
-from llmfoundry.train.step import StepResult, StepSettings, not_a_step, train_step
+from llmfoundry.train.step import StepHooks, StepResult, StepSettings, not_a_step, train_step
 
 
 class Callback:
@@ -191,6 +192,8 @@ class Trainer:
     identity: dict[str, Any]
     """Settings that a continuation of the run may not change, by recipe key."""
     callbacks: list[Callback] = field(default_factory=list)
+    memory: MicrobatchLimit = field(default_factory=MicrobatchLimit)
+    """What is done where a step does not fit into memory."""
     state: dict[str, Any] = field(default_factory=dict)
     """What the run resumes from, as `save` wrote it; empty: nothing."""
 
@@ -202,6 +205,8 @@ class Trainer:
         self.waited = 0.0  # for the step's batch, in seconds
         self.paused_seconds = 0.0  # in evaluation, samples and saving, so far
         self._batches: BatchPrefetcher
+        self._no_batch: BaseException | None = None  # why the step under way has none
+        self._is_updating = False
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = self._to_stop = ""
@@ -324,33 +329,19 @@ class Trainer:
             batch = Batch(torch.zeros_like(labels), labels, None)
         self.waited = time.perf_counter() - started
         self._wait_seconds += self.waited
-        stop.begin(failure)
+        self._no_batch = failure
+        if not self.memory.in_place or self.world.size == 1:
+            stop.begin(failure)
         return batch
 
     def _step(self, batch: Batch, stop: StopSignal) -> None:
         beat("step", self.batch + 1)
-        self._seed()
         factor = self._lr_factor(self.batch)
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
         following, interval = self.batch + 1, self.clock.batches(self.recipe.log_interval)
         logs = following == self.clock.total or falls_due(interval, following)
-        try:
-            with span("data"):
-                batch = batch.to(self.world.device)
-            result = train_step(
-                self.module,
-                self.optimizer,
-                batch,
-                self.settings,
-                number=self.batch,
-                guard=self.spikes.guard,
-                on_gradients=self._on_gradients if logs else None,
-                before_update=partial(self._before_update, stop),
-            )
-        except (MemoryError, RuntimeError) as error:
-            refuse_out_of_memory(error, self._smaller())
-            raise
+        result = self._until_it_fits(batch, stop, logs=logs)
         self.batch = following
         values = [result.loss, *result.parts.values(), *result.reported.values()]
         self._losses.add(torch.stack(values))
@@ -365,21 +356,65 @@ class Trainer:
         if self.done or self._saves_soon or self.is_due(self.recipe.save_interval):
             self.save(last=self.done)
 
-    def _before_update(self, stop: StopSignal) -> None:
+    def _until_it_fits(self, batch: Batch, stop: StopSignal, *, logs: bool) -> StepResult:
+        """The step; if any process runs out of memory, all do it again with half the microbatch.
+
+        Raises:
+            StartAgain: this layout's processes cannot, and are to be started again for it.
+            UserError: it cannot be smaller, or it was the optimizer that ran out of memory.
+        """
+        hooks = StepHooks(
+            after_backward=partial(self._agree, stop),
+            on_gradients=self._on_gradients if logs else None,
+            before_update=self._before_update,
+            can_redo=self.memory.in_place,
+        )
+        step = self.batch + 1
+        while True:
+            try:
+                return self._try_step(batch, hooks)
+            except OutOfMemory as error:
+                why = error.with_traceback(None)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = what_was_asked(error)
+                if self._is_updating:
+                    raise UserError(_no_room_for_update(step, reason)) from error
+                why = OutOfMemory({self.world.rank: reason})
+                if self.world.size > 1:  # the others wait somewhere for this one
+                    self.memory.start_again(self.settings.microbatch, why, step)
+            begin_again(self.module)
+            beat("step", step)
+            half = self.memory.halve(self.settings.microbatch, why, step, self.tracker.event)
+            self.settings = replace(self.settings, microbatch=half)
+
+    def _try_step(self, batch: Batch, hooks: StepHooks) -> StepResult:
+        self._is_updating = False
+        self._seed()
+        with span("data"):
+            batch = batch.to(self.world.device)
+        return train_step(
+            self.module,
+            self.optimizer,
+            batch,
+            self.settings,
+            number=self.batch,
+            guard=self.spikes.guard,
+            hooks=hooks,
+        )
+
+    def _agree(self, stop: StopSignal, shortage: str) -> None:
+        """Behind the backward passes: who is to stop, failed, or ran out of memory."""
         beat("update", self.batch + 1)
+        if self.memory.in_place and (shortage or self.world.size > 1):
+            stop.begin(self._no_batch, shortage)
         stop.check()
+
+    def _before_update(self) -> None:
+        self._is_updating = True
         with span("saving"):
             self.checkpointer.before_update()
-
-    def _smaller(self) -> str:
-        """What to write where a step does not fit into the memory."""
-        recomputes = self.recipe.parallel.activation_checkpointing == "whole"
-        rows = self.settings.microbatch
-        return (
-            f"device_train_microbatch_size: step {self.batch + 1} ran out of memory at"
-            f" {rows}; write {rows // 2 or 'a smaller model'}"
-            + ("" if recomputes else ", or parallel.activation_checkpointing=true")
-        )
 
     def _seed(self) -> None:
         """Make the step's draws (dropout) a function of the seed, the batch and the data rank.
@@ -518,6 +553,15 @@ class Trainer:
         self.root.train()
         self._started = time.perf_counter()
         self.paused_seconds += self._started - began
+
+
+def _no_room_for_update(step: int, reason: str) -> str:
+    """What to write where the optimizer's update does not fit, of which a part may be done."""
+    return (
+        f"optimizer.name: the update of step {step} ran out of memory ({reason}); write one that"
+        " keeps less beside the weights, a smaller model, or spread both over processes with"
+        " parallel.data_parallel_shard_degree"
+    )
 
 
 def falls_due(interval: float, batch: int) -> bool:

@@ -42,7 +42,7 @@ from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO
 from llmfoundry.train.callbacks import OptimizerMonitor
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, StepSettings, train_step
+from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
 from tests.distributed.layouts import MODELS, Entry
 from tests.models.test_decoder import make_config
 from tests.warm_scripts import on_ranks
@@ -157,7 +157,7 @@ def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str
                 ),
                 number=step,
                 guard=Guard(world.device),
-                on_gradients=on_gradients if step == STEPS - 1 else None,
+                hooks=StepHooks(on_gradients=on_gradients if step == STEPS - 1 else None),
             )
         assert result.count == sum(LABELS)
         losses.append(result.loss.item())

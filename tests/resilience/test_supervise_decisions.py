@@ -68,6 +68,11 @@ CASES = {
              "user", ()),
     "typo, no word": (Evidence(2, stderr=["optimizer.lr: x is not a number"]), "user", ()),
     "full disk": (Evidence(1, ends=[end("full", "No space left", status=2)]), "user", ()),
+    "no room for a step": (Evidence(1, ends=[LOST, end("memory", "step 5 ran out of memory",
+                                                       status=75), LOST],
+                                    hang=HANG, stderr=killed(75)), "out of memory", ()),
+    "no room, and asked": (Evidence(1, stop_signal="SIGTERM", ends=[end("memory", "x", status=75)]),
+                           "preemption", ()),
     "nan": (Evidence(1, ends=[end("mistake", "optimizer.lr: the loss or its gradient was not"
                                   " finite in step 7", status=2)]), "numerical", ()),
     "given up": (Evidence(1, ends=[end("given up", "20 spikes in a row", status=93)]),
@@ -145,6 +150,7 @@ POLICY = SuperviseConfig()
         ("user", STOP, MISTAKE),
         ("given up", STOP, GIVE_UP),
         ("numerical", RESTART, 0),
+        ("out of memory", RESTART, 0),
         ("machine", RESTART, 0),
         ("network", RESTART, 0),
         ("hang", RESTART, 0),
@@ -173,6 +179,17 @@ def test_three_attempts_without_progress_end_it_whatever_they_failed_of() -> Non
             decide_restart(attempts, POLICY).action,
             decide_restart(attempts, POLICY).status,
         ) == (STOP, GIVE_UP)
+
+
+def test_starts_with_half_the_microbatch_count_for_no_other_failure() -> None:
+    """A microbatch of 64 takes six to become 1; a folder that remembers none of them ends it."""
+    short = [of("out of memory")] * 6
+    assert decide_restart(short, POLICY) == replace(decide_restart(short[:1], POLICY), wait=0)
+    assert decide_restart([*short, of("unknown")], POLICY).action == RESTART
+    assert decide_restart([of("unknown"), *short, of("hang")], POLICY).action == RESTART
+    assert decide_restart([*short, *[of("hang")] * 3], POLICY).status == GIVE_UP
+    assert decide_restart([of("out of memory")] * 25, POLICY).action == STOP
+    assert not find_cause(CASES["no room, and asked"][0]).is_saved
 
 
 def test_budgets_refill_only_after_progress() -> None:

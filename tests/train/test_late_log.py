@@ -233,7 +233,8 @@ recipe = TrainRecipe(
 recipe.fill()
 recipe.callbacks.watch.spike_window = 2  # so that all but the first are compared
 nothing = SimpleNamespace(log=lambda *a: None, routing=lambda *a: None, metrics=lambda: {},
-                          check=lambda: None, event=lambda *a, **more: None)
+                          check=lambda: None, event=lambda *a, **more: None,
+                          begin=lambda *a: None)
 with FakeTensorMode(), Waits():
     with torch.device("cuda"):
         root = Root(Decoder(recipe.model))

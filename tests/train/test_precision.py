@@ -22,7 +22,7 @@ from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import Guard, StepSettings, train_step
+from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
 from tests.tiny import losses, write_recipe
 from tests.train.here import dtypes, rows, train_here
 from tests.train.test_step import make_batch, make_root
@@ -179,7 +179,11 @@ def test_the_gradients_norm_is_summed_in_fp32() -> None:
         ),
         number=0,
         guard=Guard(ALONE.device),
-        on_gradients=lambda: seen.extend(p.grad for p in root.parameters() if p.grad is not None),
+        hooks=StepHooks(
+            on_gradients=lambda: seen.extend(
+                p.grad for p in root.parameters() if p.grad is not None
+            )
+        ),
     )
     exact = math.sqrt(sum(float(grad.double().square().sum()) for grad in seen))
     assert {grad.dtype for grad in seen} == {torch.bfloat16}

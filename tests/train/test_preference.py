@@ -29,7 +29,7 @@ from llmfoundry.train.preference import (
     build_preference,
     mismatched,
 )
-from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
+from llmfoundry.train.step import Guard, StepHooks, StepResult, StepSettings, train_step
 from tests.train.preference_goldens import (
     CASES,
     GOLDENS,
@@ -119,7 +119,7 @@ def step(
         ),
         number=0,
         guard=Guard(torch.device("cpu")),
-        on_gradients=keep,
+        hooks=StepHooks(on_gradients=keep),
     )
     return result, seen
 

@@ -88,7 +88,8 @@ def run(
             lines = [f"{prefix}{as_called(public(placed(recipe, line)))}" for line in lines]
             print(*lines, sep="\n", file=sys.stderr)
         status = MISTAKE if isinstance(error, UserError) else error.status
-        kind = {MISTAKE: "mistake", FAILED: "lost", GIVE_UP: "given up"}.get(status, "stopped")
+        kinds = {MISTAKE: "mistake", FAILED: "lost", GIVE_UP: "given up"}
+        kind = getattr(error, "kind", "") or kinds.get(status, "stopped")
         record_end(status, kind, [public(line) for line in str(error).splitlines()])
         _exit(status)
     except KeyboardInterrupt:

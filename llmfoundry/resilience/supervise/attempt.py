@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.exit_status import DONE, ENDS_FOLDER, SAVED, ResumeLimits, read_ends
+from llmfoundry.exit_status import DONE, ENDS_FOLDER, MEMORY, SAVED, ResumeLimits, read_ends
 from llmfoundry.heartbeat import BEATS, PHASES, read_heartbeats
 from llmfoundry.processes import is_alive, keep_children, kill_all
 from llmfoundry.resilience.supervise import slurm
@@ -185,8 +185,9 @@ class RunningAttempt:
         """End a launcher that still runs though a process has failed and none is left here."""
         now = time.monotonic()
         if not self._failed:
-            statuses = {end["status"] for end in read_ends(self.ends)}
-            self._failed = now if statuses - {DONE, SAVED} else 0.0
+            ends = read_ends(self.ends)
+            failed = (end["kind"] == MEMORY or end["status"] not in (DONE, SAVED) for end in ends)
+            self._failed = now if any(failed) else 0.0
             return
         patience = _LAUNCHER_SECONDS if self._ranks else _REMOTE_LAUNCHER_SECONDS
         if now - self._failed > patience and not any(map(is_alive, self._ranks.values())):

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.events import names_in
-from llmfoundry.exit_status import BAD_MACHINE, DONE, GIVE_UP, MISTAKE, SAVED
+from llmfoundry.exit_status import BAD_MACHINE, DONE, GIVE_UP, MEMORY, MISTAKE, SAVED
 
+OUT_OF_MEMORY = "out of memory"
+"""A cause that ends by itself: each start has half the microbatch of the one before, down to 1."""
 KINDS = (
-    *("done", "preemption", "user", "numerical", "hang"),
+    *("done", "preemption", "user", "numerical", OUT_OF_MEMORY, "hang"),
     *("machine", "network", "given up", "unknown"),
 )
 
@@ -116,9 +118,12 @@ def find_cause(evidence: Evidence) -> Cause:
     if evidence.status == DONE and not ends and not evidence.stop_signal:
         why = "the command ended with status 0, but no process has recorded a complete run"
         return Cause("user", f"{why}; write a supervise.launch that waits for the run")
+    short = next((end for end in ends if end["kind"] == MEMORY), None)
+    if short is not None and not evidence.stop_signal:
+        return Cause(OUT_OF_MEMORY, _quoted(short))
     if evidence.watch is not None and not evidence.stop_signal:
         return Cause("machine", str(evidence.watch["what"]), _host(evidence.watch))
-    saved = next((end for end in ends if end["status"] == SAVED), None)
+    saved = next((end for end in ends if end["status"] == SAVED and end is not short), None)
     if evidence.stop_signal or saved or evidence.status == SAVED:
         is_saved = saved is not None or evidence.status == SAVED
         how = "and saved" if is_saved else "before it could save"

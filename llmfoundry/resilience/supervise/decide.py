@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from llmfoundry.exit_status import DONE, FAILED, GIVE_UP, MISTAKE, SAVED
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
-from llmfoundry.resilience.supervise.causes import Cause
+from llmfoundry.resilience.supervise.causes import OUT_OF_MEMORY, Cause
 
 FINISH, RESTART, WITHOUT, STOP = "finish", "restart", "restart_without", "stop"
 _LONGEST_WAIT = 300.0  # seconds
 _TRIES = {"numerical": 1, "unknown": 2}
 """Restarts at most, after causes that a restart seldom fixes."""
+_HALVINGS = 24
+"""Restarts at most for lack of memory: a microbatch of a million rows, halved to one, takes 20."""
 _DAY, _HOUR = 86_400.0, 3600.0  # seconds
 _FEWEST = 5  # attempts of which goodput is judged
 
@@ -96,7 +98,10 @@ def decide_restart(
     if cause.kind == "given up":
         return Decision(STOP, cause.why, GIVE_UP)
     since = _since_progress(attempts)
-    idle = sum(not attempt.progressed for attempt in since)
+    short = sum(_is_same(attempt, OUT_OF_MEMORY) for attempt in since)
+    if cause.kind == OUT_OF_MEMORY and short <= _HALVINGS:
+        return Decision(RESTART, f"{cause.kind}: {cause.why}")
+    idle = sum(not attempt.progressed for attempt in since if not _is_same(attempt, OUT_OF_MEMORY))
     if idle >= policy.no_progress:
         why = f"{idle} attempts in a row left no newer checkpoint; the last: {cause.why}"
         return Decision(STOP, why, GIVE_UP)

@@ -1,0 +1,88 @@
+"""How many rows a process computes at a time, and what is done where a step of them does not fit.
+
+`builders/trainer.py` calls `settle_microbatch` where a run begins: the estimate's choice
+(`plan/fit.py`), but never more than an earlier start of the same run was left with after it ran out
+of memory; and `build_limit` for the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from llmfoundry.builders.job import Job
+from llmfoundry.checkpoint.storage import Storage
+from llmfoundry.distributed.collectives import all_reduce_min, on_each_machine
+from llmfoundry.distributed.launch import World
+from llmfoundry.ops.torch_private import Replicas
+from llmfoundry.plan.fit import Fit, rows_per_process
+from llmfoundry.plan.memory import GIB
+from llmfoundry.recipe.scripts.train import GRAPH_MODES, TrainRecipe
+from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
+
+_ANY = 2**31  # rows: no limit is known
+
+
+def settle_microbatch(
+    recipe: TrainRecipe, fit: Fit, run: Storage, world: World, note: Callable[[str], None]
+) -> Fit:
+    """The fit, with no more rows than an earlier start was left with; every process calls it.
+
+    Args:
+        recipe: filled.
+        fit: of the estimate.
+        run: which remembers.
+        world: this process.
+        note: reports what is not the estimate's.
+    """
+    if recipe.save_overwrite:  # begins anew
+        return fit
+    facts = memory_facts(recipe, world)
+    rows, changed = on_each_machine(world, lambda: remembered(run.folder, facts))
+    least = all_reduce_min(world, rows or _ANY)
+    if changed:
+        note(f"{KEY}: {NAME} of an earlier start is not used, as {', '.join(changed)} changed")
+    if least >= fit.microbatch:
+        return fit
+    note(f"{KEY}: {least} in place of {fit.microbatch}, as an earlier start ran out of memory")
+    return dataclasses.replace(fit, microbatch=least)
+
+
+def memory_facts(recipe: TrainRecipe, world: World) -> dict[str, Any]:
+    """What a step's memory depends on beside rows at a time and the run's own model, by key.
+
+    Where one of them changes, a run may find that more rows fit.
+    """
+    degrees = dataclasses.asdict(recipe.parallel.degrees(world.size))
+    keys = ("global_train_batch_size", "max_seq_len", "precision", "compile_mode", KEY)
+    facts = {key: getattr(recipe, key) for key in (*keys, "device_loss_chunk_tokens")}
+    facts["parallel.activation_checkpointing"] = str(recipe.parallel.activation_checkpointing)
+    return {**facts, "parallel": degrees, "machine": machine(world.device)}
+
+
+def machine(device: torch.device) -> str:
+    """What computes, and its memory: the same on every machine of its kind."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return f"{found.name}, {round(found.total_memory / GIB)} GiB"
+    return f"CPU, {round(psutil.virtual_memory().total / GIB)} GiB"
+
+
+def build_limit(job: Job, module: nn.Module) -> MicrobatchLimit:
+    """What the loop does where a step does not fit; `module` as DDP or FSDP wrapped the model."""
+    recipe, world = job.recipe, job.world
+    recomputes = recipe.parallel.activation_checkpointing == "whole"
+    return MicrobatchLimit(
+        folder=job.run.folder,
+        facts=memory_facts(recipe, world),
+        rank=world.rank,
+        rows=rows_per_process(recipe, recipe.parallel.degrees(world.size).data),
+        in_place=world.size == 1 or (isinstance(module, Replicas) and module.can_go_on),
+        is_fixed=recipe.compile_mode in GRAPH_MODES,
+        hint="" if recomputes else ", or parallel.activation_checkpointing=true",
+    )
