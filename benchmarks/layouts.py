@@ -33,12 +33,13 @@ from benchmarks.memory import CPU, GPU, built, count, decide, local_bytes, sprea
 from llmfoundry.builders.job import matmul_dtype
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
-from llmfoundry.models.counts import PEAK_FLOPS, flops_per_token
+from llmfoundry.models.counts import flops_per_token
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import local_blocks
 from llmfoundry.plan.communication import Messages, communication, waited_for
 from llmfoundry.plan.memory import GIB, estimate
+from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.recipe.parallel import LEVELS, Degrees
 from llmfoundry.recipe.parallel_limits import limits
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -111,7 +112,7 @@ class Built:
         """Of a process's share of a step's model FLOPs at an H100's peak."""
         tokens = self.recipe.global_train_batch_size * self.recipe.max_seq_len
         flops = tokens * flops_per_token(self.recipe.model, self.recipe.max_seq_len)
-        return flops / self.recipe.parallel.written_degrees.world / PEAK_FLOPS["H100"]
+        return flops / self.recipe.parallel.written_degrees.world / (GPUS["H100"].tflops * 1e12)
 
 
 def words(layout: str, ranks: int) -> list[str]:

@@ -44,7 +44,7 @@ from llmfoundry.plan.fit import (
 )
 from llmfoundry.plan.memory import GIB, MemoryEstimate
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.front.argv import Hardware
+from llmfoundry.recipe.front.hardware import Hardware
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.parallel import NODE, node_size

@@ -22,6 +22,7 @@ from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantized_shapes
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.hardware import GPUS, known_gpu
 
 EXPERTS = "ffn.experts."  # in the names of what routers choose from
 
@@ -176,46 +177,9 @@ def _flops(name: str, values: float, trains: bool, before: bool) -> float:
     return 2 * values * (1 + trains + (before or name.endswith("lora_B")))
 
 
-PEAK_FLOPS = {  # dense bf16 FLOP/s by words of torch.cuda.get_device_name(); most words win
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989.5e12,
-    "H200": 989.5e12,
-    "H200 NVL": 835.5e12,
-    "H100": 989.5e12,
-    "H100 NVL": 835.5e12,
-    "H100 PCIe": 756e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "A10G": 70e12,
-    "V100": 125e12,  # this one and T4 know fp16 only; it is what their peak is given for
-    "V100 PCIE": 112e12,
-    "T4": 65e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "MI325X": 1307e12,
-    "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # of one of its two dies, which is what PyTorch calls a device
-}
-CUT_DOWN = {"Laptop", "MIG", "D"}  # words of parts that have the name but not the peak
-
-
 def peak_flops(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s; None where it is not known, as for every CPU."""
     if device.type != "cuda":
         return None
-    known = known_device(torch.cuda.get_device_name(device))
-    return None if known is None else PEAK_FLOPS[known]
-
-
-def known_device(name: str) -> str | None:
-    """The key of PEAK_FLOPS for a device of this name; None where it is not in the table."""
-    words = set(re.split(r"[\s/-]+", name))
-    known = [key for key in PEAK_FLOPS if words.issuperset(key.split())]
-    if not known or words & CUT_DOWN:
-        return None
-    return max(known, key=lambda key: len(key.split()))
+    known = known_gpu(torch.cuda.get_device_name(device))
+    return None if known is None else GPUS[known].tflops * 1e12

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.models.counts import PEAK_FLOPS
+from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND
 from llmfoundry.resilience.check.links import (
-    NVLINK_GB_S,
     Blame,
     PairRates,
     blame,
@@ -28,7 +27,6 @@ from llmfoundry.resilience.check.links import (
 )
 from llmfoundry.resilience.check.outliers import too_small, usual_limit
 from llmfoundry.resilience.check.speeds import (
-    COPY_GB_S,
     LIMITS,
     Device,
     Speed,
@@ -220,8 +218,9 @@ def test_a_single_gpu_is_held_to_its_data_sheet() -> None:
     assert {f.level for f in found} == {SOUND} and "nothing to compare with" in found[0].why
 
 
-def test_every_gpu_with_a_peak_has_a_memory_bandwidth() -> None:
-    assert COPY_GB_S.keys() == PEAK_FLOPS.keys() >= NVLINK_GB_S.keys()
+def test_every_gpu_of_the_table_has_what_checks_and_plans_ask_for() -> None:
+    needed = ("tflops", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")
+    assert all(getattr(gpu, name) > 0 for gpu in GPUS.values() for name in needed)
 
 
 def alarms(pairs: dict[int, dict[tuple[int, int], list[float]]], kind: str) -> bool:

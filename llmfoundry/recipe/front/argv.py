@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.front.hardware import Hardware
 from llmfoundry.recipe.front.paths import is_recipe
 
 SETTINGS = {
@@ -19,7 +19,7 @@ FLAGS = {
     "--help": "this text; --help KEY explains a key or a section",
     "--cfg job": "print the whole recipe, defaults and all; redirect it for a flat copy to edit",
     "--dry-run": "compose and check the recipe, print what would happen, and write nothing;"
-    " --dry-run=64x80gb: of a training run on so many GPUs of so much memory, which are not here",
+    " --dry-run=64xh100 (64x80gb: memory alone): of a training run on GPUs that are not here",
     "--version": "versions of the project, torch, transformers and Python",
     "--resolve": "with --cfg job: with ${...} replaced by their values",
     "-m": "sweep: run every combination of values in key=a,b, each in a process of its own; with"
@@ -27,36 +27,6 @@ FLAGS = {
 }
 _SAME = {"-h": "--help", "-c": "--cfg", "--multirun": "-m", "-V": "--version"}
 _KNOWN = {flag.split()[0] for flag in FLAGS}
-
-
-_HARDWARE = re.compile(r"([1-9][0-9]{0,6})x([0-9]{1,6}(?:\.[0-9]{1,3})?)gb", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """GPUs for which a run is estimated."""
-
-    gpus: int
-    memory: int
-    """Bytes of each."""
-
-    @staticmethod
-    def parse(text: str) -> Hardware:
-        """`64x80gb`.
-
-        Raises:
-            UserError: it is written otherwise.
-        """
-        match = _HARDWARE.fullmatch(text)
-        if match is None:
-            raise UserError(
-                f"--dry-run: {text!r} is no hardware; write how many GPUs and the memory of each,"
-                " --dry-run=64x80gb"
-            )
-        return Hardware(int(match[1]), int(float(match[2]) * 10**9))
-
-    def __str__(self) -> str:
-        return f"{self.gpus} x GPU of {self.memory / 10**9:g} GB"
 
 
 @dataclass
@@ -67,7 +37,7 @@ class CommandLine:
     overrides: list[str] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
     hardware: Hardware | None = None
-    """Of `--dry-run=64x80gb`."""
+    """Of `--dry-run=64xh100`."""
     topic: str | None = None
     """The KEY of `--help KEY`."""
     unknown_flags: list[tuple[str, str | None]] = field(default_factory=list)
@@ -99,7 +69,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
         if flag == "--cfg" and (value or (arguments.pop(0) if arguments else "")) != "job":
             raise UserError("--cfg: write --cfg job")
         if value and flag == "--dry-run":
-            command.hardware = Hardware.parse(value)
+            command.hardware = Hardware.parse(value, "--dry-run")
         elif value and flag != "--cfg":
             raise UserError(f"{flag}: takes no value after a '='")
         command.flags.add(flag)

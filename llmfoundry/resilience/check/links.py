@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmfoundry.models.counts import known_device
 from llmfoundry.ops.torch_private import leave_group, small_group
+from llmfoundry.recipe.hardware import GPUS, known_gpu
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding
 from llmfoundry.resilience.check.outliers import MOST_Z, robust_sigma, too_small
 from llmfoundry.resilience.check.process_board import Board
@@ -43,15 +43,7 @@ SECONDS = 0.05  # of the repeats of a payload, within these bounds
 LEAST_PAIRS = 6  # measured, before any is compared with the others
 MOSTLY = 0.9  # of the pairs that a blame explains must be slow, and of those beside it sound
 
-NVLINK_GB_S = {  # one direction of one GPU, through NVSwitch
-    "GB200": 900.0,
-    "B200": 900.0,
-    "GH200": 450.0,
-    "H200": 450.0,
-    "H100": 450.0,
-    "A100": 300.0,
-}
-NVLINK_SHARE = 0.5  # of the table: the floor
+NVLINK_SHARE = 0.5  # of the data sheet: the floor
 NVLINK, BETWEEN_NODES = "NVLink", "between nodes"  # kinds of links
 
 
@@ -243,7 +235,8 @@ class PairRates:
         """GB/s by kind of link, of the largest payload; small ones are a matter of latency."""
         if n_bytes < max(self.rates):
             return {}
-        speed = NVLINK_GB_S.get(known_device(self.units[0][0].name) or "", 0.0)
+        known = known_gpu(self.units[0][0].name)
+        speed = GPUS[known].link_gb_s if known and GPUS[known].switched else 0.0
         nodes = {} if self.least is None else {BETWEEN_NODES: self.least}
         return {NVLINK: NVLINK_SHARE * speed} | nodes
 

@@ -6,7 +6,7 @@ The idea: the same product of the same numbers on the same device is the same to
 called slow for one measurement, because a false alarm takes a sound machine out of service.
 
 Floors are generous and find what is broken; what is merely slow is found by comparison with the
-others. Peaks of products are `models.counts.PEAK_FLOPS`, which the training loop's MFU uses too.
+others. Data sheets are of `recipe/hardware.py`, which the training loop's MFU uses too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmfoundry.models.counts import PEAK_FLOPS, known_device
 from llmfoundry.ops.devices import HAS_BF16
+from llmfoundry.recipe.hardware import GPUS, known_gpu
 from llmfoundry.resilience.check.findings import BAD, SOUND, Finding
 from llmfoundry.resilience.check.kernel_log import REPLACE
 from llmfoundry.resilience.check.outliers import too_small
@@ -33,31 +33,6 @@ WARM_UP = 0.2  # of the time: clocks rise first, and caches fill
 LEAST_SLICES = 5  # however short the time: the median of fewer is one busy moment
 AGREE = 3  # devices whose results are the same make another's wrong
 
-COPY_GB_S = {  # memory bandwidth in GB/s by the makers' data sheets; of several sizes the least
-    "GB200": 8000.0,
-    "B200": 7700.0,
-    "GH200": 4000.0,
-    "H200": 4800.0,
-    "H200 NVL": 4800.0,
-    "H100": 3350.0,
-    "H100 NVL": 3900.0,
-    "H100 PCIe": 2000.0,
-    "A100": 1555.0,
-    "L40S": 864.0,
-    "L40": 864.0,
-    "L4": 300.0,
-    "A10": 600.0,
-    "A10G": 600.0,
-    "V100": 900.0,
-    "V100 PCIE": 900.0,
-    "T4": 320.0,
-    "RTX 5090": 1792.0,
-    "RTX 4090": 1008.0,
-    "RTX 3090": 936.0,
-    "MI325X": 6000.0,
-    "MI300X": 5300.0,
-    "MI250X": 1638.0,  # of one of its two dies
-}
 PRODUCTS, COPIES = 0.5, 0.6  # of the data sheets: the floors
 
 
@@ -256,10 +231,10 @@ def _alike(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> dict[s
 
 def floors(device_name: str) -> tuple[float | None, float | None]:
     """Least TFLOP/s of bf16 products, and GB/s of copies; None where the device is not known."""
-    known = known_device(device_name)
+    known = known_gpu(device_name)
     if known is None:
         return None, None
-    return PRODUCTS * PEAK_FLOPS[known] / 1e12, COPIES * COPY_GB_S[known]
+    return PRODUCTS * GPUS[known].tflops, COPIES * GPUS[known].memory_gb_s
 
 
 def _disagreeing(
