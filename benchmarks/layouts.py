@@ -7,8 +7,8 @@
 exist (`memory.py`). The whole model is parallelized as in a run, and its optimizer makes the
 moments. Of each layout: whether it fits a GPU of 80 GB and with which settings, bytes of parameters
 and moments next to the estimate, what a step sends by the formulas of `plan/communication.py`, how
-much of it between nodes of 8, how long nothing is computed meanwhile and the upper bound of MFU
-that this leaves, which ranks form groups, and which rows of a block's matrices each holds.
+much of it between nodes of 8, how long nothing is computed meanwhile, seconds and MFU of a step by
+`plan/seconds.py`, which ranks form groups, and which rows of a block's matrices each holds.
 
 `sent`: a recipe at its own width, with fewer blocks, takes a step of two microbatches of one row on
 fake tensors. What it sends is counted by `SentBytes` and computed by `plan/communication.py`. The
@@ -33,12 +33,12 @@ from benchmarks.memory import CPU, GPU, built, count, decide, local_bytes, sprea
 from llmfoundry.builders.job import matmul_dtype
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
-from llmfoundry.models.counts import flops_per_token
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import local_blocks
 from llmfoundry.plan.communication import Messages, communication, waited_for
 from llmfoundry.plan.memory import GIB, estimate
+from llmfoundry.plan.seconds import StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.recipe.parallel import LEVELS, Degrees
 from llmfoundry.recipe.parallel_limits import limits
@@ -58,7 +58,7 @@ LAYOUTS = {  # by name: the degrees that are not 1; replicas are what is left
     "hsdp_cp_ep": "shard=32 context=4 expert=8",
     "all": "shard=16 context=2 tensor=4 expert=16",
 }
-OF_PEAK = 0.7  # reached by matrix products
+H100 = GPUS["H100"]
 ROWS = {512: 4096, 3072: 6144}  # of a step: as many for each process that reads its own
 SHOWN = ("attn.Wqkv.weight", "attn.out_proj.weight", "ffn.experts.w1")
 
@@ -95,24 +95,12 @@ class Built:
         return communication(self.recipe, self.recipe.parallel.written_degrees.world, rows)
 
     @property
-    def seconds_a_step(self) -> tuple[float, float]:
-        """Of a step on H100 in nodes of 8, at best: waiting for others, and in all.
-
-        Products run at OF_PEAK, those computed again as well; weights and gradients travel beside
-        them, and take longer only where these are done before.
-        """
-        waits, products = waited_for(self.messages), self.model_seconds / OF_PEAK
-        if self.recipe.parallel.activation_checkpointing == "whole":
-            products *= 4 / 3
-        beside = sum(each.seconds for each in self.messages) - waits
-        return waits + max(0.0, beside - products), waits + max(products, beside)
-
-    @property
-    def model_seconds(self) -> float:
-        """Of a process's share of a step's model FLOPs at an H100's peak."""
-        tokens = self.recipe.global_train_batch_size * self.recipe.max_seq_len
-        flops = tokens * flops_per_token(self.recipe.model, self.recipe.max_seq_len)
-        return flops / self.recipe.parallel.written_degrees.world / (GPUS["H100"].tflops * 1e12)
+    def step(self) -> StepSeconds:
+        """A step's seconds on H100 in nodes of 8."""
+        rows = self.recipe.device_train_microbatch_size
+        assert isinstance(rows, int)
+        world = self.recipe.parallel.written_degrees.world
+        return step_seconds(self.recipe, world, rows, speeds(H100, self.recipe))
 
 
 def words(layout: str, ranks: int) -> list[str]:
@@ -224,7 +212,7 @@ COLUMNS = {
     "between nodes": "{:.1f}",
     "waits s": "{:.2f}",
     "step s": "{:.1f}",
-    "MFU at most": "{:.0%}",
+    "MFU": "{:.0%}",
     "seconds": "{:.0f}",
 }
 
@@ -259,9 +247,9 @@ def _row(layout: str, ranks: int, one: Built) -> dict[str, object]:
         "of counted, its estimate": one.expected[1] / one.moments,
         "sends GiB a step": sum(m.sent for m in one.messages) / GIB,
         "between nodes": sum(m.between for m in one.messages) / GIB,
-        "waits s": one.seconds_a_step[0],
-        "step s": one.seconds_a_step[1],
-        "MFU at most": one.model_seconds / one.seconds_a_step[1],
+        "waits s": waited_for(one.messages, H100),
+        "step s": one.step.total,
+        "MFU": one.step.mfu(H100),
         "seconds": one.seconds,
     }
 

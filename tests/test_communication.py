@@ -21,7 +21,13 @@ from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
-from llmfoundry.plan.communication import Messages, between_nodes, communication, spanning
+from llmfoundry.plan.communication import (
+    Messages,
+    between_nodes,
+    communication,
+    spanning,
+    waited_for,
+)
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.selection import slow_but
 from tests.warm_scripts import on_ranks
@@ -160,22 +166,22 @@ def test_what_leaves_a_node(case: tuple[str, int, int, int, int, float]) -> None
     assert between_nodes(messages, world, node) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("expert", "waits", "mfu"), [(8, 0.75, 0.50), (16, 4.24, 0.41)])
+@pytest.mark.parametrize(("expert", "waits", "mfu"), [(8, 0.952, 0.43), (16, 4.31, 0.36)])
 def test_experts_within_a_node_are_waited_for_less(expert: int, waits: float, mfu: float) -> None:
-    """By hand: 7/8 of 360 GiB at 450 GB/s; 7/15 and 8/15 of 15/16 of it at 450 and at 50 GB/s."""
+    """By hand: 7/8 of 360 GiB at 360 GB/s; 1/2 of it at 45 GB/s; 960 times 14 or 18 us."""
     degrees = ["replicate_degree=4", "shard_degree=128"]
     layout = [f"parallel.data_parallel_{degree}" for degree in degrees]
     recipe = read("dbrx", 512, [*layout, f"parallel.expert_parallel_degree={expert}"])
     rows = recipe.device_train_microbatch_size
     assert rows == 4 and recipe.parallel.activation_checkpointing == "whole"
     one = layouts.Built(recipe, True, 0.0, 0, 0, (0, 0), [], 0.0)
-    assert one.seconds_a_step[0] == pytest.approx(waits, abs=0.01)
-    assert one.model_seconds / one.seconds_a_step[1] == pytest.approx(mfu, abs=0.005)
+    assert waited_for(one.messages, layouts.H100) == pytest.approx(waits, abs=0.01)
+    assert one.step.mfu(layouts.H100) == pytest.approx(mfu, abs=0.02)
     lines = [*spanning(recipe, 512, rows, 8)]
     assert len(lines) == (expert == 16)
     for line in lines:
         assert line.startswith("parallel.expert_parallel_degree: 16 spans nodes of 8 processes")
-        assert "about 4.2 s" in line and line.endswith("at most 8 stays inside")
+        assert "about 4.3 s" in line and line.endswith("at most 8 stays inside")
 
 
 class Unplaced(nullcontext[None]):

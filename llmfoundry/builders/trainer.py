@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -59,8 +59,9 @@ from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
+from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
-from llmfoundry.models.counts import active_parameter_count
+from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import value_count
 from llmfoundry.models.tensor_parallel import all_stacked_rows
@@ -74,6 +75,7 @@ from llmfoundry.plan.fit import (
     load_line,
     with_guessed_vocabulary,
 )
+from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.parallel import EXPERT, node_size, recomputation
 from llmfoundry.recipe.parallel_limits import limits
@@ -255,8 +257,20 @@ def _open_data(
 def _note_costs(job: Job, loader: Loader, batches: int) -> None:
     """Report what messages between nodes cost, and passes over the sources of a mixture."""
     spans = spanning(job.recipe, job.world.size, job.microbatch, node_size())
-    for line in chain(spans, mixture_lines(loader, batches)):
+    for line in chain(spans, mixture_lines(loader, batches), _predicted(job, batches)):
         job.note(line)
+
+
+def _predicted(job: Job, batches: int) -> Iterator[str]:
+    """A line with a step's seconds by the plan, where the GPU is known and all weights train."""
+    gpu, recipe = gpu_here(job.world.device), job.recipe
+    if gpu is None or isinstance(recipe, FinetuneRecipe):
+        return
+    step = step_seconds(recipe, job.world.size, job.microbatch, speeds(gpu, recipe))
+    yield (
+        f"by the plan: {in_seconds(step.total)} a step, MFU {percent(step.mfu(gpu))};"
+        f" {batches:,} steps take {duration(batches * step.total)}"
+    )
 
 
 def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:

@@ -29,7 +29,7 @@ from llmfoundry.distributed.launch import Machine, World, slurm_environment, wan
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
 from llmfoundry.loggers.console import Console, format_gib, short_count
-from llmfoundry.models.counts import active_parameter_count
+from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.plan.communication import Messages, communication, spanning
 from llmfoundry.plan.fit import (
@@ -42,16 +42,19 @@ from llmfoundry.plan.fit import (
     with_guessed_vocabulary,
     with_level,
 )
+from llmfoundry.plan.layouts import TAKEN
 from llmfoundry.plan.memory import GIB, MemoryEstimate
+from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.hardware import Hardware
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.optimizer import OPTIMIZERS
-from llmfoundry.recipe.parallel import NODE, node_size
+from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -63,8 +66,6 @@ from llmfoundry.resilience.check.host import recipe_paths
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")
 _FILES = ("python_stdlib", "files")
-_TAKEN = 3 * 10**9
-"""Bytes of a GPU that a run finds taken: the driver's context and NCCL's buffers."""
 TOKENS = {("allenai/c4", "en"): 156e9}
 """Of data sets of the hub, about: of C4 by Dodge et al., 2021 (arXiv 2104.08758), table 1."""
 
@@ -110,7 +111,7 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
     if hardware is None:
         check_workers(recipe.data, world)
         check_kernels(recipe, world.device)
-    free = memory_of_process(world) if hardware is None else hardware.memory - _TAKEN
+    free = memory_of_process(world) if hardware is None else hardware.memory - TAKEN
     fit = choose_fit(
         guessed, world_size=world.size, available=free, device=world.device, meta_model=model
     )
@@ -126,9 +127,21 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
         yield "", checkpointing_line(guessed, fit)
     if world.size > 1 and model is None:
         node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
-        yield from _layout(guessed, world, fit, node if hardware is None else NODE)
+        yield from _layout(guessed, world, fit, node if hardware is None else hardware.gpu.node)
+    if model is None:
+        yield from _time(with_level(guessed, fit.checkpointing), world, fit, hardware)
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
+
+
+def _time(recipe: TrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
+    """Seconds of a step where the GPU is known."""
+    gpu = gpu_here(world.device) if hardware is None else hardware.gpu
+    if gpu is None or (hardware is not None and not hardware.is_timed):
+        return
+    step = step_seconds(recipe, world.size, fit.microbatch, speeds(gpu, recipe))
+    yield "step", step_line(step)
+    yield "speed", speed_line(step, recipe, world.size, gpu)
 
 
 def _begins(recipe: TrainRecipe) -> str:
@@ -345,6 +358,13 @@ def _checkpoint(path: str) -> Rows:
             yield "attention", f"auto here; {reason}"
 
 
+def plan_planning(written: PlanRecipe) -> Rows:
+    """Of scripts/plan.py, which writes nothing either."""
+    yield "hardware", str(Hardware.parse(written.hardware, "hardware"))
+    yield "layouts", f"the {written.layouts} fastest" if written.layouts else "the recipe's own"
+    yield "to", f"the screen, as {written.format}"
+
+
 def plan_tracking(recipe: TrackRecipe) -> Rows:
     """Of scripts/track.py."""
     run = run_with_record(recipe)
@@ -390,6 +410,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "generate": plan_drawing,
     "chat": plan_drawing,
     "convert": plan_conversion,
+    "plan": plan_planning,
     "track": plan_tracking,
     "fetch_eval_data": plan_fetching,
     "check": plan_check,

@@ -22,7 +22,7 @@ from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantized_shapes
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.hardware import GPUS, known_gpu
+from llmfoundry.recipe.hardware import GPUS, Gpu, known_gpu
 
 EXPERTS = "ffn.experts."  # in the names of what routers choose from
 
@@ -179,7 +179,13 @@ def _flops(name: str, values: float, trains: bool, before: bool) -> float:
 
 def peak_flops(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s; None where it is not known, as for every CPU."""
+    gpu = gpu_here(device)
+    return None if gpu is None else gpu.tflops * 1e12
+
+
+def gpu_here(device: torch.device) -> Gpu | None:
+    """The device's data sheet; None where it is not known, as for every CPU."""
     if device.type != "cuda":
         return None
     known = known_gpu(torch.cuda.get_device_name(device))
-    return None if known is None else GPUS[known].tflops * 1e12
+    return None if known is None else GPUS[known]

@@ -19,18 +19,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 from llmfoundry.plan.activations import tokens_of_row
 from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.shards import REDUCED, Shares, seen_by_tokens, shares
+from llmfoundry.recipe.hardware import GPUS, Gpu
 from llmfoundry.recipe.parallel import NODE, Degrees, recomputation
 from llmfoundry.recipe.parallel_limits import context_method
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
-NVLINK, NETWORK = 450e9, 50e9
-"""Bytes/s in one direction of a GPU: of an H100 inside a node (900 GB/s both ways), and through a
-card of 400 Gb/s a GPU between nodes."""
+LINK_REACHED, NETWORK_REACHED = 0.8, 0.9
+"""Shares of the data sheets' bytes/s that NCCL's rings reach with large messages: 361 to 367 of 450
+GB/s of all-gathers, reduce-scatters and all-reduces among 8 H200, 365 of 400 among 32 of them over
+cards of 400 Gb/s (S. Bekman, Machine Learning Engineering, network)."""
+BASE, HOP, NETWORK_HOP = 14e-6, 1.9e-6, 4e-6
+"""Seconds that a collective takes whatever its size: to begin, for each step of the ring inside a
+node, and for each between nodes (NCCL's tuning.cc, LL128)."""
+BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces at once
 WAITED_FOR = ("tokens", "activations", "heads", "keys and values")
 """What the next products need: nothing is computed beside it, but a shared expert, which hides part
 of the tokens. Weights and gradients travel beside other blocks' products."""
@@ -46,6 +53,7 @@ class Messages(NamedTuple):
         apart: ranks from one of them to the next.
         sent: bytes; it receives as many.
         between: those of them that go to another node; the mean of all processes.
+        calls: collectives in a step.
     """
 
     what: str
@@ -54,11 +62,24 @@ class Messages(NamedTuple):
     apart: int
     sent: int
     between: int = 0
+    calls: int = 0
 
-    @property
-    def seconds(self) -> float:
-        """That it takes by itself, at NVLINK and NETWORK, one behind the other."""
-        return (self.sent - self.between) / NVLINK + self.between / NETWORK
+    def seconds(self, gpu: Gpu) -> float:
+        """That it takes by itself: bytes inside and between nodes move at once."""
+        inside = (self.sent - self.between) / (LINK_REACHED * gpu.link_gb_s * 1e9)
+        network = NETWORK_REACHED * gpu.network_gb_s * 1e9
+        between = self.between / network if self.between else 0.0
+        return self.calls * self.latency(gpu.node) + max(inside, between)
+
+    def latency(self, node: int) -> float:
+        """Seconds of one collective of no bytes, in nodes of so many processes."""
+        nodes = -(-self.processes * self.apart // node) if self.between else 1
+        if self.kind == "all_to_all":  # all at once
+            return BASE + NETWORK_HOP * (nodes > 1)
+        ring = (self.processes - nodes) * HOP + (nodes - 1) * NETWORK_HOP
+        if self.kind == "all_reduce":  # a tree between nodes
+            ring = 2 * min(ring, node * HOP + math.log2(max(nodes, 1)) * NETWORK_HOP)
+        return BASE + ring
 
 
 def communication(
@@ -80,8 +101,8 @@ def communication(
     else:
         found = [*fully_sharded(recipe, held, degrees, -(-rows // microbatch))]
         found += tensor_parallel(recipe, degrees, rows, -(-rows // microbatch))
-        found += context_parallel(recipe, degrees, rows)
-        found += expert_parallel(recipe, degrees, rows)
+        found += context_parallel(recipe, degrees, rows, -(-rows // microbatch))
+        found += expert_parallel(recipe, degrees, rows, -(-rows // microbatch))
     return [
         each._replace(between=round(each.sent * between_nodes(each, world_size, node)))
         for each in found
@@ -94,24 +115,33 @@ def between_nodes(messages: Messages, world_size: int, node: int) -> float:
 
     Groups are ranks `apart` from each other, and all of a run's groups together are its processes.
     """
-    p, apart, crossing = messages.processes, messages.apart, 0.0
+    at_once = messages.kind == "all_to_all"
+    return _leaving(messages.processes, messages.apart, at_once, world_size, node)
+
+
+@cache
+def _leaving(p: int, apart: int, at_once: bool, world_size: int, node: int) -> float:
+    """Of groups of p ranks `apart`, which send around a ring or to all `at_once`."""
+    crossing = 0.0
     for first in range(0, world_size, p * apart):
         for offset in range(apart):
             ranks = range(first + offset, first + offset + p * apart, apart)
             here = Counter(rank // node for rank in ranks)
-            if messages.kind == "all_to_all":
+            if at_once:
                 crossing += p - sum(n * (n - 1) for n in here.values()) / (p - 1)
             elif len(here) > 1:
                 crossing += len(here)
     return crossing / world_size
 
 
-def waited_for(found: Iterable[Messages]) -> float:
+def waited_for(found: Iterable[Messages], gpu: Gpu) -> float:
     """Seconds of a step in which nothing is computed: of what the next products need."""
-    return sum(each.seconds for each in found if each.what in WAITED_FOR)
+    return sum(each.seconds(gpu) for each in found if each.what in WAITED_FOR)
 
 
-def spanning(recipe: TrainRecipe, world_size: int, microbatch: int, node: int) -> Iterator[str]:
+def spanning(
+    recipe: TrainRecipe, world_size: int, microbatch: int, node: int, gpu: Gpu = GPUS["H100"]
+) -> Iterator[str]:
     """A line for each degree whose processes wait for each other across nodes, with its cost.
 
     Args:
@@ -119,6 +149,7 @@ def spanning(recipe: TrainRecipe, world_size: int, microbatch: int, node: int) -
         world_size: processes of the run.
         microbatch: rows at a time.
         node: processes of a node.
+        gpu: what they are, and how fast their links.
     """
     degrees = recipe.parallel.degrees(world_size)
     if all(getattr(degrees, name) == 1 for name in _SPANNING):
@@ -129,13 +160,13 @@ def spanning(recipe: TrainRecipe, world_size: int, microbatch: int, node: int) -
         if not across:
             continue
         degree, apart = getattr(degrees, name), across[0].apart
-        cost, out = sum(each.seconds for each in across), sum(each.between for each in across)
+        cost, out = sum(each.seconds(gpu) for each in across), sum(each.between for each in across)
         inside = math.gcd(degree, node // apart) if node % apart == 0 else 1
         yield (
             f"parallel.{name}_parallel_degree: {degree} spans nodes of {node} processes:"
             f" {out / GIB:.3g} of {sum(each.sent for each in across) / GIB:.3g} GiB of a process's"
             f" {across[0].what} leave its node in a step, about {cost:.2g} s that nothing hides (at"
-            f" {NVLINK / 1e9:.0f} GB/s inside, {NETWORK / 1e9:.0f} GB/s between); at most {inside}"
+            f" {gpu.link_gb_s:g} GB/s inside, {gpu.network_gb_s:g} GB/s between); at most {inside}"
             " stays inside"
         )
 
@@ -150,7 +181,8 @@ _SPANNING = {
 def data_parallel(held: Shares, degrees: Degrees) -> Iterator[Messages]:
     """DDP: gradients, all-reduced once a step: 2 (p - 1) / p * 4 W."""
     p = degrees.replicate
-    yield Messages("gradients", "all_reduce", p, 1, 2 * (p - 1) * REDUCED * held.all.shard // p)
+    sent = 2 * (p - 1) * REDUCED * held.all.shard // p
+    yield Messages("gradients", "all_reduce", p, 1, sent, calls=-(-sent // BUCKET))
 
 
 def fully_sharded(
@@ -166,12 +198,17 @@ def fully_sharded(
     passes = 2 if recipe.parallel.reshard_after_forward else 1
     scattered = microbatches if recipe.parallel.reduce_scatter_each_microbatch else 1
     r = degrees.replicate
-    parts = [(unit.processes, unit.apart, unit.all.shard, passes) for unit in held.units]
-    for p, apart, own, gathers in [(degrees.weights, degrees.tensor, held.ends.shard, 1), *parts]:
-        gathered, reduced = microbatches * gathers * _low(recipe) * own, REDUCED * own
-        yield Messages("weights", "all_gather", p, apart, (p - 1) * gathered)
-        yield Messages("gradients", "reduce_scatter", p, apart, (p - 1) * scattered * reduced)
-        yield Messages("gradients", "all_reduce", r, degrees.copy_size, 2 * (r - 1) * reduced // r)
+    n = recipe.model.n_layers
+    parts = [(unit.processes, unit.apart, unit.all.shard, passes, n) for unit in held.units]
+    ends = (degrees.weights, degrees.tensor, held.ends.shard, 1, 1)
+    for p, apart, own, gathers, units in [ends, *parts]:
+        gathers *= microbatches
+        sent, reduced = (p - 1) * gathers * _low(recipe) * own, REDUCED * own
+        yield Messages("weights", "all_gather", p, apart, sent, calls=gathers * units)
+        sent = (p - 1) * scattered * reduced
+        yield Messages("gradients", "reduce_scatter", p, apart, sent, calls=scattered * units)
+        sent = 2 * (r - 1) * reduced // r
+        yield Messages("gradients", "all_reduce", r, degrees.copy_size, sent, calls=units)
 
 
 def tensor_parallel(
@@ -195,15 +232,18 @@ def tensor_parallel(
     n, tokens = model.n_layers, rows * _rounded(tokens_of_row(recipe, degrees), p)
     values = low * (p - 1) * tokens * model.d_model // p
     gathered, scattered = n * (2 * gathers + repeated) + 2, n * (2 * gathers + scatters) + 2
-    yield Messages("activations", "all_gather", p, 1, gathered * values)
-    yield Messages("activations", "reduce_scatter", p, 1, scattered * values)
+    calls = microbatches * gathered, microbatches * scattered
+    yield Messages("activations", "all_gather", p, 1, gathered * values, calls=calls[0])
+    yield Messages("activations", "reduce_scatter", p, 1, scattered * values, calls=calls[1])
     of_tokens = microbatches * low * seen_by_tokens(model)
     yield Messages("gradients", "all_reduce", p, 1, 2 * (p - 1) * of_tokens // p)
     of_losses = 2 * 4 * rows * tokens_of_row(recipe, degrees)
     yield Messages("losses", "all_gather", p, 1, (p - 1) * of_losses)
 
 
-def context_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterator[Messages]:
+def context_parallel(
+    recipe: TrainRecipe, degrees: Degrees, rows: int, microbatches: int
+) -> Iterator[Messages]:
     """Either method, of h heads and k heads of keys and values of width w on a process.
 
     Ulysses (Jacobs et al., 2023): (p - 1) / p * (2 h + 2 l) w values of each of the process's
@@ -222,16 +262,21 @@ def context_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterat
         each = 2 * heads * model.n_layers + 2 * math.lcm(kv, p) * makers
         values = (p - 1) * tokens * each * width // p
         passes = 3 if again == "whole" else 2
-        yield Messages("heads", "all_to_all", p, degrees.tensor, passes * _low(recipe) * values)
+        sent, calls = passes * _low(recipe) * values, 4 * passes * microbatches * model.n_layers
+        yield Messages("heads", "all_to_all", p, degrees.tensor, sent, calls=calls)
     else:
         values = (p - 1) * tokens * 2 * kv * width * makers
         passes = 1 if again == "none" else 2
         values *= _low(recipe)
-        yield Messages("keys and values", "all_gather", p, degrees.tensor, passes * values)
-        yield Messages("keys and values", "reduce_scatter", p, degrees.tensor, values)
+        what, calls = "keys and values", 2 * microbatches * makers
+        sent = passes * values
+        yield Messages(what, "all_gather", p, degrees.tensor, sent, calls=passes * calls)
+        yield Messages(what, "reduce_scatter", p, degrees.tensor, values, calls=calls)
 
 
-def expert_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterator[Messages]:
+def expert_parallel(
+    recipe: TrainRecipe, degrees: Degrees, rows: int, microbatches: int
+) -> Iterator[Messages]:
     """Rows to the experts and back, forward and backward: 4 (p - 1) / p * top_k * d of each token.
 
     Of evenly loaded experts; a process whose experts have a times the mean load receives a times
@@ -246,8 +291,9 @@ def expert_parallel(recipe: TrainRecipe, degrees: Degrees, rows: int) -> Iterato
     tokens = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor)
     values = (p - 1) * tokens * top_k * model.d_model // p
     whole = recomputation(recipe.parallel.activation_checkpointing) == "whole"
-    sent = (6 if whole else 4) * _low(recipe) * values * model.n_layers
-    yield Messages("tokens", "all_to_all", p, 1, sent)
+    times = (6 if whole else 4) * model.n_layers
+    sent, calls = times * _low(recipe) * values, 2 * times * microbatches  # their numbers go first
+    yield Messages("tokens", "all_to_all", p, 1, sent, calls=calls)
 
 
 def _low(recipe: TrainRecipe) -> int:

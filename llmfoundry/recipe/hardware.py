@@ -14,68 +14,78 @@ from typing import Annotated
 from llmfoundry.recipe.values.bounds import Range
 
 _RATE = Range(0, 1e9, "no hardware does that")
+_SHARE = Range(above=0, most=1)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by its maker's data sheet; no field is a measurement but `reached`."""
+    """One GPU, by its maker's data sheet; `reached` and `attention` are measurements."""
 
     tflops: Annotated[float, _RATE] = 0.0
     """TFLOP/s of dense products in bfloat16 (in fp16 where there is no bfloat16)."""
+    fp8_tflops: Annotated[float, _RATE] = 0.0
+    """TFLOP/s of dense products in 8 bits; 0: it has none."""
     memory_gb: Annotated[float, _RATE] = 0.0
     """GB (10^9 bytes) of memory; of several sizes the least."""
     memory_gb_s: Annotated[float, _RATE] = 0.0
     """GB/s of that memory."""
-    fp8_tflops: Annotated[float, _RATE] = 0.0
-    """TFLOP/s of dense products in 8 bits; 0: it has none."""
     link_gb_s: Annotated[float, _RATE] = 0.0
     """GB/s to the other GPUs of its node, in one direction: NVLink, Infinity Fabric, else PCIe."""
     network_gb_s: Annotated[float, _RATE] = 0.0
     """GB/s to other nodes, in one direction: its share of the node's network cards."""
-    node: Annotated[int, Range(1, 4096)] = 8
-    """GPUs that `link_gb_s` connects."""
-    switched: bool = False
-    """Whether that link is NVLink through switches, which is checked before runs."""
-    reached: Annotated[float, Range(above=0, most=1)] = 0.75
+    multiprocessors: Annotated[int, Range(1, 4096)] = 100
+    """Its multiprocessors: a product that leaves some without a tile is slower."""
+    reached: Annotated[float, _SHARE] = 0.75
     """Share of tflops that the fastest product reaches. Measured on A100, H100, H200, GH200, B200,
     GB200, MI300X and MI325X (S. Bekman, Machine Learning Engineering, table of maximum achievable
     matmul FLOPS, 2024 to 2025); of the others a guess."""
+    attention: Annotated[float, _SHARE] = 0.4
+    """Share of tflops that FlashAttention 2 reaches over long rows, forward and backward, with 128
+    numbers a head (Dao, 2023, figures 4 to 7: 190 of 312 on A100, 335 of 989 on H100); of the
+    others a guess."""
+    node: Annotated[int, Range(1, 4096)] = 8
+    """GPUs that `link_gb_s` connects."""
+    switched: bool = False
+    """Whether that link is NVLink through switches, whose speed is checked before runs."""
 
 
-GPUS = {  # by words of torch.cuda.get_device_name(); most words win
-    "GB200": Gpu(2500, 186, 8000, 5000, 900, 50, node=72, switched=True, reached=0.729),
-    "B200": Gpu(2250, 180, 7700, 4500, 900, 50, switched=True, reached=0.776),
-    "GH200": Gpu(989.5, 96, 4000, 1979, 450, 50, switched=True, reached=0.838),
-    "H200": Gpu(989.5, 141, 4800, 1979, 450, 50, switched=True, reached=0.803),
-    "H200 NVL": Gpu(835.5, 141, 4800, 1671, 64, 50),
-    "H100": Gpu(989.5, 80, 3350, 1979, 450, 50, switched=True, reached=0.803),
-    "H100 NVL": Gpu(835.5, 94, 3900, 1671, 64, 50),
-    "H100 PCIe": Gpu(756, 80, 2000, 1513, 64, 50),
-    "A100": Gpu(312, 40, 1555, 0, 300, 25, switched=True, reached=0.869),
-    "A100 40GB": Gpu(312, 40, 1555, 0, 300, 25, switched=True, reached=0.869),
-    "A100 80GB": Gpu(312, 80, 2039, 0, 300, 25, switched=True, reached=0.869),
-    "A100 80GB PCIe": Gpu(312, 80, 1935, 0, 32, 25, reached=0.811),
-    "L40S": Gpu(362, 48, 864, 733, 32, 12.5),
-    "L40": Gpu(181, 48, 864, 362, 32, 12.5),
-    "L4": Gpu(121, 24, 300, 242, 32, 12.5),
-    "A10": Gpu(125, 24, 600, 0, 32, 12.5),
-    "A10G": Gpu(70, 24, 600, 0, 32, 12.5),
-    "V100": Gpu(125, 16, 900, 0, 150, 12.5),  # this one and T4 know fp16 only
-    "V100 PCIE": Gpu(112, 16, 900, 0, 16, 12.5),
-    "T4": Gpu(65, 16, 320, 0, 16, 12.5),
-    "RTX 5090": Gpu(209.5, 32, 1792, 419, 64, 3.1),
-    "RTX 4090": Gpu(165, 24, 1008, 330, 32, 3.1),
-    "RTX 3090": Gpu(71, 24, 936, 0, 32, 3.1),
-    "MI325X": Gpu(1307, 256, 6000, 2614, 448, 50, reached=0.604),
-    "MI300X": Gpu(1307, 192, 5300, 2614, 448, 50, reached=0.514),
-    "MI250X": Gpu(191.5, 64, 1638, 0, 50, 12.5),  # of one of its two dies, PyTorch's device
+# fmt: off
+GPUS = {  # by words of torch.cuda.get_device_name(); most words win. Columns: as the fields above
+    "GB200":          Gpu( 2500, 5000, 186, 8000, 900,   50, 148, 0.729, 0.20, 72, True),
+    "B200":           Gpu( 2250, 4500, 180, 7700, 900,   50, 148, 0.776, 0.20, 8, True),
+    "GH200":          Gpu(989.5, 1979,  96, 4000, 450,   50, 132, 0.838, 0.34, 8, True),
+    "H200":           Gpu(989.5, 1979, 141, 4800, 450,   50, 132, 0.803, 0.34, 8, True),
+    "H200 NVL":       Gpu(835.5, 1671, 141, 4800,  64,   50, 132,  0.75, 0.34),
+    "H100":           Gpu(989.5, 1979,  80, 3350, 450,   50, 132, 0.803, 0.34, 8, True),
+    "H100 NVL":       Gpu(835.5, 1671,  94, 3900,  64,   50, 132,  0.75, 0.34),
+    "H100 PCIe":      Gpu(  756, 1513,  80, 2000,  64,   50, 114,  0.75, 0.34),
+    "A100":           Gpu(  312,    0,  40, 1555, 300,   25, 108, 0.869, 0.61, 8, True),
+    "A100 40GB":      Gpu(  312,    0,  40, 1555, 300,   25, 108, 0.869, 0.61, 8, True),
+    "A100 80GB":      Gpu(  312,    0,  80, 2039, 300,   25, 108, 0.869, 0.61, 8, True),
+    "A100 80GB PCIe": Gpu(  312,    0,  80, 1935,  32,   25, 108, 0.811, 0.61),
+    "L40S":           Gpu(  362,  733,  48,  864,  32, 12.5, 142,  0.75, 0.40),
+    "L40":            Gpu(  181,  362,  48,  864,  32, 12.5, 142,  0.75, 0.40),
+    "L4":             Gpu(  121,  242,  24,  300,  32, 12.5,  58,  0.75, 0.40),
+    "A10":            Gpu(  125,    0,  24,  600,  32, 12.5,  72,  0.75, 0.40),
+    "A10G":           Gpu(   70,    0,  24,  600,  32, 12.5,  80,  0.75, 0.40),
+    "V100":           Gpu(  125,    0,  16,  900, 150, 12.5,  80,  0.75, 0.40),
+    "V100 PCIE":      Gpu(  112,    0,  16,  900,  16, 12.5,  80,  0.75, 0.40),
+    "T4":             Gpu(   65,    0,  16,  320,  16, 12.5,  40,  0.75, 0.40),
+    "RTX 5090":       Gpu(209.5,  419,  32, 1792,  64,  3.1, 170,  0.75, 0.40),
+    "RTX 4090":       Gpu(  165,  330,  24, 1008,  32,  3.1, 128,  0.75, 0.40),
+    "RTX 3090":       Gpu(   71,    0,  24,  936,  32,  3.1,  82,  0.75, 0.40),
+    "MI325X":         Gpu( 1307, 2614, 256, 6000, 448,   50, 304, 0.604, 0.25),
+    "MI300X":         Gpu( 1307, 2614, 192, 5300, 448,   50, 304, 0.514, 0.25),
+    "MI250X":         Gpu(191.5,    0,  64, 1638,  50, 12.5, 104,  0.75, 0.40),
 }
+# fmt: on
 """Of makers' data sheets. Products: NVIDIA's A100 (2021), H100 (2023), H200, GB200 NVL72 (2024),
 L40S and Ada and Blackwell GeForce white papers; AMD's Instinct MI300X. B200's memory is of HGX
 (7.7 TB/s, 180 GB). Links in one direction: NVLink 3, 4 and 5 of 300, 450 and 900 GB/s; PCIe 4 and
 5 of 32 and 64 GB/s; seven Infinity Fabric links of 64 GB/s. Networks as makers' reference systems
 have them: a card of 200 Gb/s for each A100, of 400 Gb/s for each H100 and later (DGX, HGX); cards
-of 100 Gb/s for others, of 200 Gb/s a node of GeForce."""
+of 100 Gb/s for others, of 200 Gb/s a node of GeForce. V100 and T4 know fp16 only; MI250X is one of
+its two dies, which is what PyTorch calls a device."""
 CUT_DOWN = {"Laptop", "MIG", "D"}  # words of parts that have the name but not the peak
 
 

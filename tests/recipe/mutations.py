@@ -33,6 +33,7 @@ from llmfoundry.recipe.scripts.check import CheckRunRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.inspect import InspectRecipe
+from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -40,6 +41,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 SCRIPTS: dict[str, type] = {
     "train": TrainRecipe,
     "inspect_data": InspectRecipe,
+    "plan": PlanRecipe,
     "prepare_data": PrepareRecipe,
     "eval": EvalRecipe,
     "generate": GenerateRecipe,

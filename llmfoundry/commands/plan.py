@@ -1,0 +1,277 @@
+"""`scripts/plan.py`: memory, seconds, days and money of a run on GPUs that need not be here.
+
+`describe` gives the lines of one layout, which `--dry-run` and the start of a run show too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry.builders.job import with_defaults
+from llmfoundry.errors import UserError
+from llmfoundry.loggers.console import Console, duration, format_gib, percent, short_count
+from llmfoundry.models.counts import (
+    active_parameter_count,
+    flops_per_token,
+    parameter_count,
+)
+from llmfoundry.plan.communication import communication
+from llmfoundry.plan.fit import parts_text, with_guessed_vocabulary
+from llmfoundry.plan.layouts import (
+    TAKEN,
+    Layout,
+    Ranking,
+    Setting,
+    own_layout,
+    rank,
+    too_large,
+    why,
+)
+from llmfoundry.plan.measured import measured_speeds
+from llmfoundry.plan.memory import GIB
+from llmfoundry.plan.seconds import in_seconds, speed_line, step_line
+from llmfoundry.recipe.front.hardware import Hardware
+from llmfoundry.recipe.optimizer import OPTIMIZERS
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.plan import PlanRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.redaction import public
+from llmfoundry.terminal import columns
+
+Rows = Iterator[tuple[str, str]]
+RESTART = 600.0
+"""Seconds from a failure until training continues, what was computed since the last save left out:
+detected, replaced, started, loaded."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a whole run takes.
+
+    Attributes:
+        tokens: that it trains on; None: not known.
+        seconds: without failures.
+        goodput: share of the time that is not lost to failures.
+        gpus: that it has.
+        price: of one of them an hour; None: not given.
+    """
+
+    tokens: float | None
+    seconds: float | None
+    goodput: float
+    gpus: int
+    price: float | None
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of all GPUs, with what failures cost."""
+        if self.seconds is None:
+            return None
+        return self.seconds / self.goodput * self.gpus / 3600
+
+    @property
+    def money(self) -> float | None:
+        """Of all GPUs, in the price's currency."""
+        hours = self.gpu_hours
+        return None if hours is None or self.price is None else hours * self.price
+
+
+def plan(written: PlanRecipe) -> None:
+    """Print what a checked recipe would take.
+
+    Raises:
+        UserError: no layout fits, or the recipe fine-tunes.
+    """
+    if isinstance(written, FinetuneRecipe):
+        raise UserError(
+            "model.pretrained: fine-tuning is not timed; write --dry-run=8x80gb behind"
+            " scripts/finetune.py for its memory"
+        )
+    hardware = Hardware.parse(written.hardware, "hardware")
+    recipe = with_guessed_vocabulary(with_defaults(written))
+    reached, source = measured_speeds(hardware, recipe, written.gpu_check)
+    setting = Setting(hardware.gpus, reached, hardware.memory - TAKEN)
+    own, refused = _own(recipe, setting)
+    ranking = rank(recipe, setting, written.layouts) if written.layouts else Ranking([], None, 0, 0)
+    shown = own or next(iter(ranking.best), None)
+    if shown is None:
+        raise UserError(*(refused or ["hardware: no layout fits"]), *_nearest(ranking))
+    if written.format == "json":
+        print(json.dumps(_as_json(written, own, ranking, setting), indent=1))
+        return
+    rows = [("model", _model(recipe)), ("hardware", f"{hardware}; {source}")]
+    if own is None:
+        rows += [("the recipe's own", line) for line in refused]
+    rows += [("layout" if own else "the fastest", shown.name()), *describe(shown, setting)]
+    rows += _run(shown, written, setting)
+    if ranking.best:
+        rows += _ranked(written, own, ranking)
+    console = Console()
+    console.banner([(label, public(text)) for label, text in rows])
+    if ranking.best:
+        console.table("\n".join(_table(ranking.best, setting)))
+
+
+def _own(recipe: TrainRecipe, setting: Setting) -> tuple[Layout | None, list[str]]:
+    """The recipe's own layout, or why it cannot be."""
+    try:
+        return own_layout(recipe, setting), []
+    except UserError as error:
+        return None, error.lines()
+
+
+def _model(recipe: TrainRecipe) -> str:
+    total, active = parameter_count(recipe.model), active_parameter_count(recipe.model)
+    text = f"{recipe.model.name}, {short_count(total)} parameters"
+    if active != total:
+        text += f", {short_count(active)} active"
+    flops = flops_per_token(recipe.model, recipe.max_seq_len)
+    return f"{text}, {short_count(flops)}FLOPs a token at {recipe.max_seq_len:,} tokens a row"
+
+
+def describe(layout: Layout, setting: Setting) -> Rows:
+    """Memory, messages and seconds of a layout."""
+    rows, gpu = layout.microbatch, setting.reached.gpu
+    room = f"{layout.room / GIB:.1f} GiB may be used"
+    parts = parts_text(layout.need, rows)
+    yield "memory", f"about {format_gib(layout.bytes / GIB)} a GPU: {parts}; {room}"
+    sent, between = Counter[str](), 0
+    for each in communication(layout.recipe, setting.gpus, rows, gpu.node):
+        sent[each.what] += each.sent
+        between += each.between
+    if sent.total():
+        kinds = ", ".join(f"{what} {format_gib(n / GIB)}" for what, n in sent.most_common())
+        inside = format_gib((sent.total() - between) / GIB)
+        outside = f", {format_gib(between / GIB)} between nodes" * bool(between)
+        yield "sends", f"{inside} a GPU and step inside a node{outside}: {kinds}"
+    yield "step", step_line(layout.step)
+    yield "speed", speed_line(layout.step, layout.recipe, setting.gpus, gpu)
+
+
+def costs(layout: Layout, written: PlanRecipe, setting: Setting) -> Costs:
+    """Of the whole run."""
+    recipe = layout.recipe
+    step = recipe.global_train_batch_size * recipe.max_seq_len
+    tokens, length = written.tokens, Duration.parse(recipe.max_duration)
+    if tokens is None and length.unit != "ep":
+        clock = Clock(recipe.global_train_batch_size, step, 1.0, length)
+        tokens = float(clock.total * step)
+    seconds = None if tokens is None else math.ceil(tokens / step) * layout.step.total
+    goodput = 1.0
+    if written.failures is not None:
+        between = written.failures / setting.gpus * 3600
+        goodput = between / (between + RESTART + _interval(recipe, layout) / 2)
+    return Costs(tokens, seconds, goodput, setting.gpus, written.price)
+
+
+def _interval(recipe: TrainRecipe, layout: Layout) -> float:
+    """Seconds between saves; 0 where that is not known."""
+    rows = recipe.global_train_batch_size
+    every = Duration.parse(recipe.save_interval)
+    if every.unit in ("ep", "dur"):
+        return 0.0
+    return Clock(rows, rows * recipe.max_seq_len, 1.0, every).total * layout.step.total
+
+
+def _run(layout: Layout, written: PlanRecipe, setting: Setting) -> Rows:
+    """Days, GPU-hours, money; what a checkpoint holds."""
+    found = costs(layout, written, setting)
+    if found.seconds is None or found.gpu_hours is None or found.tokens is None:
+        yield "run", f"{written.max_duration} of a text of unknown length; write tokens=1e12"
+    else:
+        days = f"{duration(found.seconds / found.goodput)} for {short_count(found.tokens)} tokens"
+        hours = f"{short_count(found.gpu_hours)} GPU-hours"
+        money = "" if found.money is None else f", {found.money:,.0f} at {written.price:g} an hour"
+        lost = f"; goodput {percent(found.goodput)}" if found.goodput < 1 else ""
+        yield "run", f"{days}, {hours}{money}{lost}"
+    yield "checkpoint", f"about {format_gib(checkpoint_bytes(layout) / GIB)}"
+
+
+def checkpoint_bytes(layout: Layout) -> int:
+    """Of weights and moments."""
+    recipe = layout.recipe
+    width = 2 if recipe.precision == "bf16" else 4
+    return width * (1 + OPTIMIZERS[recipe.optimizer.name].moments) * layout.need.parameters
+
+
+def _ranked(written: PlanRecipe, own: Layout | None, ranking: Ranking) -> Rows:
+    """The fastest, and why it is."""
+    first, *others = ranking.best
+    words = first.overrides(written)
+    if not words:
+        yield "fastest", "the recipe as it is written"
+    else:
+        yield "fastest", " ".join(words)
+    if others:
+        gap = others[0].step.total / first.step.total - 1
+        yield "why", f"{percent(gap)} faster than {others[0].name()}: {why(first, others[0])}"
+    if own is not None and own.step.total > first.step.total:
+        gap = own.step.total / first.step.total - 1
+        yield "", f"{percent(gap)} faster than the recipe's own: {why(first, own)}"
+    yield from (("does not fit", line) for line in _nearest(ranking))
+    yield "looked at", f"{ranking.looked_at:,} layouts, memory of {ranking.estimated:,}"
+
+
+def _nearest(ranking: Ranking) -> Iterator[str]:
+    if ranking.nearest is not None:
+        near = ranking.nearest
+        seconds = in_seconds(near.step.total)
+        yield f"the fastest of those: {near.name()}, {seconds}: {too_large(near)}"
+
+
+def _table(found: list[Layout], setting: Setting) -> list[str]:
+    """Layouts, a line each."""
+    gpu = setting.reached.gpu
+    rows = [
+        (
+            str(number),
+            one.name(),
+            f"{one.step.total:.3g}",
+            percent(one.step.mfu(gpu)),
+            f"{one.bytes / GIB:.1f}",
+            f"{sum(one.step.waiting.values()):.2g}",
+        )
+        for number, one in enumerate(found, 1)
+    ]
+    head = ("", "layout", "s a step", "MFU", "GiB", "s waiting")
+    return columns(head, rows, left=(0, 1))
+
+
+def _as_json(
+    written: PlanRecipe, own: Layout | None, ranking: Ranking, setting: Setting
+) -> dict[str, Any]:
+    return {
+        "hardware": written.hardware,
+        "parameters": parameter_count(written.model),
+        "own": None if own is None else _layout_json(own, written, setting),
+        "best": [_layout_json(one, written, setting) for one in ranking.best],
+        "looked_at": ranking.looked_at,
+    }
+
+
+def _layout_json(layout: Layout, written: PlanRecipe, setting: Setting) -> dict[str, Any]:
+    recipe, step, gpu = layout.recipe, layout.step, setting.reached.gpu
+    found = costs(layout, written, setting)
+    tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total / setting.gpus
+    return {
+        "layout": layout.name(),
+        "overrides": layout.overrides(written),
+        "microbatch": layout.microbatch,
+        "bytes": layout.bytes,
+        "fits": layout.fits,
+        "seconds": step.total,
+        "parts": step.split(),
+        "tokens_per_second_per_gpu": tokens,
+        "mfu": step.mfu(gpu),
+        "hfu": step.hfu(gpu),
+        "run_seconds": found.seconds,
+        "gpu_hours": found.gpu_hours,
+        "money": found.money,
+        "checkpoint_bytes": checkpoint_bytes(layout),
+    }
