@@ -1,8 +1,9 @@
 """Spans: named parts of a step, which whoever measures or traces a run is notified of.
 
 The loop, the step and what waits for other processes write `with span("forward"):`;
-`train/step_time.py` adds up their times. The idea: the code that is measured knows nothing of those
-who measure, and without one a span is two tests of an empty tuple, a quarter of a microsecond.
+`train/step_time.py` adds up their times and `train/profiler.py` shows them in traces. The idea: the
+code that is measured knows nothing of those who measure, and without one a span is two tests of an
+empty tuple, a quarter of a microsecond.
 """
 
 from __future__ import annotations

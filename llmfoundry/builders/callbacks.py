@@ -26,6 +26,9 @@ from llmfoundry.train.callbacks import (
     RuntimeEstimator,
     SpeedMonitor,
 )
+from llmfoundry.train.memory_snapshot import MemorySnapshots
+from llmfoundry.train.profile_files import ProfileFiles
+from llmfoundry.train.profiler import Tracer
 from llmfoundry.train.step_time import StepTimes
 from llmfoundry.train.trainer import Callback
 
@@ -33,9 +36,29 @@ from llmfoundry.train.trainer import Callback
 def build_callbacks(job: Job) -> list[Callback]:
     """Those that the recipe asks for, in the order in which they are called."""
     config = job.recipe.callbacks
-    return [
+    found: list[Callback] = [
         CALLBACKS[name].load()(job, **(config.plugins.get(name) or {})) for name in config.chosen()
     ]
+    return [*found, *profilers(job)]  # last, so that a step's other callbacks are in its trace
+
+
+def profilers(job: Job) -> Iterator[Callback]:
+    """Traces of steps, and snapshots of memory."""
+    config, world = job.recipe.profile, job.world
+    if not config.is_on:
+        return
+    beyond = [rank for rank in config.ranks or [] if isinstance(rank, int) and rank >= world.size]
+    if beyond:
+        raise UserError(
+            f"profile.ranks: {beyond[0]}, but the run has ranks 0 to {world.size - 1}; write one"
+            " of those, or all"
+        )
+    assert config.max_gib is not None, "the recipe was not filled"
+    files = ProfileFiles(job.run.folder, world, max_gib=config.max_gib)
+    if config.trace:
+        yield Tracer(config, files)
+    if config.memory_snapshot:
+        yield MemorySnapshots(config, files)
 
 
 def speed_monitor(job: Job) -> Callback:

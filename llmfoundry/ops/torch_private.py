@@ -495,3 +495,48 @@ def unwatched_shapes() -> Iterator[None]:
     finally:
         if full is not None:
             setattr(ShardingPropagator, name, full)
+
+
+def record_memory(entries: int | None) -> None:
+    """Have the allocator of GPUs keep its newest allocations and frees, with the Python of each.
+
+    `torch.cuda.memory._record_memory_history`, which PyTorch's guide to memory names; without it a
+    snapshot has what is in use, and no history. None ends it.
+    """
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is None:
+        return
+    if entries is None:
+        record(enabled=None)
+    else:
+        record(max_entries=entries, stacks="python")
+
+
+def memory_history() -> dict[str, Any]:
+    """What the allocator of GPUs holds, and its history: `torch.cuda.memory._snapshot`."""
+    return cast(dict[str, Any], torch.cuda.memory._snapshot())
+
+
+def memory_of_profile(profiler: Any) -> dict[str, Any]:
+    """The same, of the steps that a profiler has seen, of a CPU's memory too.
+
+    `torch.cuda._memory_viz._profile_to_snapshot`, which PyTorch's viewer calls for profiles;
+    without it there is none, and the snapshot is empty.
+    """
+    viewer = importlib.import_module("torch.cuda._memory_viz")
+    convert = getattr(viewer, "_profile_to_snapshot", None)
+    if convert is None:
+        return {"segments": [], "device_traces": []}
+    return cast(dict[str, Any], convert(profiler))
+
+
+def on_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
+    """Have the allocator of GPUs call something before it raises; there is no way to undo it.
+
+    `torch._C._cuda_attach_out_of_memory_observer`, which PyTorch's guide to memory names; without
+    it nothing is called. The call gets device, bytes asked for, the device's limit and what is
+    free.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(call)

@@ -73,6 +73,7 @@ LINES = {
     "logger=none logger.tracking_uri=x": "logger.tracking_uri: has no effect with mlflow: false",
     "callbacks.speed_window=0": "callbacks.speed_window: 0 is too small; write 1 or more",
     "callbacks.generate.interval=no": "callbacks.generate.interval: 'no' is not a duration; wri",
+    "profile={trace: true, active: 0}": "profile.active: 0 is too small; write 1 or more",
     "health_check.before_run=maybe": "health_check.before_run: 'maybe' is not a choice (choices: ",
     "hang={monitor: off, data_seconds: 9}": "hang.data_seconds: has no effect with hang.monitor: ",
     "supervise.max_restarts=-1": "supervise.max_restarts: -1 is too small; write 0 or more",

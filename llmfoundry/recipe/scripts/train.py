@@ -16,6 +16,7 @@ from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig
 from llmfoundry.recipe.parallel_limits import limits
+from llmfoundry.recipe.profile import ProfileConfig
 from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
@@ -42,7 +43,7 @@ GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 # computed. Model and tokenizer may not change at all (builders.resume.run_identity).
 NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
-    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|health_check|hang|supervise"
+    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|profile|health_check|hang|supervise"
     r"|callbacks(?!\.early_stopper|\.watch\.(loss_spike|gradient_spike|not_finite|spike|roll_back))"
     r"|data\.validation"
     r"|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch|prefetch_factor"
@@ -141,6 +142,8 @@ class TrainRecipe:
     """Where it is recorded (group logger/)."""
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     """Observers of the loop."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Traces of steps, and snapshots of memory."""
     health_check: HealthCheckConfig = field(default_factory=HealthCheckConfig)
     """Whether machines are looked at first."""
     hang: HangConfig = field(default_factory=HangConfig)
@@ -175,6 +178,7 @@ class TrainRecipe:
             self.eval,
             self.logger,
             self.callbacks,
+            self.profile,
             self.health_check,
             self.hang,
             self.supervise,
@@ -317,6 +321,7 @@ class TrainRecipe:
         self.parallel.fill()
         self.logger.fill()
         self.callbacks.fill()
+        self.profile.fill()
         self.hang.fill()
         if self.compile and self.compile_mode is None:
             self.compile_mode = "default"

@@ -359,9 +359,23 @@ OTHERS = (
         why="scripts/convert.py RUN to=hf writes such a folder of any checkpoint; remove it",
     ),
     Other(
-        "callbacks.health_checker callbacks.scheduled_gc callbacks.oom_observer"
+        "callbacks.oom_observer callbacks.memory_snapshot profiling.enable_memory_snapshot"
+        " enable_memory_snapshot torch_prof_memory_filename",
+        "profile.memory_snapshot=<true>",
+    ),
+    Other(
+        "profiler.schedule torch_profiler profiling.enable_profiling enable_profiling use_profiler",
+        "profile.trace=<true>",
+        "its skip_first, wait, warmup, active and repeat are beside it",
+    ),
+    Other("profiler.torch_prof_record_shapes", "profile.record_shapes=<true>"),
+    Other("profiler.torch_prof_profile_memory", "profile.profile_memory=<true>"),
+    Other("profiler.torch_prof_with_stack", "profile.with_stack=<true>"),
+    Other("profiler.torch_prof_with_flops", "profile.with_flops=<true>"),
+    Other(
+        "callbacks.health_checker callbacks.scheduled_gc"
         " callbacks.nan_monitor callbacks.system_metrics_monitor callbacks.loss_perp_v_len"
-        " callbacks.run_timeout callbacks.memory_snapshot callbacks.env_logger",
+        " callbacks.run_timeout callbacks.env_logger",
         why="no callback: what a run watches is below callbacks.watch, health_check and hang",
     ),
     Other("callbacks.generate_callback", "callbacks.generate.prompts=[<text>]"),
