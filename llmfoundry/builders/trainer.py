@@ -42,7 +42,7 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.sources import tokens_left_out
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.activation_checkpoint import check_compiler
+from llmfoundry.distributed.activation_checkpoint import check_compiler, check_format
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.collectives import (
     all_reduce_min,
@@ -78,7 +78,7 @@ from llmfoundry.plan.fit import (
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.parallel import EXPERT, node_size, recomputation
-from llmfoundry.recipe.parallel_limits import limits
+from llmfoundry.recipe.parallel_limits import compiled_limits, limits
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
@@ -370,6 +370,8 @@ def check_layout(recipe: TrainRecipe, world: World) -> None:
     """The degrees must suit the processes and the model."""
     degrees = recipe.parallel.degrees(world.size)
     problems = list(limits(recipe.model, recipe.parallel, degrees))
+    if recipe.compile and not problems:
+        problems = list(compiled_limits(recipe.model, recipe.parallel))
     if problems:
         raise UserError(*problems)
 
@@ -382,6 +384,7 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
     reason = experts_refusal(recipe, device)
     if reason is not None:
         raise UserError(f"model.ffn_config.moe_impl: {reason}")
+    check_format(recipe.parallel.activation_compression, device)
     if recipe.compile_mode is not None:
         if device.type == "cpu" and recipe.parallel.activation_checkpointing == "selective":
             raise UserError(

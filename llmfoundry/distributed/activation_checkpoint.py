@@ -36,6 +36,7 @@ from llmfoundry.recipe.activation_memory import BLOCK, EXPERTS, ActivationMemory
 from llmfoundry.recipe.scripts.train import GRAPH_ADVICE, GRAPH_MODES
 
 Forward = Callable[..., Any]  # of a block and its inputs
+FP8_CAPABILITY = (8, 9)  # Triton has no e4m3 below Ada
 BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # what inductor runs
 
 
@@ -155,10 +156,14 @@ def _recomputed(module: nn.Module, forward: Forward, *, compress: Compressor | N
     Where its input is compressed its router keeps its choice: of the rounded input it would choose
     other experts for some tokens, and other processes would wait for other rows.
     """
-    routes = any(isinstance(m, MoE) for m in module.modules())
-    if compress is None or not routes:
+    may_route = any(isinstance(m, MoE) for m in module.modules()) or not _is_ours(module)
+    if compress is None or not may_route:
         return _checkpointed(forward)
     return _checkpointed(forward, partial(selective_contexts, _is_choice))
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("llmfoundry.")
 
 
 def _is_choice(op: Any, *args: Any) -> bool:
@@ -252,6 +257,23 @@ def check_graphs(mode: str | None, *, rows: int, microbatch: int) -> None:
             f"compile_mode: {mode} records CUDA graphs, which overwrite the gradients of one"
             f" microbatch with the next's, and a step has {-(-rows // microbatch)}"
             f" ({rows} rows, {microbatch} at a time); {GRAPH_ADVICE}"
+        )
+
+
+def check_format(compression: str, device: torch.device) -> None:
+    """Refuse 8-bit floating point where its kernels do not run.
+
+    Raises:
+        UserError: says what runs.
+    """
+    if compression != "fp8" or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise UserError(
+            "parallel.activation_compression: fp8 is for GPUs of compute capability"
+            f" {'.'.join(map(str, FP8_CAPABILITY))} and above, and this one has"
+            f" {'.'.join(map(str, capability))}; write int8"
         )
 
 

@@ -39,6 +39,7 @@ def quantize(x: Tensor, kind: torch.dtype) -> Quantized:
     blocks = F.pad(x, (0, -n % BLOCK)).view(-1, BLOCK).float()
     # quotients in fp32 by the scale as it is stored: in bf16 the training drifts
     scales = (torch.linalg.vector_norm(blocks, torch.inf, dim=1) / most).bfloat16()
+    scales += 0 * scales  # NaN of inf, whose values are lost
     steps = scales.float().clamp_min_(torch.finfo(torch.float32).tiny)
     quotients = blocks / steps[:, None]
     if kind == torch.int8:

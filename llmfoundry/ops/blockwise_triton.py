@@ -23,7 +23,7 @@ def quantize_kernel(
     x: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
-    n: Any,
+    n: tl.tensor,
     LARGEST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -35,7 +35,9 @@ def quantize_kernel(
         tl.load(x + at, mask=at < n, other=0.0).to(tl.float32), (WIDTH // BLOCK, BLOCK)
     )
     widest = tl.max(tl.abs(blocks), axis=1)
-    lost = tl.max((blocks != blocks).to(tl.int32), axis=1)  # a maximum ignores NaN
+    lost = tl.max(
+        (blocks - blocks != 0.0).to(tl.int32), axis=1
+    )  # NaN, which a maximum ignores, inf
     scale = (tl.where(lost > 0, float("nan"), widest) / LARGEST).to(tl.bfloat16)
     step = tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)
     exact = blocks / step[:, None]
@@ -55,7 +57,7 @@ def dequantize_kernel(
     values: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
-    n: Any,
+    n: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

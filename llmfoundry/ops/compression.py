@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from llmfoundry.ops import blockwise
-from llmfoundry.ops.blockwise import FORMATS, Quantized
-from llmfoundry.ops.devices import planned
+from llmfoundry.ops.blockwise import BLOCK, FORMATS, Quantized
 from llmfoundry.ops.torch_private import storage_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
@@ -53,8 +52,7 @@ class _Kept:
     def take(self) -> Tensor:
         flat = self.restored
         if flat is None:
-            steps = _steps(self.packed.values.device)
-            flat = steps.dequantize(self.packed, self.dtype)
+            flat = torch.ops.llmfoundry.dequantize(*self.packed, self.dtype)
         self.waiting -= 1
         self.restored = flat if self.waiting > 0 else None
         return flat
@@ -117,16 +115,17 @@ class Compressor:
             module: whose forward pass runs in it; its weights are left as they are.
             inputs: of it, the residual stream (..., D) the first. What lies in dataclasses among
                 them belongs to all blocks, and is left as it is.
-            named: its other inputs, left as they are too.
+            named: its other inputs, left as they are too (the first may be the stream).
         """
         for key, kept in list(self._kept.items()):
             if key[0].expired() or kept() is None:
                 del self._kept[key]
-        x = next(value for value in inputs if isinstance(value, Tensor))
+        x = next(value for value in (*inputs, *named.values()) if isinstance(value, Tensor))
         width = max(1, x.shape[-1])
         least = x.numel() // width * max(width // NARROW, self.exact) + 1
         shared = [value for value in inputs if dataclasses.is_dataclass(value)]
-        tables = {_storage(tensor) for tensor in _tensors((shared, named))}
+        others = [value for value in named.values() if value is not x]
+        tables = {_storage(tensor) for tensor in _tensors((shared, others))}
         self._scope = _Scope(module, max(SMALL, least), tables, x.grad_fn)
         return saved_tensors_hooks(self.save, restore)
 
@@ -164,8 +163,8 @@ class Compressor:
         known = self._kept.get(key)
         kept = None if known is None else known()
         if kept is None:
-            packed = _steps(tensor.device).quantize(values.reshape(-1), self.kind)
-            kept = _Kept(packed, tensor.dtype)
+            packed = torch.ops.llmfoundry.quantize(values.reshape(-1), self.kind)
+            kept = _Kept(Quantized(*packed), tensor.dtype)
             self._kept[key] = weakref.ref(kept)
         kept.waiting += 1
         return Compressed(kept, tuple(values.shape), places)
@@ -178,25 +177,43 @@ def restore(saved: Any) -> Any:
     return saved.kept.take().view(saved.shape).permute(saved.order)
 
 
-def _steps(device: torch.device) -> Any:
-    """Triton's kernels where they run, PyTorch's functions elsewhere.
-
-    Where they are planned for, PyTorch's, each of which counts as the kernel that it stands for.
-    """
-    what = planned()
-    if what is not None and what.kind == "cuda":
-        names = ("quantize", "dequantize")
-        return SimpleNamespace(**{n: what.kernel(getattr(blockwise, n)) for n in names})
-    return _steps_of(device.type)
-
-
 @cache
-def _steps_of(kind: str) -> ModuleType:
+def _steps(kind: str) -> ModuleType:
+    """Triton's kernels where they run, PyTorch's functions elsewhere."""
     if kind != "cuda" or find_spec("triton") is None:
         return blockwise
     from llmfoundry.ops import blockwise_triton
 
     return blockwise_triton
+
+
+@torch.library.custom_op(
+    "llmfoundry::quantize",
+    mutates_args=(),
+    schema="(Tensor x, ScalarType kind) -> (Tensor, Tensor)",
+)
+def _quantize(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _steps(x.device.type).quantize(x, kind)
+
+
+@_quantize.register_fake
+def _(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    blocks = -(-x.shape[0] // BLOCK)
+    return torch.empty_like(x, dtype=kind), x.new_empty(blocks, dtype=torch.bfloat16)
+
+
+@torch.library.custom_op(
+    "llmfoundry::dequantize",
+    mutates_args=(),
+    schema="(Tensor values, Tensor scales, ScalarType dtype) -> Tensor",
+)
+def _dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return _steps(values.device.type).dequantize(Quantized(values, scales), dtype)
+
+
+@_dequantize.register_fake
+def _(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(values, dtype=dtype)
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -223,9 +240,11 @@ def _is_weight(tensor: Tensor, module: nn.Module, stop: Node | None) -> bool:
     parameters = list(module.parameters())
     if _storage(tensor) in {_storage(p) for p in parameters}:
         return True
-    if tensor.grad_fn is None:  # a copy of a frozen weight, or a compiled graph's: by its size
-        copied = {p.numel() for p in parameters if p.ndim > 1 and p.dtype != tensor.dtype}
-        return not tensor.requires_grad and tensor.numel() in copied
+    if tensor.grad_fn is None:  # a copy of a frozen weight, or a compiled graph's: by its shape
+        copied = [p for p in parameters if p.ndim > 1 and p.dtype != tensor.dtype]
+        shape = (tensor.shape[:-1].numel(), tensor.shape[-1])  # of stacked experts as of a matrix
+        shapes = {way for p in copied for way in (tuple(p.shape), tuple(p.shape[::-1]))}
+        return not tensor.requires_grad and shape in shapes
     nodes, seen = [tensor.grad_fn], set[Node]()
     while nodes:
         node = nodes.pop()

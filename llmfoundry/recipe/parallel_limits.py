@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llmfoundry.recipe.activation_memory import BLOCK, EXPERTS, read_targets
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.parallel import AXES, EXPERT, Degrees, ParallelConfig
+from llmfoundry.recipe.parallel import AXES, EXPERT, Degrees, ParallelConfig, recomputation
 from llmfoundry.recipe.values.checks import divides
 
 
@@ -50,6 +50,25 @@ def _recomputed(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         )
     elif EXPERTS in parts and model.ffn_config.ffn_type != "dmoe":
         yield f"{key}: the model has no experts; write feed_forward"
+
+
+def compiled_limits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Lines for what cannot be done to the activations of this model where it is compiled."""
+    again = recomputation(parallel.activation_checkpointing)
+    if again != "whole" or parallel.activation_compression == "none":
+        return
+    target = parallel.activation_checkpointing_target
+    parts = frozenset[str]().union(
+        *read_targets(target, getattr(model, "n_layers", None), "target")
+    )
+    may_route = isinstance(model, HFModelConfig) or model.ffn_config.ffn_type == "dmoe"
+    if may_route and parts & {BLOCK, "feed_forward"}:
+        yield (
+            f"parallel.activation_compression: {parallel.activation_compression} with compile: true"
+            " and routers computed again (activation_checkpointing: whole) would choose other"
+            " experts the second time; write compile: false, or activation_checkpointing_target:"
+            " [attention, experts]"
+        )
 
 
 def _transformers(degrees: Degrees) -> Iterator[str]:

@@ -68,6 +68,7 @@ class Entry:
         accumulated: gradients of several microbatches are added up; else there is one.
         packed: rows hold two documents.
         checkpointing: the recipe's `parallel.activation_checkpointing`.
+        target, compression: its `activation_checkpointing_target`, `activation_compression`.
         once: gradients are reduce-scattered once a step, not after every microbatch.
     """
 
@@ -82,6 +83,8 @@ class Entry:
     accumulated: bool = True
     packed: bool = True
     checkpointing: str = "none"
+    target: Any = None
+    compression: str = "none"
     compiled: bool = False
     once: bool = False
     precision: str = "fp32"
@@ -102,6 +105,7 @@ class Entry:
         long as all else, and finds the same whatever a block computes again.
         """
         odd = self.compiled or self.adapter or self.precision != "fp32" or self.processes > 4
+        odd = odd or self.compression != "none"
         alone = self.packed and self.checkpointing != "whole"
         return self.shard > 1 and self.accumulated and alone and not odd
 
@@ -116,6 +120,8 @@ class Entry:
             context_parallel_method=self.method,
             tensor_parallel_degree=self.tensor,
             activation_checkpointing=self.checkpointing,
+            activation_checkpointing_target=self.target,
+            activation_compression=self.compression,
         )
         config.fill()
         return config
@@ -140,17 +146,20 @@ MIXED = {  # of mixtures alone
 }
 LAYOUTS = DENSE | MIXED
 
+PARTS = {"attention": "first-1", "norm": [1], "feed_forward": "last-1"}
 ROUTINE = {
     "one": Entry(),
     "ddp": LAYOUTS["ddp"],
     "fsdp": LAYOUTS["fsdp"],
-    "fsdp-once-checkpointing": Entry(shard=2, once=True, checkpointing="whole"),
+    "fsdp-once-checkpointing": Entry(shard=2, once=True, checkpointing="whole", target=PARTS),
     "hsdp-at-once": Entry(replicate=2, shard=2, accumulated=False, packed=False),
     "hsdp-once": Entry(replicate=2, shard=2, once=True, model="gqa"),
     "tensor": Entry(tensor=2, model="mpt"),
     "tensor-expert": Entry(tensor=2, expert=2, model="dbrx-shared", checkpointing="whole"),
     "tensor-fsdp": Entry(tensor=2, shard=2, model="untied", checkpointing="selective"),
     "expert": replace(LAYOUTS["expert"], model="dbrx-shared", checkpointing="selective"),
+    "expert-compressed": replace(LAYOUTS["expert"], checkpointing="whole", compression="int8"),
+    "fsdp-compressed": Entry(shard=2, model="gqa", compression="int8"),
     "expert-adapter": replace(LAYOUTS["expert"], adapter=True),
     "expert-fsdp": LAYOUTS["expert-fsdp"],
     "expert-hsdp": replace(LAYOUTS["expert-hsdp"], model="dbrx-bias"),
@@ -195,6 +204,16 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
     # matrices that tensor ranks share have no adapters; elsewhere on every layout
     "adapter": {
         name: entry for name, entry in changed("adapter", adapter=True).items() if entry.tensor == 1
+    },
+    "target": {
+        f"target-{parts}-{layout}-{model}": replace(entry, checkpointing="whole", target=parts)
+        for (layout, model), entry in ON_MODELS.items()
+        for parts in ("attention", "feed_forward", "norm", "experts")
+        if parts != "experts" or entry.is_mixture
+    },
+    **{
+        f"compressed-{level}": changed(f"{level}-int8", checkpointing=level, compression="int8")
+        for level in ("none", "selective", "whole")
     },
     "once": {name: entry for name, entry in changed("once", once=True).items() if entry.shard > 1},
     "learned": {

@@ -28,6 +28,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import place, quantize_frozen
 from llmfoundry.models.router import OtherTokens, Router
+from llmfoundry.ops import compression
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
@@ -174,7 +175,7 @@ def make_batch(case: Case, step: int) -> Batch:
 
 def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, Any]:
     """Losses, norms and loads of each step, and the weights after the last."""
-    config = ParallelConfig(**degrees, **case.parallel)
+    config, compression.SMALL = ParallelConfig(**degrees, **case.parallel), 1
     config.fill()
     meshes = build_mesh(config, world)
     world = with_mesh(world, meshes)

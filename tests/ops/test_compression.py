@@ -249,3 +249,14 @@ def test_bytes_of_experts_that_wait_for_backward() -> None:
             ours(x)
     found = sum(kept.values()) / layer.tokens / layer.d
     assert 34 < exact < 35 and found == pytest.approx((1 + 16) * (1 + 2 / BLOCK), rel=0.02)
+
+
+def test_the_operators_keep_pytorchs_rules() -> None:
+    """Schema and fake kernels, as torch.library checks them."""
+    x, ops = torch.randn(5 * BLOCK + 8), torch.ops.llmfoundry
+    for kind in FORMATS.values():
+        # the checker itself has no arithmetic of 8-bit floating point
+        utils = ("test_schema", "test_faketensor")[kind is not torch.int8 :]
+        torch.library.opcheck(ops.quantize, (x, kind), test_utils=utils)
+        given = (*ops.quantize(x, kind), torch.bfloat16)
+        torch.library.opcheck(ops.dequantize, given, test_utils=utils)

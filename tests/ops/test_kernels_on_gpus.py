@@ -160,6 +160,24 @@ def test_triton_kernels(dtype: str, record_property: Record) -> None:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_8_bit_kernels(kind: str, dtype: str, record_property: Record) -> None:
+    """By the format's definition: half a step at most, scales rounded to bf16."""
+    pytest.importorskip("triton")
+    from tests.ops import blockwise_triton_interpreted as kernels
+
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no e4m3")
+    far = kernels.compare(DTYPES[dtype], kind, "cuda")
+    for name, error in far.items():
+        record_property(name, error)
+    assert far["scale"] <= 2**-8 and far["value"] <= 1 + 1e-6
+    assert far["restored"] == far["lost"] == 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_chunked_loss(softcap: float | None, dtype: str, record_property: Record) -> None:
     """With its gradients of hidden states and of the head."""

@@ -64,38 +64,34 @@ def test_interpreted_kernels_keep_nan_where_pytorchs_steps_do(interpreted: dict[
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_for_hopper_without_spills(name: str, dtype: str, tmp_path: Path) -> None:
+    from llmfoundry.ops.moe import triton_kernels as moe_triton
+
+    kernel = getattr(moe_triton, name.split()[0])
+    constants = {"WIDTH": moe_triton.WIDTH, **KERNELS[name]}
+    pointers = dict.fromkeys(getattr(kernel, "arg_names", ()), dtype) | TENSORS
+    spilled = compile_for_hopper(kernel, constants, pointers, tmp_path, moe_triton.WARPS)
+    assert spilled == ["0", "0"]
+
+
+def compile_for_hopper(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str], folder: Path, warps: int
+) -> list[str]:
+    """Bytes that a kernel's registers spill, as Hopper's assembler says; its memory fits."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from llmfoundry.ops.moe import triton_kernels as moe_triton
-
-    kernel = getattr(moe_triton, name.split()[0])
     if not hasattr(kernel, "arg_names") or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    constants = {"WIDTH": moe_triton.WIDTH, **KERNELS[name]}
-    signature = {
-        argument: "constexpr" if argument in constants else TENSORS.get(argument, dtype)
-        for argument in kernel.arg_names
-    }
+    signature = {a: "constexpr" if a in constants else types[a] for a in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": moe_triton.WARPS}
-    )
+    options = {"num_warps": warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared < SHARED
-    ptx = tmp_path / "kernel.ptx"
+    ptx, cubin = folder / "kernel.ptx", folder / "cubin"
     ptx.write_text(compiled.asm["ptx"])
+    assemble = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o"]
     said = subprocess.run(
-        [
-            triton.knobs.nvidia.ptxas.path,
-            "-v",
-            "--gpu-name=sm_90a",
-            "-o",
-            str(tmp_path / "cubin"),
-            str(ptx),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
+        [*assemble, str(cubin), str(ptx)], capture_output=True, text=True, check=True
     ).stderr
-    assert re.findall(r"(\d+) bytes spill (?:stores|loads)", said) == ["0", "0"], said
+    return re.findall(r"(\d+) bytes spill (?:stores|loads)", said)

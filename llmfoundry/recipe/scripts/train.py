@@ -15,7 +15,7 @@ from llmfoundry.recipe.health_check import HealthCheckConfig
 from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig
-from llmfoundry.recipe.parallel_limits import limits
+from llmfoundry.recipe.parallel_limits import compiled_limits, limits
 from llmfoundry.recipe.profile import ProfileConfig
 from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.recipe.resilience.supervise import SuperviseConfig
@@ -230,7 +230,10 @@ class TrainRecipe:
 
     def _check_model_across(self) -> Iterator[str]:
         """What the model and the rest of the recipe must agree on."""
-        yield from limits(self.model, self.parallel, self.parallel.written_degrees)
+        found = [*limits(self.model, self.parallel, self.parallel.written_degrees)]
+        yield from found
+        if self.compile and not found:
+            yield from compiled_limits(self.model, self.parallel)
         if self.tokenizer.name == PRETRAINED:
             yield (
                 f"tokenizer.name: {PRETRAINED} is for scripts/finetune.py; write one of"
