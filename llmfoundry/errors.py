@@ -111,7 +111,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory is what was lacking, the host's or a device's."""
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(s in str(error) for s in _OUT_OF_MEMORY)
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        text in _ONEDNN or any(sign in text for sign in _OUT_OF_MEMORY)
+    )
 
 
 def what_was_asked(error: BaseException) -> str:
@@ -128,6 +131,10 @@ _OUT_OF_MEMORY = (
     "ALLOCATION_FAILED",
     "bad_alloc",  # of C++
 )
+_ONEDNN = ("could not create a primitive", "could not execute a primitive")
+"""Whole texts of oneDNN (CPUs' matrix products), which hold no status. What it has no kernel for
+fails before, as "could not create a primitive descriptor ..."; what is left to fail is to get memory
+for code and scratch."""
 
 
 MOST_LINES, LONGEST_LINE = 50, 2000  # of what is shown

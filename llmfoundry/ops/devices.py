@@ -120,6 +120,18 @@ def keep_memory() -> None:
             mallopt(option, value)
 
 
+def give_back_memory(device: torch.device) -> None:
+    """Give what this process keeps free to others: the kernel, other libraries, other tensors.
+
+    Where `keep_memory` was called the heap keeps all, and code that oneDNN compiles finds no page.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc
+        trim(0)
+
+
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from llmfoundry.errors import StartAgain, UserError, what_was_asked
 from llmfoundry.events import add_event
 from llmfoundry.files import read_json, write_json
+from llmfoundry.ops.devices import give_back_memory
 from llmfoundry.ops.torch_private import Replicas
 
 NAME = "out_of_memory.json"
@@ -174,11 +174,10 @@ def release(module: nn.Module) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Give back the gradients of a step that will be done again, and what the device keeps free."""
+    """Give back the gradients of a step that will be done again, and what is kept free."""
     module.zero_grad(set_to_none=True)
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    give_back_memory(next(module.parameters()).device)
 
 
 def begin_again(module: nn.Module) -> None:

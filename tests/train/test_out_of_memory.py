@@ -190,6 +190,8 @@ def test_a_size_that_no_folder_can_remember_is_no_reason_to_start_again(tmp_path
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
         (dist.DistBackendError("NCCL error: unhandled cuda error, 'out of memory'"), True),
         (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("could not create a primitive"), True),  # of oneDNN under RLIMIT_AS
+        (RuntimeError("could not create a primitive descriptor for a matmul"), False),
         (RuntimeError("out of resource: shared memory, Required: 262144"), False),
         (OSError(12, "Cannot allocate memory"), False),
         (RuntimeError("Connection closed by peer"), False),
