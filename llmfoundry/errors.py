@@ -133,8 +133,8 @@ _OUT_OF_MEMORY = (
 )
 _ONEDNN = ("could not create a primitive", "could not execute a primitive")
 """Whole texts of oneDNN (CPUs' matrix products), which hold no status. What it has no kernel for
-fails before, as "could not create a primitive descriptor ..."; what is left to fail is to get memory
-for code and scratch."""
+fails before, as "could not create a primitive descriptor ..."; all that can fail then is to get
+memory for code and scratch."""
 
 
 MOST_LINES, LONGEST_LINE = 50, 2000  # of what is shown

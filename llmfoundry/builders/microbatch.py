@@ -1,8 +1,8 @@
 """How many rows a process computes at a time, and what is done where a step of them does not fit.
 
 `builders/trainer.py` calls `settle_microbatch` where a run begins: the estimate's choice
-(`plan/fit.py`), but never more than an earlier start of the same run was left with after it ran out
-of memory; and `build_limit` for the loop.
+(`plan/fit.py`), or what a probe measured, but never more than an earlier start of the same run was
+left with after it ran out of memory; and `build_limit` for the loop.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-import torch
 from torch import nn
 
 from llmfoundry.builders.job import Job
+from llmfoundry.builders.probe import machine, probe_fit
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.collectives import all_reduce_min, on_each_machine
 from llmfoundry.distributed.launch import World
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.plan.fit import Fit, rows_per_process
-from llmfoundry.plan.memory import GIB
 from llmfoundry.recipe.scripts.train import GRAPH_MODES, TrainRecipe
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 
@@ -29,17 +27,28 @@ _ANY = 2**31  # rows: no limit is known
 
 
 def settle_microbatch(
-    recipe: TrainRecipe, fit: Fit, run: Storage, world: World, note: Callable[[str], None]
+    recipe: TrainRecipe,
+    written: TrainRecipe,
+    fit: Fit,
+    run: Storage,
+    world: World,
+    *,
+    available: int,
+    note: Callable[[str], None],
 ) -> Fit:
-    """The fit, with no more rows than an earlier start was left with; every process calls it.
+    """The fit, with the rows at a time that a run begins with; every process calls it.
 
     Args:
-        recipe: filled.
+        recipe: filled, its activation checkpointing that of `fit`.
+        written: the same as written.
         fit: of the estimate.
-        run: which remembers.
+        run: which remembers what an earlier start was left with.
         world: this process.
+        available: bytes that each process may take.
         note: reports what is not the estimate's.
     """
+    if recipe.auto_probe == "on":
+        fit = probe_fit(recipe, written, fit, world, available=available, note=note)
     if recipe.save_overwrite:  # begins anew
         return fit
     facts = memory_facts(recipe, world)
@@ -63,14 +72,6 @@ def memory_facts(recipe: TrainRecipe, world: World) -> dict[str, Any]:
     facts = {key: getattr(recipe, key) for key in (*keys, "device_loss_chunk_tokens")}
     facts["parallel.activation_checkpointing"] = str(recipe.parallel.activation_checkpointing)
     return {**facts, "parallel": degrees, "machine": machine(world.device)}
-
-
-def machine(device: torch.device) -> str:
-    """What computes, and its memory: the same on every machine of its kind."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return f"{found.name}, {round(found.total_memory / GIB)} GiB"
-    return f"CPU, {round(psutil.virtual_memory().total / GIB)} GiB"
 
 
 def build_limit(job: Job, module: nn.Module) -> MicrobatchLimit:

@@ -123,7 +123,9 @@ def build_trainer(
     data = _open_data(recipe, tokenizer, world, note)
     settle_vocabulary(recipe, written, tokenizer)
     # 3. The model, in what fits into memory.
-    chosen = settle_microbatch(recipe, _fitted(recipe, fit, start, world, note), run, world, note)
+    estimated = _fitted(recipe, fit, start, world, note)
+    free = memory_of_process(world)
+    chosen = settle_microbatch(recipe, written, estimated, run, world, available=free, note=note)
     root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. What trains it, on which rows when.

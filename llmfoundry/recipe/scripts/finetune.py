@@ -48,6 +48,11 @@ class FinetuneRecipe(TrainRecipe):
         yield from self.preference.check_data(self.data)
         degrees = self.parallel.written_degrees
         yield from tensor_adapters(self.adapter.name, self.model.quantize, degrees)
+        if self.auto_probe == "on" and self.preference.name != "none":
+            yield (
+                f"auto_probe: on measures cross-entropy, and preference.name is"
+                f" {self.preference.name}; write off"
+            )
         if self.model.quantize != "none" and self.adapter.name == "none":
             yield (
                 f"model.quantize: {self.model.quantize} keeps matrices that cannot train; write"

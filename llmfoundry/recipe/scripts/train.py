@@ -43,6 +43,7 @@ GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 # computed. Model and tokenizer may not change at all (builders.resume.run_identity).
 NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
+    r"|auto_probe"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|profile|health_check|hang|supervise"
     r"|callbacks(?!\.early_stopper|\.watch\.(loss_spike|gradient_spike|not_finite|spike|roll_back))"
     r"|data\.validation"
@@ -88,7 +89,12 @@ class TrainRecipe:
     global_train_batch_size: Annotated[int, ROWS] = 256
     """Rows in one optimizer step, over all processes."""
     device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
-    """Rows a process computes at a time; auto: as many as fit by the estimate."""
+    """Rows a process computes at a time; auto: as many as fit by the estimate. A step that runs out
+    of memory goes on with half, of a number too."""
+    auto_probe: Annotated[str, choice(("off", "on"))] = "off"
+    """Only with device_train_microbatch_size: auto. on: measure first, in a process beside each, by
+    real steps at the estimate and up, what fits; kept in data.cache_folder by recipe, code and
+    machine. off: it takes a start of the processes, and what does not fit costs one step since."""
     device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Rows a process evaluates at a time; auto: as many as fit by the estimate."""
     device_loss_chunk_tokens: Annotated[int | None, Range(1, 2**24)] = None
@@ -270,6 +276,16 @@ class TrainRecipe:
             yield (
                 f"device_train_microbatch_size: {micro} rows, but a step has only"
                 f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
+            )
+        if self.auto_probe == "on" and micro != "auto":
+            yield (
+                "auto_probe: on has no effect with a device_train_microbatch_size of"
+                f" {micro}; write auto for that, or remove auto_probe"
+            )
+        if self.auto_probe == "on" and self.compile_mode in GRAPH_MODES:
+            yield (
+                f"auto_probe: on has no effect with compile_mode: {self.compile_mode}, whose steps"
+                " have one microbatch; remove it"
             )
         if self.save_max_wait is not None and not self.save_async:
             yield "save_max_wait: has no effect with save_async=false; remove it"

@@ -1,0 +1,178 @@
+"""`python -m llmfoundry.builders.probe_child`: a process of a probe, which `probe.py` starts.
+
+It builds what the run will build, by the same functions, with numbers in place of weights and
+tokens that are drawn: memory does not depend on their values. A size that fits is a line in the
+request's file; the first that does not ends the process with status `probe.SHORT`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+from itertools import chain
+
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from llmfoundry.builders.adapter import lora_plus_ratio
+from llmfoundry.builders.job import build_autocast, matmul_dtype
+from llmfoundry.builders.probe import SHORT, ProbeRequest
+from llmfoundry.builders.trainer import build_model
+from llmfoundry.distributed.context import token_sharding
+from llmfoundry.distributed.fsdp import apply_ddp
+from llmfoundry.distributed.launch import World, join
+from llmfoundry.distributed.mesh import build_mesh, with_mesh
+from llmfoundry.errors import UserError, is_out_of_memory
+from llmfoundry.models.decoder import Root
+from llmfoundry.ops.packed_layout import Batch, PackedLayout
+from llmfoundry.ops.shard_layout import local_shard
+from llmfoundry.processes import end_with
+from llmfoundry.recipe.front.plugins import import_plugins
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.optim.optimizers import build_optimizer
+from llmfoundry.train.spikes import Guard
+from llmfoundry.train.step import StepSettings, train_step
+
+
+def main() -> None:
+    """Take steps of each size, the smallest first.
+
+    Raises:
+        SystemExit: `SHORT`, as one did not fit.
+    """
+    end_with(int(sys.argv[1]))
+    request: ProbeRequest = pickle.load(sys.stdin.buffer)  # of our parent's pipe
+    import_plugins(request.plugins)
+    try:
+        with join(request.recipe.parallel) as world:
+            _measure(request, world)
+    except (MemoryError, RuntimeError, UserError) as error:
+        if any(is_out_of_memory(e) for e in (error, error.__cause__) if e is not None):
+            sys.stderr.flush()
+            _exit(SHORT)
+        raise
+
+
+def _exit(status: int) -> None:
+    """At once: Python would wait for messages that the others never send."""
+    import os
+
+    os._exit(status)
+
+
+def _measure(request: ProbeRequest, world: World) -> None:
+    recipe = request.recipe
+    begin = _Peak(world.device)
+    if world.device.type == "cpu":
+        _limit_memory(request.available)
+    meshes = build_mesh(recipe.parallel, world)
+    world = with_mesh(world, meshes)
+    root = build_model(recipe, world, meshes, lambda line: None, written=request.written)
+    _fill(root)
+    optimizer = build_optimizer(
+        root.model,
+        recipe.optimizer,
+        lora_plus_ratio=lora_plus_ratio(recipe),
+        matmul_dtype=matmul_dtype(recipe.precision),
+    )
+    module = apply_ddp(root, meshes)
+    guard = Guard(world.device, recipe.callbacks.watch)
+    for number, rows in enumerate(request.sizes):
+        settings = _settings(recipe, world, root, rows)
+        batch = draw_batch(recipe, min(request.rows, 2 * rows)).to(world.device)
+        # The first step makes the optimizer's state: the next has it beside the activations.
+        for step in range(1 if number else 2):
+            seconds = _timed(module, optimizer, batch, settings, guard, 2 * number + step)
+        row = {"rows": rows, "peak": begin.rise(), "seconds": seconds / len(batch.tokens)}
+        with request.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _settings(recipe: TrainRecipe, world: World, root: Root, rows: int) -> StepSettings:
+    return StepSettings(
+        microbatch=rows,
+        autocast=build_autocast(recipe.precision, world.device),
+        clipping=recipe.gradient_clipping,
+        data_group=world.data_group,
+        token_group=world.token_group,
+        shard_tokens=token_sharding(root),
+        reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
+    )
+
+
+def _timed(
+    module: nn.Module,
+    optimizer: Optimizer,
+    batch: Batch,
+    settings: StepSettings,
+    guard: Guard,
+    number: int,
+) -> float:
+    """Seconds of a step, to the end of the device's work."""
+    began = time.perf_counter()
+    train_step(module, optimizer, batch, settings, number=number, guard=guard)
+    if batch.tokens.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+@torch.no_grad()
+def _fill(root: Root) -> None:
+    """Small numbers for weights: those of 4 bits, and integers, are 0."""
+    generator = torch.Generator(next(root.parameters()).device).manual_seed(1)
+    for tensor in chain(root.parameters(), root.buffers()):
+        own = local_shard(tensor)
+        if own.is_floating_point():
+            own.normal_(0.0, 0.02, generator=generator)
+        else:
+            own.zero_()
+
+
+def draw_batch(recipe: TrainRecipe, rows: int) -> Batch:
+    """Rows of two documents of random tokens, each of them labeled."""
+    length, vocabulary = recipe.max_seq_len, recipe.model.vocab_size
+    assert vocabulary is not None, "the tokenizer is known"
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocabulary, (rows, length), generator=generator)
+    layout = None
+    if not recipe.data.attend_across_documents:
+        first = length // 3 or 1
+        layout = PackedLayout.from_lengths([[first, length - first]] * rows)
+    return Batch(tokens, tokens.roll(-1, 1), layout)
+
+
+class _Peak:
+    """How much more memory than at first a process, or its device, has had at any time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+
+    def rise(self) -> int:
+        """Bytes, up to now."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device)
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most * (1 if sys.platform == "darwin" else 1024) - self._first
+
+
+def _limit_memory(available: int) -> None:
+    """Let an allocation fail here before the kernel ends another process of the machine."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    own = psutil.Process().memory_info().data
+    least = min(n for n in (own + available, soft, hard) if n != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
+
+
+if __name__ == "__main__":
+    main()
