@@ -285,7 +285,7 @@ def machine(device: torch.device) -> str:
 
 
 def _own_limits() -> Iterator[str]:
-    """What `ulimit` leaves a process of a CPU's memory."""
+    """What limits of this process (ulimit) leave it of the memory."""
     with suppress(ImportError):  # Windows has none
         import resource
 

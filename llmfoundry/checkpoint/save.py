@@ -38,7 +38,7 @@ from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import Mailbox
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.errors import UserError, is_out_of_memory, one_line, what_was_asked
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.devices import device_thread
@@ -221,7 +221,10 @@ class Checkpointer:
         try:
             tensors = training_state(model, optimizer)
             return self._tensor_files.stage(tensors, self._contents.stacked, copy=copy)
-        except Exception as error:  # no memory
+        except Exception as error:
+            if copy and is_out_of_memory(error):
+                why = f"the host has no memory for the copy of it ({what_was_asked(error)})"
+                return UserError(f"{why}; write save_async=false, which makes none")
             return error
 
     def before_update(self) -> None:
