@@ -34,6 +34,10 @@ BEATS = "LLMFOUNDRY_BEATS"
 """In the environment: the folder below which processes write heartbeats for the supervisor."""
 RECORDER = "LLMFOUNDRY_RECORDER"
 """In the environment: where this process's NCCL flight recorder writes, if it has one."""
+FLIGHT = "flight-"
+"""Before the rank, in the name of a file of its flight recorder: its last messages, by PyTorch."""
+READER = f"torchfrtrace --prefix {FLIGHT}"
+"""PyTorch's program that compares those of all processes; their folder follows."""
 MEMORY = "/dev/shm"
 _FREE = 2**22  # bytes: 16 ranks' heartbeats and stacks
 _SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one

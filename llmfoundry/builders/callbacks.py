@@ -65,6 +65,8 @@ def speed_monitor(job: Job) -> Callback:
     """Throughput, of the FLOPs of what trains."""
     flops = trained_flops_per_token(job.root.model, job.recipe.max_seq_len)
     window, peak = job.recipe.callbacks.speed_window, peak_flops(job.world.device)
+    if job.recipe.fp8_recipe is not None:
+        peak = None  # of bf16; products of a model in fp8 have one and another
     return SpeedMonitor(window=window, flops_per_token=flops, peak_flops=peak)
 
 

@@ -63,6 +63,7 @@ from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.float8 import float8_refusal, use_float8
 from llmfoundry.models.quantized import value_count
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.plan.communication import spanning
@@ -76,6 +77,7 @@ from llmfoundry.plan.fit import (
     with_guessed_vocabulary,
 )
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.typed import to_yaml
 from llmfoundry.recipe.parallel import EXPERT, node_size, recomputation
 from llmfoundry.recipe.parallel_limits import compiled_limits, limits
@@ -335,6 +337,7 @@ def build_model(
     choose_trained(root.model, recipe, note, checkpoint=folder)  # first: it adds parameters
     hold_frozen(root.model, recipe, written, note)
     freeze(root.model, recipe.optimizer)
+    _compute_in_float8(root.model, recipe, note)
     parallelize(
         root,
         world,
@@ -344,6 +347,18 @@ def build_model(
         compile_mode=recipe.compile_mode,
     )
     return root
+
+
+def _compute_in_float8(model: Decoder, recipe: TrainRecipe, note: Callable[[str], None]) -> None:
+    if recipe.fp8_recipe is None:
+        return
+    names = use_float8(model, recipe.fp8_recipe, emulate=bool(recipe.fp8_emulate))
+    slow = "" if recipe.compile else "; without compile: true it is slower than amp_bf16"
+    mixture = "; experts stay bf16" if recipe.model.ffn_config.ffn_type == "dmoe" else ""
+    note(
+        f"precision: amp_fp8 ({recipe.fp8_recipe}): {len(names)} linear layers of blocks in fp8"
+        f"{mixture}; MFU is not shown, as its peak would be of bf16 alone{slow}"
+    )
 
 
 def sketch(recipe: TrainRecipe, written: TrainRecipe) -> Decoder:
@@ -387,6 +402,8 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
     if reason is not None:
         raise UserError(f"model.ffn_config.moe_impl: {reason}")
     check_format(recipe.parallel.activation_compression, device)
+    if recipe.fp8_recipe is not None:
+        _check_float8(recipe, device)
     if recipe.compile_mode is not None:
         if device.type == "cpu" and recipe.parallel.activation_checkpointing == "selective":
             raise UserError(
@@ -394,6 +411,18 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
                 " CPU's attention over packed rows is not compiled under it; write whole or none"
             )
         check_compiler(recipe.compile_mode, device)
+
+
+def _check_float8(recipe: TrainRecipe, device: torch.device) -> None:
+    if isinstance(recipe.model, HFModelConfig):
+        raise UserError("precision: amp_fp8 is for our own decoder; write amp_bf16")
+    if isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none":
+        raise UserError(
+            "precision: amp_fp8 has no effect on adapters' frozen layers; write amp_bf16"
+        )
+    reason = None if recipe.fp8_emulate else float8_refusal(device)
+    if reason is not None:
+        raise UserError(f"precision: amp_fp8: {reason}")
 
 
 def memory_of_process(world: World) -> int:
@@ -469,7 +498,8 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     size = f"{parameters:,} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
         size += f", {active_parameter_count(recipe.model):,} active"
-    how = f"{recipe.precision}, microbatch {job.microbatch}"
+    precision = recipe.precision if recipe.fp8_recipe is None else "amp_fp8"
+    how = f"{precision}, microbatch {job.microbatch}"
     again = recomputation(recipe.parallel.activation_checkpointing)
     if again != "none":
         how += f", activation checkpointing: {again}"

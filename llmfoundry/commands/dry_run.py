@@ -48,7 +48,6 @@ from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.hardware import Hardware
 from llmfoundry.recipe.front.paths import find_file, show
-from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
@@ -283,7 +282,7 @@ def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | Non
     width = 2 if recipe.precision == "bf16" else 4
     each = ""
     if model is None:
-        whole = width * (1 + OPTIMIZERS[recipe.optimizer.name].moments) * need.parameters
+        whole = (width + recipe.optimizer.moment_bytes(width)) * need.parameters
         each = f", about {format_gib(whole / GIB)} each"
     return f"every {recipe.save_interval} and at the end{each}; {kept}"
 

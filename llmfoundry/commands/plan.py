@@ -36,7 +36,6 @@ from llmfoundry.plan.measured import measured_speeds
 from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.seconds import in_seconds, speed_line, step_line
 from llmfoundry.recipe.front.hardware import Hardware
-from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -197,7 +196,7 @@ def checkpoint_bytes(layout: Layout) -> int:
     """Of weights and moments."""
     recipe = layout.recipe
     width = 2 if recipe.precision == "bf16" else 4
-    return width * (1 + OPTIMIZERS[recipe.optimizer.name].moments) * layout.need.parameters
+    return round((width + recipe.optimizer.moment_bytes(width)) * layout.need.parameters)
 
 
 def _ranked(written: PlanRecipe, own: Layout | None, ranking: Ranking) -> Rows:

@@ -19,6 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llmfoundry.errors import RunFailure
+from llmfoundry.files import atomic_write
+from llmfoundry.heartbeat import FLIGHT, READER
+from llmfoundry.ops.torch_private import newest_messages
 
 # Seconds for the marks of others: they wait for the lost one too, but have not begun when we did.
 _AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0
@@ -27,6 +30,7 @@ _TIMEOUT, _LOSS, _MARKS = "timeout", "loss", "llmfoundry/failed"
 # In what PyTorch raises of them where it is not a DistError. The last is for what waits in the same
 # group after a collective that timed out.
 _SIGNS = ("gloo", "nccl", "pair closure")
+_messages_folder: Path | None = None
 
 
 def explain_failure(
@@ -50,15 +54,37 @@ def explain_failure(
     missing, timed_out = _missing(store, rank, size, timed_out)
     where = _place(failure)
     if timed_out:
+        kept = _keep_messages(rank)
         who = name_ranks(missing) or "though all are there, a collective"
         return RunFailure(
             f"parallel.dist_timeout: {who} did not come within {timeout.total_seconds():.0f} s"
             f" (waited for in {where}): it hangs, was stopped or is slow; look at that process, or"
-            " write a larger parallel.dist_timeout"
+            f" write a larger parallel.dist_timeout{kept}"
         )
     if not missing:
         return None
     return RunFailure(f"{name_ranks(missing)} ended before the others (seen in {where})")
+
+
+def keep_messages_in(folder: Path | None) -> None:
+    """Where this process leaves its last messages when a collective times out; None: nowhere."""
+    global _messages_folder
+    _messages_folder = folder
+
+
+def _keep_messages(rank: int) -> str:
+    """Write this process's flight recorder; what to say of it."""
+    if _messages_folder is None:
+        return ""
+    try:
+        messages = newest_messages()
+        if not messages:
+            return ""
+        _messages_folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(_messages_folder / f"{FLIGHT}{rank}", messages)
+    except (OSError, RuntimeError):  # a full disk; the line that follows is what matters
+        return ""
+    return f"; last messages of each process: {READER} {_messages_folder}"
 
 
 def failed_collective(error: BaseException) -> BaseException | None:

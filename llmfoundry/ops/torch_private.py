@@ -43,6 +43,20 @@ def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta
             change(device if backend.name() == "nccl" else host)
 
 
+def newest_messages() -> bytes:
+    """This process's last collectives, as its flight recorder has them, pickled; b"": it has none.
+
+    `_dump_fr_trace` of torch.distributed, of gloo's and NCCL's, and `_dump_nccl_trace` of
+    versions before. PyTorch records them by itself (TORCH_FR_BUFFER_SIZE) and has a program that
+    compares those of all processes, torch.distributed.flight_recorder.fr_trace.
+    """
+    module = importlib.import_module("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        if hasattr(module, name):
+            return cast(bytes, getattr(module, name)())
+    return b""
+
+
 def default_store() -> dist.Store:
     """The store at which all processes met: `distributed_c10d._get_default_store`.
 

@@ -19,7 +19,6 @@ from llmfoundry.models.quantized import quantized_shapes, value_count
 from llmfoundry.ops.loss import chunk_tokens, logit_bytes
 from llmfoundry.plan.activations import kept_by_blocks, row_bytes
 from llmfoundry.plan.shards import BLOCK, REDUCED, Values, shares, total, unit_of, values_of
-from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -163,7 +162,7 @@ def estimate(
         parameters=parameter_count(model),
         parameter_bytes=own,
         gradient_bytes=own,
-        moment_bytes=OPTIMIZERS[recipe.optimizer.name].moments * own,
+        moment_bytes=round(recipe.optimizer.moment_bytes(width) * held.all.shard),
         **_whole_weights(recipe, degrees, gathered, head, values=held.blocks.gathered),
         row_head=rows.kept + rows.head,
         row_block=rows.kept + rows.block,
@@ -270,7 +269,7 @@ def _estimate_part(
         parameters=held.parameters,
         parameter_bytes=held.frozen + held.trained.shard,
         gradient_bytes=held.trained.shard,
-        moment_bytes=OPTIMIZERS[recipe.optimizer.name].moments * held.trained.shard,
+        moment_bytes=round(recipe.optimizer.moment_bytes(each) * held.trained.shard / each),
         at_head=beside["at_head"] + low * held.dequantized,
         at_block=beside["at_block"] + low * held.dequantized,
         row_head=round(heap * (rows.kept + rows.head)),

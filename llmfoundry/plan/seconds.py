@@ -22,7 +22,6 @@ from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
 from llmfoundry.plan.products import Product, head, products
 from llmfoundry.plan.shards import shares
 from llmfoundry.recipe.hardware import Gpu
-from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.parallel import Degrees, recomputation
 from llmfoundry.recipe.parallel_limits import context_method
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -366,9 +365,9 @@ def _ends(recipe: TrainRecipe, degrees: Degrees, tokens: float, reached: Speeds)
 def _optimizer(recipe: TrainRecipe, degrees: Degrees, reached: Speeds) -> float:
     """Clipping reads a gradient twice and writes it once; the update writes all but gradients."""
     width = 2 if recipe.precision == "bf16" else 4
-    moments = OPTIMIZERS[recipe.optimizer.name].moments
+    moments = recipe.optimizer.moment_bytes(width)
     values = shares(recipe.model, degrees).all.shard
-    return values * width * (3 + 2 * (1 + moments) + 1) / reached.memory
+    return values * (3 * width + 2 * (width + moments) + width) / reached.memory
 
 
 def _hidden(

@@ -11,6 +11,9 @@ from llmfoundry.recipe.values.bounds import POSITIVE, Range, choice, out_of_boun
 from llmfoundry.recipe.values.checks import inert
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry, check_settings
 
+MOMENTS = ("bf16", "int8")
+LEAST_BLOCKED = 4096  # values of a matrix whose moments are worth int8, as bitsandbytes has it
+MOST_BLOCK = 256  # values that share a scale; torchao has the same
 CLIPPING_TYPES = ("norm", "value", "adaptive")
 
 
@@ -26,6 +29,8 @@ class OptimizerType(Entry):
     """Arguments of a group that are not the settings as they are written."""
     split: str = field(default="", kw_only=True)
     """What splits a group for it, "package.module:function"; unset: nothing does."""
+    narrow: str = field(default="", kw_only=True)
+    """What is made in its place where the section names `moments`, "package.module:function"."""
     multiplies: bool = field(default=False, kw_only=True)
     """Its update has matrix products: it takes their `dtype`, that of the recipe's precision."""
 
@@ -43,6 +48,7 @@ def _by_first_lr(config: OptimizerConfig) -> dict[str, Any]:
 
 
 _BUILT = "llmfoundry.train.optim"
+_NARROW = f"{_BUILT}.low_precision:LowPrecisionAdamW"
 _ADAM = {"betas": [0.9, 0.95], "eps": 1e-8}
 OPTIMIZERS = ChoiceTable(
     "optimizer.name",
@@ -53,12 +59,14 @@ OPTIMIZERS = ChoiceTable(
             meaning="weights shrink by weight_decay * lr / (first lr) (Composer).",
             keys=_ADAM,
             change=_by_first_lr,
+            narrow=_NARROW,
             title="DecoupledAdamW",
         ),
         "adamw": OptimizerType(
             f"{_BUILT}.optimizers:fused_adamw",
             meaning="weights shrink by weight_decay * lr (Loshchilov and Hutter, 2019).",
             keys=_ADAM,
+            narrow=_NARROW,
             title="AdamW",
         ),
         "decoupled_lionw": OptimizerType(
@@ -129,6 +137,11 @@ class OptimizerConfig:
     """Only for muon: decay of the running gradient that is made orthogonal, 0.95."""
     weight_decay: Annotated[float, Range(0)] = 0.0
     """Shrinkage each step; times lr for adamw and muon, times lr / (first lr) for decoupled_*."""
+    moments: Annotated[str | None, choice(MOMENTS)] = None
+    """Only for adamw and decoupled_adamw: what their moments are kept in between steps. bf16, with
+    stochastic rounding: half of fp32. int8: a quarter, in blocks of 256 with a scale each (Dettmers
+    et al., 2022; extra lowp); vectors, and matrices of less than 4,096 values, stay fp32. Unset:
+    the dtype of the weights, by PyTorch's fused kernel, which is the fastest."""
     param_groups: list[ParamGroupConfig] = field(default_factory=list)
     """Parameters, by regular expression, with values of their own."""
     disable_grad: list[str] = field(default_factory=list)
@@ -148,6 +161,9 @@ class OptimizerConfig:
                 yield from inert(key, self, ["momentum"], "without name: muon")
             elif self.momentum is not None and not 0 <= self.momentum < 1:
                 yield f"{key}momentum: {self.momentum}; write a number in [0, 1)"
+            if not kind.narrow:
+                others = [name for name, other in OPTIMIZERS.items() if other.narrow]
+                yield from inert(key, self, ["moments"], f"without name: {' or '.join(others)}")
             yield from check_settings(f"{key}kwargs.", self.kwargs, kind.own_keys(self))
         for index, group in enumerate(self.param_groups):
             yield from group.check(f"{key}param_groups[{index}].", self.name)
@@ -158,6 +174,11 @@ class OptimizerConfig:
         """Write derived values in place."""
         if self.name in OPTIMIZERS:  # of a run with a plugin that is not here, who knows
             OPTIMIZERS[self.name].fill(self)
+
+    def moment_bytes(self, weight: int) -> float:
+        """Bytes of all moments of a weight of `weight` bytes, for the estimate of memory."""
+        each = {None: float(weight), "bf16": 2.0, "int8": 1 + 4 / MOST_BLOCK}[self.moments]
+        return OPTIMIZERS[self.name].moments * each
 
 
 def check_betas(key: str, betas: list[float] | None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.trainer import Trainer
 from tests.tiny import ENV, ROOT, write_recipe
 
+Hung = tuple[list[int | None], list[str], list[str], dict[str, Any]]
 TARGETS = """
 import time
 from pathlib import Path
@@ -34,6 +37,7 @@ from llmfoundry.distributed.mesh import build_mesh
 
 def hang(recipe):
     locks._PATIENCE, failures._AFTER_TIMEOUT = 0.2, 3
+    failures.keep_messages_in(Path(recipe.save_folder) / "hangs" / "messages")
     with join(recipe.parallel) as world:
         try:
             with locks.only_run(Path(recipe.save_folder), world, note=print):
@@ -86,8 +90,11 @@ def start(folder: Path, target: str, timeout: int) -> list[subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int | None], list[str], list[str]]:
-    """Of each rank: status, stdout, stderr, where the run's folder is locked and rank 1 hangs."""
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Hung:
+    """Of each rank: status, stdout, stderr, where the run's folder is locked and rank 1 hangs.
+
+    And what rank 0's flight recorder had.
+    """
     folder = tmp_path_factory.mktemp("hung")
     write_recipe(folder)
     (folder / "runs/tiny").mkdir(parents=True)
@@ -98,22 +105,34 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int | None], li
         assert time.monotonic() - began < 200  # PyTorch's own timeout is half an hour
     statuses = [ranks[0].returncode, ranks[1].poll()]
     ranks[1].kill()
+    messages = pickle.loads((folder / "runs/tiny/hangs/messages/flight-0").read_bytes())
     said = ranks[1].communicate()
-    return statuses, [out, said[0]], [err, said[1]]
+    return statuses, [out, said[0]], [err, said[1]], messages
 
 
 def test_who_waits_for_a_hung_rank_names_it_and_the_key(
-    hung: tuple[list[int | None], list[str], list[str]],
+    hung: Hung,
 ) -> None:
-    statuses, _, stderr = hung
+    statuses, _, stderr, _ = hung
     assert statuses == [1, None]
     (line,) = (line for line in stderr[0].splitlines() if "dist_timeout" in line)
     assert line.startswith("parallel.dist_timeout: rank 1 did not come within 4 s")
     assert "Traceback" not in stderr[0]
+    assert line.endswith("torchfrtrace --prefix flight- runs/tiny/hangs/messages")
+
+
+def test_its_last_messages_are_there_for_pytorch_s_program(
+    hung: Hung,
+) -> None:
+    messages = hung[3]
+    assert messages["version"] and messages["pg_config"]
+    newest = messages["entries"][-1]
+    assert newest["profiling_name"] == "gloo:all_reduce" and newest["timeout_ms"] == 4000
+    assert any("targets.py" in frame["filename"] for frame in newest["frames"])
 
 
 def test_every_rank_learns_that_the_folder_is_in_use(
-    hung: tuple[list[int | None], list[str], list[str]],
+    hung: Hung,
 ) -> None:
     for said in hung[1]:
         assert "save_folder: runs/tiny is in use by" in said and "has it" not in said

@@ -17,6 +17,7 @@ import pytest
 from llmfoundry.events import read_events
 from llmfoundry.heartbeat import RECORDER, read_heartbeats
 from llmfoundry.recipe.resilience.hang import HangConfig
+from llmfoundry.resilience.hang.collect import RECORDERS
 from llmfoundry.resilience.hang.monitor import Settings
 from tests.tiny import ENV, ROOT
 
@@ -155,6 +156,22 @@ def test_a_stopped_rank_is_named_with_its_stack_and_all_are_ended(group: Group) 
     assert "on here: stopped" in text and 'File "<string>"' in text
     assert [rank.wait(10) for rank in group.ranks] == [-signal.SIGKILL] * RANKS
     assert not group.beats.exists()
+
+
+def test_what_nccl_wrote_of_a_timeout_is_kept_with_the_run(group: Group) -> None:
+    """Its watchdog writes, and ends the process: nobody hangs, and nobody asks for stacks."""
+    group.recorder = group.recorder.rename(group.recorder.with_name(f"{RECORDERS}1"))
+    group.start(recorder=True)
+    (group.recorder / "flight-2").write_bytes(b"messages of 2")
+    for rank in group.ranks:
+        rank.kill()
+        rank.wait()
+    said = group.wait()
+    (event,) = read_events(group.run)
+    assert (event["kind"], event["ranks"], event["action"]) == ("timeout", [2], "log")
+    assert event["messages"] in said and "torchfrtrace" in said
+    assert (Path(event["messages"]) / "flight-2").read_bytes() == b"messages of 2"
+    assert not group.recorder.exists()
 
 
 def test_a_rank_that_sleeps_is_named_by_its_phase_and_its_stack_says_where(group: Group) -> None:

@@ -32,9 +32,12 @@ from llmfoundry.recipe.values.bounds import (
     choice,
     out_of_bounds,
 )
+from llmfoundry.recipe.values.checks import inert
 from llmfoundry.recipe.values.duration import check_duration
 
-PRECISIONS = ("fp32", "amp_bf16", "bf16")
+PRECISIONS = ("fp32", "amp_bf16", "bf16", "amp_fp8")
+FP8_RECIPES = ("rowwise", "tensorwise")
+FP8 = PRECISIONS[-1]
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs
 GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
@@ -76,7 +79,16 @@ class TrainRecipe:
     precision: Annotated[str, choice(PRECISIONS)] = "amp_bf16"
     """amp_bf16: matrix products in bfloat16, weights and sums in fp32; a CPU without bfloat16
     instructions computes in fp32, and says so. fp32: everything. bf16: the weights, gradients and
-    optimizer too are bfloat16: half the memory, small updates are lost."""
+    optimizer too are bfloat16: half the memory, small updates are lost. amp_fp8: as amp_bf16, with
+    the products of blocks' dense linear layers in 8-bit floating point (torchao, extra lowp), on
+    GPUs that have it and with compile: true; head, routers and experts stay bf16, and so do
+    evaluation and export of what was saved. Estimates and plans count it as amp_bf16."""
+    fp8_recipe: Annotated[str | None, choice(FP8_RECIPES)] = None
+    """Only with precision: amp_fp8: what shares a scale. rowwise, the default: a row of an operand,
+    more exact; tensorwise: the whole of it, faster."""
+    fp8_emulate: bool | None = None
+    """Only with precision: amp_fp8: round to fp8 and compute in more, on any device, slowly: to try
+    the numerics. Default false."""
     compile: bool = False
     """torch.compile each block: faster steps after a first one that takes a minute."""
     compile_mode: Annotated[str | None, choice(COMPILE_MODES)] = None
@@ -173,6 +185,7 @@ class TrainRecipe:
         for key in ("eval_interval", "log_interval", "save_interval"):
             yield from check_duration(key, getattr(self, key))
         yield from self._check_compile()
+        yield from self._check_fp8()
         sections = (
             self.model,
             self.tokenizer,
@@ -192,6 +205,16 @@ class TrainRecipe:
         for section in sections:
             yield from section.check()
         yield from self._check_across()
+
+    def _check_fp8(self) -> Iterator[str]:
+        if self.precision != FP8:
+            yield from inert("", self, ["fp8_recipe", "fp8_emulate"], f"without precision: {FP8}")
+        elif self.parallel.tensor_parallel_degree != 1:
+            yield (
+                f"precision: {FP8} does not know the sharded matrices of"
+                f" parallel.tensor_parallel_degree: {self.parallel.tensor_parallel_degree}; write"
+                " amp_bf16, or 1"
+            )
 
     def _check_compile(self) -> Iterator[str]:
         mode = self.compile_mode
@@ -342,6 +365,10 @@ class TrainRecipe:
         self.callbacks.fill()
         self.profile.fill()
         self.hang.fill()
+        if self.precision == FP8:  # amp_bf16 in all but `use_float8`
+            self.precision = "amp_bf16"
+            self.fp8_recipe = self.fp8_recipe or FP8_RECIPES[0]
+            self.fp8_emulate = bool(self.fp8_emulate)
         if self.compile and self.compile_mode is None:
             self.compile_mode = "default"
         if self.save_async and self.save_max_wait is None:

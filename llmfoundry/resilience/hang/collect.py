@@ -17,13 +17,13 @@ from pathlib import Path
 
 import psutil
 
-from llmfoundry.heartbeat import STACKS, read_heartbeats, stacks_path
+from llmfoundry.heartbeat import FLIGHT, STACKS, read_heartbeats, stacks_path
 from llmfoundry.resilience.hang.judge import STOPPED, RankReading, waits_in_torch
 
 _STACK_SECONDS, _SPY_SECONDS = 2.0, 10.0
 _OVER = ("dead", "zombie", "gone")
-FLIGHT, PIPE = "flight-", "ask-"
-"""Names, before the rank, of a flight recorder's file and of the pipe that has it written."""
+PIPE = "ask-"
+"""Before the rank, in the name of the pipe that has a flight recorder written."""
 RECORDERS = "llmfoundry-recorder-"
 """How the temporary folders of flight recorders begin."""
 
@@ -37,6 +37,7 @@ class Ranks:
         self._known: dict[int, psutil.Process] = {}
         self.recorders: dict[int, Path] = {}
         self._stopped_at: dict[int, float] = {}
+        self._asked: set[int] = set()  # ranks whose recorders were written for the stacks
 
     def read(self) -> list[RankReading]:
         """A reading of each process with a heartbeat, which one that has ended well removes."""
@@ -105,6 +106,7 @@ class Ranks:
                     os.kill(pid, signal.SIGCONT)
         for rank in pids.keys() & self.recorders.keys():
             _dump_recorder(self.recorders[rank] / f"{PIPE}{rank}.pipe")
+            self._asked.add(rank)
         time.sleep(_STACK_SECONDS)
         for rank, pid in pids.items():
             own = stacks_path(self._folder, rank).read_bytes()[before[rank] :].decode()
@@ -116,6 +118,23 @@ class Ranks:
             with suppress(OSError):  # it did not answer, or has nothing
                 shutil.copy(folder / f"{FLIGHT}{rank}", target)
         return waits
+
+    def timed_out(self, target: Path) -> list[int]:
+        """Copy what NCCL wrote unasked, of a collective that timed out, to the new folder `target`.
+
+        Returns:
+            The ranks whose recorders they are.
+        """
+        written = {
+            rank: folder / f"{FLIGHT}{rank}"
+            for rank, folder in self.recorders.items()
+            if rank not in self._asked and (folder / f"{FLIGHT}{rank}").exists()
+        }
+        if written:
+            target.mkdir(parents=True, exist_ok=True)
+        for path in written.values():
+            shutil.copy(path, target)
+        return sorted(written)
 
     def _facts(self, rank: int, pid: int) -> str:
         """The system's facts of a process."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import add_event
+from llmfoundry.heartbeat import READER
 from llmfoundry.recipe.resilience.hang import HangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS, Ranks
 from llmfoundry.resilience.hang.judge import HangVerdict, RankReading, judge, refine
@@ -54,6 +55,7 @@ class Settings:
         ranks: processes of the whole run.
         config: fields of the recipe's section, filled.
         is_compiled: whether steps may compile once more.
+        messages: the folder below `hangs` for what NCCL has recorded when it times out.
         hub: the address of the hub; empty: it is here.
         listen: the host of this machine at which the hub listens; empty: there is no other machine.
     """
@@ -64,6 +66,7 @@ class Settings:
     ranks: int
     config: dict[str, Any]
     is_compiled: bool = False
+    messages: str = "messages"
     hub: str = ""
     listen: str = ""
 
@@ -102,9 +105,33 @@ class Monitor:
         while self._ranks.any_left() and self._poll(readings):
             time.sleep(_POLL_SECONDS)
             readings = self._ranks.read()
+        self._keep_messages()
         own = [r for r in self._ranks.recorders.values() if r.name.startswith(RECORDERS)]
         for folder in [Path(self._settings.heartbeats), *own]:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _keep_messages(self) -> None:
+        """Keep what NCCL wrote of a collective that timed out, and ended this machine's ranks."""
+        target = self._folder / FOLDER / self._settings.messages
+        with suppress(OSError):
+            ranks = self._ranks.timed_out(target)
+            if not ranks:
+                return
+            seen = f"a collective timed out, of ranks {', '.join(map(str, ranks))}"
+            done = f"last messages of each process: {READER} {target}"
+            print(f"{seen}; {done}", file=sys.stderr, flush=True)
+            step = max((reading.step for reading in self._ranks.read()), default=None)
+            add_event(
+                self._folder,
+                "timeout",
+                seen,
+                step=step,
+                action="log",
+                done=done,
+                ranks=ranks,
+                messages=str(target),
+                host=self._settings.node,
+            )
 
     def _poll(self, readings: list[RankReading]) -> bool:
         """Get an order, and carry it out; False once this machine's processes have been ended."""

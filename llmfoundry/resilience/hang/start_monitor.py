@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,18 +19,29 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
+from llmfoundry.distributed.failures import keep_messages_in
 from llmfoundry.distributed.launch import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_ranks
-from llmfoundry.heartbeat import BEATS, RECORDER, memory_folder, start_heartbeat, stop_heartbeat
+from llmfoundry.heartbeat import (
+    BEATS,
+    FLIGHT,
+    RECORDER,
+    memory_folder,
+    start_heartbeat,
+    stop_heartbeat,
+)
 from llmfoundry.processes import start_module
 from llmfoundry.recipe.resilience.hang import HangConfig
-from llmfoundry.resilience.hang.collect import FLIGHT, PIPE, RECORDERS
-from llmfoundry.resilience.hang.monitor import Settings
+from llmfoundry.resilience.hang.collect import PIPE, RECORDERS
+from llmfoundry.resilience.hang.monitor import FOLDER, Settings
 
 
 def keep_recorder(config: HangConfig) -> None:
     """Have NCCL record its last 2,000 messages (PyTorch's flight recorder) for the monitor.
+
+    NCCL writes them when the monitor asks, and by itself when a collective times out, in a folder
+    of this machine; the monitor copies them to the run's.
 
     Called before NCCL starts. Variables of PyTorch that the user has set stay.
     """
@@ -40,6 +52,7 @@ def keep_recorder(config: HangConfig) -> None:
     os.environ[RECORDER] = folder
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         os.environ.setdefault(name, f"{folder}/{FLIGHT}")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/{PIPE}")
@@ -53,6 +66,8 @@ def monitored(
 
     `config`: filled; `is_compiled`: whether steps may compile once more.
     """
+    messages = on_rank0(world, lambda: time.strftime("messages-%Y%m%d-%H%M%S"))
+    keep_messages_in(folder / FOLDER / messages if world.size > 1 else None)
     is_supervised = BEATS in os.environ
     several = world.size > 1 or is_supervised  # a supervisor needs to know of a hang
     is_on = config.monitor == "on" or (config.monitor == "auto" and several)
@@ -63,22 +78,21 @@ def monitored(
     start_heartbeat(heartbeats, world.rank)
     _record_ranks(world)
     if is_on:
-        _start(config, world, folder, heartbeats, is_compiled)
+        settings = Settings(
+            heartbeats=str(heartbeats),
+            run_folder=str(folder.absolute()),
+            node=own_node(),
+            ranks=world.size,
+            config=asdict(config),
+            is_compiled=is_compiled,
+            messages=messages,
+        )
+        _start(settings, world)
     yield
     stop_heartbeat()  # not after an error: others wait for a process that fails alone
 
 
-def _start(
-    config: HangConfig, world: World, folder: Path, heartbeats: Path, is_compiled: bool
-) -> None:
-    settings = Settings(
-        heartbeats=str(heartbeats),
-        run_folder=str(folder.absolute()),
-        node=own_node(),
-        ranks=world.size,
-        config=asdict(config),
-        is_compiled=is_compiled,
-    )
+def _start(settings: Settings, world: World) -> None:
     others = world.size > 1 and (world.machine is None or world.machine.group is not None)
     here = replace(settings, listen=own_host() if others else "")
     address = on_rank0(world, lambda: _launch(here))

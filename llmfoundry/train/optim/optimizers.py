@@ -81,7 +81,10 @@ def new_optimizer(
     """The optimizer that a filled section names, over parameters or groups of them."""
     kind = OPTIMIZERS[config.name]
     values = kind.values(config) | ({"dtype": matmul_dtype} if kind.multiplies else {})
-    optimizer: torch.optim.Optimizer = kind.load()(parameters, **values)
+    make = kind.load()
+    if config.moments is not None:
+        make, values = load_named(kind.narrow), {"moments": config.moments} | values
+    optimizer: torch.optim.Optimizer = make(parameters, **values)
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # as PyTorch's fused ones do
     if not skips and not hasattr(type(optimizer), "found_inf"):
         optimizer.register_step_pre_hook(_skip_if_found_inf)
