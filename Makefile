@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-layouts bench-checkpoint bench-faults gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-layouts bench-plan bench-checkpoint bench-faults gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,6 +57,9 @@ bench-memory: $(VENV)/.dev ## bytes on one of 512 ranks, on fake tensors, agains
 bench-layouts: $(VENV)/.dev ## DBRX on 512 and 3,072 fake ranks in every layout: shards, groups, memory, and what a step sends
 	$(BIN)/python -m benchmarks.layouts build
 	$(BIN)/python -m benchmarks.layouts sent
+
+bench-plan: $(VENV)/.dev ## predicted over published time of 230 training runs on A100 and H100, and layouts
+	$(BIN)/python -m benchmarks.published --layouts
 
 bench-checkpoint: $(VENV)/.dev ## how long a save of 2 GB blocks training: in the background, synchronous, torch's async_save
 	$(BIN)/python -m benchmarks.checkpoint

@@ -102,7 +102,7 @@ def plan(written: PlanRecipe) -> None:
     if shown is None:
         raise UserError(*(refused or ["hardware: no layout fits"]), *_nearest(ranking))
     if written.format == "json":
-        print(json.dumps(_as_json(written, own, ranking, setting), indent=1))
+        print(json.dumps(_as_json(written, recipe, own, ranking, setting), indent=1))
         return
     rows = [("model", _model(recipe)), ("hardware", f"{hardware}; {source}")]
     if own is None:
@@ -243,11 +243,11 @@ def _table(found: list[Layout], setting: Setting) -> list[str]:
 
 
 def _as_json(
-    written: PlanRecipe, own: Layout | None, ranking: Ranking, setting: Setting
+    written: PlanRecipe, recipe: TrainRecipe, own: Layout | None, ranking: Ranking, setting: Setting
 ) -> dict[str, Any]:
     return {
         "hardware": written.hardware,
-        "parameters": parameter_count(written.model),
+        "parameters": parameter_count(recipe.model),
         "own": None if own is None else _layout_json(own, written, setting),
         "best": [_layout_json(one, written, setting) for one in ranking.best],
         "looked_at": ranking.looked_at,

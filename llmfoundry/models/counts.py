@@ -58,8 +58,23 @@ def parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
     """On the meta device a decoder without blocks, then each kind of block, with their numbers.
 
     So the time does not grow with n_layers: a recipe of absurd depth is refused for its memory
-    before it is built. Blocks differ in whether they take another's keys and values, or not.
+    before it is built. Blocks differ in whether they take another's keys and values, or not. Those
+    of the last models are kept, as a plan asks for the same ones thousands of times; nobody writes
+    to them.
     """
+    key = repr(config)
+    if key not in _PARTS:
+        if len(_PARTS) >= MOST_PARTS:
+            _PARTS.clear()
+        _PARTS[key] = _make_parts(config)
+    return _PARTS[key]
+
+
+_PARTS: dict[str, list[tuple[nn.Module, int]]] = {}
+MOST_PARTS = 16  # models whose parts are kept
+
+
+def _make_parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
     alike = dataclasses.replace(config, n_layers=1, block_overrides=None)
     layers = (alike if config.block_overrides is None else config).layers()
     takers = [i for i, layer in enumerate(layers) if layer.kv_from != i]

@@ -179,8 +179,16 @@ def rank(recipe: TrainRecipe, setting: Setting, most: int) -> Ranking:
                 nearest = layout
         elif kind not in best or layout.cost < best[kind].cost:
             best[kind] = layout
-    ranked = sorted(best.values(), key=lambda one: one.cost)[:most]
-    return Ranking(ranked, nearest, len(looked), estimated)
+    ranked = [
+        _exactly(one, setting) for one in sorted(best.values(), key=lambda one: one.cost)[:most]
+    ]
+    return Ranking(sorted(ranked, key=lambda one: one.cost), nearest, len(looked), estimated)
+
+
+def _exactly(layout: Layout, setting: Setting) -> Layout:
+    """With its own memory traffic."""
+    step = step_seconds(layout.recipe, setting.gpus, layout.microbatch, setting.reached)
+    return dataclasses.replace(layout, step=step)
 
 
 def _kind(recipe: TrainRecipe) -> tuple[Any, ...]:
@@ -212,10 +220,12 @@ def why(first: Layout, other: Layout) -> str:
     return ", ".join(clauses) or "nothing that matters"
 
 
-def _layout(recipe: TrainRecipe, setting: Setting, need: MemoryEstimate) -> Layout:
+def _layout(
+    recipe: TrainRecipe, setting: Setting, need: MemoryEstimate, *, roughly: bool = False
+) -> Layout:
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
-    step = step_seconds(recipe, setting.gpus, rows, setting.reached)
+    step = step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=roughly)
     return Layout(recipe, step, need, int(USABLE * setting.available))
 
 
@@ -272,7 +282,8 @@ def layouts(recipe: TrainRecipe, setting: Setting) -> Iterator[Degrees]:
     """
     world, node = setting.gpus, min(setting.gpus, setting.reached.gpu.node)
     experts = math.gcd(recipe.model.ffn_config.moe_num_experts or 1, node)
-    for tensor in divisors(math.gcd(world, node)):
+    most = 1 if experts > 1 else node  # it divides none of the experts' layers
+    for tensor in divisors(math.gcd(world, most)):
         for context in divisors(world // tensor):
             if context > 1 and recipe.max_seq_len / context < LEAST_TOKENS:
                 continue
@@ -297,7 +308,7 @@ def _bound(recipe: TrainRecipe, setting: Setting) -> float:
     """Seconds with as many rows at a time as there are; fewer are not faster."""
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
-    return step_seconds(recipe, setting.gpus, rows, setting.reached).total
+    return step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=True).total
 
 
 def _fitting(recipe: TrainRecipe, setting: Setting) -> Layout:

@@ -4,30 +4,35 @@
 idea: what a GPU does one after the other adds up (products, attention, operations bound by memory),
 what travels beside it costs only what is longer, and the host must launch it all in time.
 
-All is computed from data sheets, shapes and bytes. Two numbers are fitted: the shares of PRODUCTS.
+All is computed from data sheets, shapes and bytes; one number a kind of GPU is fitted, `sustained`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from torch import nn
+import torch
 
 from llmfoundry.loggers.console import percent, short_count
 from llmfoundry.models.counts import flops_per_token, parts
 from llmfoundry.plan.activations import tokens_of_row
 from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
+from llmfoundry.plan.count import ModelCount, count
+from llmfoundry.plan.meter import Pass
 from llmfoundry.plan.products import Product, head, products
 from llmfoundry.plan.shards import shares
 from llmfoundry.recipe.hardware import Gpu
-from llmfoundry.recipe.parallel import Degrees, recomputation
+from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.parallel_limits import context_method
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
-PRODUCTS = 0.9
-"""Share of the fastest product's speed (`Gpu.reached`) that large products reach within a step."""
+CUDA = torch.device("cuda")
+ALONE = Degrees(shard=2)
+"""Processes of which none shares rows, matrices or experts with another."""
 COPIES = 0.85
 """Share of the memory's bandwidth that elementwise operations reach."""
 FLASH_3 = 1.7
@@ -67,25 +72,10 @@ def speeds(gpu: Gpu, recipe: TrainRecipe) -> Speeds:
     newer = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
     return Speeds(
         gpu,
-        products=PRODUCTS * gpu.reached * gpu.tflops * 1e12,
+        products=gpu.sustained * gpu.reached * gpu.tflops * 1e12,
         attention=min(0.75, newer * gpu.attention) * gpu.tflops * 1e12,
         memory=COPIES * gpu.memory_gb_s * 1e9,
     )
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What operations bound by memory do in one pass of one block or head, of one microbatch.
-
-    Attributes:
-        forward: bytes read and written.
-        backward: the same.
-        launches: operations of the forward pass, all kinds.
-    """
-
-    forward: float
-    backward: float
-    launches: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -165,8 +155,8 @@ def in_seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Seconds of a GPU, and launches, of one pass over one block, or of several.
+class Spent:
+    """Seconds of a GPU, launches and FLOPs of a pass over some part of the model.
 
     Attributes:
         products: seconds of products.
@@ -187,14 +177,35 @@ class Pass:
         """Of all kinds."""
         return self.products + self.attention + self.memory
 
-    def plus(self, other: Pass) -> Pass:
-        """One behind the other."""
-        names = [each.name for each in fields(self)]
-        return Pass(*(getattr(self, name) + getattr(other, name) for name in names))
+    def only_products(self) -> Spent:
+        """Without all else; FLOPs are those of products in any case that asks."""
+        return Spent(products=self.products, flops=self.flops)
 
-    def times(self, count: float) -> Pass:
+    def plus(self, other: Spent) -> Spent:
+        """One behind the other."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Spent(*(a + b for a, b in pairs))
+
+    def times(self, count: float) -> Spent:
         """So many of them."""
-        return Pass(*(getattr(self, each.name) * count for each in fields(self)))
+        return Spent(*(count * value for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a microbatch costs, without messages.
+
+    Attributes:
+        forward: of all blocks.
+        backward: of all blocks, without what is computed again.
+        again: what is.
+        ends: of embedding, final norm, head and loss, both ways.
+    """
+
+    forward: Spent
+    backward: Spent
+    again: Spent
+    ends: Spent
 
 
 def step_seconds(
@@ -203,6 +214,7 @@ def step_seconds(
     microbatch: int,
     reached: Speeds,
     *,
+    roughly: bool = False,
     sent: Iterable[Messages] | None = None,
 ) -> StepSeconds:
     """What a step takes on each of `world_size` GPUs.
@@ -212,27 +224,16 @@ def step_seconds(
         world_size: processes of the run.
         microbatch: rows at a time.
         reached: what each process's GPU does.
+        roughly: whether memory traffic is that of one process over as many as share a row, in place
+            of the layout's own, which takes a second to count.
         sent: what a process sends in a step; None: `communication`.
     """
-    gpu = reached.gpu
-    degrees = recipe.parallel.degrees(world_size)
-    rows = recipe.global_train_batch_size // degrees.data
-    microbatches = rows / microbatch
-    if sent is None:
-        sent = communication(recipe, world_size, microbatch, gpu.node)
-    blocks, ends = _passes(recipe, degrees, microbatch, reached)
-    found = [*sent]
-    message = dict.fromkeys(((each.what, each.kind) for each in found), 0.0)
-    for each in found:
-        message[each.what, each.kind] += each.seconds(gpu)
-    waits = {
-        what: seconds for (what, _), seconds in message.items() if what in WAITED_FOR and seconds
-    }
-    hidden = _hidden(recipe, message, blocks, microbatches)
-    whole = [blocks.forward, blocks.backward, ends.forward, ends.backward]
-    done = _sum(whole).times(microbatches)
-    again = blocks.again.times(microbatches)
-    launched = reached.launch * (done.launches + again.launches)
+    degrees, gpu = recipe.parallel.degrees(world_size), reached.gpu
+    microbatches = recipe.global_train_batch_size / degrees.data / microbatch
+    found = [*(communication(recipe, world_size, microbatch, gpu.node) if sent is None else sent)]
+    work = _work(recipe, degrees, microbatch, reached, roughly=roughly)
+    done = work.forward.plus(work.backward).plus(work.ends).times(microbatches)
+    again = work.again.times(microbatches)
     computed = done.total + again.total
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / world_size
     inside = sum(each.sent - each.between for each in found if each.what not in WAITED_FOR)
@@ -243,82 +244,103 @@ def step_seconds(
         memory=done.memory,
         again=again.total,
         optimizer=_optimizer(recipe, degrees, reached),
-        waiting=waits | hidden,
+        waiting=_waiting(recipe, found, work, microbatches, gpu),
         beside=beside,
-        host=max(0.0, launched - computed - beside),
+        host=max(0.0, reached.launch * (done.launches + again.launches) - computed - beside),
         flops=tokens * flops_per_token(recipe.model, recipe.max_seq_len),
         again_flops=again.flops,
     )
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Of all blocks, or of embeddings and head: one microbatch forward, backward, and again."""
-
-    forward: Pass
-    backward: Pass
-    again: Pass = Pass()
-    count: int = 1
-
-
-def _sum(passes: Iterable[Pass]) -> Pass:
-    found = Pass()
-    for one in passes:
-        found = found.plus(one)
-    return found
-
-
-def _passes(
-    recipe: TrainRecipe, degrees: Degrees, microbatch: int, reached: Speeds
-) -> tuple[Passes, Passes]:
-    """Of the blocks, and of embeddings and head."""
-    model = recipe.model
-    tokens = microbatch * tokens_of_row(recipe, degrees)
-    level = recomputation(recipe.parallel.activation_checkpointing)
-    forward, backward, again = Pass(), Pass(), Pass()
-    per_layer = [
-        _attention(recipe, degrees, microbatch, layer.window, reached) for layer in model.layers()
-    ]
-    attention = _sum(per_layer)
-    for block, count in parts(model)[1:]:
-        one, back = _block(block, recipe, degrees, tokens, reached)
-        forward, backward = forward.plus(one.times(count)), backward.plus(back.times(count))
-        if level == "whole":
-            again = again.plus(one.times(count))
-        elif level == "selective":
-            again = again.plus(Pass(memory=one.memory, launches=one.launches).times(count))
-    forward = forward.plus(attention)
-    backward = backward.plus(attention.times(BACKWARD_ATTENTION))
-    if level == "whole":
-        again = again.plus(attention)
-    ends = _ends(recipe, degrees, tokens, reached)
-    return Passes(forward, backward, again, model.n_layers), ends
-
-
-def _block(
-    block: nn.Module, recipe: TrainRecipe, degrees: Degrees, tokens: float, reached: Speeds
-) -> tuple[Pass, Pass]:
-    """One block forward and backward, without attention."""
-    found = [*products(block, recipe.model, degrees, tokens)]
-    traffic = block_traffic(recipe, degrees, tokens)
-    back = [each for one in found for each in one.backward()]
-    return (
-        _product_pass(found, reached, traffic.forward, traffic.launches),
-        _product_pass(back, reached, traffic.backward, 2 * traffic.launches),
+def _work(
+    recipe: TrainRecipe, degrees: Degrees, microbatch: int, reached: Speeds, *, roughly: bool
+) -> Work:
+    """Of a microbatch: products by their shapes, all else by what is counted."""
+    model, tokens = recipe.model, microbatch * tokens_of_row(recipe, degrees)
+    share = 1 / (degrees.tensor * degrees.context) if roughly else 1.0
+    counted = counted_of(recipe, ALONE if roughly else degrees)
+    moved = {
+        name: _moved(recipe, [(getattr(one, name), one.blocks) for one in counted.blocks],
+                     microbatch * share, reached)
+        for name in ("forward", "backward", "again")
+    }  # fmt: skip
+    forward, backward = moved["forward"], moved["backward"]
+    for block, n in parts(model)[1:]:
+        first = [*products(block, model, degrees, tokens)]
+        back = [each for one in first for each in one.backward()]
+        forward = forward.plus(_multiplied(first, reached).times(n))
+        backward = backward.plus(_multiplied(back, reached).times(n))
+    attention = Spent()
+    for layer in model.layers():
+        attention = attention.plus(_attention(recipe, degrees, microbatch, layer.window, reached))
+    again = moved["again"]
+    whole, repeated = counted.forward.row, counted.again.row
+    in_blocks = whole.products - counted.ends.forward.row.products
+    again = again.plus(forward.only_products().times(_over(repeated.products, in_blocks)))
+    again = again.plus(attention.times(_over(repeated.attention, whole.attention)))
+    one = head(model, degrees, tokens)
+    ends = [(counted.ends.forward, 1), (counted.ends.backward, 1)]
+    return Work(
+        forward.plus(attention),
+        backward.plus(attention.times(BACKWARD_ATTENTION)),
+        again,
+        _multiplied([one, *one.backward()], reached).plus(
+            _moved(recipe, ends, microbatch * share, reached)
+        ),
     )
 
 
-def _product_pass(found: list[Product], reached: Speeds, moved: float, launches: float) -> Pass:
+def counted_of(recipe: TrainRecipe, degrees: Degrees) -> ModelCount:
+    """What a GPU's process does for a row, counted once for all layouts that do the same."""
+    parallel = recipe.parallel
+    key = (
+        repr(recipe.model),
+        recipe.precision,
+        recipe.max_seq_len,
+        recipe.device_loss_chunk_tokens,
+        str(parallel.activation_checkpointing),
+        repr(parallel.activation_checkpointing_target),
+        parallel.activation_compression,
+        parallel.context_parallel_method,
+        (degrees.context, degrees.tensor, degrees.expert, degrees.is_replicas),
+    )
+    if key not in _COUNTED:
+        _COUNTED[key] = count(recipe, degrees, device=CUDA)
+    return _COUNTED[key]
+
+
+_COUNTED: dict[tuple[Any, ...], ModelCount] = {}
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _moved(
+    recipe: TrainRecipe, passes: Iterable[tuple[Pass, int]], rows: float, reached: Speeds
+) -> Spent:
+    """Operations bound by memory, each a kernel, or fused where the recipe is compiled."""
+    spent = Spent()
+    for one, n in passes:
+        moved = one.fixed.moved + rows * one.row.moved
+        launches = one.fixed.launches + rows * one.row.launches
+        if recipe.compile:
+            moved = one.fixed.fused + rows * one.row.fused
+            launches = one.fixed.fused_launches + rows * one.row.fused_launches
+        spent = spent.plus(Spent(memory=moved / reached.memory, launches=launches).times(n))
+    return spent
+
+
+def _multiplied(found: list[Product], reached: Speeds) -> Spent:
     seconds = sum(
         one.seconds(reached.gpu, flops=reached.products, moved=reached.memory) for one in found
     )
-    flops = sum(one.flops for one in found)
-    return Pass(seconds, 0.0, moved / reached.memory, launches, flops)
+    return Spent(products=seconds, flops=sum(one.flops for one in found))
 
 
 def _attention(
     recipe: TrainRecipe, degrees: Degrees, microbatch: int, window: int, reached: Speeds
-) -> Pass:
+) -> Spent:
     """A layer's, forward: of whole rows, of which a token sees half, or its window."""
     model, length = recipe.model, recipe.max_seq_len
     assert model.head_dim is not None
@@ -330,36 +352,7 @@ def _attention(
         queries = -(-length // degrees.context)
     narrow = min(1.0, 0.5 + model.head_dim / 256)  # 64 numbers a head: three quarters
     ramp = queries / (queries + SHORT)
-    return Pass(attention=flops / (reached.attention * ramp * narrow), flops=flops)
-
-
-def block_traffic(recipe: TrainRecipe, degrees: Degrees, tokens: float) -> Traffic:
-    """Of one block: norms, activations, sums, casts."""
-    model, ffn = recipe.model, recipe.model.ffn_config
-    assert ffn.ffn_hidden_size is not None
-    stream = 2 if recipe.precision == "bf16" else 4
-    d, hidden = model.d_model, ffn.ffn_hidden_size
-    gated = ffn.ffn_type == "mptglu" or ffn.mlp_type == "glu"
-    norms = 2 * d * (2 * stream + 6)
-    sums = 2 * d * (2 * stream + 2)
-    rotary = 0.0
-    inner = hidden * (10 if gated else 4)
-    if ffn.ffn_type == "dmoe":
-        assert ffn.moe_top_k
-        inner = ffn.moe_top_k * (inner + 12 * d)
-    forward = tokens * (norms + sums + rotary + inner) / degrees.tensor
-    return Traffic(forward, 1.9 * forward, 60)
-
-
-def _ends(recipe: TrainRecipe, degrees: Degrees, tokens: float, reached: Speeds) -> Passes:
-    """Embedding, final norm, head and loss; the head's gradients are made in the forward pass."""
-    model = recipe.model
-    assert model.vocab_size is not None
-    one = head(model, degrees, tokens)
-    vocabulary = -(-model.vocab_size // degrees.tensor)
-    moved = tokens * (24.0 * vocabulary + 40 * model.d_model)
-    first = _product_pass([one], reached, moved / 2, 20)
-    return Passes(first, _product_pass([*one.backward()], reached, moved / 2, 20))
+    return Spent(attention=flops / (reached.attention * ramp * narrow), flops=flops)
 
 
 def _optimizer(recipe: TrainRecipe, degrees: Degrees, reached: Speeds) -> float:
@@ -370,35 +363,39 @@ def _optimizer(recipe: TrainRecipe, degrees: Degrees, reached: Speeds) -> float:
     return values * (3 * width + 2 * (width + moments) + width) / reached.memory
 
 
-def _hidden(
-    recipe: TrainRecipe,
-    message: dict[tuple[str, str], float],
-    blocks: Passes,
-    microbatches: float,
+def _waiting(
+    recipe: TrainRecipe, found: list[Messages], work: Work, microbatches: float, gpu: Gpu
 ) -> dict[str, float]:
-    """What is left of messages that travel beside other blocks' computation.
+    """Seconds of messages that nothing hides, by what is sent.
 
-    Weights of a block are gathered while the block before computes, forward and backward; gradients
-    are reduced while the next ones are made. Of each pass the longer of both is waited for, and the
-    first gather and the last reduction, which have nothing beside them.
+    What the next products need is waited for. Weights of a block are gathered while the block
+    before computes, forward and backward; gradients are reduced while the next ones are made. Of
+    each pair the longer is waited for, and the first gather and the last reduction, which have
+    nothing beside them. Replicas reduce theirs once a step, beside the last backward pass.
     """
-    n, passes = blocks.count, 2 if recipe.parallel.reshard_after_forward else 1
-    gathered = message.get(("weights", "all_gather"), 0.0) / microbatches / passes / n
-    forward, backward = blocks.forward.total / n, (blocks.backward.total + blocks.again.total) / n
-    each = recipe.parallel.reduce_scatter_each_microbatch is not False
-    scatter = message.get(("gradients", "reduce_scatter"), 0.0) / n / (microbatches if each else 1)
-    reduced = message.get(("gradients", "all_reduce"), 0.0) / n
-    again = gathered if passes == 2 else 0.0
+    took: defaultdict[str, float] = defaultdict(float)
+    for each in found:
+        kind = each.what if each.what in WAITED_FOR else f"{each.what} {each.kind}"
+        took[kind] += each.seconds(gpu)
+    n, reshards = recipe.model.n_layers, recipe.parallel.reshard_after_forward is not False
+    each_time = recipe.parallel.reduce_scatter_each_microbatch is not False
+    gather = took["weights all_gather"] / microbatches / (2 if reshards else 1) / n
+    scatter = took["gradients reduce_scatter"] / (microbatches if each_time else 1) / n
+    reduce = took["gradients all_reduce"] / n
+    forward = work.forward.total / n
+    backward = work.backward.plus(work.again).total / n
+    again = gather if reshards else 0.0
 
     def left(computed: float, sent: float) -> float:
-        return n * max(0.0, sent - computed) + min(sent, computed)
+        return (n - 1) * max(0.0, sent - computed)
 
-    weights = microbatches * (left(forward, gathered) + (n - 1) * max(0.0, again - backward))
-    usual = left(backward, again + scatter if each else again) - left(backward, again)
-    last = left(backward, again + scatter + reduced) - left(backward, again)
-    gradients = (microbatches - 1) * usual + last
+    weights = microbatches * (gather + left(forward, gather) + left(backward, again))
+    usual = again + scatter if each_time else again
+    last = again + scatter + reduce
+    gradients = (microbatches - 1) * left(backward, usual) + left(backward, last)
+    gradients -= microbatches * left(backward, again)
+    gradients += scatter * (microbatches if each_time else 1) + reduce
+    waits = {what: took[what] for what in WAITED_FOR}
     return {
-        what: seconds
-        for what, seconds in {"weights": weights, "gradients": gradients}.items()
-        if seconds > 0
+        k: v for k, v in (waits | {"weights": weights, "gradients": gradients}).items() if v > 0
     }
