@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import islice
 
 import pytest
 
@@ -67,25 +68,24 @@ def test_a_message_takes_its_latency_and_the_slower_of_both_links() -> None:
 
 def test_published_runs_that_fitted_nothing_are_predicted() -> None:
     """Some rows of LLM Foundry's table, A100 and H100: median within a tenth, none off by half."""
-    rows = [row for row in llm_foundry(["mpt-1b", "mpt-3b"], every=7) if not row.is_fitted]
+    rows = [row for row in llm_foundry(["mpt-1b"], every=5) if not row.is_fitted]
     ratios = [row.predict().total / row.seconds for row in rows]
     assert len(ratios) > 6
     assert 0.9 < statistics.median(ratios) < 1.1
     assert all(0.6 < ratio < 1.4 for ratio in ratios)
 
 
-def test_rows_of_others_can_be_planned() -> None:
-    """All compose, and a compiled run is faster than the same one that is not."""
-    rows = [*others()]
-    assert len(rows) > 20 and all(row.seconds > 0 for row in rows)
-    plain, compiled = rows[0].predict(), rows[1].predict()
+def test_what_is_compiled_moves_fewer_bytes() -> None:
+    plain, compiled = (row.predict() for row in islice(others(), 2))
     assert compiled.memory < 0.6 * plain.memory and compiled.products == plain.products
 
 
 SMALL = ["max_seq_len=2048", "global_train_batch_size=64"]
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("mpt-125m", 2), ("dbrx-1b", 8)])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("mpt-125m", 2), pytest.param("dbrx-1b", 8, marks=pytest.mark.slow)]
+)
 def test_the_first_layout_is_the_fastest_of_all(name: str, gpus: int) -> None:
     """A search of every candidate, with every microbatch that fits, finds none that is better."""
     recipe = spread(name, SMALL)
