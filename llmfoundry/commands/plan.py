@@ -94,6 +94,8 @@ def plan(written: PlanRecipe) -> None:
         )
     hardware = Hardware.parse(written.hardware, "hardware")
     recipe = with_guessed_vocabulary(with_defaults(written))
+    if recipe.fp8_recipe is not None and not hardware.gpu.fp8_tflops:
+        raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
     reached, source = measured_speeds(hardware, recipe, written.gpu_check)
     setting = Setting(hardware.gpus, reached, hardware.memory - TAKEN)
     own, refused = _own(recipe, setting)

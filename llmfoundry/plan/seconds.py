@@ -35,6 +35,11 @@ ALONE = Degrees(shard=2)
 """Processes of which none shares rows, matrices or experts with another."""
 COPIES = 0.85
 """Share of the memory's bandwidth that elementwise operations reach."""
+FP8 = 0.88
+"""Of products in 8 bits over those in bfloat16, the share of their peak that the fastest reach: 71
+of 80 % on H100 (S. Bekman's table, `recipe/hardware.py`)."""
+CAST = 5
+"""Bytes that a value moves on its way to 8 bits: read for its scale, read again, and written."""
 FLASH_3 = 1.7
 """How much faster FlashAttention 3 is than 2 on Hopper (Shah et al., 2024: 1.5 to 2.0)."""
 SHORT = 512
@@ -57,6 +62,7 @@ class Speeds:
         products: of products of full tiles.
         attention: over long rows.
         memory: bytes read or written.
+        fp8: of products in 8 bits; 0: there are none.
         launch: seconds of the host for an operation.
     """
 
@@ -64,15 +70,18 @@ class Speeds:
     products: float
     attention: float
     memory: float
+    fp8: float = 0.0
     launch: float = LAUNCH
 
 
 def speeds(gpu: Gpu, recipe: TrainRecipe) -> Speeds:
     """Of a GPU, by its data sheet."""
     newer = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
+    share = gpu.sustained * gpu.reached
     return Speeds(
         gpu,
-        products=gpu.sustained * gpu.reached * gpu.tflops * 1e12,
+        products=share * gpu.tflops * 1e12,
+        fp8=FP8 * share * gpu.fp8_tflops * 1e12,
         attention=min(0.75, newer * gpu.attention) * gpu.tflops * 1e12,
         memory=COPIES * gpu.memory_gb_s * 1e9,
     )
@@ -268,8 +277,9 @@ def _work(
     for block, n in parts(model)[1:]:
         first = [*products(block, model, degrees, tokens)]
         back = [each for one in first for each in one.backward()]
-        forward = forward.plus(_multiplied(first, reached).times(n))
-        backward = backward.plus(_multiplied(back, reached).times(n))
+        narrow = recipe.fp8_recipe is not None and reached.fp8 > 0
+        forward = forward.plus(_multiplied(first, reached, narrow=narrow).times(n))
+        backward = backward.plus(_multiplied(back, reached, narrow=narrow).times(n))
     attention = Spent()
     for layer in model.layers():
         attention = attention.plus(_attention(recipe, degrees, microbatch, layer.window, reached))
@@ -331,11 +341,16 @@ def _moved(
     return spent
 
 
-def _multiplied(found: list[Product], reached: Speeds) -> Spent:
-    seconds = sum(
-        one.seconds(reached.gpu, flops=reached.products, moved=reached.memory) for one in found
-    )
-    return Spent(products=seconds, flops=sum(one.flops for one in found))
+def _multiplied(found: list[Product], reached: Speeds, *, narrow: bool = False) -> Spent:
+    """Products; `narrow`: those of dense layers in 8 bits, to which both operands are cast."""
+    seconds = cast = 0.0
+    for one in found:
+        is_narrow = narrow and one.groups == 1
+        flops = reached.fp8 if is_narrow else reached.products
+        seconds += one.seconds(reached.gpu, flops=flops, moved=reached.memory)
+        cast += CAST * (one.rows + one.columns) * one.inner * is_narrow
+    flops = sum(one.flops for one in found)
+    return Spent(products=seconds, memory=cast / reached.memory, flops=flops)
 
 
 def _attention(

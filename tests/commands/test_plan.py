@@ -130,6 +130,13 @@ def test_a_dry_run_for_a_known_gpu_has_its_seconds(capsys: pytest.CaptureFixture
     assert "tokens/s a GPU" not in capsys.readouterr().out
 
 
+def test_fp8_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        run(planned, "llmfoundry.commands.plan:plan",
+            ["mpt-125m", "hardware=8xa100", "precision=amp_fp8"])  # fmt: skip
+    assert refused.value.code == 2 and "a100 has no fp8" in capsys.readouterr().err
+
+
 def test_fine_tuning_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(YAMLS / "finetune" / "mpt-7b-sft.yaml"), "hardware=8xh100"]
     with pytest.raises(SystemExit) as refused:
