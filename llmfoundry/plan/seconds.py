@@ -38,6 +38,9 @@ COPIES = 0.85
 FP8 = 0.88
 """Of products in 8 bits over those in bfloat16, the share of their peak that the fastest reach: 71
 of 80 % on H100 (S. Bekman's table, `recipe/hardware.py`)."""
+FP32 = 1 / 15
+"""Of products in fp32, which no tensor core computes, over those in bfloat16: 19.5 of 312 TFLOP/s on
+A100, 67 of 989 on H100, by their data sheets."""
 CAST = 5
 """Bytes that a value moves on its way to 8 bits: read for its scale, read again, and written."""
 FLASH_3 = 1.7
@@ -77,12 +80,12 @@ class Speeds:
 def speeds(gpu: Gpu, recipe: TrainRecipe) -> Speeds:
     """Of a GPU, by its data sheet."""
     newer = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
-    share = gpu.sustained * gpu.reached
+    share, narrow = gpu.sustained * gpu.reached, FP32 if recipe.precision == "fp32" else 1.0
     return Speeds(
         gpu,
-        products=share * gpu.tflops * 1e12,
+        products=narrow * share * gpu.tflops * 1e12,
         fp8=FP8 * share * gpu.fp8_tflops * 1e12,
-        attention=min(0.75, newer * gpu.attention) * gpu.tflops * 1e12,
+        attention=narrow * min(0.75, newer * gpu.attention) * gpu.tflops * 1e12,
         memory=COPIES * gpu.memory_gb_s * 1e9,
     )
 
