@@ -39,8 +39,8 @@ FP8 = 0.88
 """Of products in 8 bits over those in bfloat16, the share of their peak that the fastest reach: 71
 of 80 % on H100 (S. Bekman's table, `recipe/hardware.py`)."""
 FP32 = 1 / 15
-"""Of products in fp32, which no tensor core computes, over those in bfloat16: 19.5 of 312 TFLOP/s on
-A100, 67 of 989 on H100, by their data sheets."""
+"""Of products in fp32, which no tensor core computes, over those in bfloat16: 19.5 of 312 TFLOP/s
+on A100, 67 of 989 on H100, by their data sheets."""
 CAST = 5
 """Bytes that a value moves on its way to 8 bits: read for its scale, read again, and written."""
 FLASH_3 = 1.7
