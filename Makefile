@@ -48,7 +48,7 @@ bench-data: $(VENV)/.dev ## mixing of the sample order, loaders against others (
 	$(BIN)/python -m benchmarks.data preparation
 	$(BIN)/python -m benchmarks.data wait
 
-bench-watch: $(VENV)/.train ## cost of watch, heartbeats and hang monitor per step of the quickstart
+bench-watch: $(VENV)/.train ## cost of watch, heartbeats, hang monitor and step times per step of the quickstart
 	$(BIN)/python -m benchmarks.watch
 
 bench-memory: $(VENV)/.dev ## bytes on one of 512 ranks, on fake tensors, against the estimate

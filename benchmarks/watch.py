@@ -1,4 +1,4 @@
-"""What the watch, the heartbeats and the hang monitor cost a step of the quickstart: off and on.
+"""What watch, heartbeats, hang monitor and step times cost a step of the quickstart: off and on.
 
     python -m benchmarks.watch [--rounds 6] [--steps 240] [--processes 1 2]
 
@@ -30,7 +30,8 @@ WARM_UP = 2  # lines
 RUN = f"log_interval={LOG}ba eval_interval=0ba save_interval=0ba".split()
 RUN += ["eval=off", "callbacks.generate.prompts=[]", "logger.mlflow=false"]
 _KINDS = ("loss_spike", "gradient_spike", "slow_rank", "mfu_drop", "data_wait", "stall", "gpu")
-OFF = ["hang.monitor=off", *(f"callbacks.watch.{kind}=off" for kind in _KINDS)]
+OFF = ["hang.monitor=off", "callbacks.step_times=false"]
+OFF += [*(f"callbacks.watch.{kind}=off" for kind in _KINDS)]
 ON = ["hang.monitor=on"]
 INSIDE = "inside: "
 SHOWN = {"processes": "{}", "off, CPU ms a step": "{:.1f}", "of off, CPU": "{:.4f}"}
@@ -122,6 +123,7 @@ def inside() -> None:
     from llmfoundry.resilience.watch.watch import Watch
     from llmfoundry.train import trainer
     from llmfoundry.train.spikes import Guard, SpikeHandler
+    from llmfoundry.train.step_time import SpanClock, StepTimes
 
     measured = Inside()
     for owner, name in (
@@ -131,6 +133,11 @@ def inside() -> None:
         (Watch, "on_step"),
         (Watch, "on_log"),
         (trainer, "beat"),
+        (SpanClock, "enter"),
+        (SpanClock, "leave"),
+        (StepTimes, "measure"),
+        (StepTimes, "on_log"),
+        (StepTimes, "on_step"),
     ):
         measured.count(owner, name, "watch")
     for name in ("_take", "_step"):

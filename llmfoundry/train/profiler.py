@@ -142,7 +142,8 @@ class Tracer(Callback):
         lines = list(largest_operations(profiler, trainer.world.device))
         text = "".join(f"{line}\n" for line in lines).encode()
         listed = files.name("operations", step, ".txt")
-        problem = files.write(listed, lambda file: _write(file, text)) or problem
+        also = files.write(listed, lambda file: _write(file, text))
+        problem = problem or also
         files.report(note, problem or f"traced up to step {step}: {files.folder / name}")
         if files.world.is_main:
             for line in lines:
@@ -159,7 +160,9 @@ def write_trace(profiler: profile, file: BoundedFile, near: Path) -> None:
     Raises:
         OSError: it could not be written.
     """
-    raw = near.with_name(f"{near.name}.{os.getpid()}.partial")
+    folder = near.with_name(f"{near.name}.{os.getpid()}.partial")  # PyTorch leaves others there
+    folder.mkdir(exist_ok=True)
+    raw = folder / "trace.json"
     try:
         profiler.export_chrome_trace(str(raw))
         if not _is_complete(raw):
@@ -170,7 +173,7 @@ def write_trace(profiler: profile, file: BoundedFile, near: Path) -> None:
         ):
             shutil.copyfileobj(text, packed, 1 << 20)
     finally:
-        raw.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_complete(path: Path) -> bool:
