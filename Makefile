@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-layouts bench-plan bench-checkpoint bench-faults gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-activations bench-layouts bench-plan bench-checkpoint bench-faults gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ bench-watch: $(VENV)/.train ## cost of watch, heartbeats, hang monitor and step 
 
 bench-memory: $(VENV)/.dev ## bytes on one of 512 ranks, on fake tensors, against the estimate
 	$(BIN)/python -m benchmarks.memory
+
+bench-activations: $(VENV)/.dev ## what each way to keep fewer activations keeps, and costs in time and loss
+	$(BIN)/python -m benchmarks.activations
 
 bench-layouts: $(VENV)/.dev ## DBRX on 512 and 3,072 fake ranks in every layout: shards, groups, memory, and what a step sends
 	$(BIN)/python -m benchmarks.layouts build

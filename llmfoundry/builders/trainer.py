@@ -216,6 +216,7 @@ def _memory_fit(world: World, trained: Decoder | None) -> Callable[..., Fit]:
         available=memory_of_process(world),
         device=world.device,
         meta_model=trained,
+        gpu=on_rank0(world, lambda: gpu_here(world.device)),
     )
 
 
@@ -227,17 +228,19 @@ def _fitted(
     note: Callable[[str], None],
 ) -> Fit:
     """The fit of a recipe, in which `auto` becomes what was chosen, and `note` reports why."""
-    asked = recomputation(recipe.parallel.activation_checkpointing)
-    begun_with = None
-    saved = start.checkpoint
+    parallel, begun_with, saved = recipe.parallel, None, start.checkpoint
     if saved is not None and not start.weights_only:
-        begun_with = on_rank0(world, lambda: read_state(saved)).get("activation_checkpointing")
+        state = on_rank0(world, lambda: read_state(saved))
+        small = state.get("activation_compression", "none")
+        begun_with = state.get("activation_checkpointing")
+        begun_with = begun_with if small == "none" else f"{begun_with} and {small}"
     chosen = fit(recipe, begun_with=begun_with)
-    if asked == "auto":
+    if "auto" in (parallel.activation_checkpointing, parallel.activation_compression):
         note(checkpointing_line(recipe, chosen, begun_with))
     if line := load_line(recipe, chosen, world.size):
         note(line)
-    recipe.parallel.activation_checkpointing = chosen.checkpointing
+    parallel.activation_checkpointing = chosen.checkpointing
+    parallel.activation_compression = chosen.compression
     return chosen
 
 
@@ -503,6 +506,8 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     again = recomputation(recipe.parallel.activation_checkpointing)
     if again != "none":
         how += f", activation checkpointing: {again}"
+    if recipe.parallel.activation_compression != "none":
+        how += f", activations in {recipe.parallel.activation_compression}"
     if recipe.compile:
         how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"

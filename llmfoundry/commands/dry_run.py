@@ -48,6 +48,7 @@ from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.hardware import Hardware
 from llmfoundry.recipe.front.paths import find_file, show
+from llmfoundry.recipe.hardware import Gpu
 from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
@@ -112,7 +113,12 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
         check_kernels(recipe, world.device)
     free = memory_of_process(world) if hardware is None else hardware.memory - TAKEN
     fit = choose_fit(
-        guessed, world_size=world.size, available=free, device=world.device, meta_model=model
+        guessed,
+        world_size=world.size,
+        available=free,
+        device=world.device,
+        meta_model=model,
+        gpu=_timed_gpu(world, hardware),
     )
     rows, need = fit.microbatch, fit.need
     begins = _begins(recipe)
@@ -122,25 +128,35 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
     yield "length", _length(recipe)
     yield "device", f"{_device(world, hardware)}, {recipe.precision}, microbatch {rows}"
     yield "memory", _memory(need, rows, free)
-    if recipe.parallel.activation_checkpointing == "auto":
+    parallel = recipe.parallel
+    if "auto" in (parallel.activation_checkpointing, parallel.activation_compression):
         yield "", checkpointing_line(guessed, fit)
     if world.size > 1 and model is None:
         node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
         yield from _layout(guessed, world, fit, node if hardware is None else hardware.gpu.node)
     if model is None:
-        yield from _time(with_level(guessed, fit.checkpointing), world, fit, hardware)
+        yield from _time(
+            with_level(guessed, fit.checkpointing, fit.compression), world, fit, hardware
+        )
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
 
 
 def _time(recipe: TrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
     """Seconds of a step where the GPU is known."""
-    gpu = gpu_here(world.device) if hardware is None else hardware.gpu
-    if gpu is None or (hardware is not None and not hardware.is_timed):
+    gpu = _timed_gpu(world, hardware)
+    if gpu is None:
         return
     step = step_seconds(recipe, world.size, fit.microbatch, speeds(gpu, recipe))
     yield "step", step_line(step)
     yield "speed", speed_line(step, recipe, world.size, gpu)
+
+
+def _timed_gpu(world: World, hardware: Hardware | None) -> Gpu | None:
+    """The data sheet of the GPUs, where it says how fast they are."""
+    if hardware is None:
+        return gpu_here(world.device)
+    return hardware.gpu if hardware.is_timed else None
 
 
 def _begins(recipe: TrainRecipe) -> str:

@@ -166,6 +166,8 @@ def count(
 
 def _decided(parallel: ParallelConfig) -> ParallelConfig:
     """Where auto counts as none."""
+    if parallel.activation_compression == "auto":
+        parallel = replace(parallel, activation_compression="none")
     if recomputation(parallel.activation_checkpointing) != "auto":
         return parallel
     return replace(parallel, activation_checkpointing="none", activation_checkpointing_target=None)

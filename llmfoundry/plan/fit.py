@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
+from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS, recipe_name
+from llmfoundry.recipe.hardware import Gpu
 from llmfoundry.recipe.parallel import LEVELS, recomputation
+from llmfoundry.recipe.parallel_limits import compiled_limits
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
@@ -57,12 +61,24 @@ class Fit:
         checkpointing: what the backward pass computes again, one of LEVELS.
         need: what that takes.
         load: the largest load of a process's experts, in means, that fits as well; inf: any.
+        compression: in what form activations wait.
+        seconds: of a step, by the plan; None: of this device it knows no speeds.
+        second: what would have been next, by its seconds; None: nothing, or they are not known.
     """
 
     microbatch: int
     checkpointing: str
     need: MemoryEstimate
     load: float = math.inf
+    compression: str = "none"
+    seconds: float | None = None
+    second: Fit | None = None
+
+    @property
+    def kept(self) -> str:
+        """How activations are kept, in words."""
+        small = self.compression
+        return self.checkpointing if small == "none" else f"{self.checkpointing} and {small}"
 
 
 def choose_fit(
@@ -73,11 +89,14 @@ def choose_fit(
     device: torch.device,
     meta_model: Decoder | None = None,
     begun_with: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Fit:
-    """How much of a block is computed again, and how many rows at a time.
+    """How much of a block is computed again, in what form it waits, and how many rows at a time.
 
     A pure function of what all processes know alike, so that they decide alike.
-    `parallel.activation_checkpointing: auto` is the least with which a microbatch of MIN_TOKENS
+    `parallel.activation_checkpointing: auto` and `activation_compression: auto` are together what
+    makes the shortest step by the plan, each with as many rows as fit. Where the device's speeds
+    are not known, and in fine-tuning, they are the least with which a microbatch of MIN_TOKENS
     fits, or the process's rows if they are fewer; where none has room for so many, it is that with
     most rows, of those the least. `auto` of the microbatch is then the largest divisor of the
     process's rows that the estimate says fits; on a CPU of those in which a matrix, or an expert
@@ -90,26 +109,27 @@ def choose_fit(
         available: bytes for each process: the least that one of them has.
         device: where it computes.
         meta_model: of fine-tuning, as `estimate` takes it.
-        begun_with: of a run that resumes: what auto stood for when it was saved, which it stands
-            for again as long as a row fits.
+        begun_with: of a run that resumes: `Fit.kept` when it was saved, for which auto stands
+            again as long as a row fits.
+        gpu: its data sheet; None: it is not known.
 
     Raises:
         UserError: the recipe cannot fit; says what it needs, what there is and what fits.
     """
     rows = rows_per_process(recipe, recipe.parallel.degrees(world_size).data)
     candidates = _candidates(recipe, rows, device)
-    asked = recomputation(recipe.parallel.activation_checkpointing)
-    levels = _levels(recipe, device) if asked == "auto" else [asked]
     needs = {
-        level: estimate(with_level(recipe, level), world_size, meta_model=meta_model, device=device)
-        for level in levels
+        way: estimate(with_level(recipe, *way), world_size, meta_model=meta_model, device=device)
+        for way in _ways(recipe, device)
     }
     room = int(USABLE * available)
     fits = _fitting(needs, candidates, room, EXPERT_LOAD) or _fitting(needs, candidates, room, 1)
-    need = needs[levels[-1]]
+    *_, need = needs.values()
     enough = min(candidates[0], -(-MIN_TOKENS // recipe.max_seq_len))
-    kept = [fit for fit in fits if fit.checkpointing == begun_with]
+    kept = [fit for fit in fits if fit.kept == begun_with]
     good = [fit for fit in fits if fit.microbatch >= enough]
+    if len(fits) > 1 and gpu is not None and meta_model is None:
+        good = _by_seconds(recipe, fits, world_size, gpu)
     if fits:
         best = (kept or good or [max(fits, key=lambda fit: fit.microbatch)])[0]
         check_graphs(recipe.compile_mode, rows=rows, microbatch=best.microbatch)
@@ -124,14 +144,37 @@ def choose_fit(
 
 
 def _fitting(
-    needs: Mapping[str, MemoryEstimate], candidates: Sequence[int], room: int, load: float
+    needs: Mapping[tuple[str, str], MemoryEstimate],
+    candidates: Sequence[int],
+    room: int,
+    load: float,
 ) -> list[Fit]:
-    """Of each level most rows that fit under a load of experts, where some do."""
+    """Of each way most rows that fit under a load of experts, where some do."""
     fits = list[Fit]()
-    for level, need in needs.items():
+    for (level, small), need in needs.items():
         found = [n for n in candidates if need.total(n, load) <= room]
-        fits += [Fit(n, level, need, need.fitting_load(n, room)) for n in found[:1]]
+        fits += [Fit(n, level, need, need.fitting_load(n, room), small) for n in found[:1]]
     return fits
+
+
+def _by_seconds(recipe: TrainRecipe, fits: list[Fit], world_size: int, gpu: Gpu) -> list[Fit]:
+    """The fits, the shortest step first, each with the next one."""
+    reached = speeds(gpu, recipe)
+    timed = [
+        dataclasses.replace(
+            fit,
+            seconds=step_seconds(
+                with_level(recipe, fit.checkpointing, fit.compression),
+                world_size,
+                fit.microbatch,
+                reached,
+            ).total,
+        )
+        for fit in fits
+    ]
+    timed.sort(key=lambda fit: fit.seconds or math.inf)
+    after = [*timed[1:], None]
+    return [dataclasses.replace(a, second=b) for a, b in zip(timed, after, strict=True)]
 
 
 def load_line(recipe: TrainRecipe, fit: Fit, world_size: int) -> str | None:
@@ -155,14 +198,20 @@ def choose_microbatch(recipe: TrainRecipe, **memory: Any) -> int:
 def checkpointing_line(recipe: TrainRecipe, fit: Fit, begun_with: str | None = None) -> str:
     """What `parallel.activation_checkpointing: auto` stands for, and why, in one line."""
     more = LEVELS[: LEVELS.index(fit.checkpointing)]
-    if fit.checkpointing == begun_with:
+    second = fit.second
+    if fit.kept == begun_with:
         why = "as the run began"
+    elif fit.seconds is not None and second is not None and second.seconds is not None:
+        why = (
+            f"{in_seconds(fit.seconds)} a step by the plan, where {second.kept} (a microbatch of"
+            f" {second.microbatch}) would take {in_seconds(second.seconds)}"
+        )
     elif more:
         why = f"with {more[-1]} fewer rows would fit"
     else:
         why = "all that the backward pass asks for fits"
     return (
-        f"activation checkpointing: auto is {fit.checkpointing}, {why}; about"
+        f"activation checkpointing: auto is {fit.kept}, {why}; about"
         f" {fit.need.total(fit.microbatch) / GIB:.1f} GiB a process at a microbatch of"
         f" {fit.microbatch}"
     )
@@ -180,15 +229,29 @@ def _candidates(recipe: TrainRecipe, rows: int, device: torch.device) -> list[in
     return [n for n in reversed(divisors(rows)) if n <= most]
 
 
+def _ways(recipe: TrainRecipe, device: torch.device) -> list[tuple[str, str]]:
+    """Levels and compressions: those written, or what auto may stand for, the least work first."""
+    parallel = recipe.parallel
+    level, small = recomputation(parallel.activation_checkpointing), parallel.activation_compression
+    levels = _levels(recipe, device) if level == "auto" else [level]
+    ways = [*product(levels, ("none", "int8") if small == "auto" else (small,))]
+    if not recipe.compile:
+        return ways
+    parts = [(way, with_level(recipe, *way).parallel) for way in ways]
+    found = [way for way, one in parts if not [*compiled_limits(recipe.model, one)]]
+    return found or ways
+
+
 def _levels(recipe: TrainRecipe, device: torch.device) -> list[str]:
-    """What auto may stand for, the least work first."""
     without = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
     return [level for level in LEVELS if not (without and level == "selective")]
 
 
-def with_level(recipe: TrainRecipe, level: str) -> TrainRecipe:
-    """A copy of which so much is computed again."""
+def with_level(recipe: TrainRecipe, level: str, compression: str | None = None) -> TrainRecipe:
+    """A copy of which so much is computed again, and activations wait in this form."""
     parallel = dataclasses.replace(recipe.parallel, activation_checkpointing=level)
+    if compression is not None:
+        parallel.activation_compression = compression
     return dataclasses.replace(recipe, parallel=parallel)
 
 

@@ -147,8 +147,10 @@ def own_layout(recipe: TrainRecipe, setting: Setting) -> Layout:
     Raises:
         UserError: it does not fit, or cannot be spread over so many processes.
     """
-    fit = choose_fit(recipe, world_size=setting.gpus, available=setting.available, device=CUDA)
-    chosen = _written(with_level(recipe, fit.checkpointing), setting.gpus, fit.microbatch)
+    gpu, world = setting.reached.gpu, setting.gpus
+    fit = choose_fit(recipe, world_size=world, available=setting.available, device=CUDA, gpu=gpu)
+    kept = with_level(recipe, fit.checkpointing, fit.compression)
+    chosen = _written(kept, world, fit.microbatch)
     return _layout(chosen, setting, fit.need)
 
 

@@ -36,7 +36,8 @@ FOUNDRY = {  # LLM Foundry's names of modules, in lower case
 }  # fmt: skip
 RANGES = "a number n (the first n), first-n, middle-n, last-n, range-i-j (j not included), a list"
 
-COMPRESSIONS = ("none", "int8", "fp8")
+FORMATS = ("int8", "fp8")
+COMPRESSIONS = ("none", *FORMATS, "auto")
 LEAST_BUDGET = 0.15
 BUDGET = Range(0, 1, "1 keeps what torch.compile keeps without a budget")
 
@@ -49,7 +50,7 @@ class ActivationMemory:
         checkpointing: what the backward pass computes again: none, selective or whole.
         targets: of whole: by block, what of PARTS is computed again; nothing of it is kept but its
             inputs. Empty sets else.
-        compression: one of COMPRESSIONS: in what form saved tensors wait.
+        compression: none, or of FORMATS: in what form saved tensors wait.
         budget: torch.compile's activation_memory_budget; None: it has none.
     """
 

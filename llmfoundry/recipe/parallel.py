@@ -138,8 +138,9 @@ class ParallelConfig:
     activation_checkpointing: Annotated[bool | str, RECOMPUTATION] = "none"
     """What the backward pass computes again in place of keeping it. none; selective: all but the
     results of matrix products, attention and experts, at half the memory; whole (or true): blocks,
-    from their inputs: a third more work, a fraction of the memory; auto: the least of these that
-    the estimate says fits."""
+    from their inputs: a third more work, a fraction of the memory; auto: of these, with as many
+    rows as fit, what makes the shortest step by the plan; where the GPU's speed is not known, the
+    least that fits."""
     activation_checkpointing_target: str | list[str] | dict[str, Any] | None = None
     """Only with activation_checkpointing: whole, which parts are computed again, each from its
     inputs, and in which blocks: a name, a list of names, or {name: range}. Names: block (the
@@ -149,7 +150,9 @@ class ParallelConfig:
     activation_compression: Annotated[str, choice(COMPRESSIONS)] = "none"
     """In what form activations wait for the backward pass. none: as they are; int8: 8-bit integers,
     128 values sharing a scale; fp8: 8-bit floating point (e4m3), on GPUs of compute capability 8.9
-    and above. Gradients change by about one per cent; what weighs and normalizes stays exact."""
+    and above. Gradients change by about one per cent; what weighs and normalizes stays exact. auto:
+    none or int8, whichever makes the shorter step by the plan, together with what
+    activation_checkpointing: auto stands for."""
     activation_memory_budget: Annotated[float | None, BUDGET] = None
     """Only with compile: share of what torch.compile would keep of a block's activations that it
     keeps; it computes the rest again, the cheapest first. 1: all; at least 0.15."""
@@ -206,7 +209,7 @@ class ParallelConfig:
     def activation_memory(self, n_layers: int) -> ActivationMemory:
         """How the activations of `n_layers` blocks are kept; nothing in it is auto any more."""
         level = recomputation(self.activation_checkpointing)
-        assert level in LEVELS, "auto was not decided"
+        assert level in LEVELS and self.activation_compression != "auto", "auto was not decided"
         targets: tuple[frozenset[str], ...] = (frozenset(),) * n_layers
         if level == "whole":
             key = "parallel.activation_checkpointing_target"

@@ -528,6 +528,7 @@ class Trainer:
             "identity": self.identity,
             "spikes": self.spikes.state(),
             "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
+            "activation_compression": self.recipe.parallel.activation_compression,
             "settings": self._training_settings,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }

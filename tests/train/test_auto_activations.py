@@ -1,0 +1,109 @@
+"""`auto` of checkpointing and compression: by the plan's seconds; kept by a run that resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmfoundry.plan import fit as plan_fit
+from llmfoundry.plan.fit import (
+    USABLE,
+    checkpointing_line,
+    choose_fit,
+    with_guessed_vocabulary,
+    with_level,
+)
+from llmfoundry.plan.memory import estimate
+from llmfoundry.plan.seconds import speeds, step_seconds
+from llmfoundry.recipe.front.load import load
+from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.hardware import GPUS
+from llmfoundry.recipe.parallel import LEVELS
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.values.checks import divisors
+from tests.tiny import losses, write_recipe
+from tests.train.here import train_here
+
+CUDA, H100, GIB = torch.device("cuda"), GPUS["H100"], 2**30
+
+
+def make_recipe(name: str) -> TrainRecipe:
+    recipe = load(TrainRecipe, YAMLS / f"{name}.yaml")
+    recipe.fill()
+    recipe.parallel.activation_checkpointing = "auto"
+    return with_guessed_vocabulary(recipe)
+
+
+@pytest.mark.parametrize("room", [40, 79])
+def test_auto_is_what_makes_the_shortest_step_of_all_that_fits(room: int) -> None:
+    """Found again by trying each level with every microbatch."""
+    recipe, found = make_recipe("mpt-7b"), {}
+    rows = recipe.global_train_batch_size // 8
+    for level in LEVELS:
+        one = with_level(recipe, level)
+        need = estimate(one, 8, device=CUDA)
+        for n in divisors(rows):
+            if need.total(n) <= USABLE * room * GIB:
+                found[level, n] = step_seconds(one, 8, n, speeds(H100, one)).total
+    best = min(found, key=lambda way: found[way])
+    given: dict[str, Any] = {"world_size": 8, "available": room * GIB, "device": CUDA, "gpu": H100}
+    fit = choose_fit(recipe, **given)
+    assert fit.seconds == found[best] and (fit.checkpointing, fit.microbatch) == best
+    assert fit.second is not None and fit.second.checkpointing != fit.checkpointing
+    assert fit.second.seconds == min(s for (level, _), s in found.items() if level != best[0])
+    kept = choose_fit(recipe, **given, begun_with="whole")
+    assert kept.checkpointing == "whole" and choose_fit(recipe, **given) == fit
+
+
+def test_8_bits_are_chosen_where_rows_that_they_make_room_for_are_worth_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = make_recipe("mpt-7b")
+    recipe.parallel.activation_compression = "auto"
+
+    def smaller(recipe: TrainRecipe, *given: Any, **named: Any) -> Any:
+        """As counted, of int8 a third of what rows take."""
+        need = estimate(recipe, *given, **named)
+        if recipe.parallel.activation_compression == "none":
+            return need
+        return dataclasses.replace(need, row_head=need.row_head // 3, row_block=need.row_block // 3)
+
+    monkeypatch.setattr(plan_fit, "estimate", smaller)
+    given: dict[str, Any] = {"world_size": 8, "device": CUDA, "gpu": H100}
+    wide, tight = (choose_fit(recipe, available=n * GIB, **given) for n in (79, 28))
+    assert wide.compression == "none" and tight.kept.endswith("and int8")
+    line = checkpointing_line(recipe, tight)
+    assert f"auto is {tight.kept}, " in line and " s a step by the plan, where " in line
+    assert tight.second is not None and f"where {tight.second.kept} (a microbatch of" in line
+    again = choose_fit(recipe, available=79 * GIB, **given, begun_with=tight.kept)
+    assert again.kept == tight.kept
+    assert "as the run began" in checkpointing_line(recipe, again, tight.kept)
+
+
+OPTIONS = (
+    "max_duration=4ba", "schedule.t_warmup=1ba", "schedule.t_max=4ba", "eval=off",
+    "model.d_model=128", "model.n_heads=4",
+)  # fmt: skip
+AUTO = ("parallel.activation_checkpointing=auto", "parallel.activation_compression=auto")
+
+
+def test_a_compressed_run_resumes_bit_for_bit_and_auto_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    small = "parallel.activation_compression=int8"
+    exact, whole = (train_here(name, *OPTIONS, *how) for name, how in (("a", ()), ("b", (small,))))
+    train_here("c", *OPTIONS, small, "max_duration=2ba")
+    capsys.readouterr()
+    resumed = train_here("c", *OPTIONS, *AUTO)
+    assert "auto is none and int8, as the run began" in capsys.readouterr().out
+    assert losses(resumed) == losses(whole)
+    assert losses(whole)[1] == losses(exact)[1] and losses(whole)[4] != losses(exact)[4]
+    state = json.loads((resumed / "checkpoints" / "ba0000004" / "state.json").read_text())
+    assert state["activation_compression"] == "int8"
