@@ -16,28 +16,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import itertools
-import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import table
 from llmfoundry.builders.job import build_autocast, build_root, matmul_dtype, with_defaults
@@ -46,76 +41,19 @@ from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes, build_mesh
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops import loss
-from llmfoundry.ops.moe import dispatch, mixture
-from llmfoundry.ops.moe import gpu as moe_device
+from llmfoundry.ops.devices import Planned, planned_for
 from llmfoundry.ops.packed_layout import Batch
-from llmfoundry.plan.activations import expert_rows, tokens_of_row
+from llmfoundry.ops.torch_private import unwatched_shapes
+from llmfoundry.plan.count import fill
 from llmfoundry.plan.fit import choose_fit, with_guessed_vocabulary
 from llmfoundry.plan.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
+from llmfoundry.plan.meter import GpuKernels, LiveBytes
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import CrossEntropy, Guard, StepHooks, StepSettings, train_step
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations under it made and that something still holds.
-
-    A storage counts with its size at that time: FSDP frees what it gathered by resizing it to 0.
-
-    Attributes:
-        most: the most bytes after any operation since it was last set to 0.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operation, and note what it made."""
-        made = func(*args, **(kwargs or {}))
-        if any([self._watch(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]):
-            self.most = max(self.most, self.now())
-        return made
-
-    def _watch(self, tensor: Tensor) -> bool:
-        """Whether it is a storage that was not known."""
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if type(tensor) not in (Tensor, FakeTensor) or tensor.device.type == "meta":
-            return False
-        storage = tensor.untyped_storage()
-        known = self._alive.get(storage._cdata)
-        if known is not None and known() is storage:
-            return False
-        self._alive[storage._cdata] = weakref.ref(storage)
-        return True
-
-    def now(self) -> int:
-        """Bytes alive."""
-        alive = {key: storage for key, ref in self._alive.items() if (storage := ref()) is not None}
-        self._alive = {key: self._alive[key] for key in alive}
-        return sum(storage.nbytes() for storage in alive.values())
-
-    def settled(self) -> int:
-        """Bytes alive once cycles are collected and threads of collectives let go of theirs."""
-        gc.collect()
-        found = self.now()
-        for _ in range(10):
-            time.sleep(0.01)
-            found = min(found, self.now())
-        return found
-
 
 KINDS = {  # by the operator: those of FSDP and DDP, and the functional ones of all else
     "c10d::allgather_": "all_gather",
@@ -257,25 +195,15 @@ def spread(name: str, words: list[str]) -> TrainRecipe:
 
 
 def estimated(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
-    """The estimate, of what is counted here alone."""
+    """The estimate, without the framework."""
     need, rows = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
     assert isinstance(rows, int)
-    degrees, low = recipe.parallel.degrees(ranks), 4 if recipe.precision == "fp32" else 2
-    unseen = expert_rows(recipe.model, low) * tokens_of_row(recipe, degrees) // degrees.tensor
-    logits = estimate(recipe, ranks, device=CPU)  # whose loss it is that is counted
-    seen = dataclasses.replace(
-        need,
-        row_block=need.row_block - unseen,
-        row_logits=logits.row_logits,
-        chunk_logits=logits.chunk_logits,
-    )
-    peak = seen.total(rows) - FRAMEWORK - need.gradients(rows)
-    parts = need.parameter_bytes, need.gradient_bytes, need.moment_bytes
-    return Bytes(*parts, peak), need
+    peak = need.total(rows) - FRAMEWORK
+    return Bytes(need.parameter_bytes, need.gradient_bytes, need.moment_bytes, peak), need
 
 
-def count(recipe: TrainRecipe, ranks: int, *, microbatches: int = 1) -> tuple[Bytes, SentBytes]:
-    """Take one step on rank 0 of `ranks`, and count what it holds and what it sends."""
+def count(recipe: TrainRecipe, ranks: int, *, microbatches: int = 2) -> tuple[Bytes, SentBytes]:
+    """Take a step of `microbatches` on rank 0 of `ranks`, and count what it holds and sends."""
     live = LiveBytes()
     with built(recipe, ranks, live) as (root, _):
         return _step(recipe, root, live, microbatches)
@@ -294,12 +222,8 @@ def built(
         assert meshes is not None
         with mock.patch.object(root, "to_empty"):  # on the meta device a shard costs nothing
             parallelize(root, world, meshes, recipe.parallel, precision=recipe.precision)
-        with (
-            _as_on_a_gpu(recipe, meshes.degrees),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            watched,
-        ):
-            fill(root, CPU)
+        with _as_on_a_gpu(live), FakeTensorMode(allow_non_fake_inputs=True), watched:
+            _fill_shards(root)
             yield root, meshes
     finally:
         dist.destroy_process_group()
@@ -338,8 +262,7 @@ def _step(
             hooks=StepHooks(on_gradients=note),
         )
     parameters_, moments = local_bytes(root, optimizer)
-    # gradients and moments of the step before are there in every step but the first
-    peak = live.most + gradients[0] + moments
+    peak = live.most + moments  # which are there in every step but the first
     return Bytes(parameters_, gradients[0], moments, peak), sent
 
 
@@ -361,16 +284,9 @@ def _local(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-def fill(root: Root, device: torch.device) -> None:
-    """`to_empty`, which cannot swap fake tensors: new ones in their place, and FSDP is notified."""
-    for module in root.modules():
-        for name, p in list(module._parameters.items()):
-            if p is not None:
-                empty = torch.empty_like(p, device=device)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+def _fill_shards(root: Root) -> None:
+    """`fill`, of which FSDP is notified."""
+    fill(root)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -380,41 +296,21 @@ def fill(root: Root, device: torch.device) -> None:
 
 
 @contextmanager
-def _as_on_a_gpu(recipe: TrainRecipe, degrees: Degrees) -> Iterator[None]:
-    """The GPU's code where ours differs: what a CPU would ask of values is not asked."""
-    full = getattr(ShardingPropagator, _PROPAGATE)
+def _as_on_a_gpu(live: LiveBytes | None) -> Iterator[None]:
+    """The GPU's code where ours differs, and experts that have as many rows each."""
     clip = {"norm": lambda *given: torch._foreach_mul_(step._gradients(given[0]), torch.ones(()))}
+    what = Planned("cuda", (live or LiveBytes()).kernel, LOAD)
     with (
-        mock.patch.object(dispatch, "_lengths", _even(recipe, degrees)),
-        mock.patch.object(mixture, "_path", lambda device: moe_device),
-        mock.patch.object(loss, "labelled_places", lambda labels: None),
-        mock.patch.dict(step.CLIPPINGS, clip),
-        mock.patch.object(ShardingPropagator, _PROPAGATE, _unwatched(full)),
+        planned_for(what),
+        GpuKernels(),
+        mock.patch.dict(step.CLIPPINGS, clip),  # which asks for the norm's value
+        unwatched_shapes(),
     ):
         yield
 
 
-def _even(recipe: TrainRecipe, degrees: Degrees) -> Callable[..., tuple[list[int], list[int]]]:
-    """Rows to each process and from it where experts have as many each: fake counts have none."""
-    rows, top_k = recipe.device_train_microbatch_size, recipe.model.ffn_config.moe_top_k or 0
-    assert isinstance(rows, int)
-    own = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor) * top_k
-    each = [own // degrees.expert] * degrees.expert
-    each[0] += own % degrees.expert
-    return lambda *counts: (list(each), list(each))
-
-
-_PROPAGATE = "_propagate_tensor_meta_non_cached"  # tries each operation on shapes of full tensors
-
-
-def _unwatched(shapes: Callable[..., Any]) -> Callable[..., Any]:
-    """The same where nobody counts what it makes: a run makes none of it."""
-
-    def found(*args: Any) -> Any:
-        with _disable_current_modes():
-            return shapes(*args)
-
-    return found
+LOAD = 1.0
+"""Rows that the process's experts get, in means."""
 
 
 COLUMNS = {

@@ -22,9 +22,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
-from llmfoundry.plan.activations import tokens_of_row
 from llmfoundry.plan.memory import GIB
-from llmfoundry.plan.shards import REDUCED, Shares, seen_by_tokens, shares
+from llmfoundry.plan.shards import REDUCED, Shares, seen_by_tokens, shares, tokens_of_row
 from llmfoundry.recipe.hardware import GPUS, Gpu
 from llmfoundry.recipe.parallel import NODE, Degrees, recomputation
 from llmfoundry.recipe.parallel_limits import context_method

@@ -10,10 +10,12 @@ that two passes, of two rows and of three, give what is fixed and what each row 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,8 @@ from llmfoundry.ops.torch_private import unwatched_shapes
 from llmfoundry.plan.meter import GpuKernels, Meter, Pass, Reading, Recorded, Work
 from llmfoundry.recipe.activation_memory import ActivationMemory
 from llmfoundry.recipe.architecture.blocks import LayerConfig
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees, ParallelConfig, recomputation
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -57,6 +61,15 @@ class Bytes:
     load: float = 0.0
     logits: float = 0.0
 
+    def plus(self, other: Bytes) -> Bytes:
+        """Of both."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Bytes(*(a + b for a, b in pairs))
+
+    def times(self, factor: float) -> Bytes:
+        """So many alike."""
+        return Bytes(*(factor * value for value in vars(self).values()))
+
 
 @dataclass(frozen=True)
 class BlockCount:
@@ -67,7 +80,10 @@ class BlockCount:
         kept: what waits for the backward pass.
         at_forward: moments of the forward pass, in bytes beside what was there before; those that
             another exceeds in every way left out.
-        at_backward: moments of the backward pass, beside what all blocks keep, this one's included.
+        at_backward: moments of the backward pass, beside what all blocks keep, this one's included;
+            of a mixture until its experts' gradients are there.
+        experts_done: that moment; None: there are no experts, or the operator is not looked into.
+        behind_experts: its moments from then on; the experts' gradients are in `fixed`.
         forward: what the forward pass computes and moves.
         backward: what the backward pass does, recomputation left out.
         again: what the backward pass computes again.
@@ -77,6 +93,8 @@ class BlockCount:
     kept: Bytes
     at_forward: tuple[Bytes, ...]
     at_backward: tuple[Bytes, ...]
+    experts_done: Bytes | None
+    behind_experts: tuple[Bytes, ...]
     forward: Pass
     backward: Pass
     again: Pass
@@ -87,12 +105,15 @@ class EndsCount:
     """What embedding, final norm, head and loss do on one process.
 
     Attributes:
-        at_head: moments while all blocks keep what they keep, in bytes beside that.
+        at_loss: moments of the forward pass, in bytes beside what all blocks keep; the loss makes
+            the head's gradient there.
+        at_head: moments of the backward pass before the blocks', beside that.
         behind: moments of the backward pass behind all blocks.
-        forward: what the forward pass computes and moves; the loss computes its gradient here.
+        forward: what the forward pass computes and moves, the head's gradient included.
         backward: what the backward pass does.
     """
 
+    at_loss: tuple[Bytes, ...]
     at_head: tuple[Bytes, ...]
     behind: tuple[Bytes, ...]
     forward: Pass
@@ -101,7 +122,7 @@ class EndsCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """All kinds of blocks, in the order of their first, and the ends."""
+    """All kinds of blocks, in the order of their last, and the ends."""
 
     blocks: tuple[BlockCount, ...]
     ends: EndsCount
@@ -145,23 +166,87 @@ def count(
         meta_model: of fine-tuning: the model on the meta device, frozen and quantized as it will
             be; None: all parameters train.
     """
+    if meta_model is None or isinstance(meta_model, Decoder):
+        return _count(recipe, degrees, device, meta_model)
+    noise = logging.getLogger("torch._subclasses.fake_tensor")
+    before, noise.disabled = noise.disabled, True
+    try:
+        return _count(recipe, degrees, device, meta_model)
+    except Exception:  # a class that asks tensors for their values, or has kernels of its own
+        alike = {each.name: getattr(recipe.model, each.name) for each in fields(ModelConfig)}
+        ours = replace(recipe, model=ModelConfig(**alike))  # of the same sizes, all of it trained
+        return _count(ours, degrees, device, None)
+    finally:
+        noise.disabled = before
+
+
+def _count(
+    recipe: TrainRecipe, degrees: Degrees, device: torch.device, meta_model: Decoder | None
+) -> ModelCount:
     depth = recipe.model.n_layers if meta_model is None else len(meta_model.blocks)
     memory = _decided(recipe.parallel).activation_memory(depth)
-    root, kinds, memory = _reduced(recipe, meta_model, memory)
-    sharded = not degrees.is_replicas
-    loads = (1.0, 2.0) if degrees.expert > 1 else (1.0,)
-    with imagined(degrees) as meshes, unwatched_shapes():
-        apply_tensor_parallel(root, meshes)
-        apply_expert_parallel(root, meshes)
-        apply_context_parallel(root, meshes, recipe.parallel)
-        share_router_statistics(root, World(0, 1, 0, CPU), meshes)
-        wrap_blocks(root, memory, compile_mode=None)
-        layouts = _layouts(recipe, device.type, degrees)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fill(root, torch.bfloat16 if sharded and recipe.precision == "amp_bf16" else None)
-            counter = _Counter(recipe, root, device.type, layouts, is_sharded=sharded)
-            blocks = counter.blocks(kinds, loads)
-            return ModelCount(blocks, counter.ends())
+    model = None if isinstance(recipe.model, HFModelConfig) else replace(recipe.model)
+    facts: list[Any] = [
+        model,
+        recipe.max_seq_len,
+        recipe.precision,
+        recipe.parallel.context_parallel_method,
+    ]
+    facts += [replace(degrees, replicate=1, shard=1), degrees.is_replicas, device.type]
+    known = _known if meta_model is None else _known_of.setdefault(meta_model, {})
+    of_ends = repr(facts)
+    if model is not None:
+        model.vocab_size = None  # nothing to blocks
+    of_blocks = repr([*facts, memory])
+    setting = _Setting(recipe, degrees, device, meta_model)
+    if of_blocks not in known:
+        with setting.counter(memory) as (counter, kinds):
+            known[of_blocks] = counter.blocks(kinds)
+    if of_ends not in known:
+        with setting.counter(replace(memory, checkpointing="none", targets=())) as (counter, _):
+            known[of_ends] = counter.ends()
+    return ModelCount(known[of_blocks], known[of_ends])
+
+
+_known: dict[str, Any] = {}  # counts by what they depend on
+_known_of: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What `count` was asked."""
+
+    recipe: TrainRecipe
+    degrees: Degrees
+    device: torch.device
+    meta_model: Decoder | None
+
+    @contextmanager
+    def counter(self, memory: ActivationMemory) -> Iterator[tuple[_Counter, list[_Kind]]]:
+        """The model with a block of each kind, parallelized as in a run, and these kinds."""
+        recipe, degrees, kind = self.recipe, self.degrees, self.device.type
+        root, kinds, memory = _reduced(recipe, self.meta_model, memory)
+        is_sharded = not degrees.is_replicas
+        with imagined(degrees) as meshes, unwatched_shapes():
+            apply_tensor_parallel(root, meshes)
+            apply_expert_parallel(root, meshes)
+            apply_context_parallel(root, meshes, recipe.parallel)
+            share_router_statistics(root, World(0, 1, 0, CPU), meshes)
+            wrap_blocks(root, memory, compile_mode=None)
+            layouts = _layouts(recipe, kind, degrees)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                fill(
+                    root, torch.bfloat16 if is_sharded and recipe.precision == "amp_bf16" else None
+                )
+                loads = (1.0, 2.0) if degrees.expert > 1 else (1.0,)
+                model = self.meta_model
+                trains = model is None or any(p.requires_grad for p in model.parameters())
+                yield (
+                    _Counter(
+                        recipe, root, kind, layouts, loads, is_sharded=is_sharded, trains=trains
+                    ),
+                    kinds,
+                )
 
 
 def _decided(parallel: ParallelConfig) -> ParallelConfig:
@@ -179,7 +264,8 @@ def _layouts(recipe: TrainRecipe, kind: str, degrees: Degrees) -> dict[int, Pack
     Made of real numbers. GPUs' kernels keep as much of packed rows as of plain ones.
     """
     length = recipe.max_seq_len
-    if kind != "cpu" or length == 1 or degrees.context > 1:
+    ours = not isinstance(recipe.model, HFModelConfig)
+    if kind != "cpu" or length == 1 or degrees.context > 1 or not ours:
         return {}
     lengths = [length // 2, length - length // 2]
     return {rows: PackedLayout.from_lengths([lengths] * rows) for rows in (FEW, FEW + 1)}
@@ -253,7 +339,8 @@ def _reduced(
     kinds: dict[_Trait, list[int]] = {}
     for i, trait in enumerate(traits):
         kinds.setdefault(trait, []).append(i)
-    firsts = {each[0]: len(each) for each in kinds.values()}
+    in_order = sorted(kinds.values(), key=lambda each: each[-1])
+    firsts = {each[0]: len(each) for each in in_order}
     makers = {layers[i].kv_from for i in firsts} if layers else set()
     places = sorted({*firsts, *makers})
     kept = None
@@ -267,6 +354,8 @@ def _reduced(
     else:
         copies = nn.ModuleList(copy.deepcopy(meta_model.blocks[i]) for i in places)
         model = copy.deepcopy(meta_model, {id(meta_model.blocks): copies})
+        if not isinstance(model, Decoder):
+            model._ways, model._head = {False: "positions", True: "mask"}, (1.0, None)
     if kept is not None:
         model.layers = kept
     found = [_Kind(places.index(i), n, traits[i].is_reached) for i, n in firsts.items()]
@@ -323,9 +412,12 @@ class _Counter:
         root: Root,
         kind: str,
         layouts: dict[int, PackedLayout],
+        loads: Sequence[float],
         *,
         is_sharded: bool,
+        trains: bool,
     ) -> None:
+        self._loads, self._trains = loads, trains
         self._recipe, self._root, self._is_sharded = recipe, root, is_sharded
         self._kind, self._shard, self._layouts = kind, token_sharding(root), layouts
         vocabulary = root.model.head_weight
@@ -359,10 +451,10 @@ class _Counter:
         batch = Batch(tokens, tokens, self._layouts.get(rows))
         return batch if self._shard is None else self._shard(batch)
 
-    def blocks(self, kinds: Sequence[_Kind], loads: Sequence[float]) -> tuple[BlockCount, ...]:
+    def blocks(self, kinds: Sequence[_Kind]) -> tuple[BlockCount, ...]:
         """Of each kind of block."""
         blocks = list(self._root.model.blocks)
-        cases = [(FEW, 1.0), (FEW + 1, 1.0), *((FEW, load) for load in loads[1:])]
+        cases = [(FEW, 1.0), (FEW + 1, 1.0), *((FEW, load) for load in self._loads[1:])]
         runs: dict[int, list[tuple[int, Recorded]]] = {kind.place: [] for kind in kinds}
         for rows, load in cases:
             with self._counting(load):
@@ -420,9 +512,11 @@ class _Counter:
     def ends(self) -> EndsCount:
         """Of what is around the blocks."""
         model, runs = self._root.model, list[Recorded]()
-        del model.blocks[:]
-        if isinstance(model, Decoder):
-            model.layers = []
+        hook = None
+        if self._trains:  # blocks that are not here would have a gradient go on
+            hook = _embedding(model).register_forward_hook(
+                lambda module, args, made: made if made.requires_grad else made.requires_grad_()
+            )
         for rows in (FEW, FEW + 1):
             with self._counting():
                 batch = self._batch(rows)
@@ -430,13 +524,21 @@ class _Counter:
                 self._meter.begin()
                 with self._autocast():
                     loss = self._root(batch.tokens, batch.layout, _loss_of(batch.labels))
-                with self._meter.backward():
-                    loss.backward()
+                if loss.requires_grad:
+                    with self._meter.backward():
+                        loss.backward()
                 del loss
                 runs.append(self._meter.end())
             if self._is_sharded:
                 self._root.zero_grad()
+        if hook is not None:
+            hook.remove()
         return _ends_count(runs)
+
+
+def _embedding(model: Decoder) -> nn.Module:
+    """Of tokens."""
+    return model.wte if isinstance(model, Decoder) else model.hf.get_input_embeddings()
 
 
 def _loss_of(labels: Tensor) -> Callable[[Decoder, Tensor], Tensor]:
@@ -452,11 +554,14 @@ def _block_count(number: int, runs: Sequence[tuple[int, Recorded]]) -> BlockCoun
     kept = _bytes([Reading(kept, 0) for kept, _ in runs])
     records = [recorded for _, recorded in runs]
     held = [Reading(kept, 0) for kept, _ in runs]
+    backward, marked = [r.readings["backward"] for r in records], records[0].experts
     return BlockCount(
         number,
         kept,
         _moments([r.readings["forward"] for r in records]),
-        _moments([r.readings["backward"] for r in records], held),
+        _moments([run[: marked or None] for run in backward], held),
+        next(iter(_moments([run[marked - 1 : marked] for run in backward], held)), None),
+        _moments([run[marked:] for run in backward], held) if marked else (),
         **_passes(records),
     )
 
@@ -471,15 +576,12 @@ def _passes(records: Sequence[Recorded]) -> dict[str, Pass]:
 
 
 def _ends_count(runs: Sequence[Recorded]) -> EndsCount:
-    parts: dict[str, list[list[Reading]]] = {"head": [], "behind": []}
-    for run in runs:
-        marked = len(run.readings["backward"]) if run.embedding is None else run.embedding
-        parts["head"].append([*run.readings["forward"], *run.readings["backward"][:marked]])
-        parts["behind"].append(run.readings["backward"][marked:])
-    passes = _passes(runs)
+    marked, passes = runs[0].embedding, _passes(runs)
+    backward = [run.readings["backward"] for run in runs]
     return EndsCount(
-        _moments(parts["head"]),
-        _moments(parts["behind"]),
+        _moments([run.readings["forward"] for run in runs]),
+        _moments([run[:marked] for run in backward]),
+        () if marked is None else _moments([run[marked:] for run in backward]),
         passes["forward"],
         passes["backward"].plus(passes["again"]),
     )

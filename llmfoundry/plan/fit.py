@@ -185,7 +185,7 @@ def load_line(recipe: TrainRecipe, fit: Fit, world_size: int) -> str | None:
     ffn = recipe.model.ffn_config
     assert ffn.moe_num_experts and ffn.moe_top_k, "the recipe was not filled"
     most = min(ffn.moe_top_k, ffn.moe_num_experts // p) * p / ffn.moe_top_k
-    each = f"{fit.microbatch * fit.need.load_block / GIB:.1f} GiB for each mean above the first"
+    each = f"{fit.need.load_bytes(fit.microbatch) / GIB:.1f} GiB for each mean above the first"
     fits = f"up to {fit.load:.1f}" if fit.load < most else "any"
     return f"expert load of a process, in means: {fits} fits ({each}; {most:.1f} is the limit)"
 

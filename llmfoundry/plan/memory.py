@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import quantized_shapes, value_count
-from llmfoundry.ops.loss import chunk_tokens, logit_bytes
-from llmfoundry.plan.activations import kept_by_blocks, row_bytes
+from llmfoundry.ops.loss import chunk_tokens
+from llmfoundry.plan.count import BlockCount, Bytes, ModelCount, count
 from llmfoundry.plan.shards import BLOCK, REDUCED, Values, shares, total, unit_of, values_of
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -31,47 +32,43 @@ between those that stay, and freed memory is kept (`ops/devices.py`). Measured b
 FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
 
 
+class Moment(NamedTuple):
+    """A point of a step at which a process may need most.
+
+    Attributes:
+        whole: bytes of weights and gradients that are there whole, or as copies.
+        rows: what comes to it; `fixed` are gradients and copies of weights as they are made.
+    """
+
+    whole: float
+    rows: Bytes
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes that one process needs.
-
-    Two moments of a step need most: when the head's gradient is made, while all blocks still keep
-    what they keep, and the backward pass of a block, when its weights, the next one's and two
-    blocks' gradients are there whole.
 
     Attributes:
         parameters: of the whole model.
         parameter_bytes: of this process's shard of the weights.
         gradient_bytes: of its gradients.
         moment_bytes: of the optimizer's moments.
-        at_head: weights and gradients that are whole while the head's gradient is made.
-        at_block: the same in the backward pass of a block.
-        row_head: what a row takes then: all that is kept, and what comes and goes.
-        row_block: the same in the backward pass of a block.
-        load_head: what row_head grows by for each unit by which the load of this process's experts
-            exceeds the mean; 0 where processes share none.
-        load_block: the same of row_block.
-        row_logits: what the loss holds of the logits of one row.
-        chunk_logits: the same of a chunk of tokens: it holds no more at once.
-        fixed: FRAMEWORK.
+        moments: of a step: while all blocks keep what they keep the loss and the head's gradient,
+            then the backward pass of a block, and what is behind the blocks.
+        chunk_rows: rows whose logits the loss holds at once; it holds no more.
         accumulated: what gradients take between microbatches over what `weights` has of them.
         step_rows: rows of a step; with fewer at a time, gradients are accumulated.
+        fixed: FRAMEWORK.
     """
 
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
     moment_bytes: int
-    at_head: int
-    at_block: int
-    row_head: int
-    row_block: int
-    row_logits: int
-    chunk_logits: int
+    moments: tuple[Moment, ...]
+    chunk_rows: float
     accumulated: int
     step_rows: int
-    load_head: int = 0
-    load_block: int = 0
     fixed: int = FRAMEWORK
 
     @property
@@ -81,7 +78,7 @@ class MemoryEstimate:
 
     def logits(self, rows: int) -> int:
         """Bytes that the loss of a microbatch of `rows` holds of logits."""
-        return min(rows * self.row_logits, self.chunk_logits)
+        return max(self._logits(moment, rows) for moment in self.moments)
 
     def gradients(self, rows: int) -> int:
         """Bytes of `accumulated` at a microbatch of `rows`: none where it is the only one."""
@@ -89,38 +86,45 @@ class MemoryEstimate:
 
     def activations(self, rows: int) -> int:
         """Bytes that a microbatch of `rows` takes, logits left out."""
-        return rows * max(self.row_head, self.row_block)
+        return int(rows * max(moment.rows.row for moment in self.moments))
 
     def total(self, rows: int, load: float = 1.0) -> int:
         """Bytes at a microbatch of `rows`, this process's experts having `load` times the mean."""
-        return max(int(even + (load - 1) * more) for even, more in self._moments(rows))
+        return max(self._at(moment, rows, load) for moment in self.moments)
+
+    def load_bytes(self, rows: int) -> int:
+        """What `total` grows by for each unit of load of this process's experts."""
+        return self.total(rows, 2.0) - self.total(rows)
 
     def parts(self, rows: int) -> dict[str, int]:
         """What `total` is made of, under even load, by what it is for."""
-        (head, _), (block, _) = self._moments(rows)
-        whole, per_row = (
-            (self.at_head, self.row_head) if head >= block else (self.at_block, self.row_block)
-        )
+        most = max(self.moments, key=lambda moment: self._at(moment, rows, 1.0))
         return {
             "weights, gradients and optimizer": self.weights,
             "accumulated gradients": self.gradients(rows),
-            "whole weights of a block": whole,
-            "activations": rows * per_row,
-            "logits": self.logits(rows) if head >= block else 0,
+            "whole weights of a block": int(most.whole + most.rows.fixed),
+            "activations": int(rows * most.rows.row),
+            "logits": self._logits(most, rows),
             "PyTorch": self.fixed,
         }
 
     def fitting_load(self, rows: int, room: int) -> float:
         """The largest load of this process's experts, in means, that fits `room`; inf: any."""
-        loads = [1 + (room - even) / more for even, more in self._moments(rows) if more]
+        loads = [
+            1 + (room - self._at(moment, rows, 1.0)) / (rows * moment.rows.load)
+            for moment in self.moments
+            if moment.rows.load > 0
+        ]
         return min(loads, default=math.inf)
 
-    def _moments(self, rows: int) -> list[tuple[int, int]]:
-        """Bytes at the head and at a block: under even load, and of each unit of load above."""
-        stay = self.weights + self.gradients(rows) + self.fixed
-        head = stay + self.at_head + self.logits(rows) + rows * self.row_head
-        block = stay + self.at_block + rows * self.row_block
-        return [(head, rows * self.load_head), (block, rows * self.load_block)]
+    def _at(self, moment: Moment, rows: int, load: float) -> int:
+        stay = self.weights + self.gradients(rows) + self.fixed + moment.whole
+        own = moment.rows
+        each = own.row + (load - 1) * own.load
+        return int(stay + own.fixed + rows * each) + self._logits(moment, rows)
+
+    def _logits(self, moment: Moment, rows: int) -> int:
+        return int(min(rows, self.chunk_rows) * moment.rows.logits)
 
 
 def estimate(
@@ -139,146 +143,174 @@ def estimate(
             be; None: all parameters train.
         device: where it computes.
     """
-    if meta_model is not None:
-        return _estimate_part(recipe, world_size, meta_model, device)
-    model, degrees = recipe.model, recipe.parallel.degrees(world_size)
-    assert model.vocab_size is not None
-    width = 2 if recipe.precision == "bf16" else 4
-    low = 4 if recipe.precision == "fp32" else 2
-    held = shares(model, degrees)
-    own, head = width * held.all.shard, held.head.gathered
-    block, *apart = (unit.block.gathered for unit in held.units)
-    largest = max(block, *apart, 0)
-    gathered = Whole(
-        ends=low * held.ends.gathered,
-        head=low * head,
-        block=low * block,
-        apart=low * sum(apart),
-        trained=low * largest,
-        reduced=REDUCED * largest,
-    )
-    rows = row_bytes(recipe, degrees=degrees, device=device)
-    return MemoryEstimate(
-        parameters=parameter_count(model),
-        parameter_bytes=own,
-        gradient_bytes=own,
-        moment_bytes=round(recipe.optimizer.moment_bytes(width) * held.all.shard),
-        **_whole_weights(recipe, degrees, gathered, head, values=held.blocks.gathered),
-        row_head=rows.kept + rows.head,
-        row_block=rows.kept + rows.block,
-        load_head=rows.load_kept,
-        load_block=rows.load_kept + rows.load_block,
-        **_logits(recipe, degrees, device),
-        accumulated=accumulated_bytes(recipe, degrees, width * held.all.gathered, own),
-        step_rows=recipe.global_train_batch_size // degrees.data,
-    )
-
-
-class Whole(NamedTuple):
-    """Bytes of weights as they are gathered, and of gradients as they are made.
-
-    Attributes:
-        ends: of embeddings, final norm and head.
-        head: the gradient of the head.
-        block: of a block.
-        apart: of a block what is not gathered with it: its experts, where processes share them.
-        trained: of what is gathered together the part that trains: the gradient.
-        reduced: the same in REDUCED bytes each.
-    """
-
-    ends: int
-    head: int
-    block: int
-    apart: int
-    trained: int
-    reduced: int
-
-
-def _whole_weights(
-    recipe: TrainRecipe, degrees: Degrees, whole: Whole, head: int, *, values: int
-) -> dict[str, int]:
-    """What is whole of a model beside the shards, when the head and when a block is at work.
-
-    At the head: its gradient in fp32, again times the loss's scale, and in the weights' dtype. At a
-    block under FSDP: its weights, the next one's, which are fetched already, its gradient, and
-    that of the block before, in fp32, on its way; of what is gathered apart, its own alone. Without
-    FSDP: the bf16 copies that autocast makes of the blocks' fp32 weights, which the backward pass
-    asks for again.
-
-    Args:
-        recipe: filled.
-        degrees: of its mesh.
-        whole: what is gathered.
-        head: values of the head that train.
-        values: of the blocks that train.
-    """
-    at_head = (8 * head + whole.head) if whole.head else 0
-    if degrees.is_replicas:
-        copies = 2 * values if recipe.precision == "amp_bf16" else 0
-        return {"at_head": at_head + copies, "at_block": whole.head + copies}
-    one = whole.block + whole.apart
-    gathered, before_head = whole.block + one, one
-    if recipe.parallel.reshard_after_forward is False:
-        gathered = recipe.model.n_layers * one
-        before_head = max(gathered // 2, one)
-    return {
-        "at_head": whole.ends + before_head + at_head,
-        "at_block": whole.ends + whole.head + gathered + whole.trained + whole.reduced,
-    }
-
-
-def _logits(recipe: TrainRecipe, degrees: Degrees, device: torch.device) -> dict[str, int]:
-    """What the loss holds of logits: of a row's share, and of a chunk of tokens.
-
-    Context parallelism divides the row, tensor parallelism the vocabulary.
-    """
-    model = recipe.model
-    assert model.vocab_size is not None
-    capped = model.final_logit_softcapping is not None
-    vocabulary = -(-model.vocab_size // degrees.tensor)
-    token = logit_bytes(device, capped=capped) * vocabulary
-    chunk = chunk_tokens(vocabulary, device, recipe.device_loss_chunk_tokens)
-    tokens = -(-recipe.max_seq_len // degrees.context)
-    return {"row_logits": tokens * token, "chunk_logits": chunk * token}
-
-
-def _estimate_part(
-    recipe: TrainRecipe, world_size: int, meta_model: Decoder, device: torch.device
-) -> MemoryEstimate:
-    """Of a model of which a part trains: gradients and moments of that alone."""
     degrees = recipe.parallel.degrees(world_size)
-    held = weigh(meta_model, device, degrees)
-    low = 4 if recipe.precision == "fp32" else 2
-    narrow = 2 if recipe.precision == "amp_bf16" else 1  # fp32 weights are gathered in bf16
-    whole = Whole(
-        ends=held.ends - held.trained_ends + held.trained_ends // narrow,
-        head=held.trained_head // narrow,
-        block=held.block - held.trained_block + held.trained_block // narrow,
-        apart=held.apart - held.trained_apart + held.trained_apart // narrow,
-        trained=max(held.trained_block, held.trained_apart) // narrow,
-        reduced=max(held.trained_block, held.trained_apart)
-        * (2 if recipe.precision == "bf16" else 1),
-    )
-    each = 2 if recipe.precision == "bf16" else 4
-    rows = row_bytes(recipe, kept_by_blocks(meta_model), degrees=degrees, device=device)
-    heap = HEAP if device.type == "cpu" else 1
-    beside = _whole_weights(
-        recipe, degrees, whole, held.trained_head // each, values=held.trained_matrices
-    )
+    held = _weights(recipe, degrees) if meta_model is None else weigh(meta_model, device, degrees)
+    low, width = 4 if recipe.precision == "fp32" else 2, 2 if recipe.precision == "bf16" else 4
+    whole = _whole(recipe, held, low)
+    counted = count(recipe, degrees, device=device, meta_model=meta_model)
+    moments = _moments(recipe, degrees, whole, counted)
+    dequantized = low * held.dequantized
+    heap = HEAP if device.type == "cpu" and meta_model is not None else 1
     return MemoryEstimate(
         parameters=held.parameters,
         parameter_bytes=held.frozen + held.trained.shard,
         gradient_bytes=held.trained.shard,
-        moment_bytes=round(recipe.optimizer.moment_bytes(each) * held.trained.shard / each),
-        at_head=beside["at_head"] + low * held.dequantized,
-        at_block=beside["at_block"] + low * held.dequantized,
-        row_head=round(heap * (rows.kept + rows.head)),
-        row_block=round(heap * (rows.kept + rows.block)),
-        load_head=round(heap * rows.load_kept),
-        load_block=round(heap * (rows.load_kept + rows.load_block)),
-        **_logits(recipe, degrees, device),
+        moment_bytes=round(recipe.optimizer.moment_bytes(width) * held.trained.shard / width),
+        moments=tuple(
+            Moment(moment.whole + dequantized, _times(moment.rows, heap)) for moment in moments
+        ),
+        chunk_rows=_chunk_rows(recipe, degrees, device),
         accumulated=accumulated_bytes(recipe, degrees, *reversed(held.trained)),
         step_rows=recipe.global_train_batch_size // degrees.data,
+    )
+
+
+def _times(rows: Bytes, heap: float) -> Bytes:
+    return Bytes(rows.fixed, heap * rows.row, heap * rows.load, rows.logits)
+
+
+def _chunk_rows(recipe: TrainRecipe, degrees: Degrees, device: torch.device) -> float:
+    """Rows whose logits the loss holds at once."""
+    assert recipe.model.vocab_size is not None
+    vocabulary = -(-recipe.model.vocab_size // degrees.tensor)
+    chunk = chunk_tokens(vocabulary, device, recipe.device_loss_chunk_tokens)
+    return chunk / -(-recipe.max_seq_len // degrees.context)
+
+
+class Whole(NamedTuple):
+    """Bytes of weights as they are gathered, and of gradients on their way to shards.
+
+    Attributes:
+        ends: of embeddings, final norm and head.
+        block: of a block, without what is gathered apart.
+        apart: of its experts, where processes share them, and of a layer with experts under tensor
+            parallelism.
+        head: the gradient of the head.
+        grads_apart: the gradients of what is gathered apart.
+        reduced: the gradients of the block, in REDUCED bytes each.
+        reduced_apart: those of what is gathered apart.
+        reduced_ends: those of the ends, and what they were made of.
+    """
+
+    ends: int
+    block: int
+    apart: int
+    head: int
+    grads_apart: int
+    reduced: int
+    reduced_apart: int
+    reduced_ends: int
+
+
+def _whole(recipe: TrainRecipe, held: WeightBytes, low: int) -> Whole:
+    """FSDP gathers fp32 weights in bf16 under amp_bf16, and adds gradients up in fp32."""
+    width = 2 if recipe.precision == "bf16" else 4
+    narrow = width // low
+
+    def gathered(all_: int, trained: int) -> int:
+        return all_ - trained + trained // narrow
+
+    def reduced(trained: int) -> int:
+        return trained * REDUCED // width
+
+    return Whole(
+        ends=gathered(held.ends, held.trained_ends),
+        block=gathered(held.block, held.trained_block),
+        apart=gathered(held.apart, held.trained_apart),
+        head=held.trained_head // narrow,
+        grads_apart=held.trained_apart // narrow,
+        reduced=reduced(held.trained_block),
+        reduced_apart=reduced(held.trained_apart),
+        reduced_ends=reduced(held.trained_ends) + held.trained_ends // narrow,
+    )
+
+
+def _moments(
+    recipe: TrainRecipe, degrees: Degrees, whole: Whole, counted: ModelCount
+) -> list[Moment]:
+    """All at which a step may need most.
+
+    Under FSDP the ends are there whole all the time. At the head the buffer of what was gathered
+    last is there still; in the backward pass of a block the next one, which is fetched already, and
+    the gradient of the unit before, in fp32, on its way: of none before the last block. A unit's
+    weights are freed before its gradient is cast. Without FSDP all is there, counted as weights.
+    """
+    kept = Bytes()
+    for block in counted.blocks:
+        kept = kept.plus(block.kept.times(block.blocks))
+    ends = counted.ends
+    if degrees.is_replicas:
+        at_blocks = [
+            rows for block in counted.blocks for rows in (*block.at_backward, *block.behind_experts)
+        ]
+        there = [Moment(0, kept.plus(rows)) for rows in (*ends.at_loss, *ends.at_head, *at_blocks)]
+        return [*there, *(Moment(0, rows) for rows in ends.behind)]
+    at_loss, at_head = whole.apart or whole.block, whole.block  # the last that was gathered
+    if recipe.parallel.reshard_after_forward is False:
+        at_loss = at_head = recipe.model.n_layers * (whole.block + whole.apart)
+    last = counted.blocks[-1]
+    others = [*counted.blocks[:-1], *([last] if last.blocks > 1 else [])]
+    kept_by_others = kept.plus(last.kept.times(-1))
+    return [
+        *(Moment(whole.ends + at_loss, kept.plus(rows)) for rows in ends.at_loss),
+        *(Moment(whole.ends + at_head, kept.plus(rows)) for rows in ends.at_head),
+        *_at_block(recipe, whole, last, kept, on_its_way=0),
+        *(
+            moment
+            for block in others
+            for moment in _at_block(recipe, whole, block, kept_by_others, on_its_way=whole.reduced)
+        ),
+        *(Moment(whole.ends + whole.reduced, rows) for rows in ends.behind),
+        Moment(whole.reduced_ends, Bytes()),
+    ]
+
+
+def _at_block(
+    recipe: TrainRecipe, whole: Whole, block: BlockCount, kept: Bytes, *, on_its_way: int
+) -> Iterator[Moment]:
+    """Moments of a block's backward pass under FSDP.
+
+    Args:
+        recipe: filled.
+        whole: what is gathered.
+        block: which.
+        kept: by it and all before it.
+        on_its_way: of the gradient of the unit before.
+    """
+    gathered = 2 * whole.block + whole.apart
+    if recipe.parallel.reshard_after_forward is False:
+        gathered = recipe.model.n_layers * (whole.block + whole.apart)
+    stay = whole.ends + whole.head + gathered
+    for rows in block.at_backward:
+        yield Moment(stay + on_its_way, kept.plus(rows))
+    sent = on_its_way
+    if whole.apart:  # the experts' weights are freed, and their gradients cast, then sent
+        sent = whole.reduced_apart - whole.apart
+        if block.experts_done is not None:
+            yield Moment(stay + sent, kept.plus(block.experts_done))
+        sent -= whole.grads_apart
+    for rows in block.behind_experts:
+        yield Moment(stay + sent, kept.plus(rows))
+
+
+def _weights(recipe: TrainRecipe, degrees: Degrees) -> WeightBytes:
+    """Of a model all of which trains, from its settings."""
+    width = 2 if recipe.precision == "bf16" else 4
+    held = shares(recipe.model, degrees)
+    block, *apart = (width * unit.block.gathered for unit in held.units)
+    ends = width * held.ends.gathered
+    return WeightBytes(
+        parameters=parameter_count(recipe.model),
+        frozen=0,
+        trained=held.all.times(width),
+        block=block,
+        apart=sum(apart),
+        ends=ends,
+        trained_block=block,
+        trained_apart=max(apart, default=0),
+        trained_ends=ends,
+        trained_head=width * held.head.gathered,
+        dequantized=0,
     )
 
 
@@ -316,7 +348,6 @@ class WeightBytes:
         trained_apart: of `apart` the bytes that train.
         trained_ends: of the ends the bytes that train.
         trained_head: of these the bytes of the head.
-        trained_matrices: values of the blocks that train.
         dequantized: values of the largest matrix in 4 bits, which are there while it is at work.
     """
 
@@ -330,7 +361,6 @@ class WeightBytes:
     trained_apart: int
     trained_ends: int
     trained_head: int
-    trained_matrices: int
     dequantized: int
 
 
@@ -353,7 +383,6 @@ def weigh(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightByt
         return own, max((total(found.values()).gathered for found in each), default=0)
 
     blocks: list[nn.Module] = list(model.blocks)  # type: ignore[arg-type]
-    inside = {id(p) for block in blocks for p in block.parameters()}
     everything, trains = (total(held(model, trained=t).values()) for t in (False, True))
     in_blocks, trains_there = (
         total(values for block in blocks for values in held(block, trained=t).values())
@@ -372,9 +401,6 @@ def weigh(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightByt
         trained_apart=trained_apart,
         trained_ends=trains.gathered - trains_there.gathered,
         trained_head=_trained_head(model) // degrees.tensor,
-        trained_matrices=sum(
-            p.numel() for p in model.parameters() if p.requires_grad and id(p) in inside
-        ),
         dequantized=_largest_matrix(model, device),
     )
 

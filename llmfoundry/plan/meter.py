@@ -7,6 +7,8 @@ no formula of what the code does.
 
 from __future__ import annotations
 
+import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,6 +119,7 @@ class LiveBytes(TorchDispatchMode):
         if func in BODIES and _is_open(args):
             with self:
                 made = BODIES[func](*args, **kwargs)
+            self._finish_experts()
         else:
             made = func(*args, **kwargs)
             self._note(func, args, kwargs, made)
@@ -125,6 +128,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Hook of what else is counted; before `made` is watched."""
+
+    def _finish_experts(self) -> None:
+        """Hook: all of the experts' operator is done."""
 
     def _watch_all(self, made: Any) -> None:
         if any([self._watch(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]):
@@ -147,6 +153,15 @@ class LiveBytes(TorchDispatchMode):
         alive = {key: storage for key, ref in self._alive.items() if (storage := ref()) is not None}
         self._alive = {key: self._alive[key] for key in alive}
         return sum(storage.nbytes() for storage in alive.values())
+
+    def settled(self) -> int:
+        """Bytes alive once cycles are collected and threads of collectives let go of theirs."""
+        gc.collect()
+        found = self.now()
+        for _ in range(10):
+            time.sleep(0.01)
+            found = min(found, self.now())
+        return found
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose operations are one kernel: what it makes between them is not there."""
@@ -205,6 +220,7 @@ class Recorded:
             computes again.
         readings: after each operation of forward and of backward pass.
         embedding: how many readings there were when the embedding's gradient was made.
+        experts: how many there were when the experts' gradients were there; 0: never.
     """
 
     work: dict[str, Counter[str]] = field(
@@ -214,6 +230,7 @@ class Recorded:
         default_factory=lambda: {"forward": [], "backward": []}
     )
     embedding: int | None = None
+    experts: int = 0
 
 
 class Meter(LiveBytes):
@@ -274,6 +291,10 @@ class Meter(LiveBytes):
         reading = Reading(self.since(), wide)
         self.most = max(self.most, reading.total)
         self.recorded.readings[self._pass].append(reading)
+
+    def _finish_experts(self) -> None:
+        if self._pass == "backward" and not is_recomputing():
+            self.recorded.experts = len(self.recorded.readings["backward"]) + 1
 
     def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         name = "" if func is None else func.name()
@@ -358,7 +379,7 @@ def _products(func: Any, args: Any, kwargs: Any, made: Any) -> float:
     if formula is None:
         return 0.0
     named = {key: value for key, value in kwargs.items() if key not in ("out", "out_dtype")}
-    if func not in BODIES:  # without arguments that no formula knows, such as dtypes
+    if func.namespace == "aten":  # without arguments that no formula knows, such as dtypes
         args = args[: 3 if "addmm" in func.name() else 2]
     return float(formula(*args, **named, out_val=made))
 

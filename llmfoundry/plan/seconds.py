@@ -19,12 +19,11 @@ import torch
 
 from llmfoundry.loggers.console import percent, short_count
 from llmfoundry.models.counts import flops_per_token, parts
-from llmfoundry.plan.activations import tokens_of_row
 from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
 from llmfoundry.plan.count import ModelCount, count
 from llmfoundry.plan.meter import Pass
 from llmfoundry.plan.products import Product, head, products
-from llmfoundry.plan.shards import shares
+from llmfoundry.plan.shards import shares, tokens_of_row
 from llmfoundry.recipe.hardware import Gpu
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.parallel_limits import context_method

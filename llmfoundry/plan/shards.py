@@ -18,6 +18,8 @@ from llmfoundry.models.counts import EXPERTS, parts
 from llmfoundry.models.tensor_parallel import tensor_parallel_dim
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees
+from llmfoundry.recipe.parallel_limits import context_method
+from llmfoundry.recipe.scripts.train import TrainRecipe
 
 REDUCED = 4  # bytes of a gradient on its way to its shard: added up in fp32
 _OF_TOKENS = re.compile(r"(^|\.)(wpe|norm_\w+|[qk]_ln)\.(weight|bias)$")
@@ -148,6 +150,15 @@ def cut_over(unit: str, degrees: Degrees) -> int:
 def apart(unit: str, degrees: Degrees) -> int:
     """Ranks from one of these processes to the next, as `distributed/mesh.py` lays them out."""
     return {BLOCK: degrees.tensor, OF_LAYER: 1, OF_EXPERTS: degrees.expert}[unit]
+
+
+def tokens_of_row(recipe: TrainRecipe, degrees: Degrees) -> int:
+    """A process's tokens of a row that context parallelism divides; padded where it does not."""
+    if degrees.context == 1:
+        return recipe.max_seq_len
+    gathered = context_method(recipe.model, recipe.parallel, degrees) == "all_gather"
+    pieces = 2 if gathered else 1  # from both ends of the row
+    return -(-recipe.max_seq_len // (pieces * degrees.context)) * pieces
 
 
 def seen_by_tokens(model: ModelConfig) -> int:

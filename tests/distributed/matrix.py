@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.memory import LiveBytes
 from llmfoundry.builders.job import weight_dtype
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
@@ -38,6 +37,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import place
 from llmfoundry.ops import compression
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
+from llmfoundry.plan.meter import LiveBytes
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.memory import LiveBytes
 from llmfoundry.builders.job import weight_dtype
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import materialize
@@ -27,6 +26,7 @@ from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.plan.memory import MemoryEstimate, estimate
+from llmfoundry.plan.meter import LiveBytes
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe

@@ -1,0 +1,143 @@
+"""What is counted on fake tensors, against what PyTorch itself counts and keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmfoundry.models.counts import flops_per_token
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.ops.loss import linear_cross_entropy
+from llmfoundry.ops.packed_layout import PackedLayout
+from llmfoundry.plan.count import ModelCount, count
+from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.parallel import Degrees
+from llmfoundry.recipe.scripts.train import TrainRecipe
+
+GPU = torch.device("cuda")  # nothing is placed on it
+LENGTH = 128
+
+
+def make_recipe(**parallel: object) -> TrainRecipe:
+    model = ModelConfig(
+        d_model=128,
+        n_heads=4,
+        n_layers=4,
+        vocab_size=512,
+        norm_type="rmsnorm",
+        no_bias=True,
+        attn_config=AttentionConfig(rope=True),
+        ffn_config=FFNConfig("mptglu", "silu", 352),
+    )
+    recipe = TrainRecipe(
+        model=model, max_seq_len=LENGTH, precision="amp_bf16", global_train_batch_size=64
+    )
+    for key, value in parallel.items():
+        setattr(recipe.parallel, key, value)
+    recipe.fill()
+    return recipe
+
+
+def mixture(**parallel: object) -> TrainRecipe:
+    recipe = make_recipe(**parallel)
+    recipe.model.ffn_config = FFNConfig(
+        "dmoe", "silu", 96, mlp_type="glu", moe_num_experts=8, moe_top_k=2
+    )
+    recipe.fill()
+    return recipe
+
+
+def products(counted: ModelCount, rows: int = 1) -> float:
+    return sum(part.of(rows).products for part in (counted.forward, counted.backward))
+
+
+@pytest.mark.parametrize("make", [make_recipe, mixture])
+def test_products_are_three_times_the_parameters_that_a_token_meets(make: type) -> None:
+    recipe = make()
+    counted = count(recipe, Degrees(), device=GPU)
+    model = recipe.model
+    attention = 12 * model.n_layers * model.d_model * LENGTH  # as counts.py has it: all keys
+    expected = LENGTH * (flops_per_token(model, LENGTH) - attention)
+    assert products(counted) == pytest.approx(expected, rel=1e-6)
+    forward = counted.forward.of(1).attention
+    assert forward == LENGTH * attention / 3 * (LENGTH + 1) / (2 * LENGTH)  # causal
+    assert counted.backward.of(1).attention == 2.5 * forward
+
+
+def test_the_same_products_as_a_real_step_by_pytorchs_counter() -> None:
+    recipe = make_recipe()
+    recipe.precision = "fp32"
+    model = Decoder(recipe.model)
+    model.init_weights(1)
+    tokens = torch.zeros(3, LENGTH, dtype=torch.long)
+    layout = PackedLayout.from_lengths([[64, 64]] * 3)
+    with FlopCounterMode(display=False) as counter:
+        loss = Root(model)(
+            tokens, layout, lambda m, h: linear_cross_entropy(h, m.head_weight, tokens)
+        )
+        loss.backward()
+    assert products(count(recipe, Degrees()), rows=3) == counter.get_total_flops()
+
+
+def test_whole_blocks_compute_their_forward_pass_again() -> None:
+    plain = count(make_recipe(), Degrees(), device=GPU)
+    again = count(make_recipe(activation_checkpointing="whole"), Degrees(), device=GPU)
+    assert plain.again.of(1).products == 0
+    (block,), (one,) = plain.blocks, again.blocks
+    assert one.forward.of(4).products == block.forward.of(4).products
+    assert one.backward.of(4).products == block.backward.of(4).products
+    # PyTorch stops once all that was kept is there: before the last product
+    last = 2 * LENGTH * 352 * 128
+    assert one.again.of(1).products == block.forward.of(1).products - last
+    assert one.kept.row == LENGTH * 128 * 4  # the stream, in fp32
+    assert one.again.of(2).attention == block.forward.of(2).attention
+
+
+def test_blocks_that_keep_other_parts_are_kinds_of_their_own() -> None:
+    target = {"feed_forward": "first-1, last-1", "attention": "range-1-2"}
+    recipe = make_recipe(activation_checkpointing="whole", activation_checkpointing_target=target)
+    found = count(recipe, Degrees(), device=GPU).blocks
+    assert sorted(block.blocks for block in found) == [1, 1, 2]
+    (plain,) = count(make_recipe(), Degrees(), device=GPU).blocks
+    assert sorted(block.kept.row < plain.kept.row for block in found) == [False, True, True]
+
+
+def test_eight_bits_keep_about_half() -> None:
+    (plain,) = count(make_recipe(), Degrees(), device=GPU).blocks
+    packed = count(make_recipe(activation_compression="int8"), Degrees(), device=GPU).blocks[0]
+    assert 0.3 < packed.kept.row / plain.kept.row < 0.6
+
+
+def test_the_compilers_kernels_move_less() -> None:
+    forward = count(make_recipe(), Degrees(), device=GPU).blocks[0].forward.of(8)
+    assert forward.fused < 0.7 * forward.moved
+    assert forward.fused_launches < forward.launches
+
+
+@pytest.mark.parametrize("degree", ["tensor", "context", "expert"])
+def test_processes_share_products_and_leave_no_group(degree: str) -> None:
+    recipe = mixture() if degree == "expert" else make_recipe()
+    alone = count(recipe, Degrees(shard=4), device=GPU)
+    shared = count(recipe, dataclasses.replace(Degrees(shard=4), **{degree: 4}), device=GPU)
+    assert not dist.is_initialized()
+    ratio = products(shared) / products(alone)
+    assert ratio == pytest.approx(1 if degree == "expert" else 1 / 4, rel=0.02)
+    assert shared.blocks[0].kept.row < alone.blocks[0].kept.row or degree == "expert"
+    assert (shared.blocks[0].kept.load > 0) == (degree == "expert")
+
+
+def test_nothing_of_the_count_stays_behind() -> None:
+    """No fake tensor in a table that lasts, and the same code for real tensors as before."""
+    count(mixture(), Degrees(), device=GPU)
+    count(mixture(), Degrees(), device=torch.device("cpu"))
+    recipe = mixture()
+    recipe.precision = "fp32"
+    model = Decoder(recipe.model)
+    model.init_weights(1)
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    loss = Root(model)(tokens, None, lambda m, h: m.loss(h, tokens))
+    assert loss.isfinite()
