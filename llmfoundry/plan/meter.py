@@ -191,8 +191,10 @@ def _is_open(args: Any) -> bool:
 
 
 def is_counted(tensor: Tensor) -> bool:
-    """Whether it stands for memory of the device."""
-    return type(tensor) in (Tensor, FakeTensor, torch.nn.Parameter) and tensor.device.type != "meta"
+    """Whether it stands for memory of the device: beside real tensors fake ones are none."""
+    if tensor.device.type == "meta" or (type(tensor) is FakeTensor and planned() is None):
+        return False
+    return type(tensor) in (Tensor, FakeTensor, torch.nn.Parameter)
 
 
 PASSES = ("forward", "backward", "again")
