@@ -82,6 +82,7 @@ def build_limit(job: Job, module: nn.Module) -> MicrobatchLimit:
         folder=job.run.folder,
         facts=memory_facts(recipe, world),
         rank=world.rank,
+        size=world.size,
         rows=rows_per_process(recipe, recipe.parallel.degrees(world.size).data),
         in_place=world.size == 1 or (isinstance(module, Replicas) and module.can_go_on),
         is_fixed=recipe.compile_mode in GRAPH_MODES,

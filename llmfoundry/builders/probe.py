@@ -50,6 +50,8 @@ USABLE = 0.95
 grow."""
 SECONDS = 600.0
 """Of one set of processes, after which they are ended: the model is built and steps are taken."""
+STDERR = "stderr"
+"""The file of a process's standard error, beside its results."""
 SHORT = 3
 """Exit status of a process that ran out of memory."""
 _PAUSE = 0.2  # seconds between two looks at the processes
@@ -98,10 +100,11 @@ class Measured:
     seconds: dict[int, float] = field(default_factory=dict)
     too_large: dict[int, int] = field(default_factory=dict)
 
-    def fitting(self, available: int) -> int | None:
-        """The most rows that were measured and fit; None: none does."""
+    def fitting(self, sizes: Sequence[int], available: int) -> int | None:
+        """The most rows of `sizes` that were measured and fit; None: none does."""
         room = USABLE * available
-        return max((rows for rows, peak in self.peaks.items() if peak <= room), default=None)
+        fits = [rows for rows in sizes if rows in self.peaks and self.peaks[rows] <= room]
+        return max(fits, default=None)
 
     def next_sizes(self, sizes: Sequence[int], start: int, available: int) -> list[int]:
         """What is to be tried, ascending; empty: nothing that may change the choice.
@@ -109,7 +112,7 @@ class Measured:
         From `start` up to what does not fit; where `start` does not, the next smaller size.
         """
         below = [n for n in sizes if n < self._least_too_large(available)]
-        known = self.fitting(available) or 0
+        known = self.fitting(sizes, available) or 0
         up = [n for n in below if n > known and n >= start and n not in self.peaks]
         if up:
             return up
@@ -160,10 +163,10 @@ def probe_fit(
             with suppress(OSError):  # the next start measures again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, dataclasses.asdict(found))
-    chosen = found.fitting(available)
+    chosen = found.fitting(sizes, available)
     if problem:
         note(f"auto_probe: the probe failed ({problem}); what it measured before counts")
-    if chosen is None or chosen > most:
+    if chosen is None:
         note(f"auto_probe: it found no size that fits; the estimate's {fit.microbatch} is used")
         return fit
     note(
@@ -192,8 +195,7 @@ def _measure(request: ProbeRequest, found: Measured, world: World) -> str:
             process.kill()
             process.wait()
         status = process.returncode
-        assert process.stderr is not None
-        words = b" ".join(process.stderr.read().split())[-200:].decode(errors="replace")
+        words = " ".join(_read_text(Path(folder) / STDERR).split())[-200:]
         own = _results(request.results)
     every = all_gather_object(world, (own, status, words))
     fits = [n for n in request.sizes if all(n in theirs for theirs, _, _ in every)]
@@ -211,14 +213,15 @@ def _measure(request: ProbeRequest, found: Measured, world: World) -> str:
 
 
 def _start(request: ProbeRequest, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    process: subprocess.Popen[bytes] = start_module(
-        "llmfoundry.builders.probe_child",
-        str(os.getpid()),
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    with (request.results.parent / STDERR).open("wb") as file:  # a pipe could become full
+        process: subprocess.Popen[bytes] = start_module(
+            "llmfoundry.builders.probe_child",
+            str(os.getpid()),
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+        )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:
         pickle.dump(request, pipe)
@@ -244,12 +247,15 @@ def _wait(process: subprocess.Popen[bytes], world: World) -> str:
 def _results(path: Path) -> dict[int, tuple[int, float]]:
     """Peak and seconds by size, of the lines that are complete."""
     found = dict[int, tuple[int, float]]()
-    with suppress(OSError):
-        for line in path.read_text().splitlines():
-            with suppress(ValueError, KeyError):
-                row = json.loads(line)
-                found[int(row["rows"])] = int(row["peak"]), float(row["seconds"])
+    for line in _read_text(path).splitlines():
+        with suppress(ValueError, KeyError):
+            row = json.loads(line)
+            found[int(row["rows"])] = int(row["peak"]), float(row["seconds"])
     return found
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _environment(host: str = "", port: int = 0) -> dict[str, str]:

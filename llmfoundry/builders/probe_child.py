@@ -8,10 +8,12 @@ request's file; the first that does not ends the process with status `probe.SHOR
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 import time
 from itertools import chain
+from typing import Any
 
 import psutil
 import torch
@@ -59,14 +61,12 @@ def main() -> None:
 
 def _exit(status: int) -> None:
     """At once: Python would wait for messages that the others never send."""
-    import os
-
     os._exit(status)
 
 
 def _measure(request: ProbeRequest, world: World) -> None:
     recipe = request.recipe
-    begin = _Peak(world.device)
+    memory = _Peak(world)
     if world.device.type == "cpu":
         _limit_memory(request.available)
     meshes = build_mesh(recipe.parallel, world)
@@ -87,7 +87,7 @@ def _measure(request: ProbeRequest, world: World) -> None:
         # The first step makes the optimizer's state: the next has it beside the activations.
         for step in range(1 if number else 2):
             seconds = _timed(module, optimizer, batch, settings, guard, 2 * number + step)
-        row = {"rows": rows, "peak": begin.rise(), "seconds": seconds / len(batch.tokens)}
+        row = {"rows": rows, "peak": memory.rise(), "seconds": seconds / len(batch.tokens)}
         with request.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -148,18 +148,35 @@ def draw_batch(recipe: TrainRecipe, rows: int) -> Batch:
 class _Peak:
     """How much more memory than at first a process, or its device, has had at any time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._first = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+    def __init__(self, world: World) -> None:
+        self._device = world.device
+        self._is_shared = world.machine is not None and world.machine.sharing > 1
+        self._first = self._now()
+
+    def _now(self) -> int:
+        """Bytes: on a GPU of all that use it, as NCCL's buffers are not PyTorch's."""
+        if self._device.type != "cuda":
+            info = psutil.Process().memory_info()
+            return info.rss - _of_files(info)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
 
     def rise(self) -> int:
         """Bytes, up to now."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
+            most = torch.cuda.max_memory_reserved(self._device)
+            others = self._now() - self._first - torch.cuda.memory_reserved(self._device)
+            return most + (0 if self._is_shared else max(0, others))
         import resource
 
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most * (1 if sys.platform == "darwin" else 1024) - self._first
+        most *= 1 if sys.platform == "darwin" else 1024
+        return most - _of_files(psutil.Process().memory_info()) - self._first
+
+
+def _of_files(info: Any) -> int:
+    """Bytes of libraries that were read, which are no memory that others lack (Linux)."""
+    return getattr(info, "shared", 0)
 
 
 def _limit_memory(available: int) -> None:

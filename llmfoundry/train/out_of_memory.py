@@ -54,6 +54,7 @@ class MicrobatchLimit:
         folder: the run's; None: nothing is remembered, and nothing can be started again.
         facts: what the memory of a step depends on beside the microbatch (`memory_facts`).
         rank: this process.
+        size: processes of the run.
         rows: of a step, on each process.
         in_place: whether a step can be done again: every process holds the whole model.
         is_fixed: whether all rows have to be computed at a time, as CUDA graphs ask for.
@@ -63,6 +64,7 @@ class MicrobatchLimit:
     folder: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     rank: int = 0
+    size: int = 1
     rows: int = 1
     in_place: bool = True
     is_fixed: bool = False
@@ -84,7 +86,7 @@ class MicrobatchLimit:
         """
         reason, ranks = next(iter(why.reasons.values())), sorted(why.reasons)
         half = self._half(microbatch, step, reason)
-        where = f" on rank {', '.join(map(str, ranks))}" if self.folder and ranks != [0] else ""
+        where = f" on rank {', '.join(map(str, ranks))}" if self.size > 1 else ""
         done = f"the step is done again with {half}: {self._cost(microbatch, half)}"
         seen = f"step {step} ran out of memory{where} at a microbatch of {microbatch} ({reason})"
         if self.rank == 0 and (problem := self._remember(microbatch, half, step)):
@@ -120,6 +122,8 @@ class MicrobatchLimit:
     def line(self, microbatch: int, step: int, reason: str) -> str:
         """What to write where a step does not fit, and nothing is to be done about it."""
         smaller = microbatch // 2 or "a smaller model"
+        if self.is_fixed:
+            smaller = "a compile_mode that records no CUDA graphs, which take all rows at a time"
         return (
             f"{KEY}: step {step} ran out of memory at {microbatch}; write {smaller}{self.hint}"
             f" ({reason})"

@@ -57,13 +57,14 @@ def machine_of(peaks: dict[int, int], tried: list[list[int]]) -> Start:
         lines = [json.dumps({"rows": n, "peak": peaks[n], "seconds": 1.0}) for n in fits]
         request.results.write_text("\n".join([*lines, '{"rows": 4, "pe']))
         status = 0 if len(fits) == len(request.sizes) else SHORT
-        return child(f"sys.exit({status})")
+        return child(request, f"sys.exit({status})")
 
     return start
 
 
-def child(code: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", f"import sys; {code}"], stderr=subprocess.PIPE)
+def child(request: ProbeRequest, code: str) -> subprocess.Popen[bytes]:
+    with (request.results.parent / probe.STDERR).open("wb") as file:
+        return subprocess.Popen([sys.executable, "-c", f"import sys; {code}"], stderr=file)
 
 
 PEAKS = {1: 100, 2: 200, 4: 400, 8: 800}
@@ -104,6 +105,7 @@ def test_what_was_measured_is_not_measured_again(
     assert [choose(place, 2, available=free)[0] for free in (500, 450, 250)] == [4, 4, 2]
     assert tried == [[2, 4, 8]]
     assert choose(place, 2, available=1000)[0] == 8 and tried[1:] == [[8]]
+    assert choose(place, 2, available=1000, most=4)[0] == 4 and len(tried) == 2
     (kept,) = (place / "cache" / "probes").iterdir()
     for damaged in ("", "[]", '{"peaks": {"2": 1}, "seconds": {}, "too_large": {}}'):
         kept.write_text(damaged)
@@ -133,7 +135,7 @@ def test_a_probe_that_breaks_leaves_the_estimate(
     place: Path, monkeypatch: pytest.MonkeyPatch, code: str, why: str
 ) -> None:
     monkeypatch.setattr(probe, "SECONDS", 1.0)
-    monkeypatch.setattr(probe, "_start", lambda request, env: child(code))
+    monkeypatch.setattr(probe, "_start", lambda request, env: child(request, code))
     chosen, lines = choose(place, 4)
     assert chosen == 4
     assert any(f"auto_probe: the probe failed ({why})" in line for line in lines), lines

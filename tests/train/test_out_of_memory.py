@@ -175,8 +175,12 @@ def test_a_record_counts_for_what_it_was_made_of(tmp_path: Path) -> None:
 def test_a_size_that_no_folder_can_remember_is_no_reason_to_start_again(tmp_path: Path) -> None:
     """Or the next start would run out of memory in the same way, and so on."""
     (tmp_path / "file").write_text("")
-    for limit in (MicrobatchLimit(tmp_path / "file"), MicrobatchLimit(is_fixed=True)):
-        with pytest.raises(UserError, match="step 5 ran out of memory at 8; write 4"):
+    fixed = MicrobatchLimit(tmp_path, is_fixed=True)
+    for limit, advice in (
+        (MicrobatchLimit(tmp_path / "file"), "4"),
+        (fixed, "a compile_mode that"),
+    ):
+        with pytest.raises(UserError, match=f"step 5 ran out of memory at 8; write {advice}"):
             limit.start_again(8, MemoryError(), step=5)
 
 
