@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import tempfile
@@ -56,10 +57,10 @@ SHORT = 3
 """Exit status of a process that ran out of memory."""
 _PAUSE = 0.2  # seconds between two looks at the processes
 _FAILED, _RUNNING, _DONE = 0, 1, 2
-_KEYS = (  # of a recipe: what its steps' memory depends on
-    *("model", "optimizer", "gradient_clipping", "parallel", "precision", "compile"),
-    *("compile_mode", "deterministic", "max_seq_len", "global_train_batch_size", "adapter"),
-    *("device_loss_chunk_tokens", "freeze", "plugins"),
+_OTHER = re.compile(  # of a recipe: what its steps' memory does not depend on
+    r"run_name|seed|max_duration|save_\w+|load_\w+|autoresume|\w+_interval|eval_\w+|auto_probe"
+    r"|device_eval_batch_size|tokenizer|data|schedule|eval|logger|callbacks|profile|health_check"
+    r"|hang|supervise|preference"
 )
 
 
@@ -275,8 +276,8 @@ def _free_port() -> int:
 
 def _cache_path(recipe: TrainRecipe, world: World) -> Path:
     """Where what was measured is kept."""
-    sections = dataclasses.asdict(recipe)
-    facts = {key: sections.get(key) for key in _KEYS}
+    every = dataclasses.asdict(recipe)
+    facts = {key: value for key, value in every.items() if not _OTHER.fullmatch(key)}
     where = {"size": world.size, "device": machine(world.device), "torch": torch.__version__}
     name = cache_key(recipe=json.dumps(facts, default=str), code=_code(), **where)
     return Path(recipe.data.cache_folder).expanduser() / FOLDER / f"{name}.json"
