@@ -12,9 +12,10 @@ from benchmarks.published import llm_foundry, others
 from llmfoundry.models.counts import parts
 from llmfoundry.plan import layouts
 from llmfoundry.plan.communication import BASE, HOP, Messages
+from llmfoundry.plan.count import count
 from llmfoundry.plan.layouts import Setting, own_layout, rank
 from llmfoundry.plan.products import Product, head, products
-from llmfoundry.plan.seconds import counted_of, speeds, step_seconds
+from llmfoundry.plan.seconds import CUDA, speeds, step_seconds
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.hardware import GPUS
@@ -47,7 +48,7 @@ def test_products_have_the_flops_that_are_counted(name: str, degrees: Degrees) -
     if name == "dbrx-1b" and degrees.tensor > 1:
         pytest.skip("its heads do not divide")
     recipe = spread(name, ["model.n_layers=2", "max_seq_len=512"])
-    counted = counted_of(recipe, degrees)
+    counted = count(recipe, degrees, device=CUDA)
     mine = sum(
         n * one.flops
         for block, n in parts(recipe.model)[1:]

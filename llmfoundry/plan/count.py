@@ -166,7 +166,12 @@ def count(
         meta_model: of fine-tuning: the model on the meta device, frozen and quantized as it will
             be; None: all parameters train.
     """
-    if meta_model is None or isinstance(meta_model, Decoder):
+    if meta_model is None:
+        key = _key(recipe, degrees, device)
+        if key not in _COUNTED:
+            _COUNTED[key] = _count(recipe, degrees, device, None)
+        return _COUNTED[key]
+    if isinstance(meta_model, Decoder):
         return _count(recipe, degrees, device, meta_model)
     noise = logging.getLogger("torch._subclasses.fake_tensor")
     before, noise.disabled = noise.disabled, True
@@ -178,6 +183,29 @@ def count(
         return _count(ours, degrees, device, None)
     finally:
         noise.disabled = before
+
+
+_COUNTED: dict[tuple[Any, ...], ModelCount] = {}
+"""Of models all of which train: a plan asks for the same ones in many layouts."""
+
+
+def _key(recipe: TrainRecipe, degrees: Degrees, device: torch.device) -> tuple[Any, ...]:
+    """All that a count depends on."""
+    parallel = recipe.parallel
+    return (
+        repr(recipe.model),
+        recipe.precision,
+        recipe.fp8_recipe,
+        recipe.max_seq_len,
+        recipe.device_loss_chunk_tokens,
+        str(parallel.activation_checkpointing),
+        repr(parallel.activation_checkpointing_target),
+        parallel.activation_compression,
+        parallel.activation_memory_budget,
+        parallel.context_parallel_method,
+        (degrees.context, degrees.tensor, degrees.expert, degrees.is_replicas),
+        device.type,
+    )
 
 
 def _count(

@@ -13,14 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from llmfoundry.loggers.console import percent, short_count
 from llmfoundry.models.counts import flops_per_token, parts
 from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
-from llmfoundry.plan.count import ModelCount, count
+from llmfoundry.plan.count import count
 from llmfoundry.plan.meter import Pass
 from llmfoundry.plan.products import Product, head, products
 from llmfoundry.plan.shards import shares, tokens_of_row
@@ -269,7 +268,7 @@ def _work(
     """Of a microbatch: products by their shapes, all else by what is counted."""
     model, tokens = recipe.model, microbatch * tokens_of_row(recipe, degrees)
     share = 1 / (degrees.tensor * degrees.context) if roughly else 1.0
-    counted = counted_of(recipe, ALONE if roughly else degrees)
+    counted = count(recipe, ALONE if roughly else degrees, device=CUDA)
     moved = {
         name: _moved(recipe, [(getattr(one, name), one.blocks) for one in counted.blocks],
                      microbatch * share, reached)
@@ -300,28 +299,6 @@ def _work(
             _moved(recipe, ends, microbatch * share, reached)
         ),
     )
-
-
-def counted_of(recipe: TrainRecipe, degrees: Degrees) -> ModelCount:
-    """What a GPU's process does for a row, counted once for all layouts that do the same."""
-    parallel = recipe.parallel
-    key = (
-        repr(recipe.model),
-        recipe.precision,
-        recipe.max_seq_len,
-        recipe.device_loss_chunk_tokens,
-        str(parallel.activation_checkpointing),
-        repr(parallel.activation_checkpointing_target),
-        parallel.activation_compression,
-        parallel.context_parallel_method,
-        (degrees.context, degrees.tensor, degrees.expert, degrees.is_replicas),
-    )
-    if key not in _COUNTED:
-        _COUNTED[key] = count(recipe, degrees, device=CUDA)
-    return _COUNTED[key]
-
-
-_COUNTED: dict[tuple[Any, ...], ModelCount] = {}
 
 
 def _over(part: float, whole: float) -> float:
