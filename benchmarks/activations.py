@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import over_rounds, table, write
-from benchmarks.memory import LiveBytes
 from llmfoundry.builders.job import build_autocast
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.torch_private import storage_reference
+from llmfoundry.plan.meter import LiveBytes
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.front.paths import ROOT
 from llmfoundry.recipe.front.typed import build
 from llmfoundry.recipe.parallel import ParallelConfig
 
-LENGTH, ROWS, LAST = 256, 2, 10  # tokens of a row, rows of a step, steps whose losses are compared
+LENGTH, ROWS, LAST = 128, 2, 10  # tokens of a row, rows of a step, steps whose losses are compared
 BASE = {
-    "d_model": 192, "n_heads": 6, "n_layers": 4, "no_bias": True, "vocab_size": 256,
+    "d_model": 96, "n_heads": 3, "n_layers": 4, "no_bias": True, "vocab_size": 256,
     "max_seq_len": LENGTH, "attn_config": {"rope": True},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {  # quickstart's and dbrx-tiny's kinds
@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {  # quickstart's and dbrx-tiny's kinds
     "mixture": BASE
     | {
         "ffn_config": {
-            "ffn_type": "dmoe", "mlp_type": "glu", "ffn_act_fn": "silu", "ffn_hidden_size": 256,
+            "ffn_type": "dmoe", "mlp_type": "glu", "ffn_act_fn": "silu", "ffn_hidden_size": 128,
             "moe_num_experts": 8, "moe_top_k": 2, "moe_normalize_expert_weights": 1,
         }
     },
@@ -164,19 +164,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--uncompiled", action="store_true", help="leave the compiled ways out")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for model in [given.only] if given.only else MODELS:
-        rows += compare(model, given.steps)
+        rows += compare(model, given.steps, compiled=not given.uncompiled)
     path = write("activations", rows, {"steps": given.steps, "tokens": LENGTH * ROWS, **BASE})
     print(path)
 
 
-def compare(model: str, steps: int) -> list[dict[str, Any]]:
+def compare(model: str, steps: int, *, compiled: bool = True) -> list[dict[str, Any]]:
     """Rows of one model, which are printed."""
     data, found = batches(steps), dict[str, Contender]()
     plain = {name: how for name, how in ways(model).items() if "compile" not in how}
-    for group in [plain, *({n: h} for n, h in ways(model).items() if n not in plain)]:
+    rest = [{n: h} for n, h in ways(model).items() if n not in plain] if compiled else []
+    for group in [plain, *rest]:
         torch._dynamo.reset()
         here = {name: make(model, settings) for name, settings in group.items()}
         for step in range(steps):
