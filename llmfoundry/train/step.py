@@ -338,10 +338,12 @@ def _forward_only(module: nn.Module, settings: StepSettings) -> Look:
         was_training = module.training
         module.eval()
         found = []
-        for part in batch.split(settings.microbatch):
-            with settings.autocast():
-                found.append(module(part.tokens, part.layout, finish(part)))
-        module.train(was_training)
+        try:
+            for part in batch.split(settings.microbatch):
+                with settings.autocast():
+                    found.append(module(part.tokens, part.layout, finish(part)))
+        finally:  # one that does not fit is done again, with dropout
+            module.train(was_training)
         return torch.cat(found)
 
     return look

@@ -7,13 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import total_norm
 from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
 from llmfoundry.train.optim.optimizers import new_optimizer
-from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
+from llmfoundry.train.step import (
+    CrossEntropy,
+    Guard,
+    Look,
+    StepResult,
+    StepSettings,
+    train_step,
+)
 from tests.models.test_decoder import make_config
 
 CPU = torch.device("cpu")
@@ -150,3 +158,23 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_optimizer(name: s
     assert all(torch.equal(a, m) for a, m in zip(after, moments, strict=True))
     if name != "decoupled_lionw":  # which counts no steps
         assert {optimizer.state[p]["step"].item() for p in root.parameters()} == {1.0}
+
+
+class LooksFirst(CrossEntropy):
+    """Asks for a forward pass before the step, which does not fit."""
+
+    def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
+        def fail(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+            raise MemoryError
+
+        look(batch, lambda part: fail)
+        return batch
+
+
+def test_a_pass_before_the_step_that_does_not_fit_leaves_dropout_on() -> None:
+    """The step is done again, with fewer rows at a time."""
+    root = make_root()
+    settings = StepSettings(2, nullcontext, GradientClippingConfig(), objective=LooksFirst())
+    with pytest.raises(MemoryError):
+        train_step(root, make_optimizer(root), make_batch(), settings, number=0, guard=Guard(CPU))
+    assert all(part.training for part in root.modules())
