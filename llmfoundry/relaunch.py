@@ -18,11 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from llmfoundry.exit_status import ENDS_FOLDER, MEMORY, on_stops, read_ends
+from llmfoundry.exit_status import ENDS_FOLDER, MEMORY, STOPS, on_stops, read_ends
 from llmfoundry.processes import keep_children
 
 MOST = 24
 """Starts for lack of memory: a microbatch of a million rows, halved to one, takes 20."""
+_PASSED_ON = {number: signal.SIGTERM for number in STOPS if number.name == "SIGUSR1"}
+"""For a signal that would end torchrun before its processes have saved, one that it passes on."""
 AGAIN = "--again"
 """Before words that are added to the command from the second start on."""
 
@@ -56,7 +58,7 @@ def _run_until_it_fits(words: list[str], again: list[str], folder: Path) -> int:
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if process is not None:
-            process.send_signal(number)
+            process.send_signal(_PASSED_ON.get(number, number))
 
     on_stops(pass_on)
     for n in range(MOST):
@@ -65,10 +67,10 @@ def _run_until_it_fits(words: list[str], again: list[str], folder: Path) -> int:
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words, *(again if n else [])],
             env={**os.environ, ENDS_FOLDER: str(ends)},
-            process_group=0,  # a terminal's Ctrl-C comes once, from here
+            start_new_session=True,  # a terminal's Ctrl-C comes once, from here
         )
         if received:  # while it was being started
-            process.send_signal(received[0])
+            pass_on(received[-1], None)
         status = process.wait()
         if received or not any(end["kind"] == MEMORY for end in read_ends(ends)):
             break

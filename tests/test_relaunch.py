@@ -66,10 +66,12 @@ def test_it_ends_as_torchrun_does(start) -> None:  # type: ignore[no-untyped-def
     assert process.returncode == -signal.SIGKILL
 
 
-def test_who_is_asked_to_stop_starts_nothing(start) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_who_is_asked_to_stop_starts_nothing(start, number) -> None:  # type: ignore[no-untyped-def]
+    """SIGUSR1 would end torchrun at once, and with it processes that have not saved."""
     process = start("5", "wait")
     while process.stdout.readline() != "ready\n":
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
