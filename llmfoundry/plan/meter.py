@@ -88,6 +88,14 @@ class Pass:
         return Pass(self.fixed.times(factor), self.row.times(factor))
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation's result; of grouped_mm, whose fake one is of bfloat16 alone, in any dtype."""
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    narrow = (args[0].bfloat16(), args[1].bfloat16(), *args[2:])
+    return func(*narrow, **kwargs).to(args[0].dtype)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations under it made and that something still holds.
 
@@ -121,7 +129,7 @@ class LiveBytes(TorchDispatchMode):
                 made = BODIES[func](*args, **kwargs)
             self._finish_experts()
         else:
-            made = func(*args, **kwargs)
+            made = _run(func, args, kwargs)
             self._note(func, args, kwargs, made)
         self._watch_all(made)
         return made

@@ -68,6 +68,14 @@ def test_products_are_three_times_the_parameters_that_a_token_meets(make: type) 
     assert counted.backward.of(1).attention == 2.5 * forward
 
 
+def test_experts_in_fp32_are_counted_as_others() -> None:
+    """A GPU multiplies them, though PyTorch's fake operator refuses."""
+    exact, mixed = mixture(), mixture()
+    exact.precision = "fp32"
+    found = [products(count(recipe, Degrees(), device=GPU)) for recipe in (exact, mixed)]
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
 def test_the_same_products_as_a_real_step_by_pytorchs_counter() -> None:
     recipe = make_recipe()
     recipe.precision = "fp32"
