@@ -24,6 +24,10 @@ from llmfoundry.recipe.scripts.train import GRAPH_MODES, TrainRecipe
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 
 _ANY = 2**31  # rows: no limit is known
+_SPARING = (  # of parallel, beside its degrees
+    *("activation_checkpointing", "activation_checkpointing_target", "activation_compression"),
+    *("activation_memory_budget", "reshard_after_forward", "reduce_scatter_each_microbatch"),
+)
 
 
 def settle_microbatch(
@@ -68,9 +72,18 @@ def memory_facts(recipe: TrainRecipe, world: World) -> dict[str, Any]:
     Where one of them changes, a run may find that more rows fit.
     """
     degrees = dataclasses.asdict(recipe.parallel.degrees(world.size))
-    keys = ("global_train_batch_size", "max_seq_len", "precision", "compile_mode", KEY)
+    keys = (
+        "global_train_batch_size",
+        "max_seq_len",
+        "precision",
+        "fp8_recipe",
+        "compile_mode",
+        KEY,
+    )
     facts = {key: getattr(recipe, key) for key in (*keys, "device_loss_chunk_tokens")}
-    facts["parallel.activation_checkpointing"] = str(recipe.parallel.activation_checkpointing)
+    facts["optimizer.moments"] = recipe.optimizer.moments
+    for key in _SPARING:
+        facts[f"parallel.{key}"] = str(getattr(recipe.parallel, key))
     return {**facts, "parallel": degrees, "machine": machine(world.device)}
 
 

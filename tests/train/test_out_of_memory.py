@@ -12,8 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmfoundry.builders.microbatch import memory_facts
+from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import StartAgain, UserError, is_out_of_memory
 from llmfoundry.events import read_events
+from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train.out_of_memory import KIND, NAME, MicrobatchLimit, remembered
 from tests.tiny import losses, run, write_recipe
 from tests.train.here import train_here
@@ -170,6 +174,29 @@ def test_a_record_counts_for_what_it_was_made_of(tmp_path: Path) -> None:
     for damaged in ("", "[]", '{"microbatch": 0, "for": {}}', '{"microbatch": "4", "for": {}}'):
         (tmp_path / NAME).write_text(damaged)
         assert remembered(tmp_path, limit.facts) == (None, [])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.activation_compression=int8",
+        "parallel.activation_checkpointing=whole",
+        "parallel.activation_checkpointing_target=attention",
+        "parallel.activation_memory_budget=0.5",
+        "parallel.reshard_after_forward=true",
+        "optimizer.moments=bf16",
+        "max_seq_len=32",
+    ],
+)
+def test_what_saves_memory_makes_an_earlier_shortage_void(place: Path, override: str) -> None:
+    """Else whoever asks for it after a shortage gets nothing of what it was to give."""
+    key, value = override.split("=")
+    recipe = checked(TrainRecipe, "tiny.yaml", [])
+    before = memory_facts(recipe, ALONE)
+    section, _, name = key.rpartition(".")
+    setattr(getattr(recipe, section) if section else recipe, name, value)
+    after = memory_facts(recipe, ALONE)
+    assert [k for k in after if after[k] != before[k]] == [key]
 
 
 def test_a_size_that_no_folder_can_remember_is_no_reason_to_start_again(tmp_path: Path) -> None:
