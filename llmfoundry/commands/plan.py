@@ -104,7 +104,8 @@ def plan(written: PlanRecipe) -> None:
     if shown is None:
         raise UserError(*(refused or ["hardware: no layout fits"]), *_nearest(ranking))
     if written.format == "json":
-        print(json.dumps(_as_json(written, recipe, own, ranking, setting), indent=1))
+        found = _as_json(written, recipe, own, ranking, setting)
+        print(json.dumps(found | {"refused": refused, "speeds": source}, indent=1))
         return
     rows = [("model", _model(recipe)), ("hardware", f"{hardware}; {source}")]
     if own is None:
@@ -247,11 +248,16 @@ def _table(found: list[Layout], setting: Setting) -> list[str]:
 def _as_json(
     written: PlanRecipe, recipe: TrainRecipe, own: Layout | None, ranking: Ranking, setting: Setting
 ) -> dict[str, Any]:
+    near = ranking.nearest
     return {
         "hardware": written.hardware,
+        "gpus": setting.gpus,
         "parameters": parameter_count(recipe.model),
+        "active_parameters": active_parameter_count(recipe.model),
+        "flops_per_token": flops_per_token(recipe.model, recipe.max_seq_len),
         "own": None if own is None else _layout_json(own, written, setting),
         "best": [_layout_json(one, written, setting) for one in ranking.best],
+        "nearest": None if near is None else _layout_json(near, written, setting),
         "looked_at": ranking.looked_at,
     }
 
@@ -260,18 +266,24 @@ def _layout_json(layout: Layout, written: PlanRecipe, setting: Setting) -> dict[
     recipe, step, gpu = layout.recipe, layout.step, setting.reached.gpu
     found = costs(layout, written, setting)
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total / setting.gpus
+    messages = communication(recipe, setting.gpus, layout.microbatch, gpu.node)
     return {
         "layout": layout.name(),
         "overrides": layout.overrides(written),
         "microbatch": layout.microbatch,
         "bytes": layout.bytes,
+        "bytes_by_kind": layout.need.parts(layout.microbatch),
+        "room": layout.room,
+        "sends": [sent._asdict() for sent in messages],
         "fits": layout.fits,
         "seconds": step.total,
         "parts": step.split(),
         "tokens_per_second_per_gpu": tokens,
         "mfu": step.mfu(gpu),
         "hfu": step.hfu(gpu),
+        "run_tokens": found.tokens,
         "run_seconds": found.seconds,
+        "goodput": found.goodput,
         "gpu_hours": found.gpu_hours,
         "money": found.money,
         "checkpoint_bytes": checkpoint_bytes(layout),

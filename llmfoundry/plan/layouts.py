@@ -31,6 +31,12 @@ FULL = 0.01
 none: of two that are as fast, that with more room is the better."""
 LEAST_TOKENS = 4096
 """Of a row that a process still has under context parallelism: rows of as many fit without it."""
+SHARDS_ONLY = ("reshard_after_forward", "reduce_scatter_each_microbatch")
+CHOSEN = (
+    *AXES, EXPERT, *SHARDS_ONLY, "context_parallel_method", "activation_checkpointing",
+    "activation_checkpointing_target", "activation_compression", "activation_memory_budget",
+)  # fmt: skip
+"""Keys of the section parallel that a layout decides, or that have no effect in it."""
 MOST_ROWS = 64
 """Rows at a time that are looked at, the largest divisors of a process's rows."""
 
@@ -110,11 +116,11 @@ class Layout:
     def overrides(self, written: TrainRecipe) -> list[str]:
         """What to write behind `written` to have it."""
         new, old = self.recipe.parallel, written.parallel
-        names = [*AXES, EXPERT, "reshard_after_forward", "activation_checkpointing"]
-        changed = {f"parallel.{name}": getattr(new, name) for name in names
-                   if getattr(new, name) != getattr(old, name)}  # fmt: skip
-        if new.keeps_whole and old.reduce_scatter_each_microbatch is not None:
-            changed["parallel.reduce_scatter_each_microbatch"] = None
+        pairs = {name: (getattr(new, name), getattr(old, name)) for name in CHOSEN}
+        for name in SHARDS_ONLY:  # which are true where nothing is written
+            if pairs[name] == (True, None):
+                del pairs[name]
+        changed = {f"parallel.{name}": now for name, (now, was) in pairs.items() if now != was}
         if self.microbatch != written.device_train_microbatch_size:
             changed["device_train_microbatch_size"] = self.microbatch
         plain = {True: "true", False: "false", None: "null"}
@@ -255,10 +261,15 @@ def _all(recipe: TrainRecipe, setting: Setting) -> Iterator[TrainRecipe]:
         if parallel.reshard_after_forward:
             keeps.append(False)
         uncompiled = one.compile and one.cuts_within_blocks
+        is_auto = parallel.activation_compression == "auto"
         for level in LEVELS:
             for reshard in keeps if not (uncompiled and level == "selective") else ():
-                again = with_level(one, level)
+                again = with_level(one, level, "none" if is_auto else None)
                 again.parallel.reshard_after_forward = reshard
+                if level != "whole":
+                    again.parallel.activation_checkpointing_target = None
+                if level != "none":
+                    again.parallel.activation_memory_budget = None
                 yield again
 
 

@@ -62,6 +62,36 @@ def test_a_ranking_is_printed_with_what_to_write(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel.context_parallel_degree=2", "parallel.context_parallel_method=ulysses"],
+        [
+            "parallel.data_parallel_shard_degree=4",
+            "parallel.reduce_scatter_each_microbatch=false",
+            "parallel.activation_checkpointing=whole",
+            "parallel.activation_checkpointing_target={block: first-2}",
+            "parallel.activation_compression=auto",
+        ],
+    ],
+)
+def test_what_is_printed_to_write_has_the_same_prediction(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for best in as_json(capsys, *words, "layouts=3")["best"]:
+        own = as_json(capsys, *words, *best["overrides"], "layouts=0")["own"]
+        assert own["overrides"] == [] and own["layout"] == best["layout"]
+        assert (own["seconds"], own["bytes"]) == (best["seconds"], best["bytes"])
+
+
+def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "layouts=0", "parallel.data_parallel_shard_degree=8")
+    own = found["own"]
+    assert sum(own["bytes_by_kind"].values()) == pytest.approx(own["bytes"], abs=8)
+    assert {"weights", "gradients"} == {one["what"] for one in own["sends"]}
+    assert found["refused"] == [] and found["active_parameters"] == found["parameters"]
+
+
+@pytest.mark.parametrize(
     ("word", "why"),
     [
         ("hardware=8xh101", "hardware: '8xh101' is no hardware"),

@@ -40,6 +40,7 @@ def test_memory_alone_is_no_speed() -> None:
 def test_devices_are_known_by_pytorchs_names() -> None:
     assert known_gpu("NVIDIA A100-SXM4-80GB") == "A100 80GB"
     assert known_gpu("NVIDIA A100 80GB PCIe") == "A100 80GB PCIe"
+    assert known_gpu("NVIDIA A100-PCIE-40GB") == "A100 40GB PCIE"
     assert known_gpu("NVIDIA H100 PCIe") == "H100 PCIe"
     assert known_gpu("NVIDIA GeForce RTX 4090 Laptop GPU") is None
 
@@ -80,6 +81,10 @@ def test_other_texts_are_one_line(text: str, why: str) -> None:
         ("like: h100\ngpus: 8\nmemory_gb: -1", "memory_gb: -1.0 is too small"),
         ("like: h100\ngpus: 8\nreached: 2", "reached: 2.0 is too large"),
         ("gpus: 8\ntflops: 100", "memory_gb: is missing"),
+        (
+            "gpus: 16\ntflops: 100\nmemory_gb: 24\nmemory_gb_s: 900\nlink_gb_s: 32",
+            "network_gb_s: is missing",
+        ),
         ("like: [1]", "like: \\[1\\] is not known"),
         ("- 1", "my.yaml"),
     ],

@@ -95,7 +95,7 @@ def _read(path: str, key: str, count: int | None) -> Hardware:
     gpu = build(Gpu, {**base, **values}, found)
     problems += [problem.line for problem in found]
     if not found:
-        problems += [*out_of_bounds("", gpu), *_missing(gpu)]
+        problems += [*out_of_bounds("", gpu), *_missing(gpu, count or gpus)]
     number = count if count is not None else gpus
     if number is None:
         problems.append(f"gpus: is missing; write it, or {key}=8x{path}")
@@ -117,8 +117,10 @@ def _wrong_count(gpus: Any) -> list[str]:
     return [] if gpus is None or is_count else [f"gpus: {gpus!r}; write a number from 1 up"]
 
 
-def _missing(gpu: Gpu) -> list[str]:
-    """Keys without which neither memory nor seconds can be computed."""
-    needed = ("tflops", "memory_gb", "memory_gb_s", "link_gb_s")
+def _missing(gpu: Gpu, gpus: Any) -> list[str]:
+    """Keys without which neither memory nor seconds of so many can be computed."""
+    needed = ["tflops", "memory_gb", "memory_gb_s", "link_gb_s"]
+    if isinstance(gpus, int) and gpus > gpu.node:
+        needed.append("network_gb_s")
     lacking = [name for name in needed if getattr(gpu, name) <= 0]
     return [f"{name}: is missing; write it, or like: h100" for name in lacking]
