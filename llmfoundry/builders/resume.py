@@ -270,6 +270,7 @@ def run_identity(job: Job) -> dict[str, Any]:
         "data.attend_across_documents": recipe.data.attend_across_documents,
         "tokenizer": job.tokenizer.fingerprint,
         "optimizer.name": recipe.optimizer.name,
+        "optimizer.moments": "int8" if recipe.optimizer.moments == "int8" else None,
         "optimizer.disable_grad": recipe.optimizer.disable_grad,
         **model_identity(recipe.model),
         **_finetuning_identity(recipe),

@@ -133,7 +133,7 @@ def test_moments_of_another_kind_are_refused_in_one_line(
     monkeypatch.chdir(place)
     run = train_here("kind", "eval=off", "max_duration=4ba", "model.d_model=64")
     settings = ("load_path=" + str(run), "eval=off", "max_duration=6ba", "model.d_model=64")
-    with pytest.raises(UserError, match=r"checkpoint: .* cannot be read: .*exp_avg_codes"):
+    with pytest.raises(UserError, match=r"^optimizer.moments: int8, but checkpoint .* was"):
         train_here("other", *settings, "optimizer.moments=int8")
 
 
