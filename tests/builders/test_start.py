@@ -118,6 +118,7 @@ OTHER = {  # of a recipe, by the key of its identity that it changes
     "global_train_batch_size": "global_train_batch_size=16",
     "data.attend_across_documents": "data.attend_across_documents=true",
     "optimizer.name": "optimizer.name=adamw",
+    "optimizer.moments": "optimizer.moments=int8",
     "optimizer.disable_grad": "optimizer.disable_grad=[wte]",
 }
 
