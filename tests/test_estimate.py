@@ -17,8 +17,10 @@ from llmfoundry.models.adapter import add_adapter, init_adapter
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import narrow_frozen, place, quantize_frozen, quantized_shapes
+from llmfoundry.ops import nf4
 from llmfoundry.ops.loss import linear_cross_entropy
 from llmfoundry.ops.packed_layout import PackedLayout
+from llmfoundry.plan import fit
 from llmfoundry.plan.count import count
 from llmfoundry.plan.fit import (
     check_workers,
@@ -27,7 +29,7 @@ from llmfoundry.plan.fit import (
     choose_microbatch,
     load_line,
 )
-from llmfoundry.plan.memory import estimate
+from llmfoundry.plan.memory import estimate, weight_bytes
 from llmfoundry.recipe.architecture.adapter import AdapterConfig
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.data import DataConfig
@@ -373,6 +375,25 @@ def test_frozen_layers_keep_what_the_estimate_says(name: str, what: str, precisi
     assert counted_bytes(recipe, model) + LAST == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_a_quantized_weight_that_is_looked_at_is_counted_and_read_afterwards(
+    device: torch.device,
+) -> None:
+    recipe = make_recipe("llama", "amp_bf16")
+    with torch.device("meta"):
+        model = Decoder(recipe.model)
+    adapter = AdapterConfig(name="lora", r=8, use_dora=True)  # which asks for columns' lengths
+    adapter.fill()
+    add_adapter(model, plan_adapter(model, adapter, split_qkv=False))
+    quantize_frozen(model, double=True)
+    for table in (nf4._pairs, nf4._scale_code):
+        table.cache_clear()
+    assert estimate(recipe, 1, meta_model=model, device=device).total(1) > 0
+    weight = torch.randn(64, 64)
+    read = nf4.dequantize(nf4.quantize(weight, double=True), (64, 64), torch.float32, double=True)
+    assert (read - weight).norm() < 0.15 * weight.norm()
+
+
 def test_gradients_and_moments_are_of_what_trains_alone() -> None:
     recipe, model = make_sketch("llama", "amp_bf16", "qlora")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -416,6 +437,25 @@ def test_a_model_too_large_to_fine_tune_is_reported_what_fits(
         choose_microbatch(recipe, world_size=1, available=room, device=GPU, meta_model=model)
     (line,) = raised.value.problems
     assert line.startswith("model.pretrained: 6,6") and said in line
+
+
+def test_activations_of_shipped_recipes_are_counted_where_weights_fit_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = [fit.YAMLS / f"{name}.yaml" for name in ("dbrx", "quickstart")]
+    monkeypatch.setattr(fit, "YAMLS", types.SimpleNamespace(glob=lambda _: paths))
+    counted: list[str] = []
+
+    def note(recipe: TrainRecipe, *args: Any, **named: Any) -> Any:
+        counted.append(recipe.run_name)
+        need = estimate(recipe, *args, **named)
+        assert weight_bytes(recipe, 1) == need.weights + need.fixed
+        return need
+
+    monkeypatch.setattr(fit, "estimate", note)
+    found = fit.largest_fitting_recipe(1, 2**30, CPU)
+    assert found is not None and "quickstart" in found
+    assert counted == ["quickstart"]
 
 
 def test_logits_are_those_of_a_chunk_at_most_and_the_chunk_is_the_device_s() -> None:

@@ -22,9 +22,10 @@ from llmfoundry.distributed.activation_checkpoint import check_graphs
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import format_gib
+from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
-from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
+from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate, weight_bytes
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load
@@ -326,18 +327,26 @@ def parts_text(need: MemoryEstimate, rows: int) -> str:
 
 
 def largest_fitting_recipe(world_size: int, available: int, device: torch.device) -> str | None:
-    """The shipped recipe of most parameters that fits at a microbatch of one row."""
-    best: tuple[int, Path] | None = None
+    """The shipped recipe of most parameters that fits at a microbatch of one row.
+
+    Activations, which take long to count, are counted of those alone whose weights fit.
+    """
+    room = int(USABLE * available)
+    found: list[tuple[int, Path, TrainRecipe]] = []
     for path in sorted(YAMLS.glob("*.yaml")):
         recipe = load(TrainRecipe, path)
         recipe.fill()
+        recipe = with_guessed_vocabulary(recipe)
         try:
-            need = estimate(with_guessed_vocabulary(recipe), world_size, device=device)
+            weights = weight_bytes(recipe, world_size)
         except UserError:  # a mesh that these processes cannot form
             continue
-        if need.total(1) <= USABLE * available and (best is None or need.parameters > best[0]):
-            best = (need.parameters, path)
-    return recipe_name(best[1]) if best else None
+        if weights <= room:
+            found.append((parameter_count(recipe.model), path, recipe))
+    for _, path, recipe in sorted(found, key=lambda one: -one[0]):
+        if estimate(recipe, world_size, device=device).total(1) <= room:
+            return recipe_name(path)
+    return None
 
 
 def with_guessed_vocabulary(recipe: TrainRecipe) -> TrainRecipe:

@@ -165,6 +165,13 @@ def estimate(
     )
 
 
+def weight_bytes(recipe: TrainRecipe, world_size: int) -> int:
+    """Of an estimate `weights` and `fixed`, where all parameters train: what takes no counting."""
+    held = _weights(recipe, recipe.parallel.degrees(world_size)).trained.shard
+    width = 2 if recipe.precision == "bf16" else 4
+    return FRAMEWORK + 2 * held + round(recipe.optimizer.moment_bytes(width) * held / width)
+
+
 def _times(rows: Bytes, heap: float) -> Bytes:
     return Bytes(rows.fixed, heap * rows.row, heap * rows.load, rows.logits)
 
