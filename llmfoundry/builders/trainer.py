@@ -263,7 +263,8 @@ def _open_data(
 
 def _note_costs(job: Job, loader: Loader, batches: int) -> None:
     """Report what messages between nodes cost, and passes over the sources of a mixture."""
-    spans = spanning(job.recipe, job.world.size, job.microbatch, node_size())
+    gpu = gpu_here(job.world.device)
+    spans = spanning(job.recipe, job.world.size, job.microbatch, node_size(), gpu)
     for line in chain(spans, mixture_lines(loader, batches), _predicted(job, batches)):
         job.note(line)
 

@@ -133,7 +133,8 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
         yield "", checkpointing_line(guessed, fit)
     if world.size > 1 and model is None:
         node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
-        yield from _layout(guessed, world, fit, node if hardware is None else hardware.gpu.node)
+        node = node if hardware is None else hardware.gpu.node
+        yield from _layout(guessed, world, fit, node, _timed_gpu(world, hardware))
     if model is None:
         yield from _time(
             with_level(guessed, fit.checkpointing, fit.compression), world, fit, hardware
@@ -265,13 +266,13 @@ def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
     return f"{total}: {parts_text(need, rows)}; {format_gib(free / GIB)} are free"
 
 
-def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int) -> Rows:
+def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int, gpu: Gpu | None) -> Rows:
     """Which load of experts fits, what a process sends, and degrees that span nodes."""
     recipe = with_level(guessed, fit.checkpointing)
     if load := load_line(recipe, fit, world.size):  # below the memory
         yield "", load
     yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
-    for line in spanning(recipe, world.size, fit.microbatch, node):
+    for line in spanning(recipe, world.size, fit.microbatch, node, gpu):
         yield "layout", line
 
 

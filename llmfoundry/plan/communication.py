@@ -139,7 +139,7 @@ def waited_for(found: Iterable[Messages], gpu: Gpu) -> float:
 
 
 def spanning(
-    recipe: TrainRecipe, world_size: int, microbatch: int, node: int, gpu: Gpu = GPUS["H100"]
+    recipe: TrainRecipe, world_size: int, microbatch: int, node: int, gpu: Gpu | None = None
 ) -> Iterator[str]:
     """A line for each degree whose processes wait for each other across nodes, with its cost.
 
@@ -148,8 +148,9 @@ def spanning(
         world_size: processes of the run.
         microbatch: rows at a time.
         node: processes of a node.
-        gpu: what they are, and how fast their links.
+        gpu: what they are, and how fast their links; None: not known, H100 are taken.
     """
+    gpu = gpu or GPUS["H100"]
     degrees = recipe.parallel.degrees(world_size)
     if all(getattr(degrees, name) == 1 for name in _SPANNING):
         return

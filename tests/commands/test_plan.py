@@ -150,12 +150,19 @@ def test_a_gpu_check_calibrates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         measured_speeds(hardware, recipe, "broken.json")
 
 
-def test_a_dry_run_for_a_known_gpu_has_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_for_a_known_gpu_has_its_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("like: l40s\nnode: 2\n")
     words = [*SMALL[:1], *SMALL[2:]]
     target = "llmfoundry.commands.train:train"
     run(TrainRecipe, target, [*words, "--dry-run=8xh100"])
     timed = capsys.readouterr().out
     assert "tokens/s a GPU" in timed and "8 x h100 of 80 GB, which are not here" in timed
+    spanning = ["parallel.data_parallel_shard_degree=1", "parallel.tensor_parallel_degree=4"]
+    run(TrainRecipe, target, [*words, *spanning, "--dry-run=4xmy.yaml"])
+    assert "at 32 GB/s inside, 12.5 GB/s" in " ".join(capsys.readouterr().out.split())
     run(TrainRecipe, target, [*words, "--dry-run=8x80gb"])
     assert "tokens/s a GPU" not in capsys.readouterr().out
 
