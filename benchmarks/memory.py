@@ -204,7 +204,7 @@ def estimated(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
 
 def count(recipe: TrainRecipe, ranks: int, *, microbatches: int = 2) -> tuple[Bytes, SentBytes]:
     """Take a step of `microbatches` on rank 0 of `ranks`, and count what it holds and sends."""
-    live = LiveBytes()
+    live = LiveBytes(are_fake=True)
     with built(recipe, ranks, live) as (root, _):
         return _step(recipe, root, live, microbatches)
 
@@ -299,7 +299,7 @@ def _fill_shards(root: Root) -> None:
 def _as_on_a_gpu(live: LiveBytes | None) -> Iterator[None]:
     """The GPU's code where ours differs, and experts that have as many rows each."""
     clip = {"norm": lambda *given: torch._foreach_mul_(step._gradients(given[0]), torch.ones(()))}
-    what = Planned("cuda", (live or LiveBytes()).kernel, LOAD)
+    what = Planned("cuda", (live or LiveBytes(are_fake=True)).kernel, LOAD)
     with (
         planned_for(what),
         GpuKernels(),

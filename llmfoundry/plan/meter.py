@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -105,8 +105,10 @@ class LiveBytes(TorchDispatchMode):
         most: the most bytes after any operation since it was last set to 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_fake: bool = False) -> None:
+        """`are_fake`: the tensors at hand are; beside real ones fake tensors are no memory."""
         super().__init__()
+        self._counted = (Tensor, FakeTensor, nn.Parameter) if are_fake else (Tensor, nn.Parameter)
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._paused = False
         self.most = 0
@@ -146,11 +148,15 @@ class LiveBytes(TorchDispatchMode):
 
     def _watch(self, tensor: Tensor) -> bool:
         """Whether it is a storage that was not known."""
-        if not is_counted(tensor) or self._knows(tensor.untyped_storage()):
+        if not self._counts(tensor) or self._knows(tensor.untyped_storage()):
             return False
         storage = tensor.untyped_storage()
         self._alive[storage._cdata] = weakref.ref(storage)
         return True
+
+    def _counts(self, tensor: Tensor) -> bool:
+        """Whether it stands for memory of the device."""
+        return type(tensor) in self._counted and tensor.device.type != "meta"
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
         known = self._alive.get(storage._cdata)
@@ -196,13 +202,6 @@ def _is_open(args: Any) -> bool:
     what = planned()
     bytes_ = any(isinstance(t, Tensor) and t.dtype == torch.uint8 for t in tree_leaves(args))
     return what is not None and what.kind == "cuda" and not bytes_
-
-
-def is_counted(tensor: Tensor) -> bool:
-    """Whether it stands for memory of the device: beside real tensors fake ones are none."""
-    if tensor.device.type == "meta" or (type(tensor) is FakeTensor and planned() is None):
-        return False
-    return type(tensor) in (Tensor, FakeTensor, torch.nn.Parameter)
 
 
 PASSES = ("forward", "backward", "again")
@@ -251,7 +250,7 @@ class Meter(LiveBytes):
     """
 
     def __init__(self, vocabulary: int = 0) -> None:
-        super().__init__()
+        super().__init__(are_fake=True)
         self._vocabulary, self._pass = vocabulary, "forward"
         self._logits: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._base = 0
@@ -396,8 +395,8 @@ def _products(func: Any, args: Any, kwargs: Any, made: Any) -> float:
 
 def _is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether all that it gives was there, and it writes nothing."""
-    known = {t.untyped_storage()._cdata for t in inputs if is_counted(t)}
-    made = (t.untyped_storage()._cdata for t in outputs if is_counted(t))
+    known = {t.untyped_storage()._cdata for t in inputs}
+    made = (t.untyped_storage()._cdata for t in outputs)
     return not func._schema.is_mutable and all(storage in known for storage in made)
 
 

