@@ -166,9 +166,12 @@ def test_what_leaves_a_node(case: tuple[str, int, int, int, int, float]) -> None
     assert between_nodes(messages, world, node) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("expert", "waits", "mfu"), [(8, 0.952, 0.43), (16, 4.31, 0.36)])
-def test_experts_within_a_node_are_waited_for_less(expert: int, waits: float, mfu: float) -> None:
-    """By hand: 7/8 of 360 GiB at 360 GB/s; 1/2 of it at 45 GB/s; 960 times 14 or 18 us."""
+@pytest.mark.parametrize(("expert", "waits", "most"), [(8, 0.952, 0.50), (16, 4.31, 0.41)])
+def test_experts_within_a_node_are_waited_for_less(expert: int, waits: float, most: float) -> None:
+    """By hand: 7/8 of 360 GiB at 360 GB/s; 1/2 of it at 45 GB/s; 960 times 14 or 18 us.
+
+    `most`: MFU with products at 70 % of peak, blocks computed again, these waits and nothing else.
+    """
     degrees = ["replicate_degree=4", "shard_degree=128"]
     layout = [f"parallel.data_parallel_{degree}" for degree in degrees]
     recipe = read("dbrx", 512, [*layout, f"parallel.expert_parallel_degree={expert}"])
@@ -176,7 +179,7 @@ def test_experts_within_a_node_are_waited_for_less(expert: int, waits: float, mf
     assert rows == 4 and recipe.parallel.activation_checkpointing == "whole"
     one = layouts.Built(recipe, True, 0.0, 0, 0, (0, 0), [], 0.0)
     assert waited_for(one.messages, layouts.H100) == pytest.approx(waits, abs=0.01)
-    assert one.step.mfu(layouts.H100) == pytest.approx(mfu, abs=0.02)
+    assert 0.7 * most < one.step.mfu(layouts.H100) < most
     lines = [*spanning(recipe, 512, rows, 8)]
     assert len(lines) == (expert == 16)
     for line in lines:
