@@ -196,7 +196,9 @@ def leave_out_step(patch: pytest.MonkeyPatch, number: int) -> None:
     def left_out(*args: Any, **kwargs: Any) -> StepResult:
         if kwargs["number"] != number:
             return step(*args, **kwargs)
-        kwargs["before_update"]()
+        hooks = kwargs["hooks"]
+        hooks.after_backward("")
+        hooks.before_update()
         return StepResult(torch.tensor(3.0), torch.tensor(1.0), torch.tensor(1))
 
     patch.setattr(loop, "train_step", left_out)
