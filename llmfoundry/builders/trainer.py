@@ -117,17 +117,14 @@ def build_trainer(
     note = tracker.note
     # 1. This process among all, and what may be missing on one machine: before any text is read.
     world, meshes = _join_mesh(recipe, world, note)
-    fit = _memory_fit(world, None if pretrained is None else sketch(recipe, written))
-    on_all_ranks(world, partial(_check_machine, recipe, world, fit))
+    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
     # 2. Where the run begins, and what it reads.
     start = find_start(recipe, run, world, note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, note)
     settle_vocabulary(recipe, written, tokenizer)
     # 3. The model, in what fits into memory.
-    estimated = _fitted(recipe, fit, start, world, note)
-    free = memory_of_process(world)
-    chosen = settle_microbatch(recipe, written, estimated, run, world, available=free, note=note)
+    chosen = _fitted(recipe, written, fit, start, run, world, note)
     root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. What trains it, on which rows when.
@@ -205,12 +202,12 @@ def _join_mesh(
     return with_mesh(world, meshes), meshes
 
 
-def _memory_fit(world: World, trained: Decoder | None) -> Callable[..., Fit]:
-    """`choose_fit` for the processes of the run, all of which call this.
+def _memory_fit(recipe: TrainRecipe, world: World, trained: Decoder | None) -> Callable[..., Fit]:
+    """`choose_fit` for the processes of the run, all of which call this, on machines that will do.
 
     `trained` is the model of fine-tuning on the meta device.
     """
-    return partial(
+    fit = partial(
         choose_fit,
         world_size=world.size,
         available=memory_of_process(world),
@@ -218,16 +215,23 @@ def _memory_fit(world: World, trained: Decoder | None) -> Callable[..., Fit]:
         meta_model=trained,
         gpu=on_rank0(world, lambda: gpu_here(world.device)),
     )
+    on_all_ranks(world, partial(_check_machine, recipe, world, fit))
+    return fit
 
 
 def _fitted(
     recipe: TrainRecipe,
+    written: TrainRecipe,
     fit: Callable[..., Fit],
     start: Start,
+    run: Storage,
     world: World,
     note: Callable[[str], None],
 ) -> Fit:
-    """The fit of a recipe, in which `auto` becomes what was chosen, and `note` reports why."""
+    """The fit of a recipe, in which `auto` becomes what was chosen, and `note` reports why.
+
+    Its microbatch is the one that the run begins with.
+    """
     parallel, begun_with, saved = recipe.parallel, None, start.checkpoint
     if saved is not None and not start.weights_only:
         state = on_rank0(world, lambda: read_state(saved))
@@ -241,7 +245,8 @@ def _fitted(
         note(line)
     parallel.activation_checkpointing = chosen.checkpointing
     parallel.activation_compression = chosen.compression
-    return chosen
+    free = memory_of_process(world)
+    return settle_microbatch(recipe, written, chosen, run, world, available=free, note=note)
 
 
 def _check_machine(recipe: TrainRecipe, world: World, fit: Callable[..., Fit]) -> None:

@@ -83,7 +83,7 @@ def work(rank: int, folder: Path) -> None:
     if rank == 2:
         other.eval_interval = "7ba"
     found = {
-        "microbatch": _memory_fit(world, None)(recipe).microbatch,
+        "microbatch": _memory_fit(recipe, world, None)(recipe).microbatch,
         "precision": served_precision("amp_bf16", world, lambda line: None),
         "made": on_all_ranks(world, lambda: rank),
         "refused": refusal(lambda: on_all_ranks(world, lambda: refuse(*["x: no"] * (rank > 0)))),
