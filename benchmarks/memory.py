@@ -223,7 +223,7 @@ def built(
         with mock.patch.object(root, "to_empty"):  # on the meta device a shard costs nothing
             parallelize(root, world, meshes, recipe.parallel, precision=recipe.precision)
         with _as_on_a_gpu(live), FakeTensorMode(allow_non_fake_inputs=True), watched:
-            _fill_shards(root)
+            fill_shards(root, CPU)
             yield root, meshes
     finally:
         dist.destroy_process_group()
@@ -284,9 +284,9 @@ def _local(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-def _fill_shards(root: Root) -> None:
+def fill_shards(root: Root, device: torch.device) -> None:
     """`fill`, of which FSDP is notified."""
-    fill(root)
+    fill(root, device=device)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

@@ -299,27 +299,28 @@ def _layouts(recipe: TrainRecipe, kind: str, degrees: Degrees) -> dict[int, Pack
     return {rows: PackedLayout.from_lengths([lengths] * rows) for rows in (FEW, FEW + 1)}
 
 
-def fill(root: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Give a model on the meta device fake tensors on a CPU, in a `FakeTensorMode`.
+def fill(root: nn.Module, dtype: torch.dtype | None = None, *, device: torch.device = CPU) -> None:
+    """Give a model on the meta device fake tensors in its place, in a `FakeTensorMode`.
 
     `to_empty` cannot swap fake tensors. What is one parameter in two places stays one.
 
     Args:
         root: of any classes.
         dtype: of its floating-point parameters, as FSDP gathers them; None: as they are.
+        device: where they stand for memory.
     """
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, p in list(module._parameters.items()):
             if p is not None and id(p) not in made:
                 kind = dtype if p.is_floating_point() else None
-                empty = torch.empty_like(p, device=CPU, dtype=kind)
+                empty = torch.empty_like(p, device=device, dtype=kind)
                 made[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
             if p is not None:
                 module._parameters[name] = made[id(p)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=CPU)
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 @dataclass(frozen=True)

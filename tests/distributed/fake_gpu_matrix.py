@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.memory import fill
+from benchmarks.memory import fill_shards
 from llmfoundry.distributed.launch import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.moe import dispatch
@@ -94,7 +94,7 @@ def step_of(entry: Entry, batch: Batch) -> dict[str, str]:
         mock.patch.object(moe_device, "steps_of", lambda _: moe_steps),
         contextlib.suppress(Taken),
     ):
-        fill(root, GPU)
+        fill_shards(root, GPU)
         matrix.train(entry, root, matrix.wrap(root, mesh), world)
     return found
 
