@@ -20,11 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmfoundry.builders.adapter import lora_plus_ratio
-from llmfoundry.builders.job import build_autocast, matmul_dtype
 from llmfoundry.builders.probe import SHORT, ProbeRequest
-from llmfoundry.builders.trainer import build_model
-from llmfoundry.distributed.context import token_sharding
+from llmfoundry.builders.trainer import build_model, make_optimizer, step_settings
 from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World, join
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
@@ -35,7 +32,6 @@ from llmfoundry.ops.shard_layout import local_shard
 from llmfoundry.processes import end_with
 from llmfoundry.recipe.front.plugins import import_plugins
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.spikes import Guard
 from llmfoundry.train.step import StepSettings, train_step
 
@@ -77,16 +73,11 @@ def _measure(request: ProbeRequest, world: World) -> None:
     world = with_mesh(world, meshes)
     root = build_model(recipe, world, meshes, lambda line: None, written=request.written)
     _fill(root)
-    optimizer = build_optimizer(
-        root.model,
-        recipe.optimizer,
-        lora_plus_ratio=lora_plus_ratio(recipe),
-        matmul_dtype=matmul_dtype(recipe.precision),
-    )
+    optimizer = make_optimizer(recipe, root)
     module = apply_ddp(root, meshes)
     guard = Guard(world.device, recipe.callbacks.watch)
     for number, rows in enumerate(request.sizes):
-        settings = _settings(recipe, world, root, rows)
+        settings = step_settings(recipe, world, root, rows)
         batch = draw_batch(recipe, min(request.rows, 2 * rows)).to(world.device)
         # The first step makes the optimizer's state: the next has it beside the activations.
         for step in range(1 if number else 2):
@@ -94,18 +85,6 @@ def _measure(request: ProbeRequest, world: World) -> None:
         row = {"rows": rows, "peak": memory.rise(), "seconds": seconds / len(batch.tokens)}
         with request.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def _settings(recipe: TrainRecipe, world: World, root: Root, rows: int) -> StepSettings:
-    return StepSettings(
-        microbatch=rows,
-        autocast=build_autocast(recipe.precision, world.device),
-        clipping=recipe.gradient_clipping,
-        data_group=world.data_group,
-        token_group=world.token_group,
-        shard_tokens=token_sharding(root),
-        reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
-    )
 
 
 def _timed(

@@ -16,6 +16,7 @@ from llmfoundry.builders.evaluate import build_evaluate
 from llmfoundry.builders.job import (
     Job,
     attention_refusal,
+    build_autocast,
     build_root,
     eval_rows,
     experts_refusal,
@@ -87,7 +88,7 @@ from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
-from llmfoundry.train.step import CROSS_ENTROPY, StepSettings
+from llmfoundry.train.step import CROSS_ENTROPY, Objective, StepSettings
 from llmfoundry.train.trainer import Trainer
 
 
@@ -128,7 +129,7 @@ def build_trainer(
     root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. What trains it, on which rows when.
-    optimizer, clock = _optimizer(job), build_clock(recipe, data)
+    optimizer, clock = make_optimizer(recipe, root), build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
     check_same_rows(loader, data.validation, tokenizer, world)
     # 5. Its weights: a reference model's log-probabilities are computed before and after them.
@@ -148,7 +149,7 @@ def build_trainer(
         optimizer=optimizer,
         loader=loader,
         clock=clock,
-        settings=_step_settings(job),
+        settings=step_settings(recipe, world, root, job.microbatch, build_objective(job)),
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
         checkpointer=build_checkpointer(written, job, tracker, start),
@@ -163,25 +164,32 @@ def build_trainer(
     return trainer, job
 
 
-def _optimizer(job: Job) -> Optimizer:
+def make_optimizer(recipe: TrainRecipe, root: Root) -> Optimizer:
+    """The recipe's, of what trains of the model."""
     return build_optimizer(
-        job.root.model,
-        job.recipe.optimizer,
-        lora_plus_ratio=lora_plus_ratio(job.recipe),
-        matmul_dtype=matmul_dtype(job.recipe.precision),
+        root.model,
+        recipe.optimizer,
+        lora_plus_ratio=lora_plus_ratio(recipe),
+        matmul_dtype=matmul_dtype(recipe.precision),
     )
 
 
-def _step_settings(job: Job) -> StepSettings:
-    recipe, world = job.recipe, job.world
+def step_settings(
+    recipe: TrainRecipe,
+    world: World,
+    root: Root,
+    microbatch: int,
+    objective: Objective | None = None,
+) -> StepSettings:
+    """What all steps of a run have in common; `objective` None: the cross-entropy."""
     return StepSettings(
-        microbatch=job.microbatch,
-        autocast=job.autocast,
+        microbatch=microbatch,
+        autocast=build_autocast(recipe.precision, world.device),
         clipping=recipe.gradient_clipping,
-        objective=build_objective(job) or CROSS_ENTROPY,
+        objective=objective or CROSS_ENTROPY,
         data_group=world.data_group,
         token_group=world.token_group,
-        shard_tokens=token_sharding(job.root),
+        shard_tokens=token_sharding(root),
         reduce_scatter_each=recipe.parallel.reduce_scatter_each_microbatch is not False,
     )
 

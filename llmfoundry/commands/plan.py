@@ -1,6 +1,7 @@
 """`scripts/plan.py`: memory, seconds, days and money of a run on GPUs that need not be here.
 
-`describe` gives the lines of one layout, which `--dry-run` and the start of a run show too.
+`plan/layouts.py` finds the layouts, `plan/seconds.py` times them. `--dry-run` and the start of a
+run show the seconds of the recipe's own.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from llmfoundry.models.decoder import Block, Decoder, Root
 from llmfoundry.ops.devices import Planned, planned_for
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.torch_private import unwatched_shapes
-from llmfoundry.plan.meter import GpuKernels, Meter, Pass, Reading, Recorded, Work
+from llmfoundry.plan.meter import Amounts, GpuKernels, Meter, Pass, Reading, Recorded, Work
 from llmfoundry.recipe.activation_memory import ActivationMemory
 from llmfoundry.recipe.architecture.blocks import LayerConfig
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
@@ -45,7 +45,7 @@ FEW = 2
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Amounts):
     """Bytes as a function of the rows computed at a time, and of the load of experts.
 
     Attributes:
@@ -60,15 +60,6 @@ class Bytes:
     row: float = 0.0
     load: float = 0.0
     logits: float = 0.0
-
-    def plus(self, other: Bytes) -> Bytes:
-        """Of both."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Bytes(*(a + b for a, b in pairs))
-
-    def times(self, factor: float) -> Bytes:
-        """So many alike."""
-        return Bytes(*(factor * value for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -166,12 +157,7 @@ def count(
         meta_model: of fine-tuning: the model on the meta device, frozen and quantized as it will
             be; None: all parameters train.
     """
-    if meta_model is None:
-        key = _key(recipe, degrees, device)
-        if key not in _COUNTED:
-            _COUNTED[key] = _count(recipe, degrees, device, None)
-        return _COUNTED[key]
-    if isinstance(meta_model, Decoder):
+    if meta_model is None or isinstance(meta_model, Decoder):
         return _count(recipe, degrees, device, meta_model)
     noise = logging.getLogger("torch._subclasses.fake_tensor")
     before, noise.disabled = noise.disabled, True
@@ -183,29 +169,6 @@ def count(
         return _count(ours, degrees, device, None)
     finally:
         noise.disabled = before
-
-
-_COUNTED: dict[tuple[Any, ...], ModelCount] = {}
-"""Of models all of which train: a plan asks for the same ones in many layouts."""
-
-
-def _key(recipe: TrainRecipe, degrees: Degrees, device: torch.device) -> tuple[Any, ...]:
-    """All that a count depends on."""
-    parallel = recipe.parallel
-    return (
-        repr(recipe.model),
-        recipe.precision,
-        recipe.fp8_recipe,
-        recipe.max_seq_len,
-        recipe.device_loss_chunk_tokens,
-        str(parallel.activation_checkpointing),
-        repr(parallel.activation_checkpointing_target),
-        parallel.activation_compression,
-        parallel.activation_memory_budget,
-        parallel.context_parallel_method,
-        (degrees.context, degrees.tensor, degrees.expert, degrees.is_replicas),
-        device.type,
-    )
 
 
 def _count(

@@ -239,11 +239,8 @@ def _layout(
 
 def _written(recipe: TrainRecipe, world: int, microbatch: int) -> TrainRecipe:
     """A copy in which degrees and rows are numbers."""
-    degrees, parallel = recipe.parallel.degrees(world), recipe.parallel
-    parallel = dataclasses.replace(
-        parallel,
-        **dict(zip((*AXES, EXPERT), dataclasses.astuple(degrees), strict=True)),
-    )
+    parallel = recipe.parallel
+    parallel = dataclasses.replace(parallel, **_keys(parallel.degrees(world)))
     return dataclasses.replace(recipe, parallel=parallel, device_train_microbatch_size=microbatch)
 
 
@@ -275,16 +272,20 @@ def _all(recipe: TrainRecipe, setting: Setting) -> Iterator[TrainRecipe]:
 
 def _with(parallel: ParallelConfig, degrees: Degrees) -> ParallelConfig:
     """The section with these degrees; what has no effect with them is unset."""
-    values = dict(zip((*AXES, EXPERT), dataclasses.astuple(degrees), strict=True))
     sharded = not degrees.is_replicas
     method = parallel.context_parallel_method if degrees.context > 1 else None
     return dataclasses.replace(
         parallel,
-        **values,
+        **_keys(degrees),
         context_parallel_method=method,
         reshard_after_forward=True if sharded else None,
         reduce_scatter_each_microbatch=True if sharded else None,
     )
+
+
+def _keys(degrees: Degrees) -> dict[str, Any]:
+    """Degrees by their keys in the section."""
+    return dict(zip((*AXES, EXPERT), dataclasses.astuple(degrees), strict=True))
 
 
 def layouts(recipe: TrainRecipe, setting: Setting) -> Iterator[Degrees]:

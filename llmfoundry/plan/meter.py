@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,25 @@ from llmfoundry.ops.devices import planned
 from llmfoundry.ops.moe.mixture import BODIES
 from llmfoundry.ops.torch_private import is_recomputing
 
+Self = TypeVar("Self", bound="Amounts")
+
 
 @dataclass(frozen=True)
-class Work:
+class Amounts:
+    """Numbers that add up, field by field."""
+
+    def plus(self: Self, other: Self) -> Self:
+        """Of both."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(a + b for a, b in pairs))
+
+    def times(self: Self, factor: float) -> Self:
+        """So many alike."""
+        return type(self)(*(factor * value for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Work(Amounts):
     """What one pass does on one process; messages between processes left out.
 
     Attributes:
@@ -51,16 +67,6 @@ class Work:
     launches: float = 0.0
     fused: float = 0.0
     fused_launches: float = 0.0
-
-    def plus(self, other: Work) -> Work:
-        """Of both."""
-        return Work(
-            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
-
-    def times(self, factor: float) -> Work:
-        """So many alike."""
-        return Work(*(factor * value for value in vars(self).values()))
 
 
 @dataclass(frozen=True)

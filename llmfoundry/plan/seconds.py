@@ -20,7 +20,7 @@ from llmfoundry.loggers.console import percent, short_count
 from llmfoundry.models.counts import flops_per_token, parts
 from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
 from llmfoundry.plan.count import count
-from llmfoundry.plan.meter import Pass
+from llmfoundry.plan.meter import BACKWARD_OF_FORWARD, Amounts, Pass
 from llmfoundry.plan.products import Product, head, products
 from llmfoundry.plan.shards import shares, tokens_of_row
 from llmfoundry.recipe.hardware import Gpu
@@ -45,8 +45,6 @@ FLASH_3 = 1.7
 """How much faster FlashAttention 3 is than 2 on Hopper (Shah et al., 2024: 1.5 to 2.0)."""
 SHORT = 512
 """Tokens of a row at which attention reaches half of its speed over long ones (Dao, 2023)."""
-BACKWARD_ATTENTION = 2.5
-"""FLOPs of attention's backward pass over those of its forward pass: it makes logits again."""
 LAUNCH = 6e-6
 """Seconds of the host for each operation of PyTorch's that is not compiled."""
 BESIDE = 0.15
@@ -165,7 +163,7 @@ def in_seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Spent:
+class Spent(Amounts):
     """Seconds of a GPU, launches and FLOPs of a pass over some part of the model.
 
     Attributes:
@@ -191,18 +189,9 @@ class Spent:
         """Without all else; FLOPs are those of products in any case that asks."""
         return Spent(products=self.products, flops=self.flops)
 
-    def plus(self, other: Spent) -> Spent:
-        """One behind the other."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Spent(*(a + b for a, b in pairs))
-
-    def times(self, count: float) -> Spent:
-        """So many of them."""
-        return Spent(*(count * value for value in vars(self).values()))
-
 
 @dataclass(frozen=True)
-class Work:
+class Computation:
     """What a microbatch costs, without messages.
 
     Attributes:
@@ -264,7 +253,7 @@ def step_seconds(
 
 def _work(
     recipe: TrainRecipe, degrees: Degrees, microbatch: int, reached: Speeds, *, roughly: bool
-) -> Work:
+) -> Computation:
     """Of a microbatch: products by their shapes, all else by what is counted."""
     model, tokens = recipe.model, microbatch * tokens_of_row(recipe, degrees)
     share = 1 / (degrees.tensor * degrees.context) if roughly else 1.0
@@ -291,9 +280,9 @@ def _work(
     again = again.plus(attention.times(_over(repeated.attention, whole.attention)))
     one = head(model, degrees, tokens)
     ends = [(counted.ends.forward, 1), (counted.ends.backward, 1)]
-    return Work(
+    return Computation(
         forward.plus(attention),
-        backward.plus(attention.times(BACKWARD_ATTENTION)),
+        backward.plus(attention.times(BACKWARD_OF_FORWARD)),
         again,
         _multiplied([one, *one.backward()], reached).plus(
             _moved(recipe, ends, microbatch * share, reached)
@@ -358,7 +347,7 @@ def _optimizer(recipe: TrainRecipe, degrees: Degrees, reached: Speeds) -> float:
 
 
 def _waiting(
-    recipe: TrainRecipe, found: list[Messages], work: Work, microbatches: float, gpu: Gpu
+    recipe: TrainRecipe, found: list[Messages], work: Computation, microbatches: float, gpu: Gpu
 ) -> dict[str, float]:
     """Seconds of messages that nothing hides, by what is sent.
 
