@@ -1,0 +1,138 @@
+"""What a batched generator is asked, and what it answers: tokens in, tokens out, text nowhere.
+
+`engine` has the one implementation; what asks it (`generate`, `chat`, samples while training, the
+gauntlet, `serve`) turns text into a `Request` and tokens into text. A request is one sequence: n
+answers to a prompt are n requests. All random numbers of a request come from its own generator, so
+that its answer does not depend on who shares the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Finish = Literal["stop", "length", "error"]
+"""A stop id was drawn; max_new_tokens are; the logits were not finite numbers."""
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Penalties are OpenAI's: of each token's logit frequency_penalty times the number of times that
+    it was drawn, and presence_penalty if it was drawn at all, are subtracted, before temperature,
+    top_k and top_p. The prompt's tokens do not count.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_k: draw from the k likeliest only; None: from all.
+        top_p: draw from the likeliest that together reach this probability; None: from all.
+        frequency_penalty: see above.
+        presence_penalty: see above.
+        seed: of the draws.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue.
+
+    Attributes:
+        prompt: at least one token.
+        max_new_tokens: tokens to draw at most; 0 only with prompt_logprobs.
+        sampling: how they are chosen.
+        stop_ids: tokens that end the answer, of which they are no part.
+        logprobs: report the log-probability of each token drawn, and those of so many of the
+            likeliest; None: none. They are the model's: before penalties and temperature.
+        prompt_logprobs: report the same of the prompt's tokens; `logprobs` is then set.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token of a prompt, as the model judges it.
+
+    Attributes:
+        token: its id.
+        logprob: of it after those before it; None: of the first, before which is nothing.
+        top: the likeliest in its place; empty for the first.
+    """
+
+    token: int
+    logprob: float | None
+    top: Alternatives = ()
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """News of one request; after one with a `finish` there are no more.
+
+    Attributes:
+        request: its number.
+        token: the one drawn; None where the answer ended without one: at a stop id, at a
+            max_new_tokens of 0, or by an error.
+        finish: why it ended; None: it goes on.
+        logprob: of the token, where it was asked for.
+        top: the likeliest in its place, where they were asked for.
+        prompt_logprobs: of the whole prompt, with the first news of a request that asked for them.
+    """
+
+    request: int
+    token: int | None
+    finish: Finish | None = None
+    logprob: float | None = None
+    top: Alternatives = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class Engine(Protocol):
+    """Many requests at once on one model. It is no thread's in particular, but one at a time's."""
+
+    @property
+    def slots(self) -> int:
+        """Requests that run at the same time at most."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a slot: of a prompt and its answer together at most."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were added and have no slot yet."""
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+
+    def add(self, request: Request) -> int:
+        """Queue a request; its number. It gets a slot in the order of adding.
+
+        Raises:
+            UserError: it can never run: too long, or with values that mean nothing.
+        """
+
+    def cancel(self, number: int) -> None:
+        """Forget a request, running or waiting: its slot is free at once. Ended ones: nothing."""
+
+    def step(self) -> list[Emitted]:
+        """One forward pass: a token of all that run; those that have a free slot begin."""
