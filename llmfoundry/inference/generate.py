@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
+from llmfoundry.inference.sampling import sample_token
 from llmfoundry.models.attention import KVCache, longest_document
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.attention.base import autocast_dtype
@@ -120,41 +121,6 @@ def _next_logits(
 
 def _last_logits(model: Decoder, hidden: Tensor) -> Tensor:
     return model.head(hidden[0, -1])
-
-
-def sample_token(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator,
-) -> int:
-    """A token from logits (V,); the likeliest at temperature 0."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = draw_probabilities(logits, temperature, top_k, top_p)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def draw_probabilities(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
-) -> Tensor:
-    """What `sample_token` draws from, (V,) float64: temperature, then top_k, then top_p.
-
-    top_p keeps the fewest likeliest tokens whose probabilities reach it (Holtzman et al., 2019).
-    """
-    logits = (logits.double() - logits.max()) / temperature  # of any size: never inf / inf
-    if top_k is not None and top_k < len(logits):
-        kept = logits.topk(top_k).indices
-        logits = torch.full_like(logits, float("-inf")).scatter(0, kept, logits[kept])
-    probabilities = logits.softmax(0)
-    if top_p is not None and top_p < 1:
-        ordered, index = probabilities.sort(descending=True, stable=True)
-        before = ordered.cumsum(0) - ordered
-        ordered[before >= top_p] = 0
-        probabilities = torch.zeros_like(ordered).scatter(0, index, ordered)
-        probabilities /= probabilities.sum()
-    return probabilities
 
 
 def _agree(token: int, device: torch.device) -> int:

@@ -129,12 +129,26 @@ class HeadExchange(Protocol):
         """What attention made, of this process's tokens and all heads."""
 
 
+class SlotAttention(Protocol):
+    """Attention over keys and values of slots; see `slots.SlotPlan`."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool) -> Tensor:
+        """(1, N, H, hd)."""
+
+
+class Stored(Protocol):
+    """A cache, as a layer sees it."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
+        """Store a layer's new keys and values; all that it attends to."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What one forward pass hands to every block of one kind.
 
     Attributes:
-        plan: who attends to whom.
+        plan: who attends to whom; in slots, a `slots.SlotPlan`.
         rotary: table of the new tokens; None: no layer rotates.
         cached_rotary: table of all tokens of the row, where frequencies change as it grows: keys
             are then stored unrotated, and turned when they are read. Otherwise None.
@@ -142,15 +156,17 @@ class Context:
         cache: earlier tokens of the rows.
         tokens: T.
         exchange: with the processes that have the rest of each row; None: rows are whole.
+        rotates_late: keys are stored unrotated.
     """
 
-    plan: AttentionPlan
+    plan: AttentionPlan | SlotAttention
     rotary: Table | None
     cached_rotary: Table | None
     temperature: Tensor | None
-    cache: KVCache | None
+    cache: Stored | None
     tokens: int
     exchange: HeadExchange | None = None
+    rotates_late: bool = False
 
 
 class Attention(nn.Module):
@@ -177,6 +193,7 @@ class Attention(nn.Module):
         assert attn.kv_n_heads and config.head_dim and config.attention_bias is not None
         self.index, self.head_dim = index, config.head_dim
         self.rotary, self.is_reused = layer.rotary, is_reused
+        self.rotated_keys = config.layers()[layer.kv_from].rotary
         self.clip, self.per_head = attn.clip_qkv, attn.qk_gn
         q_width, kv_width = config.n_heads * config.head_dim, attn.kv_n_heads * config.head_dim
         self.owns_kv = layer.kv_from == index
@@ -233,7 +250,10 @@ class Attention(nn.Module):
                 q, kv = context.exchange.inward(q, kv)
             else:
                 q = context.exchange.queries(q, kv)
-        mixed = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
+        if isinstance(context.plan, AttentionPlan):
+            mixed = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
+        else:
+            mixed = context.plan.attend(q, *kv, rotary=self.rotated_keys)
         if context.exchange is not None:
             mixed = context.exchange.outward(mixed)
         mixed = mixed.flatten(-2)
@@ -250,7 +270,7 @@ class Attention(nn.Module):
 
     def _keys_values(self, k: Tensor, v: Tensor, context: Context) -> KeysValues:
         """Keys, rotated, and values of the new tokens and of those in the cache."""
-        if self.rotary and context.cached_rotary is None:
+        if self.rotary and not context.rotates_late:
             assert context.rotary is not None
             k = rotate(k, context.rotary)
         if context.cache is None:
@@ -258,6 +278,8 @@ class Attention(nn.Module):
             return (k.contiguous(), v.contiguous()) if self.is_reused else (k, v)
         dtype = k.dtype
         k, v = context.cache.append(self.index, k, v)
+        if not isinstance(context.plan, AttentionPlan):
+            return k, v
         k, v = k.to(dtype), v.to(dtype)
         if self.rotary and context.cached_rotary is not None:
             k = rotate(k, context.cached_rotary)

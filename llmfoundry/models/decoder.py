@@ -32,8 +32,9 @@ from llmfoundry.models.layers import FFNS, Embedding, Linear
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import Routed, Routing, over_layers
+from llmfoundry.models.slots import SlotCache, SlotPlan
 from llmfoundry.models.tensor_parallel import TensorRanks
-from llmfoundry.ops.attention.base import AttentionSpec
+from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
 from llmfoundry.ops.packed_layout import PackedLayout
@@ -43,6 +44,8 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 
 R = TypeVar("R")
 Kind = tuple[int, tuple[int, float] | None]  # window and sharpening: what contexts differ by
+Cache = KVCache | SlotCache
+"""Rows that grow together, or a row of new tokens that go to slots."""
 
 
 class Block(nn.Module):
@@ -174,7 +177,7 @@ class Decoder(nn.Module):
         return 1.0 if scale is None else scale
 
     def forward(
-        self, tokens: Tensor, layout: PackedLayout | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, layout: PackedLayout | None = None, cache: Cache | None = None
     ) -> Tensor:
         """Hidden states (B, T, D) of tokens (B, T), the final norm applied.
 
@@ -186,11 +189,14 @@ class Decoder(nn.Module):
         return self.run(tokens, layout, cache)[0]
 
     def run(
-        self, tokens: Tensor, layout: PackedLayout | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, layout: PackedLayout | None = None, cache: Cache | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did; None without experts, or in evaluation."""
-        past, width = 0 if cache is None else cache.length, tokens.shape[1]
-        if layout is None:
+        slots = cache if isinstance(cache, SlotCache) else None
+        past, width = 0 if cache is None or slots else cache.length, tokens.shape[1]
+        if slots is not None:
+            positions = slots.positions
+        elif layout is None:
             positions = torch.arange(past, past + width, device=tokens.device)[None]
         else:
             positions = layout.positions
@@ -207,7 +213,7 @@ class Decoder(nn.Module):
                 shared[i] = kv
             if how is not None:
                 routed.append(how)
-        if cache is not None:
+        if cache is not None and slots is None:
             cache.length += width
         x = self.norm_f(x)
         x = x if ranks is None else ranks.all_gather(x, width)
@@ -269,6 +275,15 @@ class Decoder(nn.Module):
             self.config, batch=batch, max_len=max_len, device=device, dtype=dtype, share=ranks
         )
 
+    def new_slots(
+        self, *, slots: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> SlotCache:
+        """Empty slots for keys and values of so many sequences, of at most `length` tokens each."""
+        ranks = 1 if self.tensor_ranks is None else self.tensor_ranks.n
+        return SlotCache(
+            self.config, slots=slots, length=length, device=device, dtype=dtype, share=ranks
+        )
+
     def init_weights(self, seed: int) -> None:
         """Fill all weights; the same numbers on every layout of processes."""
         init.init_weights(self, self.config, seed)
@@ -303,7 +318,7 @@ class Decoder(nn.Module):
         layout: PackedLayout | None,
         positions: Tensor,
         past: int,
-        cache: KVCache | None,
+        cache: Cache | None,
         dtype: torch.dtype,
     ) -> dict[Kind, Context]:
         """What each kind of block gets; tables are made once, plans once for each window."""
@@ -316,8 +331,11 @@ class Decoder(nn.Module):
         if exchange is not None:
             specs = {window: exchange.own(spec) for window, spec in specs.items()}
             ranges = layout.ranges if layout is not None and exchange.splits_queries else None
-        plans = {
-            window: self.kernels.plan(
+        slots = cache if isinstance(cache, SlotCache) else None
+        plans: dict[int, AttentionPlan | SlotPlan] = {
+            window: slots.plan(self.kernels, spec, dtype)
+            if slots is not None
+            else self.kernels.plan(
                 layout,
                 spec,
                 queries=width if layout is None else layout.width,
@@ -328,12 +346,13 @@ class Decoder(nn.Module):
             )
             for window, spec in specs.items()
         }
+        late = cached_rotary is not None or (slots is not None and slots.rotates_late)
         contexts = {}
         for kind in {_kind(layer) for layer in self.layers}:
             window, tuning = kind
             factors = None if tuning is None else query_temperature(positions, *tuning)
             contexts[kind] = Context(
-                plans[window], rotary, cached_rotary, factors, cache, width, exchange
+                plans[window], rotary, cached_rotary, factors, cache, width, exchange, late
             )
         return contexts
 
@@ -349,16 +368,19 @@ class Decoder(nn.Module):
         }
 
     def _rotary(
-        self, layout: PackedLayout | None, positions: Tensor, past: int, cache: KVCache | None
+        self, layout: PackedLayout | None, positions: Tensor, past: int, cache: Cache | None
     ) -> tuple[Table | None, Table | None]:
         """Tables of the new tokens and, where keys are cached unrotated, of all."""
         if not any(layer.rotary for layer in self.layers):
             return None, None
         device, total = positions.device, past + positions.shape[1]
-        lengths = dynamic_lengths(self.config, layout, total, device)
+        slots = cache if isinstance(cache, SlotCache) else None
+        lengths = (
+            dynamic_lengths(self.config, layout, total, device) if not slots else slots.lengths()
+        )
         frequencies = rotary_frequencies(self.config, lengths, device)
         rotary = rotary_table(positions, frequencies)
-        if cache is None or self.config.attn_config.rope_hf_config.type != "dynamic":
+        if slots or cache is None or self.config.attn_config.rope_hf_config.type != "dynamic":
             return rotary, None
         return rotary, rotary_table(torch.arange(total, device=device)[None], frequencies)
 
@@ -377,7 +399,7 @@ class Root(nn.Module):
         layout: PackedLayout | None,
         finish: Callable[[Decoder, Tensor], R],
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         routing: Literal[False] = False,
     ) -> R: ...
 
@@ -388,7 +410,7 @@ class Root(nn.Module):
         layout: PackedLayout | None,
         finish: Callable[[Decoder, Tensor], R],
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         routing: Literal[True],
     ) -> tuple[R, Routing | None]: ...
 
@@ -398,7 +420,7 @@ class Root(nn.Module):
         layout: PackedLayout | None,
         finish: Callable[[Decoder, Tensor], R],
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         routing: bool = False,
     ) -> R | tuple[R, Routing | None]:
         """`finish(model, hidden)`, with hidden (B, T, D) of tokens (B, T).

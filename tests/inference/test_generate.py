@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.inference.generate import draw_probabilities, stream_text, stream_tokens
+from llmfoundry.inference.generate import stream_text, stream_tokens
+from llmfoundry.inference.sampling import draw_probabilities
 from llmfoundry.models.decoder import Decoder, Root
 from tests.hf.random_models import (
     ALIBI,

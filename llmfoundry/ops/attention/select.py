@@ -97,6 +97,12 @@ class AttentionKernels:
         parts = (range_plan(impl, layout, spec, *places, device) for places in ranges)
         return AttentionPlan(impl, spec, parts=tuple(parts))
 
+    def masked(self, spec: AttentionSpec, bias: Tensor) -> AttentionPlan:
+        """Attention under a bias of the caller's, as `AttentionPlan` has it: of one token a row."""
+        impl = "sdpa" if spec.softcap is None and self._impl != "torch" else "torch"
+        shared = impl == "sdpa" and bias.device.type != "cuda"
+        return AttentionPlan(impl, spec, shared_heads=shared, bias=bias)
+
     def _choose(
         self,
         spec: AttentionSpec,

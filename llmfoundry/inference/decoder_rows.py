@@ -1,0 +1,110 @@
+"""`DecoderRows`: the project's decoder as `engine` calls models; under DDP and FSDP too.
+
+All tokens of a step are one row of the Root's forward pass; keys and values are in a
+`models.slots.SlotCache`. A model of transformers that is being trained has no such cache: it reads
+its sequences anew in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llmfoundry.inference.engine import Agree
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.slots import Piece
+from llmfoundry.ops.attention.base import autocast_dtype
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+class DecoderRows:
+    """`Rows` of a Root.
+
+    Attributes:
+        slots: see Rows.
+        length: see Rows.
+        n_tokens: see Rows.
+        keeps_ended: True.
+        in_one_piece: see Rows; of `rope_hf_config.type: dynamic` beyond max_seq_len.
+    """
+
+    keeps_ended = True
+
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        slots: int,
+        length: int,
+        n_tokens: int | None,
+        device: torch.device,
+        autocast: Autocast,
+    ) -> None:
+        """Empty slots; they take memory for slots x length tokens.
+
+        Args:
+            root: `Root`, as it is or wrapped by DDP or FSDP; it is in evaluation mode in a step.
+            slots: see Rows.
+            length: see Rows.
+            n_tokens: see Rows; None: as many as the embedding has rows.
+            device: where the model is.
+            autocast: makes the context of the forward pass.
+        """
+        model = cast(Root, getattr(root, "module", root)).model
+        config = model.config
+        assert config.vocab_size and config.max_seq_len, "the recipe was not filled"
+        self._root, self._autocast = root, autocast
+        self.slots, self.length, self.n_tokens = slots, length, n_tokens or config.vocab_size
+        is_dynamic = config.attn_config.rope_hf_config.type == "dynamic"
+        self.in_one_piece = is_dynamic and length > config.max_seq_len
+        with autocast():
+            dtype = autocast_dtype(device.type, next(root.parameters()).dtype)
+        self._cache = model.new_slots(slots=slots, length=length, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
+        """See Rows."""
+        ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0).tolist()
+        wanted = [
+            place
+            for piece, end in zip(pieces, ends, strict=True)
+            for place in range(end - piece.wanted, end)
+        ]
+
+        def logits(model: Decoder, hidden: Tensor) -> Tensor:
+            return model.head(hidden[0, wanted])
+
+        was_training = self._root.training
+        self._root.eval()
+        tokens = self._cache.begin(pieces)
+        with self._autocast():
+            found = self._root(tokens, None, logits, cache=self._cache)
+        self._root.train(was_training)
+        return found[:, : self.n_tokens].float()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See Rows."""
+        self._cache.copy(source, target, length)
+
+    def clear(self, slot: int) -> None:
+        """See Rows."""
+        self._cache.clear(slot)
+
+
+def first_process(device: torch.device) -> Agree | None:
+    """What makes all processes go on with process 0's tokens; None: there is one."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+
+    def agree(tokens: list[int]) -> list[int]:
+        shared = torch.tensor(tokens, device=device)
+        dist.broadcast(shared, src=0)
+        return shared.tolist()
+
+    return agree
