@@ -21,6 +21,7 @@ from llmfoundry.models.attention import (
     HeadExchange,
     KeysValues,
     KVCache,
+    SlotAttention,
     Table,
     attention_specs,
     dynamic_lengths,
@@ -32,7 +33,7 @@ from llmfoundry.models.layers import FFNS, Embedding, Linear
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import Routed, Routing, over_layers
-from llmfoundry.models.slots import SlotCache, SlotPlan
+from llmfoundry.models.slots import PlacedCache, SlotCache
 from llmfoundry.models.tensor_parallel import TensorRanks
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
@@ -44,7 +45,7 @@ from llmfoundry.recipe.architecture.model import ModelConfig
 
 R = TypeVar("R")
 Kind = tuple[int, tuple[int, float] | None]  # window and sharpening: what contexts differ by
-Cache = KVCache | SlotCache
+Cache = KVCache | PlacedCache
 """Rows that grow together, or a row of new tokens that go to slots."""
 
 
@@ -192,10 +193,10 @@ class Decoder(nn.Module):
         self, tokens: Tensor, layout: PackedLayout | None = None, cache: Cache | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did; None without experts, or in evaluation."""
-        slots = cache if isinstance(cache, SlotCache) else None
-        past, width = 0 if cache is None or slots else cache.length, tokens.shape[1]
-        if slots is not None:
-            positions = slots.positions
+        rows = None if isinstance(cache, PlacedCache) else cache
+        past, width = 0 if rows is None else rows.length, tokens.shape[1]
+        if isinstance(cache, PlacedCache):
+            positions = cache.positions
         elif layout is None:
             positions = torch.arange(past, past + width, device=tokens.device)[None]
         else:
@@ -213,8 +214,8 @@ class Decoder(nn.Module):
                 shared[i] = kv
             if how is not None:
                 routed.append(how)
-        if cache is not None and slots is None:
-            cache.length += width
+        if rows is not None:
+            rows.length += width
         x = self.norm_f(x)
         x = x if ranks is None else ranks.all_gather(x, width)
         return x, over_layers(routed, self.config.ffn_config) if routed else None
@@ -331,8 +332,8 @@ class Decoder(nn.Module):
         if exchange is not None:
             specs = {window: exchange.own(spec) for window, spec in specs.items()}
             ranges = layout.ranges if layout is not None and exchange.splits_queries else None
-        slots = cache if isinstance(cache, SlotCache) else None
-        plans: dict[int, AttentionPlan | SlotPlan] = {
+        slots = cache if isinstance(cache, PlacedCache) else None
+        plans: dict[int, AttentionPlan | SlotAttention] = {
             window: slots.plan(self.kernels, spec, dtype)
             if slots is not None
             else self.kernels.plan(
@@ -374,7 +375,7 @@ class Decoder(nn.Module):
         if not any(layer.rotary for layer in self.layers):
             return None, None
         device, total = positions.device, past + positions.shape[1]
-        slots = cache if isinstance(cache, SlotCache) else None
+        slots = cache if isinstance(cache, PlacedCache) else None
         lengths = (
             dynamic_lengths(self.config, layout, total, device) if not slots else slots.lengths()
         )

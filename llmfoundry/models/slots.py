@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llmfoundry.models.attention import (
     KeysValues,
+    SlotAttention,
     Table,
     rotary_frequencies,
     rotary_table,
@@ -92,7 +93,35 @@ class SlotPlan:
         return torch.cat(mixed)[None]
 
 
-class SlotCache:
+class PlacedCache:
+    """Where keys and values are kept by who knows the place of each new token, and attends itself.
+
+    Slots are one; a serving engine that brings its own attention is another.
+
+    Attributes:
+        positions: (1, N) of a pass's new tokens.
+        rotates_late: keys are stored unrotated, as their angles depend on how long a row becomes.
+    """
+
+    positions: Tensor
+    rotates_late: bool = False
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
+        """Store k, v (1, N, KV, hd) of one layer; what `plan` attends to."""
+        raise NotImplementedError
+
+    def lengths(self) -> Tensor | None:
+        """(1, N): of the sequence of each new token; None: nothing depends on it."""
+        return None
+
+    def plan(
+        self, kernels: AttentionKernels, spec: AttentionSpec, dtype: torch.dtype
+    ) -> SlotAttention:
+        """How layers of this spec attend in this pass."""
+        raise NotImplementedError
+
+
+class SlotCache(PlacedCache):
     """Keys and values for every layer that makes its own.
 
     Attributes:
@@ -100,8 +129,6 @@ class SlotCache:
         length: tokens that each may have.
         positions: (1, N) of the new tokens of the pass that `begin` began.
     """
-
-    positions: Tensor
 
     def __init__(
         self,
@@ -119,15 +146,11 @@ class SlotCache:
         owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
         self._place = {layer: place for place, layer in enumerate(owners)}
         self.config, self.slots, self.length = config, slots, length
+        self.rotates_late = config.attn_config.rope_hf_config.type == "dynamic"
         shape = (len(owners), slots, length, kv_heads // share, head_dim)
         # zeros: what a mask hides is still multiplied, by 0
         self._keys = torch.zeros(shape, device=device, dtype=dtype)
         self._values = torch.zeros(shape, device=device, dtype=dtype)
-
-    @property
-    def rotates_late(self) -> bool:
-        """Whether keys are stored unrotated, as their angles depend on how long a row becomes."""
-        return self.config.attn_config.rope_hf_config.type == "dynamic"
 
     def begin(self, pieces: Sequence[Piece]) -> Tensor:
         """Say what the next forward pass adds; its tokens (1, N)."""

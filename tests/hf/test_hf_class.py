@@ -11,17 +11,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.cache_utils import DynamicCache
+from transformers.generation import ContinuousBatchingConfig
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf import LlmfoundryForCausalLM
+from llmfoundry.hf import LlmfoundryConfig, LlmfoundryForCausalLM
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.front.typed import to_dict
 from tests.hf.random_models import (
+    BARE,
     CARD,
     CASES,
+    CLIP,
     DYNAMIC,
     EOS,
+    GLU,
+    GQA,
     LENGTH,
+    MLP,
+    RMS,
+    ROPE,
     ROWS,
+    SCALE,
+    SUM,
     WINDOW,
     decoder,
     logits,
@@ -99,6 +112,72 @@ def test_padding_on_the_right_changes_nothing(theirs: Any) -> None:
         assert torch.allclose(padded, theirs(row[:, :7]).logits, atol=1e-5)
 
 
+def test_positions_that_begin_again_are_documents_of_their_own(theirs: Any) -> None:
+    one, other = rows()[0, :5], rows()[1, :7]
+    packed = torch.cat([one, other])[None]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        both = theirs(packed, position_ids=positions).logits[0]
+        apart = [theirs(row[None]).logits[0] for row in (one, other)]
+    assert (both - torch.cat(apart)).abs().max() < 2e-5
+
+
+ENGINE_CASES = {
+    "rope": {"attn": ROPE | GQA, "ffn": GLU, **RMS},
+    "learned": {"ffn": MLP},
+    "nope": {"attn": {"nope": True}, "learned_pos_emb": False, "ffn": GLU},
+    "scaled": {"attn": ROPE | {"qk_ln": True} | SCALE, "ffn": GLU, "logit_scale": 0.5},
+    "experts": {"attn": ROPE | CLIP, "ffn": SUM, **BARE},
+}
+BATCHING = ContinuousBatchingConfig(
+    num_blocks=16, max_batch_tokens=32, page_size=8, use_cuda_graph=False
+)
+
+
+def batched(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """Greedy tokens by transformers' continuous batching."""
+    greedy = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+    found = model.generate_batch(
+        prompts, greedy, continuous_batching_config=BATCHING, progress_bar=False
+    )
+    return [request.generated_tokens for request in found.values()]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", ENGINE_CASES)
+def test_continuous_batching_writes_what_the_decoder_alone_does(case: str, attention: str) -> None:
+    model = own_class(ENGINE_CASES[case], attention)
+    prompts = [row[:length].tolist() for row, length in zip(rows(), (9, 3), strict=True)]
+    assert batched(model, prompts, 6) == [decoded(model.model, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("attn", [{"alibi": True}, ROPE | WINDOW, DYNAMIC], ids=str)
+def test_what_an_engine_would_leave_out_is_refused_before_a_token(attn: dict[str, Any]) -> None:
+    model = own_class({"attn": attn, "learned_pos_emb": False, "ffn": GLU}, "sdpa")
+    with pytest.raises(ValueError, match=r"^attn_config\..*engines"):
+        batched(model, [PROMPT], 2)
+    with pytest.raises(ValueError, match=r"^attn_config\..*engines"):
+        model(torch.tensor([PROMPT]), cache=object())
+    with pytest.raises(ValueError, match=r"^attn_config\..*engines"):
+        own_class({"attn": attn, "learned_pos_emb": False, "ffn": GLU}, "paged|eager")
+
+
+def own_class(case: dict[str, Any], attention: str) -> LlmfoundryForCausalLM:
+    plain = decoder(settings(**case))
+    config = LlmfoundryConfig(to_dict(plain.config), attn_implementation=attention)
+    model = LlmfoundryForCausalLM(config)
+    model.model.load_state_dict(plain.state_dict())
+    return model.eval()
+
+
+def decoded(model: Decoder, prompt: list[int], new: int) -> list[int]:
+    """Greedy tokens, each from the whole row."""
+    row = list(prompt)
+    for _ in range(new):
+        row.append(int(logits(model, torch.tensor([row]))[0, -1].argmax()))
+    return row[len(prompt) :]
+
+
 def test_the_loss_is_the_shifted_cross_entropy(theirs: Any) -> None:
     labels = rows().clone()
     labels[0, :9] = -100
@@ -153,7 +232,10 @@ def test_what_the_decoder_cannot_do_is_an_error_not_a_wrong_answer(tmp_path: Pat
     model = export(0, tmp_path)
     row = rows()[:1, :6]
     with pytest.raises(ValueError, match=r"^position_ids: "):
-        model(row, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+        model(row, position_ids=torch.tensor([[0, 1, 2, 2, 3, 4]]))
+    with pytest.raises(ValueError, match="packed rows have no key-value cache"):
+        packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
+        model(row, position_ids=packed, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match=r"^attention_mask: .*in pieces"):
         model(row, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]]))
     with pytest.raises(ValueError, match=r"^inputs_embeds: "):
