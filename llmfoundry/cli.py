@@ -20,6 +20,7 @@ from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.terminal import outlast_readers
 
 _SCRIPTS = ROOT / "scripts"
+_FIRST = ("train", "finetune", "eval", "generate", "chat", "serve")
 
 
 def main() -> None:
@@ -157,7 +158,7 @@ def _help() -> str:
 def _scripts() -> list[str]:
     """Names of the scripts, those that a newcomer needs first."""
     names = {path.stem for path in _SCRIPTS.glob("*.py")}
-    first = [name for name in ("train", "finetune", "eval", "generate", "chat") if name in names]
+    first = [name for name in _FIRST if name in names]
     return [*first, *sorted(names.difference(first))]
 
 

@@ -31,6 +31,8 @@ NOT_RUN = {
     r"make (check|test)$": "they run this test",
     r"pip install 'llmfoundry-recipes\[": "from a package index; the extras are compared below",
     r"ray start ": "machines of a cluster",
+    r"^curl |^guidellm ": "they ask a server: tests/inference/test_serve_command.py has one",
+    r"^export SERVE_KEY=": "of the line that follows it",
     r"RAY_ADDRESS=\S+ python scripts/prepare_data.py RECIPE": "a Ray cluster and a shared folder",
 }
 # Lines that are composed and checked, and not run, and why.
@@ -39,6 +41,7 @@ COMPOSED = {
     r"data=dbrx-mix": "streams of shards in DATA_ROOT",
     r"fetch_eval_data.py from_foundry=": "a clone of LLM Foundry",
     r"supervise.launch=": "machines of a cluster",
+    r"scripts/serve.py": "it answers until a signal; tests/inference/test_serve_command.py runs it",
     r"eval=v0.3$": "rows of benchmarks, which are fetched first",
     r"eval.gauntlet=my/": "tests/gauntlet/test_readme_tasks.py runs it with the files shown",
 }

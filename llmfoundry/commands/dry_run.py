@@ -55,6 +55,7 @@ from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
+from llmfoundry.recipe.scripts.serve import ServeRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import SourceConfig
@@ -330,6 +331,14 @@ def plan_drawing(recipe: DrawRecipe) -> Rows:
     yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
 
 
+def plan_serving(recipe: ServeRecipe) -> Rows:
+    """Of scripts/serve.py."""
+    yield from _checkpoint(str(recipe.checkpoint))
+    key = "none" if recipe.read_key() is None else "asked for"
+    yield "at", f"{recipe.host}, port {recipe.port or 'that is free'}; API key: {key}"
+    yield "answers", f"{recipe.slots} at a time, {recipe.max_waiting} may wait"
+
+
 def plan_conversion(recipe: ConvertRecipe) -> Rows:
     """Of scripts/convert.py."""
     if recipe.to is not None:
@@ -409,6 +418,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "evaluate": plan_evaluation,
     "generate": plan_drawing,
     "chat": plan_drawing,
+    "serve": plan_serving,
     "convert": plan_conversion,
     "plan": plan_planning,
     "track": plan_tracking,

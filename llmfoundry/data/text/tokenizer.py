@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -19,6 +20,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from llmfoundry.data.text.bounded_backend import AnyBackend, BoundedBackend, open_backend
+from llmfoundry.data.text.bpe import byte_alphabet
 from llmfoundry.data.text.chat_template import (
     NAMED,
     ChatTemplate,
@@ -295,6 +297,21 @@ class Tokenizer:
         """The text of some ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
+    def spelled(self, place: int) -> bytes:
+        """UTF-8 bytes of one token as it reads within a text; of a special one, of its name.
+
+        Exact for byte-level vocabularies; of others a word piece's mark is a space, or nothing.
+        """
+        added = self._backend.get_added_tokens_decoder().get(place)
+        piece = self._backend.id_to_token(place) or ""
+        if added is not None:
+            return added.content.encode()
+        if self.byte_level and _BYTE_OF.keys() >= {*piece}:
+            return bytes(_BYTE_OF[character] for character in piece)
+        if _BYTE_PIECE.fullmatch(piece):
+            return bytes.fromhex(piece[3:5])
+        return _plain_piece(piece).encode()
+
     def token_bytes(self) -> np.ndarray:
         """(vocab_size,) int32: UTF-8 bytes that each token stands for; 0 for special tokens.
 
@@ -486,6 +503,12 @@ def _part(backend: AnyBackend, name: str) -> Any:
 
 def _piece_bytes(piece: str) -> int:
     """Bytes of a token that is not byte-level: SentencePiece's and WordPiece's marks."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return 1
-    return len(piece.removeprefix("##").replace("\u2581", " ").encode())
+    return 1 if _BYTE_PIECE.fullmatch(piece) else len(_plain_piece(piece).encode())
+
+
+def _plain_piece(piece: str) -> str:
+    return piece.removeprefix("##").replace("\u2581", " ")
+
+
+_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}

@@ -1,0 +1,145 @@
+"""`scripts/serve.py`: a model behind an OpenAI-compatible server, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import socket
+import sys
+
+from llmfoundry.builders.job import build_autocast
+from llmfoundry.builders.resume import load_checkpoint
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import join
+from llmfoundry.errors import UserError, import_optional
+from llmfoundry.inference.decoder_rows import DecoderRows
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.inference.serve.asked import Served
+from llmfoundry.inference.serve.worker import EngineWorker
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.scripts.serve import ServeRecipe
+from llmfoundry.redaction import OPTIONS, hide, public
+
+
+def serve(recipe: ServeRecipe) -> None:
+    """Open the model and answer until a signal; what was begun by then is written to its end."""
+    for package in ("uvicorn", "starlette"):  # before the model, which takes minutes
+        import_optional(package, "scripts/serve.py", extra="serve")
+    key = recipe.read_key()
+    if key is not None:
+        hide({OPTIONS: {"key": key}})
+    listener = _listen(recipe.host, recipe.port)
+    with join(ParallelConfig()) as world, listener:
+        assert recipe.checkpoint is not None
+        loaded = load_checkpoint(
+            recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision
+        )
+        length = recipe.max_seq_len or loaded.recipe.model.max_seq_len
+        assert length is not None, "the recipe was filled"
+        rows = DecoderRows(
+            loaded.root,
+            slots=recipe.slots,
+            length=length,
+            n_tokens=loaded.tokenizer.vocab_size,
+            device=world.device,
+            autocast=build_autocast(loaded.recipe.precision, world.device),
+        )
+        worker = EngineWorker(SlotEngine(rows))
+        served = served_model(recipe, loaded.tokenizer, worker.engine.length)
+        run_server(recipe, served, worker, listener, key)
+
+
+def served_model(recipe: ServeRecipe, tokenizer: Tokenizer, length: int) -> Served:
+    """What clients see of the model.
+
+    Args:
+        recipe: the command's.
+        tokenizer: the model's.
+        length: tokens of a prompt and its answer together.
+
+    Raises:
+        UserError: it has not the chat template that is asked for.
+    """
+    template, reason = None, "the model has no chat template"
+    if recipe.chat_template is not None:
+        template = tokenizer.chat_by(recipe.chat_template, key="chat_template")
+    elif tokenizer.has_chat:
+        try:
+            template = tokenizer.chat
+            template.end_of_turn  # noqa: B018 - or an error
+        except UserError as error:
+            template, reason = None, str(error)
+    return Served(
+        recipe.model_name or public(str(recipe.checkpoint)),
+        tokenizer,
+        template,
+        length=length,
+        most_tokens=recipe.max_new_tokens or length,
+        most_sequences=recipe.max_answers,
+        end_ids=frozenset({tokenizer.eos_id}),
+        no_template=reason,
+    )
+
+
+def run_server(
+    recipe: ServeRecipe,
+    served: Served,
+    worker: EngineWorker,
+    listener: socket.socket,
+    key: str | None,
+) -> None:
+    """Answer at an open socket until a signal.
+
+    Raises:
+        BaseException: what the engine failed with.
+    """
+    import uvicorn
+
+    from llmfoundry.inference.serve.app import Limits, Server
+
+    limits = Limits(int(recipe.max_body_mib * 2**20), recipe.max_waiting, recipe.timeout)
+    server = Server(served, worker, limits, key=key, only_local=key is None)
+    logging = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    logging["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    config = uvicorn.Config(
+        server.app,
+        log_config=logging,
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_level="info" if recipe.access_log else "warning",
+        access_log=recipe.access_log,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(recipe.drain_timeout)),
+    )
+    web = uvicorn.Server(config)
+    worker.on_failure = lambda: setattr(web, "should_exit", True)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn hands them on, once it has drained
+        signal.signal(number, lambda *_: None)
+    host, port = listener.getsockname()[:2]
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    _to_stderr(f"serving {served.name} at http://{place}/v1; Ctrl-C or SIGTERM ends it")
+    web.run(sockets=[listener])
+    if worker.failure is not None:
+        raise worker.failure
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """An open socket.
+
+    Raises:
+        UserError: the address is not to be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"port: {port} of {host}: {reason}; write another port, 0 for any, or another host"
+        ) from error
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,262 @@
+"""Answers as OpenAI's protocol has them: whole, or in parts as they are written.
+
+`app` makes a `Writer` of each request. The one idea: an answer is a series of `Part`s, and a whole
+answer is its parts added up, so that both kinds of reply are written by the same lines.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from llmfoundry.inference.requests import Alternatives, Emitted, TokenLogprob
+from llmfoundry.inference.serve.asked import Asked, Served
+from llmfoundry.inference.serve.fields import ChatFields, RequestError
+from llmfoundry.inference.text import TextStream
+
+_LEAST = -9999.0  # a log-probability for what JSON has no number for, as vLLM writes it
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A token whose log-probability is reported, and where its text begins in the answer's."""
+
+    token: int
+    logprob: float | None
+    top: Alternatives
+    offset: int
+
+
+@dataclass
+class Part:
+    """What is new of an answer."""
+
+    text: str = ""
+    tokens: list[Shown] = field(default_factory=list)
+    finish: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.tokens or self.finish)
+
+
+class Choice:
+    """One answer that is being written.
+
+    Attributes:
+        n_tokens: drawn so far, those of a stop string too.
+        is_done: it has its finish.
+    """
+
+    def __init__(self, served: Served, asked: Asked, index: int) -> None:
+        """Nothing is written yet; `index`: its place among the request's answers."""
+        prompt, request = asked.prompt_of(index), asked.requests[index]
+        self._spelled, self._stop_ids = served.tokenizer.spelled, asked.stop_ids
+        self._stream = TextStream(served.tokenizer.decode, stops=asked.stops, prompt=prompt.ids)
+        self._shown, self._scores = prompt.shown, request.logprobs is not None
+        self._keeps_end = request.prompt_logprobs
+        self._waiting: list[Shown] = []  # tokens whose text is not certain yet
+        self._has_begun = not prompt.shown and not request.prompt_logprobs
+        self._released = 0
+        self.n_tokens, self.is_done = 0, False
+
+    def take(self, news: Emitted) -> Part:
+        """What the engine's news adds to the answer.
+
+        Raises:
+            RequestError: the model gives no numbers.
+        """
+        part = Part()
+        if not self._has_begun:
+            self._has_begun = True
+            part.text, part.tokens = self._shown, self._echoed(news.prompt_logprobs or ())
+        if news.finish == "error":
+            raise RequestError(500, "the model's logits are not finite numbers")
+        text = ""
+        finish: str | None = news.finish
+        if news.token is not None:
+            text, finish = self._push(news, news.token)
+        if finish is not None and not self._stream.stopped:
+            text += self._stream.close()
+        if self._stream.stopped:
+            finish = "stop"
+        self._released += len(text)
+        part.text, part.finish = part.text + text, finish
+        self.is_done = finish is not None
+        part.tokens += self._certain()
+        return part
+
+    def _push(self, news: Emitted, token: int) -> tuple[str, str | None]:
+        if token in self._stop_ids:
+            if self._keeps_end:
+                self._wait(news, token, self._released)
+            return "", "stop"
+        self.n_tokens += 1
+        text = self._stream.push(token)
+        self._wait(news, token, self._stream.starts[-1])
+        return text, news.finish
+
+    def _wait(self, news: Emitted, token: int, start: int) -> None:
+        if self._scores:
+            place = len(self._shown) + start
+            self._waiting.append(Shown(token, news.logprob, news.top, place))
+
+    def _certain(self) -> list[Shown]:
+        """Tokens whose text was released, at least in part; at the end all that have any."""
+        limit = len(self._shown) + self._released
+        if self.is_done and not self._stream.stopped:
+            found, self._waiting = self._waiting, []
+            return found
+        n = sum(shown.offset < limit for shown in self._waiting)
+        found, self._waiting = self._waiting[:n], self._waiting[n:]
+        return found
+
+    def _echoed(self, prompt: Iterable[TokenLogprob]) -> list[Shown]:
+        """The prompt's tokens, found in its text by what they spell."""
+        text, at, characters, found = self._shown.encode(), 0, 0, []
+        for scored in prompt:
+            raw = self._spelled(scored.token)
+            if at == 0 and raw[:1] == b" " and not text.startswith(raw):
+                raw = raw[1:]  # a word's mark, which is no space at a text's beginning
+            is_inside = raw[:1] != b"" and _continues(raw[0])  # of a character
+            place = characters - is_inside
+            found.append(Shown(scored.token, scored.logprob, scored.top, place))
+            if text.startswith(raw, at):
+                at += len(raw)
+                characters += sum(not _continues(byte) for byte in raw)
+        return found
+
+
+class Writer:
+    """One request's reply."""
+
+    def __init__(self, served: Served, asked: Asked) -> None:
+        """Nothing is written yet."""
+        self._asked, self._bytes = asked, lru_cache(4096)(served.tokenizer.spelled)
+        self._is_chat = isinstance(asked.fields, ChatFields)
+        self._scores = asked.requests[0].logprobs is not None
+        self.choices = [Choice(served, asked, n) for n in range(len(asked.requests))]
+        prefix, kind = (
+            ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
+        )
+        if self._is_chat and asked.fields.stream:
+            kind += ".chunk"
+        identity = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind}
+        self._head = {**identity, "created": int(time.time()), "model": served.name}
+
+    def usage(self) -> dict[str, int]:
+        """Tokens read and written so far."""
+        read, written = self._asked.prompt_tokens, sum(c.n_tokens for c in self.choices)
+        counts = {"prompt_tokens": read, "completion_tokens": written}
+        return counts | {"total_tokens": read + written}
+
+    def whole(self, parts: Mapping[int, Part]) -> dict[str, Any]:
+        """The reply, once all answers are there."""
+        choices = [self._choice(index, part) for index, part in sorted(parts.items())]
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """What a stream has of an answer before its first part."""
+        if not self._is_chat:
+            return None
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk(
+            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        )
+
+    def part(self, index: int, part: Part) -> dict[str, Any]:
+        """A part of an answer, in a stream."""
+        return self._chunk([self._choice(index, part)])
+
+    def last(self) -> dict[str, Any] | None:
+        """What ends a stream: the usage, if it was asked for."""
+        options = self._asked.fields.stream_options
+        if options is None or not (options.include_usage or options.continuous_usage_stats):
+            return None
+        return {**self._head, "choices": [], "usage": self.usage()}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        options = self._asked.fields.stream_options
+        chunk = {**self._head, "choices": choices}
+        if options is not None and (options.include_usage or options.continuous_usage_stats):
+            chunk["usage"] = self.usage() if options.continuous_usage_stats else None
+        return chunk
+
+    def _choice(self, index: int, part: Part) -> dict[str, Any]:
+        scores = None
+        if self._scores:
+            scores = self._chat_scores(part) if self._is_chat else self._completion_scores(part)
+        end = {"logprobs": scores, "finish_reason": part.finish}
+        if not self._is_chat:
+            return {"index": index, "text": part.text, **end}
+        if self._asked.fields.stream:
+            delta = {"content": part.text} if part.text else {}
+            return {"index": index, "delta": delta, **end}
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        return {"index": index, "message": message, **end}
+
+    def _completion_scores(self, part: Part) -> dict[str, Any]:
+        spelled = [self._spelling(shown.token) for shown in part.tokens]
+        tops = [
+            None
+            if shown.logprob is None
+            else {self._spelling(token): _number(value) for token, value in _with_own(shown)}
+            for shown in part.tokens
+        ]
+        logprobs = [None if s.logprob is None else _number(s.logprob) for s in part.tokens]
+        offsets = [shown.offset for shown in part.tokens]
+        scores: dict[str, Any] = {"tokens": spelled, "token_logprobs": logprobs}
+        return scores | {"top_logprobs": tops, "text_offset": offsets}
+
+    def _spelling(self, token: int) -> str:
+        """A token's text; of one that is no whole characters its bytes, as OpenAI writes them."""
+        raw = self._bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _chat_scores(self, part: Part) -> dict[str, Any]:
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            raw = self._bytes(token)
+            number = _number(_LEAST if logprob is None else logprob)
+            text = raw.decode("utf-8", errors="replace")
+            return {"token": text, "logprob": number, "bytes": list(raw)}
+
+        return {
+            "content": [
+                entry(shown.token, shown.logprob)
+                | {"top_logprobs": [entry(token, value) for token, value in shown.top]}
+                for shown in part.tokens
+            ],
+            "refusal": None,
+        }
+
+
+def added(parts: Iterable[Part]) -> Part:
+    """Several parts of an answer as one."""
+    whole = Part()
+    for part in parts:
+        whole.text += part.text
+        whole.tokens += part.tokens
+        whole.finish = part.finish or whole.finish
+    return whole
+
+
+def _continues(byte: int) -> bool:
+    """Whether it is not the first of a character's, in UTF-8."""
+    return byte & 0xC0 == 0x80
+
+
+def _with_own(shown: Shown) -> Alternatives:
+    """The likeliest tokens, and the one that was drawn if it is none of them."""
+    if shown.logprob is None or any(token == shown.token for token, _ in shown.top):
+        return shown.top
+    return (*shown.top, (shown.token, shown.logprob))
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, _LEAST)

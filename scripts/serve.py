@@ -1,0 +1,12 @@
+"""Serve a model over HTTP: an OpenAI-compatible server.
+
+python scripts/serve.py runs/quickstart
+python scripts/serve.py runs/quickstart-sft port=0 slots=32 model_name=sft
+python scripts/serve.py runs/quickstart host=0.0.0.0 api_key_env=SERVE_KEY
+"""
+
+from llmfoundry.recipe.front.script import run
+from llmfoundry.recipe.scripts.serve import ServeRecipe
+
+if __name__ == "__main__":
+    run(ServeRecipe, "llmfoundry.commands.serve:serve", help=__doc__)

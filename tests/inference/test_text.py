@@ -1,0 +1,66 @@
+"""Text as tokens come, against the whole answer decoded at once and cut by `str.partition`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend, train_backend
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.inference.text import TextStream
+
+WORDS = ["stop", "ST", "OP", " ", "\n", "é", "☃", "𝄞", "a", "aab", "END", "EN", "\n\n", "👩‍🚀"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> list[Tokenizer]:
+    corpus = ["".join(random.Random(n).choices(WORDS, k=60)) for n in range(50)]
+    learned = train_backend(corpus, 320, progress=False)
+    return [Tokenizer(bytes_backend(), END_OF_TEXT), Tokenizer(learned, END_OF_TEXT)]
+
+
+def read_again(tokenizer: Tokenizer, tokens: list[int], stops: list[str]) -> tuple[str, bool]:
+    """The answer, from all its tokens decoded anew after each: up to the first complete stop."""
+    for n in range(len(tokens) + 1):
+        text = tokenizer.decode(tokens[:n]).rstrip("\ufffd")
+        if found := [text.find(stop) for stop in stops if stop in text]:
+            return text[: min(found)], True
+    return tokenizer.decode(tokens), False
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_text_ends_before_the_first_stop_string(tokenizers: list[Tokenizer], seed: int) -> None:
+    draw = random.Random(seed)
+    tokenizer = tokenizers[seed % 2]
+    prompt = tokenizer.encode("".join(draw.choices(WORDS, k=5)))
+    tokens = tokenizer.encode("".join(draw.choices(WORDS, k=25)))
+    stops = draw.sample(["STOP", "END", "aa", "\n\n\n", "☃☃", "never", "aaba"], k=draw.randrange(4))
+    stream = TextStream(tokenizer.decode, stops=stops, prompt=prompt)
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    text, stopped = read_again(tokenizer, tokens, stops)
+    assert ("".join([*pieces, stream.close()]), stream.stopped) == (text, stopped)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_what_may_become_a_stop_string_waits(tokenizers: list[Tokenizer]) -> None:
+    stream = TextStream(tokenizers[0].decode, stops=["STOP", "OPERA"])
+    assert [stream.push(token) for token in b"a SOP"] == ["a", " ", "", "S", ""]
+    assert [stream.push(token) for token in b"EN"] == ["", "OPEN"]
+
+
+def test_half_a_character_waits_and_ends_as_a_replacement(tokenizers: list[Tokenizer]) -> None:
+    stream = TextStream(tokenizers[0].decode)
+    assert [stream.push(token) for token in "☃".encode()] == ["", "", "☃"]
+    assert stream.push("☃".encode()[0]) == ""
+    assert stream.close() == "\ufffd"
+
+
+def test_a_character_begun_by_the_prompt_is_completed(tokenizers: list[Tokenizer]) -> None:
+    snowman = "☃".encode()
+    stream = TextStream(tokenizers[0].decode, prompt=[*b"a ", *snowman[:2]])
+    assert stream.push(snowman[2]) + stream.push(ord("!")) + stream.close() == "☃!"
