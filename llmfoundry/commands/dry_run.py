@@ -22,6 +22,7 @@ from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.commands.evaluate import check_models
+from llmfoundry.commands.migrate import prepare
 from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
@@ -48,11 +49,13 @@ from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.hardware import Hardware
 from llmfoundry.recipe.front.paths import find_file, show
 from llmfoundry.recipe.hardware import Gpu
+from llmfoundry.recipe.migration.write import report
 from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
 from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.scripts.migrate import MigrateRecipe
 from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
 from llmfoundry.recipe.scripts.serve import ServeRecipe
@@ -396,6 +399,16 @@ def plan_fetching(recipe: FetchRecipe) -> Rows:
     yield "to", recipe.output or "eval/local_data"
 
 
+def plan_migration(recipe: MigrateRecipe) -> Rows:
+    """Of scripts/migrate.py."""
+    result, output = prepare(recipe)
+    yield "from", f"{recipe.theirs}, for scripts/{result.source.kind or 'nothing'}.py"
+    yield "settings", [*report(result)][-1]
+    yield "to", show(output)
+    for problem in result.problems:
+        yield "to do", problem
+
+
 def plan_check(recipe: Checked) -> Rows:
     """Of scripts/check.py."""
     settings = recipe.health_check
@@ -423,6 +436,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "plan": plan_planning,
     "track": plan_tracking,
     "fetch_eval_data": plan_fetching,
+    "migrate_file": plan_migration,
     "check": plan_check,
     "supervise": plan_training,
 }

@@ -33,6 +33,7 @@ from llmfoundry.recipe.scripts.check import CheckRunRecipe
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.inspect import InspectRecipe
+from llmfoundry.recipe.scripts.migrate import MigrateRecipe
 from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
@@ -48,6 +49,7 @@ SCRIPTS: dict[str, type] = {
     "convert": ConvertRecipe,
     "fetch_eval_data": FetchRecipe,
     "track": TrackRecipe,
+    "migrate": MigrateRecipe,
     "finetune": FinetuneRecipe,
     "chat": ChatRecipe,
     "check": CheckRunRecipe,
@@ -60,6 +62,7 @@ SOUND = {  # what the scripts without a recipe's file need
     "convert": ["checkpoint=runs/x", "to=hf", "output=out"],
     "fetch_eval_data": ["from_hub=true"],
     "track": ["run=runs/x"],
+    "migrate": ["theirs=theirs.yaml"],
 }
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 FINETUNES = sorted(YAMLS.glob("finetune/*.yaml"))

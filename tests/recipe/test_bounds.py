@@ -136,6 +136,7 @@ PATHS = {  # every key that the file system, or a store, is asked for
     "generate": "checkpoint",
     "convert": "checkpoint output",
     "fetch_eval_data": "gauntlet from_foundry output table",
+    "migrate": "theirs output",
 }
 NO_PATHS = {
     "''": "is empty; write a path",

@@ -12,9 +12,11 @@ from typing import TypeVar
 
 from llmfoundry.errors import MOST_LINES, UserError
 from llmfoundry.recipe.front.help.hints import unknown_key
-from llmfoundry.recipe.front.paths import find_recipe
+from llmfoundry.recipe.front.paths import find_recipe, show
 from llmfoundry.recipe.front.plugins import import_plugins, leave_out
 from llmfoundry.recipe.front.typed import Problem, build, remember, require
+from llmfoundry.recipe.front.yamlfile import read_yaml
+from llmfoundry.recipe.other_tools.foreign import is_foreign
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.redaction import hide, hide_override
 
@@ -56,6 +58,8 @@ def read(
     for word in overrides:
         hide_override(word)
     file = None if path is None else find_recipe(path)
+    if file is not None:
+        _refuse_foreign(file)
     composed = compose(schema, file, overrides)
     raw = composed.raw()
     hide(raw)
@@ -85,6 +89,19 @@ def read(
         recipe.settle()
     remember(recipe, raw, pending, composed.places)
     return recipe, [composed.places.placed(line) for line in recipe.check()]  # type: ignore[attr-defined]
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Another tool's whole file: one line that names the way, in place of one for each key.
+
+    Raises:
+        UserError: it is one.
+    """
+    if is_foreign(read_yaml(file)):
+        raise UserError(
+            f"{show(file)}: is LLM Foundry's; write `python scripts/migrate.py {show(file)}`, which"
+            " makes a recipe of it"
+        )
 
 
 def import_for_help(schema: Schema, path: str | None, overrides: Sequence[str]) -> None:

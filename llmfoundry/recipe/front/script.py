@@ -158,9 +158,10 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
 
 
 def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:
-    """Scripts that work on a run take its folder, or what stands for it, without a key."""
-    key, word = getattr(recipe_type, "FOLDER_KEY", None), command.recipe
-    if key is None or word is None or word.endswith((".yaml", ".yml")):
+    """Scripts that work on a run, or on another tool's file, take its path without a key."""
+    folder, file = (getattr(recipe_type, name, None) for name in ("FOLDER_KEY", "FILE_KEY"))
+    key, word = folder or file, command.recipe
+    if key is None or word is None or (file is None and word.endswith((".yaml", ".yml"))):
         return
     if any(override.startswith(f"{key}=") for override in command.overrides):
         raise UserError(f"{word}: is {key}, which is given a second time; remove one of the two")

@@ -61,7 +61,7 @@ def _understood(words: Sequence[str]) -> CommandLine:
 
 
 def _first(schema: Schema, command: CommandLine, current: str) -> Iterator[str]:
-    """The word without a key, if there is none yet: a recipe, or the folder of a run."""
+    """The word without a key, if there is none yet: a recipe, a file, or the folder of a run."""
     if command.recipe is not None:
         return
     if "run_name" in schema.keys:
@@ -69,6 +69,8 @@ def _first(schema: Schema, command: CommandLine, current: str) -> Iterator[str]:
         yield from _paths(current, (".yaml", ".yml"))
     elif getattr(schema.cls, "FOLDER_KEY", None) is not None:
         yield from (path for path in _paths(current) if path.endswith("/"))
+    elif getattr(schema.cls, "FILE_KEY", None) is not None:
+        yield from _paths(current, (".yaml", ".yml"))
 
 
 def _keys(schema: Schema, current: str, as_topics: bool) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """What to write in place of a key or a flag that does not exist.
 
 `load.py`, `script.py` and `explain.py` call it. In this order: the key of that name elsewhere in
-the recipe; what the word of another tool means (`other_tools.py`), if that key exists here; a key
-that is really near. None of them: no guess, which would mislead.
+the recipe; what the word of another tool means (`recipe/other_tools/`), if that key exists here; a
+key that is really near. None of them: no guess, which would mislead.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import re
 from typing import Any
 
 from llmfoundry.recipe.front.argv import FLAGS
-from llmfoundry.recipe.front.help.other_tools import OTHERS, Other
 from llmfoundry.recipe.front.paths import group_options, search_folders
 from llmfoundry.recipe.front.typed import Problem, flat
+from llmfoundry.recipe.other_tools.entry import Other
+from llmfoundry.recipe.other_tools.table import named
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.values.bounds import Choice
 from llmfoundry.recipe.values.checks import nearest, nearest_option
@@ -64,7 +65,7 @@ def _suggestion(schema: Schema, key: str, value: Any, *, alone: bool = True) -> 
     if head == "variables":
         return _variable(schema, name, value)
     name = key.rpartition(".")[2]
-    other = _other(schema, key.lower()) or _other(schema, f"{head.lower()}.*")
+    other = _other(schema, key.lower())
     other = other or (_other(schema, name.lower()) if alone else None)
     if not alone:
         return "" if other is None else _say(schema, other, value)
@@ -102,7 +103,7 @@ def _near(schema: Schema, key: str, places: list[str]) -> str:
 
 def _other(schema: Schema, word: str) -> Other | None:
     """What another tool's word means: the first that this recipe has, else for another script."""
-    found = [other for other in OTHERS if word in other.words.split()]
+    found = [other for other in named(word) if other.write or other.why]
     here = (o for o in found if not o.write or schema.find(o.key) is not None)
     return next(here, next((o for o in found if o.script), None))
 

@@ -1,38 +1,15 @@
-"""What users of other tools type, and what it is here: one table, read by `hints.py`.
+"""What users of Hugging Face's Trainer, TRL, peft, axolotl and others type, and what it is here.
 
 Names of keys and flags of Hugging Face's Trainer, TRL, peft and accelerate, of axolotl, litgpt,
-torchtitan, nanoGPT, and of LLM Foundry where they differ from ours. A hint is only given where
-its key exists; `tests/recipe/test_hints.py` compares every line with the schemas.
+torchtitan and nanoGPT; LLM Foundry's are in `llm_foundry.py`, and `table.py` has both. A hint is
+only given where its key exists; `tests/recipe/test_hints.py` compares every line with the schemas.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from llmfoundry.recipe.other_tools.entry import Other
 
-
-@dataclass(frozen=True)
-class Other:
-    """Words of others that mean one thing here."""
-
-    words: str
-    """As typed: without dashes in front, others in it as underscores; with their section, if the
-    word alone means another thing."""
-    write: str = ""
-    """Our setting; <x> stands for the value that was typed, and is the example without one."""
-    why: str = ""
-    """What to know about it; all there is to say where nothing is to be written."""
-    off: str = ""
-    """Our setting where what was typed is false, no or off; unset: there is nothing to write."""
-    script: str = ""
-    """The script that it is for, where others lack its key."""
-
-    @property
-    def key(self) -> str:
-        """The dotted key that `write` sets; "" where there is none."""
-        return self.write.partition("=")[0]
-
-
-OTHERS = (
+TRAINERS = (
     # How long, how much
     Other(
         "max_steps max_iters train_iters num_steps total_steps num_train_steps training.steps"
@@ -69,16 +46,14 @@ OTHERS = (
         "max_new_tokens=<128>",
     ),
     Other(
-        "max_length max_seq_length max_sequence_length sequence_len sequence_length seq_length"
-        " block_size context_length ctx_len n_ctx cutoff_len model_max_length"
-        " max_position_embeddings train.max_seq_length training.seq_len max_prompt_length"
-        " train_loader.dataset.max_seq_len eval_loader.dataset.max_seq_len"
-        " tokenizer.kwargs.model_max_length",
+        "max_length max_seq_length max_sequence_length sequence_len sequence_length"
+        " seq_length block_size context_length ctx_len n_ctx cutoff_len model_max_length"
+        " max_position_embeddings train.max_seq_length training.seq_len max_prompt_length",
         "max_seq_len=<2048>",
     ),
     Other("random_seed global_seed", "seed=<17>"),
     Other(
-        "data_seed shuffle_seed train_loader.dataset.shuffle_seed",
+        "data_seed shuffle_seed",
         why="the order of rows follows from seed; remove it",
     ),
     # How it learns
@@ -94,10 +69,9 @@ OTHERS = (
     Other("optim optimizer_type optimizer_name", "optimizer=<adamw>", "--help lists the others"),
     Other(
         "max_grad_norm grad_clip gradient_clip_val max_norm clip_grad_norm train.max_norm"
-        " training.max_norm algorithms.gradient_clipping.clipping_threshold",
+        " training.max_norm",
         "gradient_clipping.clipping_threshold=<1.0>",
     ),
-    Other("algorithms", "gradient_clipping.clipping_threshold=1.0", "LLM Foundry's one algorithm"),
     Other(
         "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters train.lr_warmup_steps"
         " lr_scheduler.warmup_steps warmup",
@@ -108,15 +82,10 @@ OTHERS = (
         "schedule.t_warmup=<0.05>dur",
     ),
     Other(
-        "lr_scheduler_type lr_scheduler lr_schedule lr_decay_style scheduler scheduler.name",
+        "lr_scheduler_type lr_scheduler lr_schedule lr_decay_style",
         "schedule=<cosine>",
         "--help lists the others",
     ),
-    Other(
-        "scheduler.t_warmup scheduler.kwargs.t_warmup",
-        "schedule.t_warmup=<100ba>",
-    ),
-    Other("scheduler.alpha_f scheduler.kwargs.alpha_f", "schedule.alpha_f=<0.1>"),
     Other(
         "min_lr_ratio cosine_min_lr_ratio lr_scheduler.min_lr_factor",
         "schedule.alpha_f=<0.1>",
@@ -128,7 +97,7 @@ OTHERS = (
     ),
     Other(
         "bf16 fp16 mixed_precision torch_dtype dtype amp train.precision amp_dtype"
-        " training.mixed_precision_param fsdp_config.mixed_precision",
+        " training.mixed_precision_param",
         "precision=<amp_bf16>",
         off="precision=fp32",
     ),
@@ -180,15 +149,6 @@ OTHERS = (
         off="model.attn_config.attn_impl=torch",
     ),
     Other(
-        "model.attn_config.attn_uses_sequence_id attn_uses_sequence_id",
-        "data.attend_across_documents=false",
-        "which it is",
-        off="data.attend_across_documents=true",
-    ),
-    Other(
-        "model.init_device init_device", why="weights always begin on the meta device; remove it"
-    ),
-    Other(
         "vocab_size_multiple padded_vocab_size_multiple",
         why="model.vocab_size is a multiple of 64 unless written; remove it",
     ),
@@ -199,26 +159,23 @@ OTHERS = (
     ),
     # Adapters, 4 bits, preferences
     Other(
-        "peft_config use_peft use_lora lora peft train_type finetuning_type",
+        "use_peft use_lora lora peft train_type finetuning_type",
         "adapter=lora",
         "with adapter.r, adapter.lora_alpha …",
         off="adapter=none",
         script="finetune",
     ),
-    Other("lora_r lora_rank peft_config.r rank", "adapter.r=<16>", script="finetune"),
-    Other("peft_config.lora_alpha lora_alpha", "adapter.lora_alpha=<32>", script="finetune"),
+    Other("lora_r lora_rank rank", "adapter.r=<16>", script="finetune"),
+    Other("lora_alpha", "adapter.lora_alpha=<32>", script="finetune"),
+    Other("lora_dropout", "adapter.lora_dropout=<0.05>", script="finetune"),
     Other(
-        "peft_config.lora_dropout lora_dropout", "adapter.lora_dropout=<0.05>", script="finetune"
-    ),
-    Other(
-        "lora_target_modules lora_target_linear lora_target peft_config.target_modules",
+        "lora_target_modules lora_target_linear lora_target",
         "adapter.target_modules=<all-linear>",
         script="finetune",
     ),
     Other("lora_modules_to_save", "adapter.modules_to_save=<[lm_head]>", script="finetune"),
     Other(
-        "load_in_4bit load_in_8bit quantization_config quantization bnb_4bit_quant_type qlora"
-        " quantize bnb",
+        "load_in_4bit quantization_config quantization bnb_4bit_quant_type qlora quantize bnb",
         "model.quantize=nf4",
         "4 bits, with adapter=lora",
         script="finetune",
@@ -233,25 +190,6 @@ OTHERS = (
         "data.dataset=<OWNER/NAME>",
         "with data=huggingface",
     ),
-    Other(
-        "train_loader.dataset.hf_name hf_name",
-        "data.dataset=<OWNER/NAME>",
-        "with data=huggingface; files of your own: data.paths=[my/*.jsonl]",
-    ),
-    Other(
-        "eval_loader.dataset.hf_name",
-        "data.validation.dataset=<OWNER/NAME>",
-        "with data.validation.name=huggingface; unset: a part of the rows is held out",
-    ),
-    Other("hf_kwargs.data_dir", "data.paths=[<my/rows>]", "with data=files"),
-    Other("hf_kwargs.data_files", "data.paths=[<my/*.jsonl>]", "with data=files"),
-    Other("preprocessing_fn", "data.preprocess=<module:function>"),
-    Other(
-        "decoder_only_format allow_pad_trimming pad_to_longest safe_load pin_memory"
-        " persistent_workers train_loader.timeout model.use_auth_token model.loss_fn"
-        " expandable_segments",
-        why="there is nothing to choose here; remove it",
-    ),
     Other("dataset_config_name dataset_config", "data.subset=<en>"),
     Other(
         "train_file train_files data_dir dataset_path datasets train_data data_path dataset_dir"
@@ -260,20 +198,20 @@ OTHERS = (
         "with data=files or data=jsonl",
     ),
     Other("dataset_text_field text_field text_key", "data.text_column=<text>"),
-    Other("dataset_split train_split train_loader.dataset.split", "data.split=<train>"),
+    Other("dataset_split train_split", "data.split=<train>"),
     Other(
         "val_split_fraction val_set_size validation_split_percentage test_size val_size",
         "data.validation_fraction=<0.02>",
     ),
     Other("dataset_num_proc num_proc preprocessing_num_workers", "data.num_workers=<8>"),
     Other(
-        "dataloader_num_workers train_loader.num_workers num_dataloader_workers",
+        "dataloader_num_workers num_dataloader_workers",
         "data.loader_workers=<2>",
     ),
     Other("cache_dir", "data.cache_folder=<~/.cache/llmfoundry>"),
-    Other("predownload train_loader.dataset.predownload", "data.prefetch=2gb", "in bytes"),
+    Other("predownload", "data.prefetch=2gb", "in bytes"),
     Other(
-        "sample_packing train_loader.dataset.packing_ratio",
+        "sample_packing",
         "data.supervised.packing=best_fit",
         off="data.supervised.packing=off",
     ),
@@ -288,33 +226,13 @@ OTHERS = (
         "the default: only answers are learned",
         off="data.supervised.target_prompts=all",
     ),
-    Other("train_loader.dataset.streams", "data.streams.NAME.remote=<s3://bucket>", "or local"),
-    Other("train_loader.dataset.remote", "data.remote=<s3://bucket>", "with data=mds"),
-    Other("train_loader.dataset.local", "data.local=<folder>", "with data=mds"),
-    Other("train_loader.dataset.shuffle", "data.shuffle=<true>"),
-    Other("train_loader train_loader.dataset", "data=mds", "keys below data"),
-    Other("train_loader.name", why="a group says what is read: data=mds, huggingface, files …"),
-    Other("train_loader.drop_last", why="a last step that is not whole is left out; remove it"),
-    Other(
-        "eval_loader eval_loaders eval_loader.dataset eval_loader.dataset.split",
-        "data.validation.split=<val>",
-        "shards; a corpus holds out data.validation_fraction",
-    ),
-    Other("eval_loader.dataset.remote", "data.validation.remote=<s3://bucket>", "of shards"),
-    Other("eval_loader.dataset.local", "data.validation.local=<folder>", "of shards"),
-    Other(
-        "eval_loader.*",
-        why="held-out text is read in order and whole: data.validation (shards or rows), or"
-        " data.validation_fraction of a corpus; remove it",
-    ),
-    Other("eval_subset_num_batches", "eval.validation_rows=<100>", "rows, not batches"),
     # What is measured
     Other(
-        "tasks icl_tasks eval_gauntlet",
+        "tasks",
         "eval.gauntlet=eval/gauntlets/v0.3.yaml",
         "a file that names tasks; eval=v0.3 is the same",
     ),
-    Other("limit num_samples icl_subset_num_batches", "eval.icl_rows=<100>", "rows of each task"),
+    Other("limit num_samples", "eval.icl_rows=<100>", "rows of each task"),
     Other("num_fewshot num_fewshots", why="is a key of each task in the gauntlet's file"),
     Other(
         "eval_steps eval_every eval_freq eval.interval validation.freq eval_strategy"
@@ -351,38 +269,20 @@ OTHERS = (
         "logging_steps log_freq log_every log_every_n_steps train.log_interval metrics.log_freq",
         "log_interval=<10>ba",
     ),
-    Other("report_to log_with loggers", "logger=<wandb>", off="logger=none"),
-    Other("use_wandb loggers.wandb enable_wandb", "logger=wandb", off="logger.wandb=false"),
-    Other("callbacks.speed_monitor.window_size", "callbacks.speed_window=<10>", "batches"),
+    Other("report_to log_with", "logger=<wandb>", off="logger=none"),
+    Other("use_wandb enable_wandb", "logger=wandb", off="logger.wandb=false"),
     Other(
-        "callbacks.hf_checkpointer",
-        why="scripts/convert.py RUN to=hf writes such a folder of any checkpoint; remove it",
-    ),
-    Other(
-        "callbacks.oom_observer callbacks.memory_snapshot profiling.enable_memory_snapshot"
-        " enable_memory_snapshot torch_prof_memory_filename",
+        "profiling.enable_memory_snapshot enable_memory_snapshot torch_prof_memory_filename",
         "profile.memory_snapshot=<true>",
     ),
     Other(
-        "profiler.schedule torch_profiler profiling.enable_profiling enable_profiling use_profiler",
+        "torch_profiler profiling.enable_profiling enable_profiling use_profiler",
         "profile.trace=<true>",
         "its skip_first, wait, warmup, active and repeat are beside it",
     ),
-    Other("profiler.torch_prof_record_shapes", "profile.record_shapes=<true>"),
-    Other("profiler.torch_prof_profile_memory", "profile.profile_memory=<true>"),
-    Other("profiler.torch_prof_with_stack", "profile.with_stack=<true>"),
-    Other("profiler.torch_prof_with_flops", "profile.with_flops=<true>"),
-    Other(
-        "callbacks.health_checker callbacks.scheduled_gc"
-        " callbacks.nan_monitor callbacks.system_metrics_monitor callbacks.loss_perp_v_len"
-        " callbacks.run_timeout callbacks.env_logger",
-        why="no callback: what a run watches is below callbacks.watch, health_check and hang",
-    ),
-    Other("callbacks.generate_callback", "callbacks.generate.prompts=[<text>]"),
     Other("mlflow_experiment_name", "logger.experiment_name=<llmfoundry>"),
     Other(
-        "disable_tqdm progress_bar console_log_interval log_to_console python_log_level verbose"
-        " quiet logging_level",
+        "disable_tqdm progress_bar verbose quiet logging_level",
         why="the console has a line each log_interval; remove it",
     ),
     # Where it runs
@@ -393,26 +293,20 @@ OTHERS = (
         "unset: one for each GPU",
     ),
     Other(
-        "fsdp fsdp_config fsdp_config.sharding_strategy deepspeed deepspeed_config zero_stage"
-        " parallelism.data_parallel_shard_degree training.data_parallel_shard_degree"
-        " fsdp_transformer_layer_cls_to_wrap strategy use_fsdp",
+        "fsdp deepspeed deepspeed_config zero_stage parallelism.data_parallel_shard_degree"
+        " training.data_parallel_shard_degree fsdp_transformer_layer_cls_to_wrap strategy"
+        " use_fsdp",
         "parallel=fsdp",
         "FSDP2; parallel=ddp copies the model",
         off="parallel=ddp",
     ),
     Other(
         "gradient_checkpointing use_gradient_checkpointing activation_checkpoint.mode"
-        " fsdp_config.activation_checkpointing activation_checkpoint",
+        " activation_checkpoint",
         "parallel.activation_checkpointing=<true>",
-    ),
-    Other(
-        "model.activation_checkpointing_target activation_checkpointing_target",
-        "parallel.activation_checkpointing_target=<block>",
-        "with parallel.activation_checkpointing: whole",
     ),
     Other("activation_memory_budget", "parallel.activation_memory_budget=<0.5>"),
     Other("moe_compress_activations", "parallel.activation_compression=int8"),
-    Other("fsdp_config.*", why="FSDP2 has no such setting; remove it"),
     Other(
         "sync_each_batch gradient_accumulation_kwargs.sync_each_batch",
         "parallel.reduce_scatter_each_microbatch=<true>",

@@ -1,0 +1,16 @@
+"""Make a recipe of LLM Foundry's YAML: pretraining, fine-tuning, evaluation, tasks, MCLI.
+
+    python scripts/migrate.py llm-foundry/scripts/train/yamls/pretrain/mpt-125m.yaml
+    python scripts/migrate.py theirs.yaml output=ours.yaml
+    python scripts/migrate.py llm-foundry/mcli/mcli-1b.yaml output=mpt-1b.yaml
+
+Every setting of the file gets a line: kept, renamed, meaning changed, without effect (why), or not
+possible (what to do); and one where LLM Foundry's own default is another than ours, which is
+written out. Exit status 2 if the result needs an edit before it loads.
+"""
+
+from llmfoundry.recipe.front.script import run
+from llmfoundry.recipe.scripts.migrate import MigrateRecipe
+
+if __name__ == "__main__":
+    run(MigrateRecipe, "llmfoundry.commands.migrate:migrate_file", help=__doc__)
