@@ -28,7 +28,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from llmfoundry.data.preparation.cache import cache_key
@@ -37,6 +36,7 @@ from llmfoundry.distributed.launch import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER
 from llmfoundry.files import read_json, write_json
 from llmfoundry.heartbeat import BEATS
+from llmfoundry.host_memory import total_host_memory
 from llmfoundry.plan.fit import Fit, rows_per_process
 from llmfoundry.plan.memory import GIB
 from llmfoundry.processes import start_module
@@ -302,7 +302,7 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return f"{found.name}, {round(found.total_memory / GIB)} GiB"
-    return ", ".join([f"CPU, {round(psutil.virtual_memory().total / GIB)} GiB", *_own_limits()])
+    return ", ".join([f"CPU, {round(total_host_memory() / GIB)} GiB", *_own_limits()])
 
 
 def _own_limits() -> Iterator[str]:

@@ -15,12 +15,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from llmfoundry.distributed.activation_checkpoint import check_graphs
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
+from llmfoundry.host_memory import available_host_memory
 from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
@@ -368,7 +368,7 @@ def check_workers(config: DataConfig, world: World) -> None:
     Raises:
         UserError: says how many fit.
     """
-    free = psutil.virtual_memory().available
+    free = available_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     if config.loader_workers * ranks * WORKER_BYTES > free:
         raise UserError(
@@ -382,7 +382,7 @@ def available_memory(device: torch.device) -> int:
     """Bytes that this process may still use on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return available_host_memory()
 
 
 def guess_vocab_size(config: TokenizerConfig) -> int:
