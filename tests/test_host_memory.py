@@ -1,4 +1,4 @@
-"""Limits of control groups, as the kernel writes them (its cgroup-v1/memory and cgroup-v2 pages)."""
+"""Limits of control groups, as the kernel writes them (its cgroup-v1 and cgroup-v2 pages)."""
 
 from __future__ import annotations
 
