@@ -13,7 +13,11 @@ from llmfoundry.data.held_out import Chain, HeldOut
 from llmfoundry.data.supervised.source import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.inference.chat import until
-from llmfoundry.inference.generate import stream_text, stream_tokens
+from llmfoundry.inference.decoder_rows import DecoderRows, first_process
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.inference.generate import check_length, draw_all, stream_text
+from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.models.attention import longest_document
 from llmfoundry.models.counts import peak_flops, trained_flops_per_token
 from llmfoundry.recipe.logger import CALLBACKS
 from llmfoundry.train.callbacks import (
@@ -110,6 +114,8 @@ def garbage_collection(job: Job) -> Callback:
     return GarbageCollection(job.recipe.callbacks.gc_interval)
 
 
+SLOTS = 8
+"""Samples drawn at a time: their keys and values are beside what training holds."""
 Sample = tuple[str, ...]
 """Prompt and what was written; of validation rows also what was expected."""
 
@@ -120,15 +126,18 @@ def build_samples(job: Job) -> Callable[[int], list[Sample]]:
     asked = _asked(job, config.from_validation) if config.from_validation else []
 
     def write(batch: int) -> list[Sample]:
-        tokenizer, seed = job.tokenizer, job.recipe.seed
-        written: list[Sample] = []
-        for prompt in config.prompts:
-            ids = tokenizer.encode_prompt(prompt)
-            drawn = _draw(job, ids, draw_seed(seed, batch, len(written)))
-            written.append((prompt, tokenizer.decode(list(drawn))))
-        for example in asked:
-            written.append(_answered(job, example, draw_seed(seed, batch, len(written))))
-        return written
+        tokenizer = job.tokenizer
+        prompts = [tokenizer.encode_prompt(prompt) for prompt in config.prompts]
+        prompts += [
+            [int(i) for i in example.prompt] or list(tokenizer.document_start) for example in asked
+        ]
+        drawn = _drawn(job, prompts, batch)
+        written: list[Sample] = [
+            (prompt, tokenizer.decode(tokens))
+            for prompt, tokens in zip(config.prompts, drawn, strict=False)
+        ]
+        answers = zip(asked, prompts[len(written) :], drawn[len(written) :], strict=True)
+        return [*written, *(_answered(job, *answer) for answer in answers)]
 
     return write
 
@@ -160,27 +169,38 @@ def _parts(held_out: HeldOut) -> Iterable[HeldOut]:
     return held_out.parts if isinstance(held_out, Chain) else [held_out]
 
 
-def _answered(job: Job, example: HeldOutPrompt, seed: int) -> Sample:
+def _answered(job: Job, example: HeldOutPrompt, prompt: list[int], drawn: list[int]) -> Sample:
     """An answer up to the end of its turn, where the tokenizer's template has one."""
     tokenizer = job.tokenizer
     end = tokenizer.chat.end_of_turn if tokenizer.has_chat else tokenizer.eos
-    ids = [int(i) for i in example.prompt] or list(tokenizer.document_start)
-    pieces = until(stream_text(_draw(job, ids, seed), tokenizer.decode), end)
+    pieces = until(stream_text(drawn, tokenizer.decode), end)
     expected = tokenizer.decode(example.answer.tolist()).split(end)[0]
-    return tokenizer.decode(ids), "".join(pieces), expected.rstrip()
+    return tokenizer.decode(prompt), "".join(pieces), expected.rstrip()
 
 
-def _draw(job: Job, prompt_ids: list[int], seed: int) -> Iterator[int]:
-    config = job.recipe.callbacks.generate
-    return stream_tokens(
+def _drawn(job: Job, prompts: list[list[int]], batch: int) -> list[list[int]]:
+    """What the model draws after each prompt; every process draws the same."""
+    config, device = job.recipe.callbacks.generate, job.world.device
+    length = max(map(len, prompts), default=0) + config.max_new_tokens
+    for prompt in prompts:
+        check_length(longest_document(job.root.model.config), len(prompt), config.max_new_tokens)
+    rows = DecoderRows(
         job.root,
-        job.tokenizer.eos_id,
-        prompt_ids,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        seed=seed,
-        device=job.world.device,
-        autocast=job.autocast,
+        slots=max(1, min(len(prompts), SLOTS)),
+        length=length,
         n_tokens=job.tokenizer.vocab_size,
+        device=device,
+        autocast=job.autocast,
     )
+    requests = [
+        Request(
+            tuple(prompt),
+            config.max_new_tokens,
+            Sampling(
+                config.temperature, top_p=config.top_p, seed=draw_seed(job.recipe.seed, batch, n)
+            ),
+            frozenset({job.tokenizer.eos_id}),
+        )
+        for n, prompt in enumerate(prompts)
+    ]
+    return draw_all(SlotEngine(rows, agree=first_process(device)), requests)

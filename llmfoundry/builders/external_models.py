@@ -1,38 +1,34 @@
-"""Models from elsewhere for the gauntlet: Hugging Face's, and endpoints.
+"""Models that are no runs of ours, for the gauntlet: Hugging Face's, adapters, and endpoints.
 
-A Hugging Face model that the decoder expresses exactly is computed by it, with shared beginnings
-computed once; any other by transformers' own class.
+`scripts/eval.py` asks them. What the decoder computes has shared beginnings computed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
-
-from llmfoundry.builders.job import build_autocast, served_precision, weight_dtype
-from llmfoundry.builders.pretrained import fill_model
+from llmfoundry.builders.models import (
+    CHAT,
+    LoadedModel,
+    check_model,
+    is_adapter,
+    is_endpoint,
+    is_hugging_face,
+    open_model,
+)
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import Endpoint
-from llmfoundry.gauntlet.models.hugging_face import (
-    OpenedHuggingFace,
-    document_start,
-    load_config,
-    open_hugging_face,
-)
+from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import RAW, Chat, PromptSettings
 from llmfoundry.gauntlet.questions import EvaluatedModel
-from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 
-HUGGING_FACE, CHAT, COMPLETIONS = "hf:", "chat:", ("http://", "https://")
 BATCH_TOKENS = 8192  # of a Hugging Face model at a time, where the recipe sets nothing
 ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most, we do not
 
@@ -52,20 +48,15 @@ class ExternalModel:
 
 def is_outside(model: str) -> bool:
     """Whether a model's name is that of none of our runs."""
-    folder = Path(model).expanduser()
-    return model.startswith((HUGGING_FACE, CHAT, *COMPLETIONS)) or (
-        (folder / "config.json").is_file()
-    )
+    return is_endpoint(model) or is_hugging_face(model) or is_adapter(model)
 
 
 def check_outside(model: str, seq_len: int | None) -> None:
     """Whether there is a model of this name, without reading its weights or asking a server."""
-    if model.startswith((CHAT, *COMPLETIONS)):
+    if is_endpoint(model):
         _address(model)
-        return
-    import llmfoundry.hf  # noqa: F401  registers our own class
-
-    load_config(model.removeprefix(HUGGING_FACE), seq_len)
+    else:
+        check_model(model, seq_len=seq_len)
 
 
 def open_outside(
@@ -85,52 +76,45 @@ def open_outside(
         seq_len: longest question in tokens; unset: what the model reads at most.
         note: reports what the model is computed in, if that is not what was asked.
     """
-    if model.startswith((CHAT, *COMPLETIONS)):
+    if is_endpoint(model):
         return _endpoint(model)
-    import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
-
+    opened = open_model(
+        model, world, note=note, precision=recipe.precision or "fp32", seq_len=seq_len
+    )
     rows = recipe.device_eval_batch_size
-    opened = open_hugging_face(model.removeprefix(HUGGING_FACE), seq_len=seq_len)
+    tokens = rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS
 
     def load() -> tuple[EvaluatedModel, list[str]]:
-        precision = served_precision(recipe.precision or "fp32", world, note)
-        tokens = rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS
-        try:
-            return _by_decoder(opened, world, precision, tokens), []
-        except UserError as error:
-            reason = error.problems[0].partition(" (can be:")[0]
-        theirs = opened.load(device=world.device, precision=precision, batch_tokens=tokens)
-        kind = type(theirs.model).__name__
-        return theirs, [f"{kind} of transformers, each text apart, which is slower: {reason}"]
+        loaded = opened.load()
+        return _evaluated(loaded, world, opened.window, tokens), [*loaded.notes]
 
-    start = document_start(opened.config)
-    settings = PromptSettings.by_training(opened.tokenizer, opened.seq_len, start)
+    settings = PromptSettings.by_training(opened.tokenizer, opened.window, opened.start)
     return ExternalModel(settings, load)
 
 
-def _by_decoder(
-    opened: OpenedHuggingFace, world: World, precision: str, batch_tokens: int
-) -> OwnModel:
-    """A Hugging Face model computed by the decoder."""
-    from llmfoundry.hf.read import hf_folder, open_hf
-
-    with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
-        with torch.device("meta"):
-            root = Root(Decoder(found.config)).to(weight_dtype(precision))
-        root.to_empty(device=world.device)
-        fill_model(root.model, found.tensors())
+def _evaluated(
+    loaded: LoadedModel, world: World, seq_len: int, batch_tokens: int
+) -> EvaluatedModel:
+    if loaded.root is None:
+        return HuggingFaceModel(
+            loaded.hugging_face,
+            loaded.tokenizer,
+            seq_len=seq_len,
+            batch_tokens=batch_tokens,
+            autocast=loaded.precision == "amp_bf16",
+        )
     return OwnModel(
-        root.eval(),
-        opened.tokenizer,
-        seq_len=opened.seq_len,
+        loaded.root,
+        loaded.tokenizer,
+        seq_len=seq_len,
         device=world.device,
         batch_tokens=batch_tokens,
-        autocast=build_autocast(precision, world.device),
+        autocast=loaded.autocast,
         data_rank=world.data_rank,
         data_size=world.data_size,
         data_group=world.data_group,
-        end_ids=opened.end_ids(),
-        n_tokens=found.config.vocab_size,  # as transformers draws: all that the head has
+        end_ids=loaded.end_ids,
+        n_tokens=loaded.n_tokens,
     )
 
 

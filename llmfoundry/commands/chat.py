@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from llmfoundry.commands.generate import open_conversation, open_model
+from llmfoundry.commands.generate import open_conversation, open_drawn
 from llmfoundry.distributed.launch import join
 from llmfoundry.errors import UserError
 from llmfoundry.inference.chat import Conversation
@@ -29,7 +29,7 @@ def chat(recipe: ChatRecipe) -> None:
     """Answer messages until there are no more."""
     recipe.fill()
     with join(ParallelConfig()) as world:
-        conversation = open_conversation(recipe, open_model(recipe, world), world)
+        conversation = open_conversation(recipe, open_drawn(recipe, world))
         if sys.stdin.isatty():
             _print(f"{recipe.checkpoint}; /help shows commands, Ctrl-C ends an answer")
         for line in _lines():

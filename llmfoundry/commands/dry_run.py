@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from llmfoundry.builders.job import attention_refusal, served_precision, with_defaults
+from llmfoundry.builders.models import check_model, is_adapter, is_hugging_face
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, memory_of_process, sketch
@@ -329,7 +330,13 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
 
 def plan_drawing(recipe: DrawRecipe) -> Rows:
     """Of scripts/generate.py and scripts/chat.py."""
-    yield from _checkpoint(str(recipe.checkpoint))
+    name = str(recipe.checkpoint)
+    if is_hugging_face(name) or is_adapter(name):
+        check_model(name)
+        kind = "a Hugging Face model" if is_hugging_face(name) else "an adapter"
+        yield "model", f"{name}, {kind}, {recipe.precision or 'fp32'}"
+    else:
+        yield from _checkpoint(name)
     how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
     yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from llmfoundry.builders.job import build_autocast
-from llmfoundry.builders.resume import Loaded, load_checkpoint
+from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.distributed.launch import World, join
-from llmfoundry.inference.chat import Conversation, Draw
-from llmfoundry.inference.generate import stream_text, stream_tokens
+from llmfoundry.inference.chat import Conversation
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.inference.generate import check_length, stream, stream_text, stream_tokens
+from llmfoundry.inference.hugging_face_rows import HuggingFaceRows
+from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
 from llmfoundry.terminal import shown_on
@@ -19,69 +21,87 @@ def generate(recipe: GenerateRecipe) -> None:
     """Print prompt and continuation, or the answer to a message, on stdout."""
     recipe.fill()
     with join(ParallelConfig()) as world:
-        loaded = open_model(recipe, world)
+        opened = open_drawn(recipe, world)
         if recipe.message is not None:
-            pieces = open_conversation(recipe, loaded, world).ask(recipe.message)
+            pieces = open_conversation(recipe, opened).ask(recipe.message)
         else:
-            pieces = _continue(recipe, loaded, world)
+            pieces = _continue(recipe, opened)
         for piece in pieces:
             print(shown_on(sys.stdout, piece), end="", flush=True)
         print()
 
 
-def open_model(recipe: DrawRecipe, world: World) -> Loaded:
+def open_drawn(recipe: DrawRecipe, world: World) -> OpenedModel:
     """The model that a recipe asks; what it has to say goes to stderr."""
     assert recipe.checkpoint is not None
-    return load_checkpoint(recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision)
+    return open_model(recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision)
 
 
-def open_conversation(
-    recipe: GenerateRecipe | ChatRecipe, loaded: Loaded, world: World
-) -> Conversation:
+def open_conversation(recipe: GenerateRecipe | ChatRecipe, opened: OpenedModel) -> Conversation:
     """A conversation with the model, in which nothing was said.
 
     Raises:
         UserError: the model has no chat template, or not the one that is asked for.
     """
-    tokenizer, choice = loaded.tokenizer, recipe.chat_template
-    window = loaded.recipe.model.max_seq_len
-    assert window is not None, "the recipe was filled"
+    tokenizer, choice = opened.tokenizer, recipe.chat_template
+    template = tokenizer.chat if choice is None else tokenizer.chat_by(choice, key="chat_template")
+    drawer = Drawer(recipe, opened.load())
     return Conversation(
         tokenizer,
-        draw_from(recipe, loaded, world),
-        window=window,
+        drawer.draw,
+        window=opened.window,
         max_new_tokens=recipe.max_new_tokens,
-        template=None if choice is None else tokenizer.chat_by(choice, key="chat_template"),
+        template=template,
         system=recipe.system,
     )
 
 
-def draw_from(recipe: DrawRecipe, loaded: Loaded, world: World) -> Draw:
-    """A function from a prompt's ids to the tokens that the model draws after them."""
+class Drawer:
+    """Draws tokens after prompts, one prompt at a time."""
 
-    def draw(prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
-        return stream_tokens(
-            loaded.root,
-            loaded.tokenizer.eos_id,
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=recipe.temperature,
-            top_k=recipe.top_k,
-            top_p=recipe.top_p,
-            seed=recipe.seed,
-            device=world.device,
-            autocast=build_autocast(loaded.recipe.precision, world.device),
-            kv_cache=recipe.kv_cache,
-            n_tokens=loaded.tokenizer.vocab_size,
-        )
+    def __init__(self, recipe: DrawRecipe, model: LoadedModel) -> None:
+        self._recipe, self._model = recipe, model
+        self._engine: SlotEngine | None = None
 
-    return draw
+    def draw(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+        """The tokens that the model draws after a prompt.
+
+        Raises:
+            UserError: it is longer than the model reads.
+        """
+        recipe, model = self._recipe, self._model
+        check_length(model.longest, len(prompt_ids), max_new_tokens)
+        how = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, seed=recipe.seed)
+        request = Request(tuple(prompt_ids), max_new_tokens, how, model.end_ids)
+        if not recipe.kv_cache and model.root is not None:
+            return stream_tokens(
+                model.root,
+                request,
+                device=model.device,
+                autocast=model.autocast,
+                n_tokens=model.n_tokens,
+            )
+        return stream(self._with_room(len(prompt_ids) + max_new_tokens), request)
+
+    def _with_room(self, length: int) -> SlotEngine:
+        """An engine of one slot; it keeps what it has read for the next prompt that begins so."""
+        model = self._model
+        if self._engine is None or self._engine.length < length:
+            length = max(length, 2 * (self._engine.length if self._engine else 0))
+            if self._recipe.kv_cache:
+                self._engine = model.engine(slots=1, length=length)
+            else:
+                rows = HuggingFaceRows(model.hugging_face, slots=1, length=length, way="anew")
+                self._engine = SlotEngine(rows)
+        return self._engine
 
 
-def _continue(recipe: GenerateRecipe, loaded: Loaded, world: World) -> Iterator[str]:
-    tokenizer = loaded.tokenizer
-    draw = draw_from(recipe, loaded, world)
-    tokens = draw(tokenizer.encode_prompt(recipe.prompt), recipe.max_new_tokens)
+def _continue(recipe: GenerateRecipe, opened: OpenedModel) -> Iterator[str]:
+    tokenizer, loaded = opened.tokenizer, opened.load()
+    for line in loaded.notes:
+        _to_stderr(line)
+    ids = opened.prompt_ids(recipe.prompt)
+    tokens = Drawer(recipe, loaded).draw(ids, recipe.max_new_tokens)
     yield recipe.prompt
     yield from stream_text(tokens, tokenizer.decode)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.models.router import Routing
+from llmfoundry.models.slots import Piece
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
 from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
@@ -102,26 +103,26 @@ class HFCausalLM(nn.Module):
             held[last] = made.to(device)
         return self
 
-    def new_cache(
-        self, *, batch: int, max_len: int, device: torch.device, dtype: torch.dtype
-    ) -> RowCache:
-        """Earlier tokens of `batch` rows, which are computed anew with every token."""
-        return RowCache(batch, device)
+    def new_slots(
+        self, *, slots: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> SlotTokens:
+        """Earlier tokens of so many sequences, which are computed anew with every token."""
+        return SlotTokens(slots, device)
 
     def forward(self, tokens: Tensor, layout: PackedLayout | None = None) -> Tensor:
         """Hidden states (B, T, D) of tokens (B, T), the final norm applied."""
         return self.run(tokens, layout)[0]
 
     def run(
-        self, tokens: Tensor, layout: PackedLayout | None = None, cache: RowCache | None = None
+        self, tokens: Tensor, layout: PackedLayout | None = None, cache: SlotTokens | None = None
     ) -> tuple[Tensor, Routing | None]:
         """As `forward`, and what the routers did, where config.json has output_router_logits."""
         if not self._ways:
             self._try(tokens.device)
         if cache is not None:
-            assert layout is None, "cached rows are one document"
-            every = cache.append(tokens)
-            return self._compute(every, None)[0][:, -tokens.shape[1] :], None
+            assert layout is None, "each sequence is one document"
+            rows, places = cache.rows()
+            return self._compute(rows, None)[0].flatten(0, 1)[places][None], None
         return self._compute(tokens, layout)
 
     def _compute(self, x: Tensor, layout: PackedLayout | None) -> tuple[Tensor, Routing | None]:
@@ -488,33 +489,42 @@ def _tree_paths(layout: PackedLayout) -> list[list[int]]:
     return paths
 
 
-class RowCache:
-    """Tokens of the rows so far, under the interface of `models.attention.KVCache`.
+class SlotTokens:
+    """Tokens of sequences, under the interface of `models.slots.SlotCache`."""
 
-    Attributes:
-        length: tokens of each row.
-    """
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        self._pieces: Sequence[Piece] = ()
+        self._device = device
 
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self._tokens = torch.empty(batch, 0, dtype=torch.int64, device=device)
+    def begin(self, pieces: Sequence[Piece]) -> Tensor:
+        """Say what the next forward pass adds; its tokens (1, N)."""
+        self._pieces = pieces
+        for piece in pieces:
+            self._tokens[piece.slot][piece.past :] = piece.tokens
+        new = [token for piece in pieces for token in piece.tokens]
+        return torch.tensor([new], device=self._device)
 
-    @property
-    def length(self) -> int:
-        """Tokens of each row."""
-        return self._tokens.shape[1]
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """(B, T) all of each sequence, padded behind its end, where no causal class looks.
 
-    def append(self, tokens: Tensor) -> Tensor:
-        """Add tokens (B, T); all of them so far."""
-        self._tokens = torch.cat([self._tokens, tokens], dim=1)
-        return self._tokens
+        And (N,), the flat places of what is new.
+        """
+        width = max(piece.past + len(piece.tokens) for piece in self._pieces)
+        rows = torch.zeros(len(self._pieces), width, dtype=torch.int64)
+        places: list[int] = []
+        for row, piece in enumerate(self._pieces):
+            end = piece.past + len(piece.tokens)
+            rows[row, :end] = torch.tensor(self._tokens[piece.slot][:end])
+            places += range(row * width + piece.past, row * width + end)
+        return rows.to(self._device), torch.tensor(places, device=self._device)
 
-    def start_from(self, prefix: RowCache) -> None:
-        """Begin every row with the tokens that the one row of another cache holds."""
-        self._tokens = prefix._tokens.expand(len(self._tokens), -1)
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make the first tokens of one slot those of another."""
+        self._tokens[target] = self._tokens[source][:length]
 
-    def keep(self, rows: list[int]) -> None:
-        """Make row i what row rows[i] was, and give the others up."""
-        self._tokens = self._tokens[rows]
+    def clear(self, slot: int) -> None:
+        """There are no numbers here."""
 
 
 def read_hf_config(values: dict[str, Any], *, code: str | None = None) -> Any:

@@ -56,7 +56,7 @@ class DecoderRows:
             device: where the model is.
             autocast: makes the context of the forward pass.
         """
-        model = cast(Root, getattr(root, "module", root)).model
+        model = decoder_of(root)
         config = model.config
         assert config.vocab_size and config.max_seq_len, "the recipe was not filled"
         self._root, self._autocast = root, autocast
@@ -95,6 +95,11 @@ class DecoderRows:
     def clear(self, slot: int) -> None:
         """See Rows."""
         self._cache.clear(slot)
+
+
+def decoder_of(root: nn.Module) -> Decoder:
+    """The model of a Root, as it is or wrapped by DDP."""
+    return cast(Root, getattr(root, "module", root)).model
 
 
 def first_process(device: torch.device) -> Agree | None:

@@ -52,60 +52,6 @@ def attention_specs(
     }
 
 
-class KVCache:
-    """Keys and values of the tokens that a row has had, for every layer that makes its own.
-
-    Attributes:
-        length: tokens held; new tokens take positions length, length + 1, …
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        batch: int,
-        max_len: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        share: int = 1,
-    ) -> None:
-        """An empty one; `share` is the number of processes that share the heads."""
-        kv_heads, head_dim = config.attn_config.kv_n_heads, config.head_dim
-        assert kv_heads is not None and head_dim is not None, "the recipe was not filled"
-        kv_heads //= share
-        owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
-        self._slots = {layer: slot for slot, layer in enumerate(owners)}
-        shape = (len(owners), batch, max_len, kv_heads, head_dim)
-        self._keys = torch.empty(shape, device=device, dtype=dtype)
-        self._values = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
-        """Store k, v (B, T, KV, hd) of one layer; all of its keys and values so far."""
-        slot, begin = self._slots[layer], self.length
-        end = begin + k.shape[1]
-        assert end <= self._keys.shape[2], "the key-value cache is full"
-        self._keys[slot, :, begin:end] = k
-        self._values[slot, :, begin:end] = v
-        return self._keys[slot, :, :end], self._values[slot, :, :end]
-
-    def start_from(self, prefix: KVCache) -> None:
-        """Begin every row with the tokens that the one row of another cache holds."""
-        assert self.length == 0 and prefix._keys.shape[1] == 1
-        held = prefix.length
-        self._keys[:, :, :held] = prefix._keys[:, :, :held]
-        self._values[:, :, :held] = prefix._values[:, :, :held]
-        self.length = held
-
-    def keep(self, rows: list[int]) -> None:
-        """Make row i what row rows[i] was, and give the others up; rows in place cost nothing."""
-        moved = [i for i, row in enumerate(rows) if row != i]
-        sources = [rows[i] for i in moved]
-        for stored in (self._keys, self._values):
-            stored[:, moved, : self.length] = stored[:, sources, : self.length]
-        self._keys, self._values = self._keys[:, : len(rows)], self._values[:, : len(rows)]
-
-
 class HeadExchange(Protocol):
     """How attention sees whole rows of which this process has a part of the tokens alone.
 
@@ -140,7 +86,17 @@ class Stored(Protocol):
     """A cache, as a layer sees it."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
-        """Store a layer's new keys and values; all that it attends to."""
+        """Store k, v (B, T, KV, hd) of one layer; all that it attends to."""
+
+
+class KVCache(Stored, Protocol):
+    """Keys and values of rows that grow together, as transformers keeps them.
+
+    Attributes:
+        length: tokens held; new ones take positions length, length + 1, …
+    """
+
+    length: int
 
 
 @dataclass(frozen=True)

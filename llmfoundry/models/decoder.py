@@ -185,7 +185,8 @@ class Decoder(nn.Module):
         Args:
             tokens: (B, T) int64; where rows are shared, those at hand.
             layout: documents or trees, and positions; None: every row is one document.
-            cache: earlier tokens of the rows; the new ones are added to it.
+            cache: earlier tokens of the rows; the new ones are added to it. Of slots: `tokens` is
+                what its `begin` gave.
         """
         return self.run(tokens, layout, cache)[0]
 
@@ -265,15 +266,6 @@ class Decoder(nn.Module):
             softcap=self.config.final_logit_softcapping,
             chunk=self.loss_chunk,
             shard=shard,
-        )
-
-    def new_cache(
-        self, *, batch: int, max_len: int, device: torch.device, dtype: torch.dtype
-    ) -> KVCache:
-        """An empty cache of keys and values, for `batch` rows of at most `max_len` tokens."""
-        ranks = 1 if self.tensor_ranks is None else self.tensor_ranks.n
-        return KVCache(
-            self.config, batch=batch, max_len=max_len, device=device, dtype=dtype, share=ranks
         )
 
     def new_slots(

@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from llmfoundry.distributed.activation_checkpoint import check_compiler, check_graphs, wrap_blocks
 from llmfoundry.errors import UserError
-from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.slots import Piece
 from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
 from tests.tiny import ENV, activations, command, write_recipe
@@ -193,10 +193,15 @@ def test_evaluation_and_generation_compile_nothing(counter: CompileCounterWithBa
 @torch.no_grad()
 def generate(root: Root) -> torch.Tensor:
     """Logits after a row of growing length."""
-    device, tokens = torch.device("cpu"), make_tokens(1)
-    cache = KVCache(root.model.config, batch=1, max_len=16, device=device, dtype=torch.float32)
+    device, row = torch.device("cpu"), make_tokens(1)[0].tolist()
+    cache = root.model.new_slots(slots=1, length=16, device=device, dtype=torch.float32)
     logits = [
-        root(tokens[:, [place]], None, lambda model, hidden: model.head(hidden), cache=cache)
+        root(
+            cache.begin([Piece(0, place, (row[place],), 1)]),
+            None,
+            lambda model, hidden: model.head(hidden),
+            cache=cache,
+        )
         for place in range(8)
     ]
     return torch.cat(logits)

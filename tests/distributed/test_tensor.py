@@ -36,6 +36,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.distributed.test_context import LENGTHS, make_batch
 from tests.models.test_decoder import (
     SETTINGS,
+    cached,
     make_config,
     make_model,
     plain_logits,
@@ -100,8 +101,7 @@ def measured(model: Decoder) -> dict[str, Tensor]:
     others = [gathered(p, stacked_rows(n, model.config)) for n, p in model.named_parameters()]
     with torch.no_grad():
         model.eval()
-        cache = model.new_cache(batch=4, max_len=13, device=CPU, dtype=torch.float64)
-        parts = [model(part, cache=cache) for part in batch.tokens.split(PARTS, dim=1)]
+        parts = cached(model, batch.tokens.split(PARTS, dim=1), 13)
         return {
             "loss": loss,
             "logits": model.head(model(batch.tokens, batch.layout)),
@@ -166,13 +166,12 @@ def test_shared_matrices_give_what_the_plain_decoder_gives(name: str) -> None:
     ]
     with torch.no_grad():
         alone = make_model(config).double().eval()
-        store = alone.new_cache(batch=4, max_len=13, device=CPU, dtype=torch.float64)
-        cached = [alone(part, cache=store) for part in batch.tokens.split(PARTS, dim=1)]
+        parts = cached(alone, batch.tokens.split(PARTS, dim=1), 13)
     real = torch.arange(13) < 13 - torch.tensor([0, 0, 2, 2])[:, None]  # experts leave out others
     expected = {
         "loss": sums[0],
         "logits": logits,
-        "cached": torch.cat(cached, 1),
+        "cached": torch.cat(parts, 1),
         "log_probs": -nats.view(4, 13),
         "grads": grads[0],
         "others": grads[1],

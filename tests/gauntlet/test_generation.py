@@ -21,9 +21,13 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models import generation
-from llmfoundry.gauntlet.models.generation import generate_texts
+from llmfoundry.gauntlet.models.generation import Ranks, generate_texts
+from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.inference.decoder_rows import DecoderRows
+from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.generate import stream_tokens
+from llmfoundry.inference.requests import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -71,16 +75,11 @@ def one_by_one(root: Root, prompts: Sequence[Prompt], tokenizer: Any = LETTERS) 
     texts = []
     root.eval()
     for prompt in prompts:
+        request = Request(
+            prompt.tokens, prompt.max_new_tokens, stop_ids=frozenset({tokenizer.eos_id})
+        )
         tokens = stream_tokens(
-            root,
-            tokenizer.eos_id,
-            list(prompt.tokens),
-            max_new_tokens=prompt.max_new_tokens,
-            temperature=0,
-            seed=0,
-            device=CPU,
-            autocast=nullcontext,
-            n_tokens=tokenizer.vocab_size,
+            root, request, device=CPU, autocast=nullcontext, n_tokens=tokenizer.vocab_size
         )
         text = tokenizer.decode(list(tokens))
         for stop in prompt.stops:
@@ -89,9 +88,11 @@ def one_by_one(root: Root, prompts: Sequence[Prompt], tokenizer: Any = LETTERS) 
     return texts
 
 
-def generated(root: nn.Module, prompts: Sequence[Prompt], **options: Any) -> list[str]:
-    defaults = {"tokenizer": LETTERS, "device": CPU, "batch_tokens": 150, "autocast": nullcontext}
-    return generate_texts(root, prompts, **(defaults | options))
+def generated(
+    root: nn.Module, prompts: Sequence[Prompt], *, tokenizer: Any = LETTERS, **options: Any
+) -> list[str]:
+    defaults = {"seq_len": 64, "device": CPU, "batch_tokens": 150, "autocast": nullcontext}
+    return OwnModel(root, tokenizer, **(defaults | options)).generate(prompts)
 
 
 def random_prompt(generator: torch.Generator, length: int, new: int) -> Prompt:
@@ -140,37 +141,21 @@ def test_texts_are_those_of_one_prompt_at_a_time(name: str) -> None:
     assert generated(root, prompts) == expected
 
 
-def test_rows_beyond_the_length_that_dynamic_angles_know_are_read_in_one_piece() -> None:
-    root = model("rope-dynamic")  # knows 6 tokens
-    prompts = mixed_prompts()
-    assert generated(root, prompts, batch_tokens=1000) == one_by_one(root, prompts)
-
-
 @pytest.mark.parametrize("batch_tokens", slow_but([60], [1, 60, 10_000]))
-@pytest.mark.parametrize("steps", slow_but([8], [1, 8]))
-def test_batch_size_and_looks_change_no_text(
-    batch_tokens: int, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(generation.STEPS_A_LOOK, "cpu", steps)
+def test_batch_size_changes_no_text(batch_tokens: int) -> None:
     root = model("rope")
     prompts = with_stops(mixed_prompts(), one_by_one(root, mixed_prompts()))
     prompts.reverse()
     assert generated(root, prompts, batch_tokens=batch_tokens) == one_by_one(root, prompts)
 
 
-@pytest.mark.slow
-def test_long_tails_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "CHUNK", 3)
-    root = model("alibi-gqa-window")
-    assert generated(root, mixed_prompts()) == one_by_one(root, mixed_prompts())
-
-
-def calls(root: Root, prompts: Sequence[Prompt], **options: Any) -> list[tuple[int, ...]]:
-    shapes = []
-    handle = root.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+def calls(root: Root, prompts: Sequence[Prompt], **options: Any) -> list[int]:
+    """Tokens of each forward pass."""
+    seen = []
+    handle = root.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     generated(root, prompts, **options)
     handle.remove()
-    return [tuple(shape) for shape in shapes]
+    return seen
 
 
 def test_finished_rows_leave_the_batch() -> None:
@@ -178,7 +163,7 @@ def test_finished_rows_leave_the_batch() -> None:
     prompts = [random_prompt(generator, 5, new) for new in (2, 9, 4, 9, 1)]
     assert [len(text) for text in one_by_one(model("rope"), prompts)] == [2, 9, 4, 9, 1]
     shapes = calls(model("rope"), prompts)
-    assert shapes == [(5, 5), (4, 1), *[(3, 1)] * 2, *[(2, 1)] * 5]
+    assert shapes == [15, *[3] * 3, *[2] * 5, 10, 1]  # two that are short have shorter slots
 
 
 def test_a_beginning_that_most_prompts_share_is_read_once() -> None:
@@ -187,39 +172,45 @@ def test_a_beginning_that_most_prompts_share_is_read_once() -> None:
     ends = [random_prompt(generator, 6, 3) for _ in range(12)]
     alone = random_prompt(generator, 36, 3)  # a worked example's own question has other examples
     prompts = [*(Prompt(shots + end.tokens, "", (), 3) for end in ends), alone]
-    shapes = calls(model("rope"), prompts, batch_tokens=6 * 39)
-    assert shapes.count((1, 30)) == 1
-    assert shapes.count((6, 6)) == 2
-    assert shapes.count((1, 36)) == 1
+    read = 36 + 30 + 12 * 6  # and what any two of the ends begin with
+    assert (
+        read + 13 * 2 - 12
+        <= sum(calls(model("rope"), prompts, batch_tokens=6 * 39))
+        <= (read + 13 * 2)
+    )
     assert generated(model("rope"), prompts) == one_by_one(model("rope"), prompts)
 
 
 def test_equal_prompts_and_one_that_others_begin_with_have_tokens_left_to_read() -> None:
-    shots = random_prompt(torch.Generator().manual_seed(1), 12, 4)
+    shots = random_prompt(torch.Generator().manual_seed(1), 20, 4)
     longer = Prompt((*shots.tokens, 7, 8), "", (), 4)
     prompts = [shots] * 10 + [longer] * 3
-    assert calls(model("rope"), prompts, batch_tokens=10_000)[:2] == [(1, 11), (13, 1)]
     assert generated(model("rope"), prompts) == one_by_one(model("rope"), prompts)
 
 
-def test_prompts_of_very_different_length_do_not_share_a_batch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    prompts = [random_prompt(generator, length, 4) for length in (40, 3, 38, 2)]
-    shapes = calls(model("rope"), prompts, batch_tokens=10_000)
-    assert [shape for shape in shapes if shape[1] > 1] == [(2, 38), (2, 2)]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_batch_holds_no_more_tokens_than_asked_for(world_size: int) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_slots_hold_no_more_tokens_than_asked_for(size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [random_prompt(generator, 5, 40 if i % 6 == 5 else 1) for i in range(40)]
-    config = model("rope").model.config
-    batches = list(generation._batches(prompts, config, 100, world_size))
-    assert sorted(i for batch in batches for i in batch.members) == list(range(40))
-    for batch in batches:
-        longest = max(len(prompts[i].tokens) + prompts[i].max_new_tokens for i in batch.members)
-        assert batch.end == longest
-        assert -(-len(batch.members) // world_size) * longest <= 100
+    root, made = model("rope"), list[tuple[int, int]]()
+
+    def make_engine(slots: int, length: int) -> SlotEngine:
+        made.append((slots, length))
+        rows = DecoderRows(
+            root, slots=slots, length=length, n_tokens=60, device=CPU, autocast=nullcontext
+        )
+        return SlotEngine(rows)
+
+    ranks = Ranks(0, size)
+    how: dict[str, Any] = {"tokenizer": LETTERS, "end_ids": {0}, "batch_tokens": 100}
+    if size == 1:
+        generate_texts(prompts, make_engine, ranks=ranks, **how)
+        assert made == [(2, 45), (16, 6)]
+    classes = list(generation._classes(prompts))
+    assert sorted(i for members, _ in classes for i in members) == list(range(40))
+    for members, length in classes:
+        ends = [len(prompts[i].tokens) + prompts[i].max_new_tokens for i in members]
+        assert max(ends) == length < 2 * min(ends)
 
 
 def test_a_stop_may_end_within_a_character_of_many_bytes_and_span_tokens() -> None:

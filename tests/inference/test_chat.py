@@ -99,7 +99,7 @@ def test_lines_of_a_pipe_are_messages_and_commands(
 ) -> None:
     model = Model("one", "two", "three")
     conversation = model.conversation(system="S")
-    monkeypatch.setattr(commands, "open_model", lambda recipe, world: None)
+    monkeypatch.setattr(commands, "open_drawn", lambda recipe, world: None)
     monkeypatch.setattr(commands, "open_conversation", lambda *found: conversation)
     typed = "a\n\nb\n/rest\n/reset\n/history\n/system\nc\n/exit\nd\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))

@@ -53,22 +53,8 @@ def tokens_of(news: Sequence[Emitted]) -> list[int]:
 
 def alone(root: Root, request: Request) -> list[int]:
     """What `stream_tokens` draws, which computes the whole row anew for every token."""
-    how = request.sampling
-    found = stream_tokens(
-        root,
-        EOS,
-        list(request.prompt),
-        max_new_tokens=request.max_new_tokens,
-        temperature=how.temperature,
-        top_k=how.top_k,
-        top_p=how.top_p,
-        seed=how.seed,
-        device=CPU,
-        autocast=nullcontext,
-        kv_cache=False,
-        n_tokens=TOKENS,
-    )
-    return list(found)
+    given: dict[str, Any] = {"device": CPU, "autocast": nullcontext, "n_tokens": TOKENS}
+    return list(stream_tokens(root, request, **given))
 
 
 def mixed_requests(count: int = 20, *, seed: int = 1) -> list[Request]:
@@ -99,24 +85,12 @@ def test_answers_are_those_of_one_request_at_a_time(name: str, chunk: int) -> No
 
 def test_beyond_the_length_that_dynamic_angles_know_prompts_are_read_in_one_piece() -> None:
     root = model("rope-dynamic").eval()  # knows 6 tokens
-    requests = [replace(request, sampling=Sampling()) for request in mixed_requests()]
-    cached = [
-        list(
-            stream_tokens(
-                root,
-                EOS,
-                list(request.prompt),
-                max_new_tokens=request.max_new_tokens,
-                temperature=0,
-                seed=0,
-                device=CPU,
-                autocast=nullcontext,
-                n_tokens=TOKENS,
-            )
-        )
-        for request in requests
-    ]
-    assert [tokens_of(n) for n in run(engine_of(root, chunk=7), requests)] == cached
+    requests = mixed_requests()
+    singly = [run(engine_of(root, slots=1), [request])[0] for request in requests]
+    firsts = [alone(root, replace(request, max_new_tokens=1)) for request in requests]
+    assert [tokens_of(news)[:1] for news in singly] == firsts
+    found = run(engine_of(root, chunk=7), requests)
+    assert [tokens_of(news) for news in found] == [tokens_of(news) for news in singly]
 
 
 def test_requests_that_arrive_and_are_cancelled_meanwhile_change_no_answer() -> None:

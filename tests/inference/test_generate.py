@@ -15,7 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.inference.generate import stream_text, stream_tokens
+from llmfoundry.inference.decoder_rows import DecoderRows
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.inference.generate import stream, stream_text, stream_tokens
+from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.inference.sampling import draw_probabilities
 from llmfoundry.models.decoder import Decoder, Root
 from tests.hf.random_models import (
@@ -39,12 +42,25 @@ KINDS: dict[str, dict[str, Any]] = {"learned": {}, "alibi": ALIBI, "rope": ROPE}
 KV_HEADS = (HEADS, 2, 1)
 
 
-def continued(model: Decoder, prompt: list[int] = PROMPT, **options: Any) -> list[int]:
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
-    defaults: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0, "seed": 1}
-    defaults |= {"device": CPU, "autocast": autocast}
-    eos = options.pop("eos", NEVER)
-    return list(stream_tokens(Root(model), eos, prompt, **{**defaults, **options}))
+def continued(
+    model: Decoder,
+    prompt: Sequence[int] = PROMPT,
+    *,
+    kv_cache: bool = True,
+    eos: int = NEVER,
+    max_new_tokens: int = 20,
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    n_tokens: int | None = None,
+    **how: Any,
+) -> list[int]:
+    """What the engine draws, or without a cache `stream_tokens`."""
+    sampling = Sampling(**({"seed": 1} | how))
+    request = Request(tuple(prompt), max_new_tokens, sampling, frozenset({eos}))
+    root, given = Root(model), {"device": CPU, "autocast": autocast, "n_tokens": n_tokens}
+    if not kv_cache:
+        return list(stream_tokens(root, request, **given))
+    length = len(prompt) + max_new_tokens
+    return list(stream(SlotEngine(DecoderRows(root, slots=1, length=length, **given)), request))
 
 
 def make(kind: str, kv_heads: int = HEADS, **top: Any) -> Decoder:
@@ -186,21 +202,22 @@ def test_relative_positions_continue_beyond_max_seq_len(kind: str) -> None:
     assert tokens == continued(model, max_new_tokens=2 * LENGTH, kv_cache=False)
 
 
-@pytest.mark.parametrize("kv_cache", [True, False])
-def test_learned_positions_end_where_they_end(kv_cache: bool) -> None:
+def test_learned_positions_end_where_they_end() -> None:
     model = make("learned")
     most = LENGTH - len(PROMPT) + 1
-    assert len(continued(model, max_new_tokens=most, kv_cache=kv_cache)) == most
-    refusal = f"^max_new_tokens: {most + 1} .*model.max_seq_len.* at most {most}$"
+    for kv_cache in (True, False):
+        assert len(continued(model, max_new_tokens=most, kv_cache=kv_cache)) == most
+    refusal = f"^max_new_tokens: {most + 1} .*at {LENGTH} tokens.* at most {most}$"
     with pytest.raises(UserError, match=refusal):
-        continued(model, max_new_tokens=most + 1, kv_cache=kv_cache)
+        continued(model, max_new_tokens=most + 1, kv_cache=False)
     with pytest.raises(UserError, match=f"^prompt: has {LENGTH + 1} tokens.* at most {LENGTH}$"):
-        continued(model, [1] * (LENGTH + 1))
+        continued(model, [1] * (LENGTH + 1), kv_cache=False)
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^prompt: is empty"):
-        continued(make("rope"), [])
+    for kv_cache in (True, False):
+        with pytest.raises(UserError, match=r"^prompt: is empty"):
+            continued(make("rope"), [], kv_cache=kv_cache)
 
 
 def test_under_autocast_the_cache_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,20 +229,34 @@ def test_under_autocast_the_cache_changes_little(monkeypatch: pytest.MonkeyPatch
         seen.append(logits)
         return row[len(seen) % 20]
 
-    monkeypatch.setattr("llmfoundry.inference.generate.sample_token", recorded)
+    monkeypatch.setattr("llmfoundry.inference.sampling.sample_token", recorded)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     for kv_cache in (True, False):
-        continued(model, row[:1], autocast=autocast, kv_cache=kv_cache, max_new_tokens=20)
+        continued(model, row[:1], autocast=autocast, kv_cache=kv_cache, temperature=1.0)
     cached, anew = torch.stack(seen[:20]), torch.stack(seen[20:])
     assert cached.dtype == torch.float32
     assert (cached - anew).abs().max() < 0.05 * anew.std()
 
 
-def test_gradients_stay_on_for_whoever_reads_the_stream() -> None:
-    options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, "seed": 0}
-    root = Root(make("rope"))
-    for _ in stream_tokens(root, NEVER, PROMPT, device=CPU, autocast=nullcontext, **options):
+@pytest.mark.parametrize("kv_cache", [True, False])
+def test_gradients_stay_on_for_whoever_reads_the_stream(kv_cache: bool) -> None:
+    root, request = Root(make("rope")), Request(tuple(PROMPT), 3)
+    rows = DecoderRows(root, slots=1, length=9, n_tokens=None, device=CPU, autocast=nullcontext)
+    cached = stream(SlotEngine(rows), request)
+    for _ in cached if kv_cache else stream_tokens(root, request, device=CPU, autocast=nullcontext):
         assert torch.is_grad_enabled()
+
+
+def test_a_stream_that_is_left_frees_its_slot() -> None:
+    rows = DecoderRows(
+        Root(make("rope")), slots=1, length=30, n_tokens=None, device=CPU, autocast=nullcontext
+    )
+    engine = SlotEngine(rows)
+    tokens = stream(engine, Request(tuple(PROMPT), 20))
+    next(tokens)
+    assert engine.running == 1
+    tokens.close()  # type: ignore[attr-defined]
+    assert not engine.busy
 
 
 def byte_tokenizer() -> Tokenizer:

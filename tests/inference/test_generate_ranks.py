@@ -6,6 +6,7 @@ import json
 import socket
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +15,29 @@ import torch.distributed as dist
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
-from llmfoundry.inference.generate import stream_tokens
+from llmfoundry.inference.decoder_rows import DecoderRows, first_process
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.inference.generate import draw_all, stream_tokens
+from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.parallel import ParallelConfig
 from tests.hf.random_models import EOS, ROPE, settings
 from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
-OPTIONS = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4}
+REQUESTS = [
+    Request((EOS, 3, 4), 12, Sampling(temperature=1.0, seed=4)),
+    Request((EOS, 5, 6, 7, 8), 9),
+    Request((EOS,), 5, Sampling(temperature=1.0, seed=5)),
+]
 
 
-def continued(module: torch.nn.Module, *, kv_cache: bool) -> list[int]:
-    tokens = stream_tokens(
-        module, -1, [EOS, 3, 4], device=CPU, autocast=nullcontext, kv_cache=kv_cache, **OPTIONS
-    )
-    return list(tokens)
+def continued(module: torch.nn.Module, *, kv_cache: bool) -> list[list[int]]:
+    given: dict[str, Any] = {"device": CPU, "autocast": nullcontext, "n_tokens": None}
+    if not kv_cache:
+        return [list(stream_tokens(module, request, **given)) for request in REQUESTS]
+    rows = DecoderRows(module, slots=2, length=20, **given)
+    return draw_all(SlotEngine(rows, agree=first_process(CPU)), REQUESTS)
 
 
 def _continue_on(rank: int, shard: int, port: int, folder: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from llmfoundry.models.attention import KVCache
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.layers import FFNS
+from llmfoundry.models.slots import Piece
 from llmfoundry.ops.activations import ACTIVATIONS
 from llmfoundry.ops.attention.base import alibi_slopes
 from llmfoundry.ops.packed_layout import PackedLayout
@@ -223,6 +225,19 @@ def test_fp32_logits_and_loss_are_near_float64(name: str) -> None:
         assert model.loss(hidden, labels).item() == pytest.approx(nats.item(), rel=1e-5)
 
 
+def cached(model: Decoder, parts: Sequence[Tensor], length: int) -> list[Tensor]:
+    """Hidden states (B, T, D) of the parts (B, T) of rows, each row in a slot of its own."""
+    rows, device = len(parts[0]), torch.device("cpu")
+    dtype = model.embedding_weight.dtype
+    cache = model.new_slots(slots=rows, length=length, device=device, dtype=dtype)
+    found, past = list[Tensor](), 0
+    for part in parts:
+        pieces = [Piece(slot, past, tuple(new), 0) for slot, new in enumerate(part.tolist())]
+        found.append(model(cache.begin(pieces), cache=cache).unflatten(1, part.shape)[0])
+        past += part.shape[1]
+    return found
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_key_value_cache_gives_the_logits_of_the_whole_row(name: str) -> None:
     config = make_config(**SETTINGS[name])
@@ -230,9 +245,8 @@ def test_key_value_cache_gives_the_logits_of_the_whole_row(name: str) -> None:
         config.max_seq_len = 12  # beyond it rows of every length have frequencies of their own
     model = make_model(config)
     tokens = random_tokens(3, 12, seed=5)
-    cache = KVCache(config, batch=3, max_len=12, device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
-        parts = [model(part, cache=cache) for part in tokens.split([5, 1, 4, 1, 1], dim=1)]
+        parts = cached(model, tokens.split([5, 1, 4, 1, 1], dim=1), 12)
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-5, atol=1e-5)
 
 
@@ -241,17 +255,18 @@ def test_cached_keys_turn_as_the_rows_present_length_says_under_dynamic_frequenc
     config = make_config(**SETTINGS["rope-dynamic"], n_layers=1)  # stretched beyond 6 tokens
     model = make_model(config)
     tokens = random_tokens(2, 12, seed=6)
-    cache = KVCache(config, batch=2, max_len=12, device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
-        for end, part in enumerate(tokens.split([4, *[1] * 8], dim=1), start=4):
-            hidden = model(part, cache=cache)
+        parts = cached(model, tokens.split([4, *[1] * 8], dim=1), 12)
+        for end, hidden in enumerate(parts, start=4):
             whole = model(tokens[:, :end])
             torch.testing.assert_close(hidden[:, -1], whole[:, -1], rtol=1e-5, atol=1e-5)
 
 
 def test_the_cache_holds_only_layers_that_make_their_keys() -> None:
     config = make_config(**SETTINGS["overrides"])
-    cache = KVCache(config, batch=2, max_len=9, device=torch.device("cpu"), dtype=torch.float32)
+    cache = make_model(config).new_slots(
+        slots=2, length=9, device=torch.device("cpu"), dtype=torch.float32
+    )
     assert cache._keys.shape == cache._values.shape == (3, 2, 9, 2, 6)
 
 

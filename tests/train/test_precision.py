@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from llmfoundry.builders.job import build_root, with_defaults
+from llmfoundry.builders.models import of_run
 from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.commands.convert import convert
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.inference.generate import stream_tokens
+from llmfoundry.inference.generate import stream, stream_tokens
+from llmfoundry.inference.requests import Request
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
@@ -127,22 +129,11 @@ def test_evaluation_may_ask_for_wider_weights(place: Path) -> None:
 
 def test_it_generates_with_and_without_a_cache(place: Path) -> None:
     loaded = load_checkpoint("runs/whole", ALONE, note=print)
-    texts = [
-        list(
-            stream_tokens(
-                loaded.root,
-                loaded.tokenizer.eos_id,
-                [loaded.tokenizer.eos_id, *loaded.tokenizer.encode("line")],
-                max_new_tokens=12,
-                temperature=0,
-                seed=1,
-                device=ALONE.device,
-                autocast=nullcontext,
-                kv_cache=kv_cache,
-            )
-        )
-        for kv_cache in (False, True)
-    ]
+    prompt = (loaded.tokenizer.eos_id, *loaded.tokenizer.encode("line"))
+    request = Request(prompt, 12, stop_ids=frozenset({loaded.tokenizer.eos_id}))
+    anew = stream_tokens(loaded.root, request, device=ALONE.device, autocast=nullcontext)
+    engine = of_run(loaded, ALONE).engine(slots=1, length=100)
+    texts = [[*anew], [*stream(engine, request)]]
     assert len(texts[0]) > 4 and texts[0][:4] == texts[1][:4]  # later, two logits may be as good
 
 

@@ -85,8 +85,8 @@ class OpenedHuggingFace:
             settings = self.config.get_text_config()
         return end_ids(getattr(settings, "eos_token_id", None), self.tokenizer)
 
-    def load(self, *, device: torch.device, precision: str, batch_tokens: int) -> HuggingFaceModel:
-        """The model with its weights; see `load_hugging_face`.
+    def load(self, *, device: torch.device, precision: str) -> Any:
+        """Transformers' model with its weights; see `load_hugging_face`.
 
         Raises:
             UserError: they cannot be read, or some are missing.
@@ -103,13 +103,7 @@ class OpenedHuggingFace:
             trust_remote_code=self.trust_remote_code,
         )
         _check_weights(self.name, report["missing_keys"])
-        return HuggingFaceModel(
-            model.to(device),
-            self.tokenizer,
-            seq_len=self.seq_len,
-            batch_tokens=batch_tokens,
-            autocast=precision == "amp_bf16",
-        )
+        return model.to(device)
 
 
 def open_hugging_face(
@@ -162,7 +156,13 @@ def load_hugging_face(
             or it reads less than seq_len.
     """
     opened = open_hugging_face(name, seq_len=seq_len, trust_remote_code=trust_remote_code)
-    model = opened.load(device=device, precision=precision, batch_tokens=batch_tokens)
+    model = HuggingFaceModel(
+        opened.load(device=device, precision=precision),
+        opened.tokenizer,
+        seq_len=opened.seq_len,
+        batch_tokens=batch_tokens,
+        autocast=precision == "amp_bf16",
+    )
     return model, opened.tokenizer
 
 

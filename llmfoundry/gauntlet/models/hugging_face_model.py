@@ -1,30 +1,29 @@
 """`HuggingFaceModel`: scores and continuations by transformers' own class.
 
-`hugging_face.py` makes it, for models that the decoder does not express. What a class can do with
-masks, positions and caches is not asked: texts of a batch are padded behind their end, where no
-causal model looks, and only prompts of one length are continued together.
+`hugging_face.py` makes it, for models that the decoder does not express. What is scored is padded
+behind its end, where no causal model looks; what is written is the engine's.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.metrics import until_stop
+from llmfoundry.gauntlet.models.generation import Ranks, generate_texts
 from llmfoundry.gauntlet.models.own import HEAD_CHUNK, score_targets
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.inference.hugging_face_rows import HuggingFaceRows
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
-Batch = TypeVar("Batch")
 
 
 class HuggingFaceModel:
@@ -50,8 +49,8 @@ class HuggingFaceModel:
     ) -> None:
         """Take over the model.
 
-        Its own settings of `generate` are replaced, all but the tokens that end a text: they may
-        ask for sampling, or for penalties on repetition, which would not be greedy.
+        Of its own settings of `generate` the tokens that end a text count alone: others may ask for
+        sampling, or for penalties on repetition, which would not be greedy.
 
         Args:
             model: on its device; in evaluation mode from now on.
@@ -60,14 +59,12 @@ class HuggingFaceModel:
             batch_tokens: tokens in a forward pass, padding included; one row always goes.
             autocast: compute matrix products in bf16.
         """
-        from transformers import GenerationConfig
-
         self.model, self.seq_len = model.eval(), seq_len
         self.tokens_computed = 0
         self._tokenizer, self._batch_tokens, self._autocast = tokenizer, batch_tokens, autocast
         self._device = next(model.parameters()).device
         self._end_ids = end_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
-        model.generation_config = GenerationConfig()
+        self._way: str | None = None  # how its engine runs it, once that was tried
         keep = inspect.signature(model.forward).parameters.get("logits_to_keep")
         self._takes_columns = keep is not None and "Tensor" in str(keep.annotation)
         rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
@@ -82,14 +79,16 @@ class HuggingFaceModel:
         readers: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
             readers.setdefault(request.tokens, []).append(i)
-        batches = list(self._batches(readers, len, pads=self._pads))
+        batches = list(self._batches(readers))
         self.tokens_computed += sum(len(batch) * len(batch[0]) for batch in batches)
         found: dict[int, Score] = {}
+        ranks = _every_process(self._device)
         with self._exact_head():
-            for batch in _dealt(batches):
+            # sorted by cost, so that each process has about as much to do
+            for batch in batches[ranks.rank :: ranks.size]:
                 asked = [(row, i) for row, tokens in enumerate(batch) for i in readers[tokens]]
                 found |= self._score(batch, asked, requests)
-        found = _gathered(found)
+        found = ranks.all_of(found)
         assert len(found) == len(requests), "every request is scored once"
         return [found[i] for i in range(len(requests))]
 
@@ -103,34 +102,34 @@ class HuggingFaceModel:
         """
         assert all(0 < len(p.tokens) <= self.seq_len for p in prompts), "prompts are cut before"
         self.tokens_computed += sum(len(prompt.tokens) for prompt in prompts)
-        rooms = [min(p.max_new_tokens, self.seq_len - len(p.tokens)) for p in prompts]
-        going = [i for i, room in enumerate(rooms) if room > 0]
-        longest = max(rooms, default=0)
-        batches = self._batches(going, lambda i: len(prompts[i].tokens), more=longest, pads=False)
-        found: dict[int, str | None] = {}
-        for batch in _dealt(list(batches)):
-            texts = self._continue([prompts[i] for i in batch], [rooms[i] for i in batch])
-            found |= dict(zip(batch, texts, strict=True))
-        found = _gathered(found)
-        if broken := sum(text is None for text in found.values()):
-            raise FloatingPointError(
-                f"the logits after {broken} of {len(prompts)} prompts, or after others in their"
-                " batches, are not finite numbers"
-            )
-        return [found.get(i) or "" for i in range(len(prompts))]
+        cut = [
+            replace(p, max_new_tokens=min(p.max_new_tokens, self.seq_len - len(p.tokens)))
+            for p in prompts
+        ]
+        return generate_texts(
+            cut,
+            self._engine,
+            tokenizer=self._tokenizer,
+            end_ids=self._end_ids,
+            batch_tokens=self._batch_tokens,
+            ranks=_every_process(self._device),
+            in_step=False,
+        )
 
-    def _batches(
-        self, items: Iterable[Batch], length: Callable[[Batch], int], *, pads: bool, more: int = 0
-    ) -> Iterator[list[Batch]]:
-        """Items of similar length, or of one where not `pads`, the longest first.
+    def _engine(self, slots: int, length: int) -> SlotEngine:
+        rows = HuggingFaceRows(
+            self.model, slots=slots, length=length, autocast=self._autocast, way=self._way
+        )
+        self._way = rows.way
+        return SlotEngine(rows)
 
-        A row takes `more` tokens beside its length.
-        """
-        batch: list[Batch] = []
-        for item in sorted(items, key=length, reverse=True):
-            width = length(batch[0]) if batch else 0
-            is_full = (len(batch) + 1) * (width + more) > self._batch_tokens
-            if batch and (is_full or (not pads and length(item) != width)):
+    def _batches(self, texts: Iterable[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Texts of similar length, or of one where padding changes angles, the longest first."""
+        batch: list[tuple[int, ...]] = []
+        for item in sorted(texts, key=len, reverse=True):
+            width = len(batch[0]) if batch else 0
+            is_full = (len(batch) + 1) * width > self._batch_tokens
+            if batch and (is_full or (not self._pads and len(item) != width)):
                 yield batch
                 batch = []
             batch.append(item)
@@ -198,74 +197,6 @@ class HuggingFaceModel:
         each = judged.double().cpu().split([len(requests[i].targets) for _, i in asked])
         return {i: _read(found) for (_, i), found in zip(asked, each, strict=True)}
 
-    def _continue(self, prompts: Sequence[Prompt], rooms: Sequence[int]) -> list[str | None]:
-        """What follows each prompt; None for all where logits were not finite."""
-        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
-        ids = torch.tensor([prompt.tokens for prompt in prompts], device=self._device)
-        start = ids.shape[1]
-        watch = _Watch(prompts, rooms, start, self._tokenizer)
-        greedy = GenerationConfig(
-            max_new_tokens=max(rooms),
-            do_sample=False,
-            num_beams=1,
-            pad_token_id=self._tokenizer.eos_id,
-            eos_token_id=sorted(self._end_ids),
-        )
-        autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast)
-        with torch.no_grad(), autocast:
-            output = self.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=greedy,
-                stopping_criteria=StoppingCriteriaList([watch]),
-                logits_processor=LogitsProcessorList([watch.look]),
-            )
-        if watch.is_broken:
-            return [None] * len(prompts)
-        texts: list[str | None] = []
-        for row, prompt, room in zip(output[:, start:].tolist(), prompts, rooms, strict=True):
-            end = next((n for n, t in enumerate(row[:room]) if t in self._end_ids), room)
-            texts.append(until_stop(self._tokenizer.decode(row[:end]), prompt.stops))
-        return texts
-
-
-class _Watch:
-    """Tells transformers' `generate` which rows are done: by a stop, or by their length."""
-
-    def __init__(
-        self, prompts: Sequence[Prompt], rooms: Sequence[int], start: int, tokenizer: Tokenizer
-    ) -> None:
-        self._stops, self._rooms, self._start = [p.stops for p in prompts], rooms, start
-        self._tokenizer = tokenizer
-        self._done = [False] * len(prompts)
-        self.is_broken = False
-
-    def look(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """A logits processor that changes nothing."""
-        self.is_broken |= not bool(logits.amax(-1).isfinite().all())
-        return logits
-
-    def __call__(self, tokens: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Which rows are done, (B,)."""
-        for b, row in enumerate(tokens[:, self._start :].tolist()):
-            if not self._done[b]:
-                is_long = len(row) >= self._rooms[b]
-                self._done[b] = self.is_broken or is_long or self._stopped(b, row)
-        return torch.tensor(self._done, device=tokens.device)
-
-    def _stopped(self, b: int, row: list[int]) -> bool:
-        """Whether the newest token completed a stop; only as much is decoded as it can span.
-
-        A token is a byte or more; a few more tokens, because some decoders drop the first space
-        and characters may be in pieces.
-        """
-        if not self._stops[b]:
-            return False
-        span = max(len(stop.encode()) for stop in self._stops[b]) + 4
-        tail = self._tokenizer.decode(row[-span:])
-        return any(stop in tail for stop in self._stops[b])
-
 
 def _read(judged: Tensor) -> Score:
     """The score of a request from `score_targets`'s four numbers of each target (n, 4)."""
@@ -286,20 +217,8 @@ def end_ids(ids: Any, tokenizer: Tokenizer) -> set[int]:
     return {*own, tokenizer.eos_id}
 
 
-def _dealt(batches: Sequence[T]) -> Sequence[T]:
-    """This process's part: with batches sorted by cost, each has about as much to do.
-
-    Of all processes, whatever the mesh, not of data ranks: each of them has the whole model.
-    """
+def _every_process(device: torch.device) -> Ranks:
+    """All processes, whatever the mesh, not data ranks: each of them has the whole model."""
     if not dist.is_initialized():
-        return batches
-    return batches[dist.get_rank() :: dist.get_world_size()]
-
-
-def _gathered(found: dict[int, T]) -> dict[int, T]:
-    """What all ranks found."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return found
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, found)
-    return {number: value for part in parts for number, value in part.items()}
+        return Ranks()
+    return Ranks(dist.get_rank(), dist.get_world_size(), None, device)

@@ -16,9 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.models.generation import Autocast, generate_texts
+from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.models.generation import Ranks, generate_texts
 from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
+from llmfoundry.inference.decoder_rows import Autocast, DecoderRows, decoder_of
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.packed_layout import PackedLayout
 
@@ -71,7 +75,7 @@ class OwnModel:
         """
         self.tokens_computed = 0
         self._end_ids = {tokenizer.eos_id} if end_ids is None else end_ids
-        self._n_tokens = n_tokens
+        self._n_tokens = tokenizer.vocab_size if n_tokens is None else n_tokens
         self._root, self._tokenizer, self._seq_len = root, tokenizer, seq_len
         self._device, self._batch_tokens, self._autocast = device, batch_tokens, autocast
         self._data_rank, self._data_size, self._data_group = data_rank, data_size, data_group
@@ -98,20 +102,46 @@ class OwnModel:
         )
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See EvaluatedModel."""
+        """See EvaluatedModel.
+
+        Raises:
+            UserError: a row would be longer than the model's learned positions.
+        """
+        check_lengths(longest_document(decoder_of(self._root).config), prompts)
         self.tokens_computed += sum(len(prompt.tokens) for prompt in prompts)
         return generate_texts(
-            self._root,
             prompts,
+            self._engine,
             tokenizer=self._tokenizer,
             end_ids=self._end_ids,
+            batch_tokens=self._batch_tokens,
+            ranks=Ranks(self._data_rank, self._data_size, self._data_group, self._device),
+        )
+
+    def _engine(self, slots: int, length: int) -> SlotEngine:
+        rows = DecoderRows(
+            self._root,
+            slots=slots,
+            length=length,
             n_tokens=self._n_tokens,
             device=self._device,
-            batch_tokens=self._batch_tokens,
             autocast=self._autocast,
-            data_rank=self._data_rank,
-            data_size=self._data_size,
-            data_group=self._data_group,
+        )
+        return SlotEngine(rows, in_step=True)
+
+
+def check_lengths(longest: int | None, prompts: Sequence[Prompt]) -> None:
+    """ALiBi and rotary positions continue beyond max_seq_len, learned ones end at `longest`."""
+    if longest is None:
+        return
+    too_long = [p for p in prompts if len(p.tokens) + p.max_new_tokens - 1 > longest]
+    if too_long:
+        worst = max(too_long, key=lambda p: len(p.tokens) + p.max_new_tokens)
+        raise UserError(
+            f"max_new_tokens: {worst.max_new_tokens} after a prompt of {len(worst.tokens)} tokens"
+            f" ({len(too_long)} of {len(prompts)} prompts are too long), but the model's learned"
+            f" positions end at {longest} (model.max_seq_len); write a smaller number, or a smaller"
+            " max_seq_len for the task's prompts"
         )
 
 

@@ -1,7 +1,8 @@
 """The recipes of scripts that take a trained model: eval.py, convert.py, generate.py, chat.py.
 
 Each takes a `checkpoint`: a run's folder (its newest complete checkpoint) or one checkpoint's
-folder, or the URL of one, such as s3://bucket/runs/mine.
+folder, or the URL of one, such as s3://bucket/runs/mine; all but convert.py a model from elsewhere
+too (`builders/models.py`).
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ class EvalRecipe:
     checkpoint: Annotated[str | None, PATH] = None
     """A run's folder, or one checkpoint's, or the URL of one."""
     models: Annotated[list[str], PATH] = field(default_factory=list)
-    """Models beside it, each of: a run's or a checkpoint's folder or URL; a folder that
-    transformers saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an OpenAI-compatible server,
-    such as http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for generation tasks."""
+    """Models beside it, each of: a run's or a checkpoint's folder or URL; an adapter's folder, as
+    peft saves it; a folder that transformers saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an
+    OpenAI-compatible server, such as http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for
+    generation tasks."""
     output: Annotated[str | None, PATH] = None
     """Where results.json, rows.jsonl and gauntlet.html go; unset: beside the checkpoint's run,
     eval/<batch>/, for others runs/<name>/eval/."""
@@ -151,7 +153,8 @@ class DrawRecipe:
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """A run's folder, or one checkpoint's, or the URL of one."""
+    """A run's folder, or one checkpoint's, or the URL of one; an adapter's folder, as peft saves
+    it; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
     max_new_tokens: Annotated[int, NEW_TOKENS] = 128
     """Length of what is written, in tokens, unless its end comes first."""
     temperature: Annotated[float, TEMPERATURE] = 0.8
@@ -163,7 +166,7 @@ class DrawRecipe:
     seed: Annotated[int, Range(0)] = 17
     """Seed of the draws."""
     precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's own."""
+    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
     kv_cache: bool = True
     """Keep keys and values of earlier tokens; false computes them again each time (slow)."""
     plugins: list[str] = field(default_factory=list)

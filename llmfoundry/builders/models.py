@@ -1,0 +1,384 @@
+"""`open_model`: any model that a name stands for, for whoever asks it.
+
+`generate`, `chat` and `serve` ask its engine; the gauntlet asks models that are no runs of ours
+through it (`external_models`). A Hugging Face model that the decoder expresses exactly is computed
+by it; any other by transformers' own class. An adapter is merged into its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmfoundry.builders.adapter import check_base
+from llmfoundry.builders.job import build_autocast, served_precision, weight_dtype
+from llmfoundry.builders.pretrained import fill_model
+from llmfoundry.builders.resume import Loaded, open_checkpoint
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import World
+from llmfoundry.errors import UserError, import_optional, one_line
+from llmfoundry.gauntlet.models.hugging_face import (
+    OpenedHuggingFace,
+    document_start,
+    load_config,
+    open_hugging_face,
+)
+from llmfoundry.gauntlet.prompts.settings import special_tokens
+from llmfoundry.inference.decoder_rows import Autocast, DecoderRows, first_process
+from llmfoundry.inference.engine import Rows, SlotEngine
+from llmfoundry.inference.hugging_face_rows import HuggingFaceRows
+from llmfoundry.models.adapter import merge_into
+from llmfoundry.models.attention import longest_document
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.quantized import is_quantized
+from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+
+HUGGING_FACE, CHAT, COMPLETIONS = "hf:", "chat:", ("http://", "https://")
+ADAPTER = "adapter_config.json"
+_DEPTH = 4  # adapters on adapters: more of them are a circle
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights, on this process.
+
+    Attributes:
+        root: the decoder that computes it; None: transformers' own class does.
+        hugging_face: transformers' object; None: the decoder computes it.
+        tokenizer: the model's.
+        device: where it is.
+        autocast: makes the context of a forward pass.
+        precision: see TrainRecipe.
+        end_ids: tokens that end a text.
+        n_tokens: ids below it may be drawn.
+        longest: tokens that it can read; None: there is no end to it.
+        notes: what a reader must know of how it is computed.
+    """
+
+    root: Root | None
+    hugging_face: Any
+    tokenizer: Tokenizer
+    device: torch.device
+    autocast: Autocast
+    precision: str
+    end_ids: frozenset[int]
+    n_tokens: int
+    longest: int | None
+    notes: tuple[str, ...] = ()
+
+    def rows(self, *, slots: int, length: int) -> Rows:
+        """What an engine computes with; it takes memory for slots x length tokens."""
+        if self.root is None:
+            autocast = self.precision == "amp_bf16"
+            return HuggingFaceRows(
+                self.hugging_face,
+                slots=slots,
+                length=length,
+                n_tokens=self.n_tokens,
+                autocast=autocast,
+            )
+        return DecoderRows(
+            self.root,
+            slots=slots,
+            length=length,
+            n_tokens=self.n_tokens,
+            device=self.device,
+            autocast=self.autocast,
+        )
+
+    def engine(self, *, slots: int, length: int) -> SlotEngine:
+        """What is asked; see `rows`."""
+        return SlotEngine(self.rows(slots=slots, length=length), agree=first_process(self.device))
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model that is there, of which all is read but the weights.
+
+    Attributes:
+        name: as the user wrote it.
+        tokenizer: its own.
+        window: tokens that it was made to read at most, its answer with them.
+        start: what documents began with in its training; None: it was not trained here.
+        load: reads the weights.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    window: int
+    start: tuple[int, ...] | None
+    load: Callable[[], LoadedModel]
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The ids of a text to be continued, at least one.
+
+        After what documents began with in the model's training; where that is not known, after what
+        its tokenizer puts before every text, as transformers and lm-evaluation-harness ask it.
+        """
+        special = special_tokens(self.tokenizer, start=self.start)
+        before = special.before if self.start is None else special.start
+        return [*before, *self.tokenizer.encode(text)] or [special.prefix]
+
+
+def is_hugging_face(name: str) -> bool:
+    """Whether a name is a Hugging Face model's: hf:OWNER/NAME, or a folder with config.json."""
+    folder = Path(name).expanduser()
+    return name.startswith(HUGGING_FACE) or (folder / "config.json").is_file()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a name is that of an adapter's folder."""
+    return (Path(name).expanduser() / ADAPTER).is_file() and not is_hugging_face(name)
+
+
+def is_endpoint(name: str) -> bool:
+    """Whether a name is a server's address."""
+    return name.startswith((CHAT, *COMPLETIONS))
+
+
+def check_model(name: str, *, seq_len: int | None = None) -> None:
+    """Whether there is a Hugging Face model or an adapter of this name; no weights are read.
+
+    Raises:
+        UserError: there is none, or it reads less than seq_len.
+    """
+    if is_adapter(name):
+        base = base_of_adapter(Path(name).expanduser())
+        if is_hugging_face(base) or is_adapter(base):
+            check_model(base, seq_len=seq_len)
+        return
+    import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
+
+    load_config(name.removeprefix(HUGGING_FACE), seq_len)
+
+
+def open_model(
+    name: str,
+    world: World,
+    *,
+    note: Callable[[str], None],
+    precision: str | None = None,
+    seq_len: int | None = None,
+    depth: int = 0,
+) -> OpenedModel:
+    """The model that a name stands for, as `scripts/eval.py` takes names.
+
+    Args:
+        name: a run's folder or a checkpoint's, or the URL of one; an adapter's folder, as peft
+            saves it; a folder that transformers saved, or hf:OWNER/NAME on the hub.
+        world: this process.
+        note: reports what the user should know.
+        precision: fp32, amp_bf16 or bf16; None: the run's own, of others fp32.
+        seq_len: longest input in tokens; None: what the model reads at most.
+        depth: adapters that stand on this model.
+
+    Raises:
+        UserError: there is no such model, or it cannot be used here.
+    """
+    if is_endpoint(name):
+        raise UserError(
+            f"checkpoint: {name} is a server's address; write a model that is here, or"
+            f" {HUGGING_FACE}OWNER/NAME"
+        )
+    how: dict[str, Any] = {"note": note, "precision": precision}
+    if is_adapter(name):
+        return _open_adapter(name, world, depth, seq_len=seq_len, **how)
+    if is_hugging_face(name):
+        return _open_hugging_face(name, world, seq_len=seq_len, **how)
+    if "://" not in name and name.count("/") < 2 and not Path(name).expanduser().exists():
+        try:
+            return _open_run(name, world, **how)
+        except UserError as error:
+            hint = f"; a model on the Hugging Face hub is {HUGGING_FACE}{name}"
+            raise UserError(*(line + hint for line in error.problems)) from error
+    return _open_run(name, world, **how)
+
+
+def _open_run(
+    name: str, world: World, *, note: Callable[[str], None], precision: str | None
+) -> OpenedModel:
+    loaded, fill = open_checkpoint(name, world, note=note, precision=precision)
+    window = loaded.recipe.model.max_seq_len
+    assert window is not None, "the recipe was filled"
+
+    def load() -> LoadedModel:
+        fill()
+        return of_run(loaded, world)
+
+    start = tuple(loaded.tokenizer.document_start) if loaded.is_trained else None
+    return OpenedModel(name, loaded.tokenizer, window, start, load)
+
+
+def of_run(loaded: Loaded, world: World) -> LoadedModel:
+    """One of our own, with its weights."""
+    is_class = isinstance(loaded.recipe.model, HFModelConfig)
+    model: Any = loaded.root.model
+    precision, tokenizer = loaded.recipe.precision, loaded.tokenizer
+    return LoadedModel(
+        None if is_class else loaded.root,
+        model.hf if is_class else None,
+        tokenizer,
+        world.device,
+        build_autocast(precision, world.device),
+        precision,
+        frozenset({tokenizer.eos_id}),
+        tokenizer.vocab_size,
+        model.config.max_seq_len if is_class else longest_document(model.config),
+    )
+
+
+def _open_hugging_face(
+    name: str,
+    world: World,
+    *,
+    note: Callable[[str], None],
+    precision: str | None,
+    seq_len: int | None,
+) -> OpenedModel:
+    import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
+
+    opened = open_hugging_face(name.removeprefix(HUGGING_FACE), seq_len=seq_len)
+
+    def load() -> LoadedModel:
+        kind = served_precision(precision or "fp32", world, note)
+        try:
+            return _by_decoder(opened, world, kind)
+        except UserError as error:
+            return _by_class(opened, world, kind, error.problems[0].partition(" (can be:")[0])
+
+    start = document_start(opened.config)
+    return OpenedModel(name, opened.tokenizer, opened.seq_len, start, load)
+
+
+def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> LoadedModel:
+    """A Hugging Face model computed by the decoder."""
+    from llmfoundry.hf.read import hf_folder, open_hf
+
+    with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
+        with torch.device("meta"):
+            root = Root(Decoder(found.config)).to(weight_dtype(precision))
+        root.to_empty(device=world.device)
+        fill_model(root.model, found.tensors())
+    assert found.config.vocab_size is not None, "config.json says it"
+    return LoadedModel(
+        root.eval(),
+        None,
+        opened.tokenizer,
+        world.device,
+        build_autocast(precision, world.device),
+        precision,
+        frozenset(opened.end_ids()),
+        found.config.vocab_size,  # as transformers draws: all that the head has
+        longest_document(found.config),
+    )
+
+
+def _by_class(opened: OpenedHuggingFace, world: World, precision: str, reason: str) -> LoadedModel:
+    """A Hugging Face model computed by its own class, for that reason."""
+    theirs = opened.load(device=world.device, precision=precision)
+    kind = type(theirs).__name__
+    return LoadedModel(
+        None,
+        theirs,
+        opened.tokenizer,
+        world.device,
+        build_autocast(precision, world.device),
+        precision,
+        frozenset(opened.end_ids()),
+        int(theirs.config.get_text_config().vocab_size),
+        opened.seq_len,
+        (f"{kind} of transformers, each text apart, which is slower: {reason}",),
+    )
+
+
+def base_of_adapter(folder: Path) -> str:
+    """The name of the model that an adapter was made for.
+
+    A path that is not there is looked for from each folder above, where both were copied together.
+
+    Raises:
+        UserError: its folder names none.
+    """
+    from llmfoundry.hf.peft.names import read_config
+
+    base = read_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder / ADAPTER}: names no base model; write it as base_model_name_or_path"
+        )
+    given = Path(base).expanduser()
+    if "://" in base or base.startswith(HUGGING_FACE) or given.exists():
+        return base
+    for above in folder.absolute().parents:
+        if (above / given).is_dir():
+            return str(above / given)
+    is_path = given.is_absolute() or base.startswith((".", "runs/")) or base.count("/") > 1
+    return base if is_path else f"{HUGGING_FACE}{base}"
+
+
+def _open_adapter(
+    name: str,
+    world: World,
+    depth: int,
+    *,
+    note: Callable[[str], None],
+    precision: str | None,
+    seq_len: int | None,
+) -> OpenedModel:
+    folder = Path(name).expanduser()
+    if depth == _DEPTH:
+        raise UserError(f"{folder}: an adapter on {depth} adapters; write one on a model")
+    base = open_model(
+        base_of_adapter(folder),
+        world,
+        note=note,
+        precision=precision,
+        seq_len=seq_len,
+        depth=depth + 1,
+    )
+    tokenizer = base.tokenizer
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(folder)
+
+    def load() -> LoadedModel:
+        loaded = base.load()
+        if tokenizer.vocab_size > loaded.n_tokens:
+            raise UserError(
+                f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, but {base.name}"
+                f" {loaded.n_tokens}; remove its tokenizer.json, or name the right base"
+            )
+        add = _add_to_class if loaded.root is None else _add_to_decoder
+        loaded = add(loaded, folder)
+        note(f"{folder}: merged into {base.name}")
+        return replace(loaded, tokenizer=tokenizer)
+
+    return replace(base, name=name, tokenizer=tokenizer, load=load)
+
+
+def _add_to_decoder(loaded: LoadedModel, folder: Path) -> LoadedModel:
+    from llmfoundry.hf.peft.read import read_adapter
+
+    assert loaded.root is not None
+    model = loaded.root.model
+    if is_quantized(model):
+        raise UserError(f"{folder}: its base has weights of 4 bits; name one that has not")
+    check_base(model, folder, ADAPTER)
+    with torch.device("meta"):
+        plain = Decoder(model.config)
+    read = read_adapter(folder, plain, dropout=0.0)
+    with torch.no_grad():
+        merge_into(model, read.plan, read.tensors)
+    return loaded
+
+
+def _add_to_class(loaded: LoadedModel, folder: Path) -> LoadedModel:
+    peft = import_optional("peft", "an adapter on a model of transformers' class", extra="peft")
+    try:
+        adapted = peft.PeftModel.from_pretrained(loaded.hugging_face, str(folder))
+        return replace(loaded, hugging_face=adapted.merge_and_unload().eval())
+    except Exception as error:  # peft raises many unrelated types
+        raise UserError(f"{folder}: peft cannot load it: {one_line(error)}") from error

@@ -1,0 +1,132 @@
+"""Concurrent requests on transformers' own classes, against each text read anew and `generate`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from llmfoundry.inference.engine import SlotEngine
+from llmfoundry.inference.hugging_face_rows import WAYS, HuggingFaceRows
+from llmfoundry.inference.requests import Request, Sampling
+from tests.gauntlet.hugging_face_models import (
+    N_TOKENS,
+    SEQ_LEN,
+    plain_continuation,
+    random_model,
+)
+from tests.inference.test_engine import run, tokens_of
+from tests.selection import slow_but
+
+KINDS = {
+    "llama": "together",
+    "mistral": "together",  # windows of 40
+    "gemma2": "together",  # some layers with windows of 24
+    "gpt2": "together",
+    "gpt_neox": "together",
+    "gpt_neo": "together",
+    "mpt": "together",  # ALiBi, which transformers' continuous batching computes wrongly
+    "bloom": "together",
+    "mamba": "apart",
+}
+
+
+def engine_of(model: Any, *, slots: int = 4, **options: Any) -> SlotEngine:
+    return SlotEngine(HuggingFaceRows(model, slots=slots, length=SEQ_LEN, **options))
+
+
+def mixed_requests(count: int = 10) -> list[Request]:
+    """Prompts of 1 to 70 tokens and answers of 1 to 25."""
+    draw = random.Random(1)
+    requests = []
+    for i in range(count):
+        prompt = tuple(draw.randrange(1, N_TOKENS - 2) for _ in range((1, 5, 30, 70)[i % 4]))
+        requests.append(Request(prompt, draw.randint(1, 25), stop_ids=frozenset({0})))
+    return requests
+
+
+@pytest.mark.parametrize("kind", slow_but(["gpt_neox", "gpt_neo", "bloom"], KINDS))
+def test_answers_are_those_of_each_text_read_anew(kind: str) -> None:
+    model, requests = random_model(kind), mixed_requests()
+    rows = HuggingFaceRows(model, slots=4, length=SEQ_LEN)
+    assert rows.way == KINDS[kind]
+    found = run(SlotEngine(rows), requests)
+    for request, news in zip(requests, found, strict=True):
+        expected = plain_continuation(model, request.prompt, request.max_new_tokens, {0})
+        assert tokens_of(news) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_what_generate_gives(way: str) -> None:
+    model, requests = random_model("llama"), mixed_requests(6)
+    model.generation_config.eos_token_id = 0
+    found = run(engine_of(model, way=way), requests)
+    for request, news in zip(requests, found, strict=True):
+        prompt = torch.tensor([request.prompt])
+        row = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=request.max_new_tokens,
+            pad_token_id=0,
+        )
+        assert tokens_of(news) == [t for t in row[0, prompt.shape[1] :].tolist() if t]
+
+
+def test_a_class_that_ignores_its_mask_is_not_given_padded_rows() -> None:
+    model = random_model("llama")
+    forward = model.model.forward
+
+    def ignoring(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    model.model.forward = ignoring
+    requests = mixed_requests(4)
+    rows = HuggingFaceRows(model, slots=4, length=SEQ_LEN)
+    assert rows.way == "apart"
+    for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):
+        expected = plain_continuation(model, request.prompt, request.max_new_tokens, {0})
+        assert tokens_of(news) == expected
+
+
+def test_cancelled_requests_and_slots_that_are_used_again_change_no_answer() -> None:
+    model, requests = random_model("mpt"), mixed_requests(14)
+    engine, draw = engine_of(model, slots=3), random.Random(5)
+    numbers = {engine.add(request): i for i, request in enumerate(requests)}
+    found: dict[int, list[int]] = {}
+    ended: set[int] = set()
+    cancelled: set[int] = set()
+    while engine.busy:
+        for one in engine.step():
+            found.setdefault(one.request, []).extend(tokens_of([one]))
+            ended |= {one.request} if one.finish else set()
+        if draw.random() < 0.15:
+            number = draw.choice(list(numbers))
+            engine.cancel(number)
+            cancelled |= {number} - ended
+    assert len(cancelled) > 2 and ended | cancelled == numbers.keys()
+    for number in ended:
+        request = requests[numbers[number]]
+        expected = plain_continuation(model, request.prompt, request.max_new_tokens, {0})
+        assert found[number] == expected
+
+
+def test_log_probabilities_are_the_classes_own() -> None:
+    model = random_model("gpt2")
+    how = Sampling(temperature=1.0, seed=3)
+    requests = [Request(r.prompt, 5, how, frozenset(), 2, True) for r in mixed_requests(6)]
+    for request, news in zip(requests, run(engine_of(model), requests), strict=True):
+        drawn, n = tokens_of(news), len(request.prompt)
+        with torch.no_grad():
+            ids = torch.tensor([[*request.prompt, *drawn]])
+            whole = model(ids, use_cache=False).logits[0].log_softmax(-1)
+        for place, one in enumerate(news, start=n - 1):
+            assert one.token is not None
+            assert one.logprob == pytest.approx(float(whole[place, one.token]), abs=1e-4)
+            assert [i for i, _ in one.top] == whole[place].topk(2).indices.tolist()
+        judged = news[0].prompt_logprobs
+        assert judged is not None
+        for place, each in enumerate(judged[1:]):
+            assert each.logprob == pytest.approx(float(whole[place, each.token]), abs=1e-4)
