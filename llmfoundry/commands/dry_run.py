@@ -330,20 +330,14 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
 
 def plan_drawing(recipe: DrawRecipe) -> Rows:
     """Of scripts/generate.py and scripts/chat.py."""
-    name = str(recipe.checkpoint)
-    if is_hugging_face(name) or is_adapter(name):
-        check_model(name)
-        kind = "a Hugging Face model" if is_hugging_face(name) else "an adapter"
-        yield "model", f"{name}, {kind}, {recipe.precision or 'fp32'}"
-    else:
-        yield from _checkpoint(name)
+    yield from _any_model(str(recipe.checkpoint), recipe.precision)
     how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
     yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
 
 
 def plan_serving(recipe: ServeRecipe) -> Rows:
     """Of scripts/serve.py."""
-    yield from _checkpoint(str(recipe.checkpoint))
+    yield from _any_model(str(recipe.checkpoint), recipe.precision)
     key = "none" if recipe.read_key() is None else "asked for"
     yield "at", f"{recipe.host}, port {recipe.port or 'that is free'}; API key: {key}"
     yield "answers", f"{recipe.slots} at a time, {recipe.max_waiting} may wait"
@@ -359,6 +353,16 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output: {output} is not empty; write another folder")
     yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
+
+
+def _any_model(name: str, precision: str | None) -> Rows:
+    """A model of ours, or one from elsewhere."""
+    if is_hugging_face(name) or is_adapter(name):
+        check_model(name)
+        kind = "a Hugging Face model" if is_hugging_face(name) else "an adapter"
+        yield "model", f"{name}, {kind}, {precision or 'fp32'}"
+    else:
+        yield from _checkpoint(name)
 
 
 def _checkpoint(path: str) -> Rows:

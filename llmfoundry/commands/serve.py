@@ -7,13 +7,11 @@ import signal
 import socket
 import sys
 
-from llmfoundry.builders.job import build_autocast
-from llmfoundry.builders.resume import load_checkpoint
+from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
+from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import join
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.inference.decoder_rows import DecoderRows
-from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.serve.asked import Served
 from llmfoundry.inference.serve.worker import EngineWorker
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -28,57 +26,65 @@ def serve(recipe: ServeRecipe) -> None:
     key = recipe.read_key()
     if key is not None:
         hide({OPTIONS: {"key": key}})
-    listener = _listen(recipe.host, recipe.port)
-    with join(ParallelConfig()) as world, listener:
+    with join(ParallelConfig()) as world, _listen(recipe.host, recipe.port) as listener:
+        if world.size > 1:
+            raise UserError("scripts/serve.py is one process; start it without torchrun")
         assert recipe.checkpoint is not None
-        loaded = load_checkpoint(
-            recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision
+        opened = open_model(
+            recipe.checkpoint,
+            world,
+            note=_to_stderr,
+            precision=recipe.precision,
+            seq_len=recipe.max_seq_len,
         )
-        length = recipe.max_seq_len or loaded.recipe.model.max_seq_len
-        assert length is not None, "the recipe was filled"
-        rows = DecoderRows(
-            loaded.root,
-            slots=recipe.slots,
-            length=length,
-            n_tokens=loaded.tokenizer.vocab_size,
-            device=world.device,
-            autocast=build_autocast(loaded.recipe.precision, world.device),
+        template, why = chat_template(recipe, opened.tokenizer)
+        loaded = opened.load()
+        for line in loaded.notes:
+            _to_stderr(line)
+        served = Served(
+            recipe.model_name or public(recipe.checkpoint),
+            opened.tokenizer,
+            template,
+            prompt_ids=opened.prompt_ids,
+            n_tokens=loaded.n_tokens,
+            length=_length(recipe, opened, loaded),
+            most_tokens=recipe.max_new_tokens,
+            most_sequences=recipe.max_answers,
+            end_ids=loaded.end_ids,
+            no_template=why,
         )
-        worker = EngineWorker(SlotEngine(rows))
-        served = served_model(recipe, loaded.tokenizer, worker.engine.length)
-        run_server(recipe, served, worker, listener, key)
+        engine = loaded.engine(slots=recipe.slots, length=served.length)
+        run_server(recipe, served, EngineWorker(engine), listener, key)
 
 
-def served_model(recipe: ServeRecipe, tokenizer: Tokenizer, length: int) -> Served:
-    """What clients see of the model.
-
-    Args:
-        recipe: the command's.
-        tokenizer: the model's.
-        length: tokens of a prompt and its answer together.
+def chat_template(recipe: ServeRecipe, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, str]:
+    """How messages become a text; or None, and why chats are refused.
 
     Raises:
-        UserError: it has not the chat template that is asked for.
+        UserError: the model cannot have the template that is asked for.
     """
-    template, reason = None, "the model has no chat template"
     if recipe.chat_template is not None:
         template = tokenizer.chat_by(recipe.chat_template, key="chat_template")
-    elif tokenizer.has_chat:
-        try:
-            template = tokenizer.chat
-            template.end_of_turn  # noqa: B018 - or an error
-        except UserError as error:
-            template, reason = None, str(error)
-    return Served(
-        recipe.model_name or public(str(recipe.checkpoint)),
-        tokenizer,
-        template,
-        length=length,
-        most_tokens=recipe.max_new_tokens or length,
-        most_sequences=recipe.max_answers,
-        end_ids=frozenset({tokenizer.eos_id}),
-        no_template=reason,
-    )
+        template.end_of_turn  # noqa: B018 - or an error
+        return template, ""
+    if not tokenizer.has_chat:
+        return None, "the model has no chat template"
+    try:
+        tokenizer.chat.end_of_turn  # noqa: B018 - or an error
+    except UserError as error:
+        return None, str(error)
+    return tokenizer.chat, ""
+
+
+def _length(recipe: ServeRecipe, opened: OpenedModel, loaded: LoadedModel) -> int:
+    """Tokens of a prompt and its answer together."""
+    length = recipe.max_seq_len or opened.window
+    if loaded.longest is not None and length > loaded.longest:
+        raise UserError(
+            f"max_seq_len: {length}, but the model's learned positions end at {loaded.longest};"
+            " write that at most"
+        )
+    return length
 
 
 def run_server(

@@ -106,7 +106,17 @@ TEMPLATE = """{% for m in messages %}{% if m.role == 'king' %}{{ raise_exception
 def served_bytes(engine: Any, **settings: Any) -> Served:
     tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
     template = ChatTemplate(TEMPLATE, {}, is_trusted=True)
-    known = Served("m", tokenizer, template, engine.length, engine.length, 64, frozenset({EOS}))
+    known = Served(
+        "m",
+        tokenizer,
+        template,
+        prompt_ids=tokenizer.encode_prompt,
+        n_tokens=tokenizer.vocab_size,
+        length=engine.length,
+        most_tokens=engine.length,
+        most_sequences=64,
+        end_ids=frozenset({EOS}),
+    )
     return replace(known, **settings)
 
 

@@ -7,7 +7,7 @@ know of the model is `Served`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmfoundry.data.text.chat_template import ChatTemplate
@@ -29,8 +29,10 @@ class Served:
         name: what clients call it.
         tokenizer: its tokenizer.
         template: how messages become a text; None: there is none, for the reason `no_template`.
+        prompt_ids: the ids of a text to be continued.
+        n_tokens: ids below it are tokens of the model.
         length: tokens of a prompt and its answer together at most.
-        most_tokens: tokens of an answer at most.
+        most_tokens: tokens of an answer at most; None: as many as there is room for.
         most_sequences: answers to one request at most, over all its prompts.
         end_ids: tokens that end an answer, beside those that end a turn.
     """
@@ -38,8 +40,10 @@ class Served:
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    prompt_ids: Callable[[str], list[int]]
+    n_tokens: int
     length: int
-    most_tokens: int
+    most_tokens: int | None
     most_sequences: int
     end_ids: frozenset[int]
     no_template: str = ""
@@ -94,7 +98,8 @@ def ask_completion(served: Served, fields: CompletionFields) -> Asked:
     prompts = tuple(Prompt(tuple(i), text) for i, text in zip(ids, shown, strict=True))
     most = [_COMPLETION if fields.max_tokens is None else fields.max_tokens] * len(prompts)
     if fields.max_tokens is None:
-        most = [max(1, min(_COMPLETION, served.length - len(i))) for i in ids]
+        room = min(_COMPLETION, served.most_tokens or _COMPLETION)
+        most = [max(1, min(room, served.length - len(i))) for i in ids]
     return _asked(served, fields, prompts, most, logprobs=fields.logprobs)
 
 
@@ -114,7 +119,7 @@ def ask_chat(served: Served, fields: ChatFields) -> Asked:
     except UserError as error:
         raise RequestError(422, f"messages: {error}", param="messages") from error
     ids = tuple(served.tokenizer.encode_chat(text))
-    room = min(max(1, served.length - len(ids)), served.most_tokens)
+    room = min(max(1, served.length - len(ids)), served.most_tokens or served.length)
     most = room if fields.max_tokens is None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     return _asked(served, fields, (Prompt(ids),), [most], logprobs=logprobs, end_of_turn=end)
@@ -160,8 +165,8 @@ def _asked(
 
 def _encode(served: Served, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
-        return served.tokenizer.encode_prompt(prompt)
-    largest = served.tokenizer.vocab_size - 1
+        return served.prompt_ids(prompt)
+    largest = served.n_tokens - 1
     if max(prompt) > largest:
         say = f"prompt: {max(prompt)} is no token of this model; its last is {largest}"
         raise RequestError(400, say, param="prompt")
@@ -176,7 +181,7 @@ def _check_size(
         say = f"n: {sequences} answers in one request; write {served.most_sequences} at most"
         raise RequestError(400, say, param="n")
     for prompt, room in zip(prompts, most, strict=True):
-        if room > served.most_tokens:
+        if served.most_tokens is not None and room > served.most_tokens:
             say = f"max_tokens: {room}; this server writes {served.most_tokens} at most"
             raise RequestError(400, say, param="max_tokens")
         if len(prompt.ids) + max(room, 1) - 1 > served.length:  # the last is never read

@@ -34,7 +34,8 @@ class ServeRecipe:
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """A run's folder, or one checkpoint's, or the URL of one."""
+    """A run's folder, or one checkpoint's, or the URL of one; an adapter's folder, as peft saves
+    it; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
     host: str = "127.0.0.1"
     """The address to listen at: this machine alone may ask. 0.0.0.0, or any other that is not of
     this machine alone, needs api_key_env."""
@@ -62,7 +63,7 @@ class ServeRecipe:
     drain_timeout: Annotated[float, _SECONDS] = 30.0
     """Seconds that requests under way may still take after SIGTERM or Ctrl-C."""
     precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's own."""
+    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
     """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's own."""
     access_log: bool = False
