@@ -56,6 +56,8 @@ def prepare(recipe: MigrateRecipe) -> tuple[Migration, Path]:
     hide(source.values)
     output = _output(recipe, path)
     result = migrate(source, show(output.with_name(f"{output.stem}-gauntlet.yaml")))
+    if output.exists() and path.exists() and output.samefile(path):
+        raise UserError(f"output: {show(output)} is theirs itself; write another")
     for target in {output, gauntlet_path(output, result)} if result.gauntlet else {output}:
         if target.exists() and not recipe.overwrite:
             raise UserError(
@@ -84,6 +86,8 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
         atomic_write(path, text)
     except OSError as error:
         raise UserError(f"output: {show(path)}: {error.strerror}; write another path") from error
+    except UnicodeEncodeError as error:
+        raise UserError(f"theirs: has text that is not UTF-8 ({error.object!r:.60})") from error
     print(f"{show(path)} is written")
 
 

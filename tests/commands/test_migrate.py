@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.typed import flat, to_dict
-from llmfoundry.recipe.migration.read import leaves_of, read_theirs
+from llmfoundry.recipe.migration.read import leaves_of, put, read_theirs
 from llmfoundry.recipe.migration.walk import RECIPES, migrate
 from llmfoundry.recipe.migration.write import report
 from llmfoundry.recipe.other_tools.entry import Verdict
@@ -302,6 +304,87 @@ def test_what_is_no_recipe_is_one_line(tmp_path: Path, text: str, line: str) -> 
     with pytest.raises(UserError, match=line):
         migrate_file(MigrateRecipe(theirs=str(theirs), output=str(tmp_path / "o.yaml")))
     assert not (tmp_path / "o.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        (
+            {"model": {"block_overrides": {
+                "order": [{"name": "default", "repeat": 11}, {"name": "local"}],
+                "overrides": {"local": {"attn_config": {"sliding_window_size": 16}}}}}},
+            {"model.block_overrides.overrides.local.attn_config.sliding_window_size": 16},
+        ),
+        ({"optimizer": {"param_groups": [{"param_str_match": "norm", "weight_decay": 0.0}]}},
+         {"optimizer.weight_decay": 1e-5}),
+        ({"eval_loader": [{"label": "a", "name": "text", "dataset": {"local": "x", "split": "a"}},
+                          {"label": "b", "name": "text", "dataset": {"local": "x", "split": "b"}}]},
+         {"data.validation.split": "a"}),
+        ({"model": {"ffn_config": {"ffn_type": "torch_dmoe", "moe_num_experts": 4,
+                                   "moe_jitter_eps": 0, "moe_top_k": 2}}},
+         {"model.ffn_config.moe_balancing": "none", "model.ffn_config.moe_jitter_eps": None}),
+        ({"model": {"ffn_config": {"ffn_type": "mb_dmoe", "moe_num_experts": 4,
+                                   "moe_world_size": 2, "mlp_impl": "sparse"}}},
+         {"model.ffn_config.moe_loss_weight": 0.1,  # megablocks' default
+          "model.ffn_config.moe_lbl_scope": "microbatch", "parallel.expert_parallel_degree": 2}),
+        ({"fsdp_config": {"sharding_strategy": "HYBRID_SHARD"}},
+         {"parallel.data_parallel_shard_degree": 8, "parallel.data_parallel_replicate_degree": -1}),
+        ({"train_loader": {"dataset": {"local": None, "streams": {
+            "a": {"local": "/a", "proportion": 0.3}, "b": {"local": "/b", "proportion": 0.7}}}}},
+         {"data.name": "mixture", "data.streams.b.local": "/b", "data.streams.a.split": "train"}),
+        ({"compile_config": {}, "max_duration": 3}, {"compile": True, "max_duration": "3ep"}),
+    ],
+)  # fmt: skip
+def test_sections_of_every_kind_find_their_place(
+    tmp_path: Path, changes: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    values = yaml.safe_load(PRETRAIN)
+    for name, change in changes.items():
+        nested = isinstance(change, dict) and name != "compile_config"
+        values[name] = merged(values.get(name, {}), change) if nested else change
+    got = migrated(tmp_path, yaml.safe_dump(values))
+    assert {key: got[key] for key in ours} == ours
+
+
+def merged(into: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Two nested sections in one."""
+    pairs = {k: merged(into.get(k, {}), v) if isinstance(v, dict) else v for k, v in values.items()}
+    return {**into, **pairs}
+
+
+@pytest.mark.parametrize("key", ["max_duration", "global_train_batch_size", "tokenizer"])
+def test_what_llm_foundry_cannot_do_without_is_not_made_up(tmp_path: Path, key: str) -> None:
+    values = yaml.safe_load(PRETRAIN)
+    del values[key]
+    with pytest.raises(UserError, match=rf"{key}.*: is required"):
+        migrated(tmp_path, yaml.safe_dump(values))
+
+
+def test_a_variable_of_the_environment_stays_one(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(PRETRAIN.replace("run_name: ${variables", "run_name: ${oc.env:HOME} #"))
+    migrate_file(MigrateRecipe(theirs=str(theirs), output=str(ours)))
+    assert yaml.safe_load(ours.read_text())["run_name"] == "${oc.env:HOME}"
+
+
+ODD = [None, True, -1, 1e400, "x", "${nope}", "=", [], {}, [1], {"a": 1}, [{"a": 1}], [[1]], "???"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_values_anywhere_are_a_line_and_never_a_traceback(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(15):
+        values = yaml.safe_load(draw.choice([PRETRAIN, FINETUNE, EVAL, TASKS, MCLI]))
+        _, place, _ = draw.choice([*leaves_of(values)])
+        put(values, place[: draw.randint(1, len(place))], draw.choice(ODD))
+        theirs = tmp_path / "theirs.yaml"
+        theirs.write_text(yaml.safe_dump(values))
+        with contextlib.suppress(UserError):
+            lines = migrate(read_theirs(theirs)).lines
+            assert all(line.taken.values or line.taken.why for line in lines)
+            migrate_file(
+                MigrateRecipe(theirs=str(theirs), output=str(tmp_path / "o.yaml"), overwrite=True)
+            )
 
 
 def test_a_file_that_is_there_stays_unless_it_may_go(tmp_path: Path) -> None:

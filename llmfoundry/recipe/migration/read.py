@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.compose import Composed, ValueSources
@@ -103,7 +104,7 @@ def _load(path: Path) -> dict[str, Any]:
     read_yaml(path)
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
         raise UserError(yaml_problem(error, path)) from error
     if not isinstance(values, dict):
         raise UserError(f"{show(path)}: holds no keys; a recipe is lines of `key: value`")
@@ -117,8 +118,10 @@ def _within(path: Path, raw: dict[str, Any]) -> tuple[dict[str, Any], Path | Non
         UserError: the command names a file that is not beside this one.
     """
     parameters = raw.get(_PARAMETERS) or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"{show(path)}: {_PARAMETERS}: is no section; it holds a recipe's keys")
     if parameters:
-        return parameters, None
+        return {str(key): value for key, value in parameters.items()}, None
     for name, words in calls(str(raw.get("command", ""))):
         file = next((word for word in words if word.endswith((".yaml", ".yml"))), MOUNTED)
         if name not in ("train", "eval") or file == MOUNTED:
@@ -150,7 +153,7 @@ def _resolved(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
     LLM Foundry stops at such a file; where `variables` has the name, that was meant.
     """
-    variables = raw.get("variables") or {}
+    variables = raw["variables"] if isinstance(raw.get("variables"), dict) else {}
     config = OmegaConf.create(_keep_resolvers(raw))
     wrong: dict[str, str] = {}
     values, pending = Composed(config, ValueSources([], [])).resolved()

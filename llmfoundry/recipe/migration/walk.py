@@ -40,6 +40,14 @@ RECIPES: dict[str, type[Any]] = {
 }
 GAUNTLET = "gauntlet"
 _MODEL_KEYS = ("model", "tokenizer", "load_path", "model_name")
+_REQUIRED = (
+    "max_duration",
+    "max_seq_len",
+    "global_train_batch_size",
+    "tokenizer.name",
+    "optimizer.name",
+    "scheduler.name",
+)
 _INERT = re.compile(r"([\w.\[\]]+): has no effect (.*); remove it$")
 _WRONG = re.compile(r"([\w.\[\]]+): ")
 
@@ -100,7 +108,7 @@ def migrate(source: Source, gauntlet: str | None = None) -> Migration:
         gauntlet: the path of the file that its own tasks will be written to.
     """
     kind = source.kind if source.kind in RECIPES else "eval"
-    theirs = Theirs(source.values, kind, source.recipe or source.path)
+    theirs = Theirs(_one_held_out(source.values), kind, source.recipe or source.path)
     result = Migration(source)
     for leaf in source.leaves:
         _add(result, leaf, leaf.shown, leaf.value, _taken(leaf, source, theirs))
@@ -111,6 +119,12 @@ def migrate(source: Source, gauntlet: str | None = None) -> Migration:
             result.values["eval.gauntlet"] = gauntlet or MISSING
         _check(result)
     return result
+
+
+def _one_held_out(values: dict[str, Any]) -> dict[str, Any]:
+    """The file's values, of several loaders of held-out text the first."""
+    loaders = values.get("eval_loader")
+    return values | {"eval_loader": loaders[0]} if isinstance(loaders, list) and loaders else values
 
 
 def _add(result: Migration, leaf: Leaf | None, key: str, value: Any, taken: Taken) -> None:
@@ -139,9 +153,9 @@ def _add(result: Migration, leaf: Leaf | None, key: str, value: Any, taken: Take
 
 
 def _has(schema: Schema, key: str) -> bool:
-    """Whether a recipe has a key, or a mapping of anything above it."""
-    if schema.find(key) is not None:
-        return True
+    """Whether a recipe has a key with a value, or a mapping of anything above it."""
+    if (found := schema.find(key)) is not None:
+        return found.section is None
     above = key.rpartition(".")[0]
     while above and (found := schema.find(above)) is None:
         above = above.rpartition(".")[0]
@@ -151,9 +165,14 @@ def _has(schema: Schema, key: str) -> bool:
 def _verdict(key: str, value: Any, taken: Taken) -> Verdict:
     if taken.verdict is not None:
         return taken.verdict
-    plain = re.sub(r"\[(\d+)\]", r".\1", key.removeprefix("parameters."))
-    same = {plain: value} == {k.removeprefix("gauntlet."): v for k, v in taken.values.items()}
+    plain = _dotted(key.removeprefix("parameters."))
+    ours = {_dotted(k.removeprefix("gauntlet.")): v for k, v in taken.values.items()}
+    same = {plain: value} == ours
     return Verdict.KEPT if same else Verdict.RENAMED
+
+
+def _dotted(key: str) -> str:
+    return re.sub(r"\[(\d+)\]", r".\1", key)
 
 
 def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
@@ -163,6 +182,9 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
         is_named = leaf.key in source.named or leaf.key.removeprefix("variables.") in source.named
         return idle("stands where it was named" if is_named else "nothing names it")
     key = leaf.key
+    if re.match(r"eval_loader\.[1-9]", key):
+        return refused("held-out text is of the first loader alone; scripts/eval.py takes others")
+    key = re.sub(r"^eval_loader\.0\.", "eval_loader.", key)
     if source.kind == "eval" and head in _MODEL_KEYS and "models" not in source.values:
         key = f"models.0.{key}"
     theirs.here, theirs.index = _section(source.values, leaf.place)
@@ -171,16 +193,16 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
     if found:
         return found[0].taken(key, leaf.value, theirs)
     schema = Schema.of(RECIPES.get(source.kind, EvalRecipe))
-    if schema.find(key) is not None:
-        return idle("has no value") if leaf.value is None else Taken({key: leaf.value})
+    shown = leaf.shown.removeprefix("parameters.")
+    if _has(schema, shown):
+        return idle("has no value") if leaf.value is None else Taken({shown: leaf.value})
     if leaf.key in source.named or head in source.named:
         return idle("stands where it was named; LLM Foundry wants it below variables")
     if source.kind == "eval" and Schema.of(TrainRecipe).find(key) is not None:
         return idle("of training runs")
     hint = unknown_key(schema, key, leaf.value)[0].why.lstrip("; ")
-    return refused(
-        f"is no setting of LLM Foundry's, which refuses the file for it; {hint or 'remove it'}"
-    )
+    near = hint if hint.startswith("did you mean") else "remove it"
+    return refused(f"is no setting of LLM Foundry's, which refuses or ignores it; {near}")
 
 
 def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
@@ -195,7 +217,14 @@ def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
 
 
 def _defaults(theirs: Theirs) -> Iterator[tuple[str, Any, Taken]]:
-    """What LLM Foundry takes by itself, where we would take another."""
+    """What LLM Foundry takes by itself, where we would take another; or what it cannot do without.
+
+    Ours has a default for everything, which nobody meant.
+    """
+    for key in _REQUIRED if theirs.trains else ():
+        if theirs.get(key) is None:
+            ours = key.replace("scheduler", "schedule")
+            yield key, None, Taken({ours: MISSING}, "LLM Foundry needs it", Verdict.REFUSED)
     for other in LLM_FOUNDRY:
         word = other.words.split()[0]
         if other.default is NO_DEFAULT or theirs.get(word) is not None:
@@ -218,11 +247,11 @@ def _check(result: Migration) -> None:
         AssertionError: it does not come to an end.
     """
     for _ in range(len(result.values) + 1):
-        lines = _problems(result)
+        wrong, lines = _problems(result)
         inert = [match for line in lines if (match := _INERT.match(line))]
         gone = [m for m in inert if m[1] in result.values]
         if not gone:
-            result.problems = lines
+            result.problems = wrong or [line for line in lines if not _waits(result, line)]
             break
         for match in gone:
             _drop(result, match[1], f"has no effect {match[2]}")
@@ -232,6 +261,12 @@ def _check(result: Migration) -> None:
         if line is not None and line.verdict is not Verdict.REFUSED:
             line.verdict = Verdict.REFUSED
             line.taken = replace(line.taken, why=problem.partition(": ")[2])
+
+
+def _waits(result: Migration, line: str) -> bool:
+    """Whether a problem is of a value that is known once the recipe is loaded, ${oc.env:NAME}."""
+    key = _WRONG.match(line)
+    return key is not None and "${" in str(result.values.get(key[1]))
 
 
 def _drop(result: Migration, key: str, why: str) -> None:
@@ -246,16 +281,14 @@ def _drop(result: Migration, key: str, why: str) -> None:
             line.verdict = Verdict.IDLE
 
 
-def _problems(result: Migration) -> list[str]:
-    """What our checker says of the values."""
+def _problems(result: Migration) -> tuple[list[str], list[str]]:
+    """What our reader says of the values, and our checker of those that it could read."""
     assert result.recipe_type is not None
     problems: list[Problem] = []
     recipe = build(result.recipe_type, nested_values(result, with_groups=True), problems)
-    if problems:
-        return [problem.line for problem in problems]
     if hasattr(recipe, "settle"):
         recipe.settle()
-    return [*recipe.check()]
+    return [problem.line for problem in problems], [*recipe.check()]
 
 
 def nested_values(result: Migration, *, with_groups: bool = False) -> dict[str, Any]:
@@ -269,5 +302,6 @@ def nested_values(result: Migration, *, with_groups: bool = False) -> dict[str, 
                 plain["defaults"] = [{"model": value}]
     for key, value in result.values.items():
         if key != "defaults.model":
-            put(plain, tuple(key.split(".")), value)
+            parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
+            put(plain, tuple(int(n) if n else name for n, name in parts), value)
     return plain

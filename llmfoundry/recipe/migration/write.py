@@ -75,8 +75,8 @@ def _comments(result: Migration) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in result.lines:
         key = next(iter(line.taken.values), "")
-        if key and line.is_default and line.verdict is not Verdict.CHANGED:
-            found.setdefault(key, []).append("as LLM Foundry without a setting")
+        if key and line.is_default and line.verdict not in (Verdict.CHANGED, Verdict.REFUSED):
+            found.setdefault(key, []).append("LLM Foundry's own default")
         elif key and line.verdict in (Verdict.CHANGED, Verdict.REFUSED):
             found.setdefault(key, []).append(f"{line.key}: {line.taken.why}")
         elif line.verdict is Verdict.CHANGED:
@@ -111,7 +111,8 @@ def _wrapped(text: str, indent: str) -> list[str]:
 def report(result: Migration) -> Iterator[str]:
     """A line for each setting, and how many there are of each kind."""
     for line in result.lines:
-        word = WRITTEN_OUT if line.is_default else line.verdict.value
+        is_written = line.is_default and line.verdict is not Verdict.REFUSED
+        word = WRITTEN_OUT if is_written else line.verdict.value
         yield f"{word:<15} {_said(line)}"
     counts = Counter(line.verdict for line in result.lines if not line.is_default)
     added = sum(line.is_default for line in result.lines)

@@ -137,18 +137,25 @@ class Other:
         return max(_rank(word, key) for word in self.words.split())
 
     def taken(self, key: str, value: Any, theirs: Theirs) -> Taken:
-        """What a file's `value` at dotted `key` is here."""
+        """What a file's `value` at dotted `key` is here; of a value that cannot be, a refusal."""
+        try:
+            return self._taken(key, value, theirs)
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+            return refused("is no value that LLM Foundry takes; correct it there, or remove it")
+
+    def _taken(self, key: str, value: Any, theirs: Theirs) -> Taken:
         if self.take is not None:
             return self.take(value, theirs)
         if not self.write:
             return idle(self.why.removesuffix("; remove it"))
         if value is None:
             return idle("has no value")
-        unit = re.findall("<.*?>([a-z]*)", self.write)[0]
-        values = {self._filled(key): f"{value}{unit}" if unit else value}
-        return Taken(
-            values, self.why if self.is_changed else "", CHANGED if self.is_changed else None
-        )
+        example = re.search("<.*?>([a-z]*)", self.write)
+        if example is None:  # a section's
+            return idle("is empty") if value in ({}, []) else refused("has its settings below it")
+        values = {self._filled(key): f"{value}{example[1]}" if example[1] else value}
+        why, verdict = (self.why, CHANGED) if self.is_changed else ("", None)
+        return Taken(values, why, verdict)
 
     def _filled(self, key: str) -> str:
         """`write`'s key, with what the stars of the word stand for in its own stars."""

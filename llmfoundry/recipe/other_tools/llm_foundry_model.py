@@ -226,6 +226,14 @@ _TOKENIZER = (
             "a tokenizer's own Python code is never run here; its tokenizer.json is read",
         ),
     ),
+    Other(
+        "tokenizer.kwargs.add_bos_token tokenizer.kwargs.add_eos_token",
+        take=v.only(
+            False,
+            v.OFF,
+            "documents begin and end as tokenizer.json says; write that into its post_processor",
+        ),
+    ),
     Other("tokenizer.kwargs.*", why="padding and special tokens are the loader's here; remove it"),
 )
 
