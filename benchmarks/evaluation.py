@@ -283,7 +283,9 @@ def _transformers_model(model: Decoder) -> Any:
 
     settings = AutoConfig.for_model(**write_settings(model.config, LLAMA))
     theirs = AutoModelForCausalLM.from_config(settings)
-    state = dict(to_theirs(MAPS[LLAMA], model.config, model.state_dict()))
+    ours = model.state_dict()
+    tensors = to_theirs(MAPS[LLAMA], model.config, ours, ours.__getitem__)
+    state = {tensor.name: tensor.read() for tensor in tensors}
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected  # it is tied
     return theirs.eval()

@@ -262,7 +262,7 @@ def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> Load
         with torch.device("meta"):
             root = Root(Decoder(found.config)).to(weight_dtype(precision))
         root.to_empty(device=world.device)
-        fill_model(root.model, found.tensors())
+        fill_model(root.model, found.state())
     assert found.config.vocab_size is not None, "config.json says it"
     return LoadedModel(
         root.eval(),

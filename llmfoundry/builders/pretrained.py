@@ -349,7 +349,7 @@ def _by_decoder(
 
     def fill(model: Decoder) -> None:
         with open_hf(folder, written=written, note=lambda _: None) as again:
-            fill_model(model, with_new_rows(model, again.tensors(), model.vocabulary()))
+            fill_model(model, with_new_rows(model, again.state(), model.vocabulary()))
 
     return Pretrained(config, tokenizer, fill, f"{folder}, {name} loaded into the native decoder")
 

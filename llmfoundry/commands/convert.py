@@ -174,7 +174,7 @@ def _import(recipe: ConvertRecipe) -> None:
         )
         root = build_root(with_defaults(written))
         root.to_empty(device=ALONE.device)
-        fill_model(root.model, opened.tensors())
+        fill_model(root.model, opened.state())
 
     output.mkdir(parents=True, exist_ok=True)
     atomic_write(output / "recipe.yaml", to_yaml(written))

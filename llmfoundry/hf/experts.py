@@ -9,21 +9,21 @@ never computed with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import is_mixture
+from llmfoundry.hf.lazy import Make, Read
 from llmfoundry.recipe.architecture.model import ModelConfig
 
-Named = Iterator[tuple[str, Tensor]]
-Stacked = tuple[Tensor, Tensor | None, Tensor]  # w1, v1 and w2, each (E, f, D)
-Get = Callable[[str], Tensor]
-Read = Callable[[], Tensor]
-Reads = tuple[Read, Read | None, Read]  # the same, read when called
+Made = Iterator[tuple[str, Make]]
+Stack = Make  # of w1, v1 or w2, (E, f, D)
+Stacks = tuple[Stack, Stack | None, Stack]
 DENSE = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 
 
@@ -70,60 +70,88 @@ def present(choices: tuple[ExpertNames, ...], names: Collection[str]) -> ExpertN
     return next(files, choices[0])
 
 
-def experts_to_theirs(names: ExpertNames, config: ModelConfig, ours: Mapping[str, Tensor]) -> Named:
-    """Their names and tensors, block by block."""
-    like, count = ours["wte.weight"], _count(config)
+def experts_to_theirs(names: ExpertNames, config: ModelConfig, ours: Collection[str]) -> Made:
+    """Their names, and what makes each of our tensors, whose names are `ours`; block by block."""
     for block in range(config.n_layers):
         here, at = names.of(block), f"blocks.{block}.ffn."
         if is_mixture(config):
-            yield here.router, ours[f"{at}router.weight"]
-            w1, v1, w2 = (ours.get(f"{at}experts.{name}") for name in DENSE)
+            yield here.router, _one(f"{at}router.weight")
         else:
-            yield here.router, like.new_zeros(1, config.d_model)
-            w1, v1, w2 = (ours[f"{at}{name}.weight"] for name in DENSE.values())
-            w2 = w2.T
-        assert w1 is not None and w2 is not None
-        gated = None if v1 is None else v1.unflatten(0, (count, -1))
-        stacks = w1.unflatten(0, (count, -1)), gated, w2.unflatten(0, (count, -1))
-        yield from FORMS[names.form][0](here, stacks)
+            yield here.router, lambda read: torch.zeros(1, config.d_model)
+        w1, v1, w2 = (_our_stack(name, at, config) for name in DENSE)
+        gated = v1 if not is_mixture(config) or f"{at}experts.v1" in ours else None
+        yield from FORMS[names.form][0](here, (w1, gated, w2), _count(config))
         if here.shared and _has_shared(config):
-            gate, up, down = (ours[f"{at}shared.{name}.weight"] for name in DENSE.values())
-            yield here.shared[0], torch.cat([gate, up])
-            yield here.shared[1], down
+            gate, up, down = (f"{at}shared.{name}.weight" for name in DENSE.values())
+            yield here.shared[0], _joined([_one(gate), _one(up)], 0)
+            yield here.shared[1], _one(down)
 
 
-def experts_to_ours(names: ExpertNames, config: ModelConfig, get: Get) -> Named:
-    """Our state of the feed-forward layers, one at a time; `get` reads one of their tensors.
+def experts_to_ours(names: ExpertNames, config: ModelConfig, sketch: Read) -> Made:
+    """Our names of the feed-forward layers' tensors, and what makes each of theirs.
 
-    Raises:
-        UserError: a tensor is missing or has another shape than config.json makes it.
+    What makes it raises a UserError where theirs has another shape than config.json makes it;
+    `sketch` raises one where they have no such tensor.
     """
     for block in range(config.n_layers):
         here, at = names.of(block), f"blocks.{block}.ffn."
-        stacks = zip(DENSE, FORMS[names.form][1](here, config, get), strict=True)
-        for name, read in ((name, read) for name, read in stacks if read is not None):
-            yield from _feed_forward(name, read(), at, config)
-        router = get(here.router)
-        if is_mixture(config):  # of one expert any router gives it all of the weight
-            yield f"{at}router.weight", router
+        stacks = zip(DENSE, FORMS[names.form][1](here, config), strict=True)
+        for name, stack in ((name, stack) for name, stack in stacks if stack is not None):
+            yield from _feed_forward(name, stack, at, config)
+        if is_mixture(config):
+            yield f"{at}router.weight", _one(here.router)
+        else:
+            sketch(here.router)  # of one expert any router gives it all of the weight
         if here.shared and _has_shared(config):
             hidden = config.ffn_config.shared_expert_hidden_size
-            both = _shaped(here.shared[0], (2 * (hidden or 0), config.d_model), get)
-            parts = (*both.chunk(2), get(here.shared[1]))
+            both = _theirs(here.shared[0], (2 * (hidden or 0), config.d_model))
+            down = _one(here.shared[1])
+            parts = (_half(both, 0, 0), _half(both, 1, 0), down)
             for name, part in zip(DENSE.values(), parts, strict=True):
-                yield f"{at}shared.{name}.weight", part.contiguous()
+                yield f"{at}shared.{name}.weight", _then(Tensor.contiguous, part)
 
 
-def _feed_forward(name: str, stack: Tensor, at: str, config: ModelConfig) -> Named:
+def _feed_forward(name: str, stack: Stack, at: str, config: ModelConfig) -> Made:
     """Ours of one of `DENSE` (E, f, D): of a mixture's experts, or of the one that is the layer."""
-    whole = stack.flatten(0, 1)
+    whole = _then(_flat, stack)
     if not is_mixture(config):
-        yield f"{at}{DENSE[name]}.weight", whole.T.contiguous() if name == "w2" else whole
+        turned = _then(lambda w2: w2.T.contiguous(), whole)
+        yield f"{at}{DENSE[name]}.weight", turned if name == "w2" else whole
         return
     yield f"{at}experts.{name}", whole
     if not config.no_bias:  # which their experts do not have
-        wide = stack.shape[0] * stack.shape[2 if name == "w2" else 1]
-        yield f"{at}experts.{name}_bias", whole.new_zeros(wide)
+        hidden, width = _shape(config)[1:]
+        wide = _count(config) * (width if name == "w2" else hidden)
+        yield f"{at}experts.{name}_bias", lambda read: torch.zeros(wide)
+
+
+def _our_stack(name: str, at: str, config: ModelConfig) -> Stack:
+    """One of ours (E, f, D): of a mixture's experts, or of the layer that is one."""
+    count = _count(config)
+    if is_mixture(config):
+        return _then(lambda w: w.unflatten(0, (count, -1)), _one(f"{at}experts.{name}"))
+    weight = _one(f"{at}{DENSE[name]}.weight")
+    return _then(lambda w: (w.T if name == "w2" else w).unflatten(0, (count, -1)), weight)
+
+
+def _one(source: str) -> Make:
+    return lambda read: read(source)
+
+
+def _then(change: Callable[[Tensor], Tensor], make: Make) -> Make:
+    return lambda read: change(make(read))
+
+
+def _joined(parts: Sequence[Make], dim: int) -> Make:
+    return lambda read: torch.cat([part(read) for part in parts], dim)
+
+
+def _half(make: Make, index: int, dim: int) -> Make:
+    return _then(lambda both: both.chunk(2, dim)[index], make)
+
+
+def _flat(stack: Tensor) -> Tensor:
+    return stack.flatten(0, 1)
 
 
 def _count(config: ModelConfig) -> int:
@@ -134,67 +162,63 @@ def _has_shared(config: ModelConfig) -> bool:
     return config.ffn_config.shared_expert_hidden_size is not None
 
 
-def _write_stacked(here: ExpertNames, stacks: Stacked) -> Named:
+def _write_stacked(here: ExpertNames, stacks: Stacks, count: int) -> Made:
     for name, stack in zip((here.gate, here.up, here.down), stacks, strict=True):
         if stack is not None:
-            yield name, stack.flatten(0, 1)
+            yield name, _then(_flat, stack)
 
 
-def _write_each(here: ExpertNames, stacks: Stacked) -> Named:
+def _write_each(here: ExpertNames, stacks: Stacks, count: int) -> Made:
     w1, v1, w2 = stacks
     assert v1 is not None
-    for e, (gate, up, down) in enumerate(zip(w1, v1, w2, strict=True)):
-        yield here.gate.format(e=e), gate
-        yield here.up.format(e=e), up
-        yield here.down.format(e=e), down.T
+    for e in range(count):
+        yield here.gate.format(e=e), _then(itemgetter(e), w1)
+        yield here.up.format(e=e), _then(itemgetter(e), v1)
+        yield here.down.format(e=e), _then(lambda one: one.T, _then(itemgetter(e), w2))
 
 
-def _write_joint(here: ExpertNames, stacks: Stacked) -> Named:
+def _write_joint(here: ExpertNames, stacks: Stacks, count: int) -> Made:
     w1, v1, w2 = stacks
     assert v1 is not None
-    yield here.gate, torch.cat([w1, v1], dim=1)
-    yield here.down, w2.transpose(1, 2)
+    yield here.gate, _joined([w1, v1], 1)
+    yield here.down, _then(lambda down: down.transpose(1, 2), w2)
 
 
-def _read_stacked(here: ExpertNames, config: ModelConfig, get: Get) -> Reads:
+def _read_stacked(here: ExpertNames, config: ModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
 
-    def read(name: str) -> Tensor:
-        return _shaped(name, (count * hidden, width), get).unflatten(0, (count, hidden))
+    def stack(name: str) -> Stack:
+        whole = _theirs(name, (count * hidden, width))
+        return _then(lambda rows: rows.unflatten(0, (count, hidden)), whole)
 
     gated = not is_mixture(config) or config.ffn_config.mlp_type == "glu"
-    up = (lambda: read(here.up)) if gated else None
-    return lambda: read(here.gate), up, lambda: read(here.down)
+    return stack(here.gate), stack(here.up) if gated else None, stack(here.down)
 
 
-def _read_each(here: ExpertNames, config: ModelConfig, get: Get) -> Reads:
+def _read_each(here: ExpertNames, config: ModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
 
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        first = _shaped(name.format(e=0), shape, get)
-        stack = first.new_empty(count, *shape)  # filled one by one: all mapped together are twice
-        for e in range(count):
-            stack[e] = _shaped(name.format(e=e), shape, get)
-        return stack
+    def stack(name: str, *shape: int) -> Stack:
+        parts = [_theirs(name.format(e=e), shape) for e in range(count)]
 
-    return (
-        lambda: read(here.gate, (hidden, width)),
-        lambda: read(here.up, (hidden, width)),
-        lambda: read(here.down, (width, hidden)).transpose(1, 2),
-    )
+        def fill(read: Read) -> Tensor:
+            first = parts[0](read)
+            whole = first.new_empty(count, *shape)  # filled one by one: all together are twice
+            for e, part in enumerate(parts):
+                whole[e] = part(read)
+            return whole
+
+        return fill
+
+    down = _then(lambda stack: stack.transpose(1, 2), stack(here.down, width, hidden))
+    return stack(here.gate, hidden, width), stack(here.up, hidden, width), down
 
 
-def _read_joint(here: ExpertNames, config: ModelConfig, get: Get) -> Reads:
+def _read_joint(here: ExpertNames, config: ModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
-
-    def half(index: int) -> Tensor:
-        return _shaped(here.gate, (count, 2 * hidden, width), get).chunk(2, dim=1)[index]
-
-    return (
-        lambda: half(0),
-        lambda: half(1),
-        lambda: _shaped(here.down, (count, width, hidden), get).transpose(1, 2),
-    )
+    both = _theirs(here.gate, (count, 2 * hidden, width))
+    down = _theirs(here.down, (count, width, hidden))
+    return _half(both, 0, 1), _half(both, 1, 1), _then(lambda down: down.transpose(1, 2), down)
 
 
 def _shape(config: ModelConfig) -> tuple[int, int, int]:
@@ -202,21 +226,26 @@ def _shape(config: ModelConfig) -> tuple[int, int, int]:
     return _count(config), config.ffn_config.ffn_hidden_size, config.d_model
 
 
-def _shaped(name: str, shape: tuple[int, ...], get: Get) -> Tensor:
-    tensor = get(name)
-    if tensor.shape != shape:
-        raise UserError(
-            f"config.json: makes {name} {shape}, but the file's tensor is {tuple(tensor.shape)};"
-            " the two belong to different models"
-        )
-    return tensor
+def _theirs(name: str, shape: tuple[int, ...]) -> Make:
+    """Their tensor of that name, whose shape is compared."""
+
+    def shaped(read: Read) -> Tensor:
+        tensor = read(name)
+        if tensor.shape != shape:
+            raise UserError(
+                f"config.json: makes {name} {shape}, but the file's tensor is"
+                f" {tuple(tensor.shape)}; the two belong to different models"
+            )
+        return tensor
+
+    return shaped
 
 
 FORMS: dict[
     str,
     tuple[
-        Callable[[ExpertNames, Stacked], Named],
-        Callable[[ExpertNames, ModelConfig, Get], Reads],
+        Callable[[ExpertNames, Stacks, int], Made],
+        Callable[[ExpertNames, ModelConfig], Stacks],
     ],
 ] = {
     "stacked": (_write_stacked, _read_stacked),

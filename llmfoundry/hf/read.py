@@ -1,9 +1,9 @@
 """A Hugging Face folder as the decoder's settings and weights: one reader for all who import.
 
 `open_hf` reads config.json and goes once through names, shapes and biases, so that what does not
-fit is refused before a weight is read; `HFFolder.tensors` then gives the decoder's weights one by
-one. Memory is that of the largest, however large the model: `builders/pretrained.py` writes each
-into the shard that this process holds.
+fit is refused before a weight is read; `HFFolder.tensors` then gives the decoder's weights, each to
+be read when it is needed. Memory is that of the largest, however large the model:
+`builders/pretrained.py` writes each into the shard that this process holds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
+from llmfoundry.hf.lazy import LazyTensor, Read, lazy, same
 from llmfoundry.hf.llm_foundry import FOUNDRY, foundry_map
 from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
@@ -36,8 +38,6 @@ UNTIED = (
 )
 TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 _ROWS = 4096  # of an embedding that are compared at a time
-
-Read = Callable[[str], Tensor]
 
 
 @dataclass
@@ -55,24 +55,28 @@ class HFFolder:
     weights: WeightFiles
     _named: _Named | None = None
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The decoder's state, each tensor read when it is asked for."""
-        return self._tensors(self.weights.get)
-
-    def check(self) -> None:
-        """Go through all of it by shapes alone.
+    def tensors(self) -> Iterator[LazyTensor]:
+        """The decoder's state; once the last was given, all of it fits.
 
         Raises:
             UserError: a tensor is missing, has another shape or dtype, or has no place.
         """
-        for _ in self._tensors(self.weights.sketch):
-            pass
-
-    def _tensors(self, read: Read) -> Iterator[tuple[str, Tensor]]:
+        sketch, read = self.weights.sketch, self.weights.get
         if self._named is None:
-            return _own_state(self.config, self.weights.names, read)
+            return _own_state(self.config, self.weights.names, sketch, read)
         named = self._named
-        return to_ours(named.map, self.config, named.where, named.reader(read), biased=named.biased)
+        return to_ours(
+            named.map,
+            self.config,
+            named.where,
+            named.reader(sketch),
+            named.reader(read),
+            biased=named.biased,
+        )
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """The decoder's state by name, each tensor read when it is asked for."""
+        return ((tensor.name, tensor.read()) for tensor in list(self.tensors()))
 
 
 @dataclass
@@ -128,7 +132,8 @@ def open_hf(
         opened = HFFolder(name, config, weights)
         if name != OWN:
             _settle_names(opened, written, note)
-        opened.check()
+        for _ in opened.tensors():
+            pass
         yield opened
 
 
@@ -167,7 +172,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return all(bool((a == b).all()) for a, b in parts)
 
 
-def _own_state(config: ModelConfig, names: set[str], read: Read) -> Iterator[tuple[str, Tensor]]:
+def _own_state(
+    config: ModelConfig, names: set[str], sketch: Read, read: Read
+) -> Iterator[LazyTensor]:
     """The state of a folder of our own class, whose names are the decoder's after `model.`."""
     with torch.device("meta"):
         wanted = {f"model.{name}": tensor for name, tensor in Decoder(config).state_dict().items()}
@@ -175,9 +182,8 @@ def _own_state(config: ModelConfig, names: set[str], read: Read) -> Iterator[tup
         name = min(names ^ wanted.keys())
         raise UserError(f"{name}: config.json and the weights disagree on whether it exists")
     for name, shaped in wanted.items():
-        tensor = read(name)
-        check_shape(name.removeprefix("model."), tensor, shaped.shape)
-        yield name.removeprefix("model."), tensor
+        check_shape(name.removeprefix("model."), sketch(name).shape, shaped.shape)
+        yield lazy(name.removeprefix("model."), partial(same, name), sketch, read)
 
 
 def from_hf(
@@ -189,7 +195,7 @@ def from_hf(
         UserError: see `open_hf`.
     """
     with open_hf(hf_folder(path_or_id), note=note) as opened:
-        return opened.config, dict(opened.tensors())
+        return opened.config, dict(opened.state())
 
 
 def hf_folder(path_or_id: str, *, revision: str | None = None, key: str = "checkpoint") -> Path:

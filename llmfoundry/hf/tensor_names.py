@@ -10,9 +10,10 @@ is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.hf import experts
 from llmfoundry.hf.experts import ExpertNames, experts_to_ours, experts_to_theirs, present
+from llmfoundry.hf.lazy import LazyTensor, Make, Read, Unread, last_read, lazy, same
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -234,61 +236,59 @@ def padding(weights: WeightMap, config: ModelConfig) -> int:
 
 
 def to_theirs(
-    weights: WeightMap, config: ModelConfig, ours: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Their names and tensors, in order.
+    weights: WeightMap, config: ModelConfig, shapes: Mapping[str, Tensor], read: Read
+) -> Iterator[LazyTensor]:
+    """Their tensors, in order.
+
+    Args:
+        weights: their architecture's map.
+        config: filled.
+        shapes: of ours, all of them; on any device.
+        read: gives one of ours.
 
     Raises:
         UserError: one of ours has no place among theirs, by its name.
     """
-    ours = _Watched(ours, ours.__getitem__)
-    like = ours["wte.weight"]
+    sketch = Unread(shapes, shapes.__getitem__)
+    read = last_read(read)
     for rule, layer, theirs in layers(weights, config):
+        source = f"{layer}.weight"
         if layer == "lm_head" and config.tie_word_embeddings:
             if weights.own_head:
-                yield theirs[0], like
+                yield lazy(theirs[0], partial(same, "wte.weight"), sketch, read)
             continue
-        if f"{layer}.weight" not in ours:
-            assert layer.endswith("_ln"), f"{layer}.weight is missing"
+        if source not in shapes:
+            assert layer.endswith("_ln"), f"{source} is missing"
             continue
-        weight = _computed(rule, config, ours[f"{layer}.weight"])
-        parts = _rows(rule, weight, len(theirs), config)
-        for name, part in zip(theirs, parts, strict=True):
-            yield name, part.T if rule.transposed else part
+        for index, name in enumerate(theirs):
+            make = partial(_part, rule, config, source, (index, len(theirs)))
+            yield lazy(name, make, sketch, read)
         if has_bias(rule.bias, config):
-            bias = ours.get(f"{layer}.bias")
-            bias = like.new_zeros(len(weight)) if bias is None else bias
-            for name, part in zip(theirs, _rows(rule, bias, len(theirs), config), strict=True):
-                yield _bias_name(name), part
+            bias = f"{layer}.bias" if f"{layer}.bias" in shapes else len(shapes[source])
+            for index, name in enumerate(theirs):
+                padded = partial(_bias_part, rule, config, bias, (index, len(theirs)))
+                yield lazy(_bias_name(name), padded, sketch, read)
     if weights.experts:
-        yield from experts_to_theirs(weights.experts[0], config, ours)
-    for name in ours.unread():
+        for name, make in experts_to_theirs(weights.experts[0], config, shapes):
+            yield lazy(name, make, sketch, read)
+    for name in sketch.left():
         raise UserError(f"{name}: has no place there; write architecture=llmfoundry")
 
 
-class _Watched(Mapping[str, Tensor]):
-    """Tensors by name, read one by one, that know which of them nobody has asked for."""
+def _part(
+    rule: Rule, config: ModelConfig, source: str, which: tuple[int, int], read: Read
+) -> Tensor:
+    """One of theirs, (number, of how many), made of our weight."""
+    part = _rows(rule, _computed(rule, config, read(source)), which[1], config)[which[0]]
+    return part.T if rule.transposed else part
 
-    def __init__(self, names: Collection[str], get: Callable[[str], Tensor]) -> None:
-        self._unread, self._names, self._get = set(names), names, get
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        self._unread.discard(name)
-        return self._get(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def unread(self) -> list[str]:
-        return sorted(self._unread)
+def _bias_part(
+    rule: Rule, config: ModelConfig, source: str | int, which: tuple[int, int], read: Read
+) -> Tensor:
+    """The same of our bias, or of so many zeros."""
+    bias = torch.zeros(source) if isinstance(source, int) else read(source)
+    return _rows(rule, bias, which[1], config)[which[0]]
 
 
 def _computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
@@ -305,19 +305,21 @@ def to_ours(
     weights: WeightMap,
     config: ModelConfig,
     names: Collection[str],
-    get: Callable[[str], Tensor],
+    sketch: Read,
+    read: Read,
     *,
     biased: Mapping[str, bool],
-) -> Iterator[tuple[str, Tensor]]:
-    """The decoder's state from their tensors, read one by one, each once it is asked for.
+) -> Iterator[LazyTensor]:
+    """The decoder's state, made of their tensors.
 
-    What is wrong may be found late: `hf/read.py` goes through shapes alone beforehand.
+    All is compared before any weight is read, by shapes; once the last was given, all fits.
 
     Args:
         weights: their architecture's map.
         config: filled; says which layers the decoder has.
         names: their tensors' names.
-        get: reads one.
+        sketch: gives one: vectors and biases themselves, of what is larger the shape.
+        read: gives one itself.
         biased: whether rules of each kind of `bias` have one, as config.json says.
 
     Raises:
@@ -325,18 +327,19 @@ def to_ours(
     """
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
-    file = _Watched(names, get)
+    file = Unread(names, sketch)
 
-    def read(name: str) -> Tensor:
-        if name not in file:
+    def there(name: str) -> Tensor:
+        if name not in names:
             raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
-        return file[name]
+        return file(name)
 
     filled = set()
-    for name, tensor in _ours_of_theirs(weights, config, file, read, shapes.keys(), biased):
-        check_shape(name, tensor, shapes[name])
+    for name, make in _ours_of_theirs(weights, config, there, names, shapes.keys(), biased):
+        made = lazy(name, make, there, read)
+        check_shape(name, made.shape, shapes[name])
         filled.add(name)
-        yield name, tensor
+        yield made
     _refuse_unread(weights, file)
     assert filled == shapes.keys(), filled ^ shapes.keys()
 
@@ -344,52 +347,70 @@ def to_ours(
 def _ours_of_theirs(
     weights: WeightMap,
     config: ModelConfig,
-    file: _Watched,
-    read: Callable[[str], Tensor],
+    sketch: Read,
+    names: Collection[str],
     ours: Collection[str],
     biased: Mapping[str, bool],
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Make]]:
     """Those of our tensors that the map knows."""
     if weights.experts:
-        experts = present(weights.experts, file)
-        yield from experts_to_ours(experts, config, read)
+        yield from experts_to_ours(present(weights.experts, names), config, sketch)
     for rule, layer, theirs in layers(weights, config):
         if f"{layer}.weight" not in ours:
             continue
-        _check_biases(theirs, file, biased=biased[rule.bias])
-        parts = [read(name).T if rule.transposed else read(name) for name in theirs]
+        _check_biases(theirs, names, sketch, biased=biased[rule.bias])
         if rule.heads:
-            parts = [_same(theirs, parts)]
-        yield f"{layer}.weight", _computed(rule, config, _joined(rule, parts, config), back=True)
+            _check_same(theirs, sketch)
+            theirs = theirs[:1]
+        yield f"{layer}.weight", partial(_whole_weight, rule, config, theirs)
         if f"{layer}.bias" in ours:
-            biases = _read_biases(theirs[: len(parts)], parts, file)
-            yield f"{layer}.bias", _joined(rule, biases, config)
+            present_biases = {name for name in map(_bias_name, theirs) if name in names}
+            yield f"{layer}.bias", partial(_whole_bias, rule, config, theirs, present_biases)
 
 
-def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+def _whole_weight(rule: Rule, config: ModelConfig, theirs: tuple[str, ...], read: Read) -> Tensor:
+    parts = [read(name).T if rule.transposed else read(name) for name in theirs]
+    return _computed(rule, config, _joined(rule, parts, config), back=True)
+
+
+def _whole_bias(
+    rule: Rule, config: ModelConfig, theirs: tuple[str, ...], there: set[str], read: Read
+) -> Tensor:
+    """Their biases joined, zeros where they have none."""
+    parts = []
+    for name in theirs:
+        bias, weight = _bias_name(name), read(name)
+        width = weight.shape[1 if rule.transposed else 0]
+        parts.append(read(bias) if bias in there else weight.new_zeros(width))
+    return _joined(rule, parts, config)
+
+
+def check_shape(name: str, found: torch.Size, shape: torch.Size) -> None:
     """Raise a UserError where a tensor of ours is not as the settings make it."""
-    if tensor.shape != shape:
+    if found != shape:
         raise UserError(
             f"config.json: makes {name} {tuple(shape)}, but the file's tensor is"
-            f" {tuple(tensor.shape)}; the two belong to different models"
+            f" {tuple(found)}; the two belong to different models"
         )
 
 
-def _check_biases(theirs: tuple[str, ...], file: Mapping[str, Tensor], *, biased: bool) -> None:
+def _check_biases(
+    theirs: tuple[str, ...], names: Collection[str], sketch: Read, *, biased: bool
+) -> None:
     """A file has the biases that its config.json says, and no others but zeros."""
     for name in map(_bias_name, theirs):
-        if biased and name not in file:
+        if biased and name not in names:
             raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
-        if not biased and name in file and file[name].any():
+        if not biased and name in names and sketch(name).any():
             raise UserError(f"{name}: is not zero, but config.json says that there is no such bias")
 
 
-def _same(names: tuple[str, ...], weights: list[Tensor]) -> Tensor:
-    """The weight that all heads share."""
-    for name, weight in zip(names, weights, strict=True):
-        if not torch.equal(weight, weights[0]):
+def _check_same(names: tuple[str, ...], sketch: Read) -> None:
+    """The weight that all heads share is one."""
+    first = sketch(names[0])
+    for name in names:
+        if not torch.equal(sketch(name), first):
             raise UserError(f"{name}: differs from {names[0]}; the decoder's heads share one norm")
-    return weights[0]
 
 
 def bias_names(
@@ -435,14 +456,6 @@ def _bias_name(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _read_biases(
-    theirs: tuple[str, ...], weights: list[Tensor], file: Mapping[str, Tensor]
-) -> list[Tensor]:
-    """Their biases, zeros where they have none."""
-    pairs = zip(map(_bias_name, theirs), weights, strict=True)
-    return [file[bias] if bias in file else w.new_zeros(len(w)) for bias, w in pairs]
-
-
 def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
     """What `_rows` takes apart."""
     if len(parts) == 1:
@@ -454,14 +467,14 @@ def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
     return torch.cat(parts)
 
 
-def _refuse_unread(weights: WeightMap, file: _Watched) -> None:
+def _refuse_unread(weights: WeightMap, file: Unread) -> None:
     """What a file holds beside what was read must be a known buffer, or a bias of zeros."""
-    unread = [n for n in file.unread() if not any(fnmatch(n, p) for p in weights.ignored)]
-    read = set(file) - set(unread)
+    unread = [n for n in file.left() if not any(fnmatch(n, p) for p in weights.ignored)]
+    read = set(file.names) - set(unread)
     unknown = [
         name
         for name in unread
-        if name.removesuffix("bias") + "weight" not in read or file[name].any()
+        if name.removesuffix("bias") + "weight" not in read or file(name).any()
     ]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""

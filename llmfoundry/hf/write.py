@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.architectures import OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
+from llmfoundry.hf.lazy import LazyTensor, Read, lazy, same
 from llmfoundry.hf.read import FLOATS as DTYPES
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
@@ -183,8 +185,9 @@ def _write_weights(folder: Path, model: Decoder, name: str, dtype: torch.dtype) 
     state = MergedState(model)
     shards: list[int] = [0]  # tensors of each file
     left, total = SHARD_BYTES, 0
-    for _, tensor in _named_tensors(name, model.config, state.shapes()):
-        size = tensor.numel() * dtype.itemsize
+    tensors = list(export_tensors(name, model.config, state.shapes(), state.__getitem__))
+    for tensor in tensors:
+        size = tensor.shape.numel() * dtype.itemsize
         if shards[-1] and size > left:
             shards.append(0)
             left = SHARD_BYTES
@@ -192,13 +195,13 @@ def _write_weights(folder: Path, model: Decoder, name: str, dtype: torch.dtype) 
         left -= size
         total += size
     index: dict[str, str] = {}
-    stream = _named_tensors(name, model.config, state)
+    stream = iter(tensors)
     for number, count in enumerate(shards, start=1):
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard = islice(stream, count)
-        converted = {key: _convert(key, tensor, dtype) for key, tensor in shard}
+        converted = {t.name: _convert(t.name, t.read(), dtype) for t in shard}
         save_file(converted, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(converted, file)
     if len(shards) > 1:
@@ -206,13 +209,24 @@ def _write_weights(folder: Path, model: Decoder, name: str, dtype: torch.dtype) 
         write_json(folder / "model.safetensors.index.json", content, indent=2)
 
 
-def _named_tensors(
-    architecture: str, config: ModelConfig, state: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as they are written, each made when its turn comes."""
-    if architecture == OWN:
-        return ((f"model.{name}", tensor) for name, tensor in state.items())
-    return to_theirs(MAPS[architecture], config, state)
+def export_tensors(
+    architecture: str, config: ModelConfig, shapes: Mapping[str, Tensor], read: Read
+) -> Iterator[LazyTensor]:
+    """The tensors of an architecture's folder, in order, made of ours.
+
+    Args:
+        architecture: transformers' class, or `llmfoundry`.
+        config: filled.
+        shapes: of the decoder's state, all of it; on any device.
+        read: gives one of the decoder's tensors.
+
+    Raises:
+        UserError: one of ours has no place among theirs, by its name.
+    """
+    if architecture != OWN:
+        return to_theirs(MAPS[architecture], config, shapes, read)
+    sketch = shapes.__getitem__
+    return (lazy(f"model.{name}", partial(same, name), sketch, read) for name in shapes)
 
 
 def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

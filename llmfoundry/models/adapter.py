@@ -10,8 +10,9 @@ decided here, by name and by `requires_grad`. `hf/write.py` exports a `MergedSta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -278,8 +279,12 @@ class MergedState(Mapping[str, Tensor]):
         return len(self._state)
 
     def shapes(self) -> dict[str, Tensor]:
-        """Its tensors on the meta device, none of them made."""
-        return {name: torch.empty(self._shape(name), device="meta") for name in self}
+        """Its tensors on the meta device, none of them made; numbers that are computed are fp32."""
+        return {name: self._sketch(name) for name in self}
+
+    def _sketch(self, name: str) -> Tensor:
+        dtype = self._state[name].dtype if self._make(name) is None else torch.float32
+        return torch.empty(self._shape(name), dtype=dtype, device="meta")
 
     def _shape(self, name: str) -> Sequence[int]:
         layer, _, kind = name.rpartition(".")
@@ -292,18 +297,23 @@ class MergedState(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        held = self._state[name]
+        make = self._make(name)
+        return self._state[name] if make is None else make()
+
+    def _make(self, name: str) -> Callable[[], Tensor] | None:
+        """What computes a tensor, in fp32; None: it is what the model holds."""
         layer, _, kind = name.rpartition(".")
         module = self._model.get_submodule(layer)
         if isinstance(module, ExpertWeights) and kind in ExpertWeights.MATRICES:
-            return _merged_stack(module, kind)
+            is_held = module.packing is None and kind not in module.lora
+            return None if is_held else partial(_merged_stack, module, kind)
         if isinstance(module, Linear) and kind == "weight" and module.lora is not None:
-            return merged_weight(module, module.lora)
+            return partial(merged_weight, module, module.lora)
         if isinstance(module, Linear) and kind == "weight" and module.packing is not None:
-            return module.dense()
+            return module.dense
         if isinstance(module, nn.Embedding) and getattr(module, "lora", None) is not None:
-            return _merged_embedding(module)
-        return held
+            return partial(_merged_embedding, module)
+        return None
 
 
 def _merged_stack(stacks: ExpertWeights, name: str) -> Tensor:

@@ -128,7 +128,7 @@ with open_hf(Path(sys.argv[1])) as opened:
     for p in model.parameters():
         p.data.zero_()  # its memory is there before anything is read
     before = peak()
-    fill_model(model, opened.tensors())
+    fill_model(model, opened.state())
     print(json.dumps([before, peak(), sum(p.numel() * 2 for p in model.parameters())]))
 """
 

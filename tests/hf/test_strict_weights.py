@@ -107,7 +107,7 @@ def test_weights_of_layers_that_the_settings_do_not_have_are_refused(
 def test_a_weight_of_ours_that_has_no_name_there_is_not_left_out() -> None:
     state = decoder(settings(**LLAMA)).state_dict() | {"blocks.1.ffn.scale": torch.ones(3)}
     with pytest.raises(UserError, match=r"^blocks\.1\.ffn\.scale: has no place there"):
-        list(to_theirs(MAPS["LlamaForCausalLM"], settings(**LLAMA), state))
+        list(to_theirs(MAPS["LlamaForCausalLM"], settings(**LLAMA), state, state.__getitem__))
 
 
 TIED = {  # architectures, the embedding's name there, and settings of models with a head
