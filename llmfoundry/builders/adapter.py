@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from llmfoundry.builders.job import Job, weight_dtype
 from llmfoundry.checkpoint.load import load_tensors
@@ -31,6 +32,7 @@ from llmfoundry.models.adapter import (
     init_adapter,
     is_added,
     saved_names,
+    tensor_sample,
 )
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
@@ -198,18 +200,57 @@ def check_base(model: Decoder, folder: Path, key: str, *, rows: int | None = Non
     Raises:
         UserError: an adapter's folder has numbers of a base, and they are not this model's.
     """
-    if not (folder / BASE).is_file():
-        return  # another library's; names and shapes have to do
-    try:
-        then = json.loads((folder / BASE).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / BASE}: cannot be read: {error}") from error
-    different = base_difference(then, base_sample(model, frozen=False, rows=rows))
-    if different is not None:
-        raise UserError(
-            f"{key}: {folder} was made for another base model ({different}); write the one that it"
-            " was made for as model.pretrained"
-        )
+    check = BaseCheck(folder, key)
+    if check.then is not None:
+        check.compare(base_sample(model, frozen=False, rows=rows))
+
+
+class BaseCheck:
+    """Compares a base with the numbers that an adapter's folder has of its own.
+
+    Attributes:
+        then: those numbers by name; None: the folder is another library's, where names and shapes
+            have to do.
+    """
+
+    then: Any = None
+
+    def __init__(self, folder: Path, key: str) -> None:
+        """Read them.
+
+        Args:
+            folder: the adapter's.
+            key: of the recipe, for errors.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        self._folder, self._key = folder, key
+        if not (folder / BASE).is_file():
+            return
+        try:
+            self.then = json.loads((folder / BASE).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / BASE}: cannot be read: {error}") from error
+
+    def compare(self, now: Mapping[str, list[float]]) -> None:
+        """Raise a UserError where `base_sample`'s numbers of a base are not those."""
+        different = base_difference(self.then, now)
+        if different is not None:
+            raise UserError(
+                f"{self._key}: {self._folder} was made for another base model ({different}); write"
+                " the one that it was made for as model.pretrained"
+            )
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise a UserError where a base of these tensors has none of those."""
+        if self.then and not self.then.keys() & names:
+            self.compare({})
+
+    def compare_tensor(self, name: str, tensor: Tensor, rows: int | None = None) -> None:
+        """The same of one tensor, as the model holds it, of its first `rows`."""
+        if self.then is not None and name in self.then and tensor.is_floating_point():
+            self.compare({name: tensor_sample(tensor, rows)})
 
 
 def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | None:

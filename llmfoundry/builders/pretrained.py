@@ -9,17 +9,25 @@ import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from llmfoundry.builders.adapter import FOLDER, check_base, choose_trained, has_adapter, hold_frozen
+from llmfoundry.builders.adapter import (
+    FOLDER,
+    BaseCheck,
+    check_base,
+    choose_trained,
+    has_adapter,
+    hold_frozen,
+)
 from llmfoundry.builders.job import build_root, with_defaults
-from llmfoundry.checkpoint.load import load_tensors, load_weights
+from llmfoundry.checkpoint.load import load_tensors, load_weights, read_table
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
@@ -28,7 +36,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_all_ranks, on_each_machine, on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
-from llmfoundry.models.adapter import is_added, merge_into
+from llmfoundry.models.adapter import is_added, merge_into, merged_tensor
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import grown
 from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
@@ -45,10 +53,17 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.checks import nearest, one_of
 
+if TYPE_CHECKING:
+    from llmfoundry.hf.lazy import LazyTensor
+    from llmfoundry.hf.peft.read import ReadAdapter
+
 TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
 """An environment variable: 1 runs the code of models that were trained with trust_remote_code."""
 MODEL = "model.yaml"
 """Beside a fine-tuned run's recipe: the shape of its model, which the recipe does not contain."""
+
+
+ReadOne = Callable[[Decoder, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,12 +76,15 @@ class Pretrained:
         fill: writes its weights into a model of that shape, full or sharded; every process
             calls it.
         summary: a line for the user: what it is, and how it is held.
+        read: gives one tensor that `fill` would write into a model, which may be on the meta
+            device, by its name; None: a model of transformers' class.
     """
 
     config: ModelConfig
     tokenizer: Tokenizer
     fill: Callable[[Decoder], None]
     summary: str
+    read: ReadOne | None = None
 
 
 def resolve(
@@ -201,7 +219,8 @@ def _open_run(
             merge_run(model, base, folder, written, own)
 
         how = f"its adapter merged into {written.model.pretrained}, loaded into the native decoder"
-        return Pretrained(config, tokenizer, merge, f"{folder}, {how}")
+        read = MergedRun(base, folder, written, own).read
+        return Pretrained(config, tokenizer, merge, f"{folder}, {how}", read)
     rows = config.vocab_size
     assert rows is not None, "filled"
 
@@ -209,7 +228,8 @@ def _open_run(
         fill_from_run(model, checkpoint, rows, world)
 
     holder = "transformers' class" if isinstance(config, HFModelConfig) else "the native decoder"
-    return Pretrained(config, tokenizer, fill, f"{folder}, loaded into {holder}")
+    read = partial(read_from_run, checkpoint, cache(partial(read_table, checkpoint)), rows)
+    return Pretrained(config, tokenizer, fill, f"{folder}, loaded into {holder}", read)
 
 
 def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer, asked: PretrainedConfig) -> None:
@@ -351,7 +371,17 @@ def _by_decoder(
         with open_hf(folder, written=written, note=lambda _: None) as again:
             fill_model(model, with_new_rows(model, again.state(), model.vocabulary()))
 
-    return Pretrained(config, tokenizer, fill, f"{folder}, {name} loaded into the native decoder")
+    @cache
+    def tensors() -> dict[str, LazyTensor]:
+        with open_hf(folder, written=written, note=lambda _: None) as again:
+            return {tensor.name: tensor for tensor in again.tensors()}
+
+    def read_one(model: Decoder, name: str) -> Tensor:
+        value = tensors()[name].read()
+        return grown(value, len(model.get_parameter(name))) if name in model.vocabulary() else value
+
+    summary = f"{folder}, {name} loaded into the native decoder"
+    return Pretrained(config, tokenizer, fill, summary, read_one)
 
 
 def _by_class(
@@ -479,6 +509,29 @@ def fill_from_run(model: Decoder, checkpoint: Checkpoint, rows: int, world: Worl
     fill_quantized(model, checkpoint)
 
 
+def read_from_run(
+    checkpoint: Checkpoint, table: Callable[[], Metadata], rows: int, model: Decoder, name: str
+) -> Tensor:
+    """The tensor of that name that `fill_from_run` would write; `table`: of the checkpoint."""
+    shape = dict(quantized_shapes(model)).get(name)
+    if shape is not None:
+        own = torch.empty(shape)
+    else:
+        own = torch.empty_like(tensor_of(model, name), device="cpu")
+        if name in model.vocabulary() and len(own) > rows:
+            own = torch.empty(rows, *own.shape[1:])
+    load_tensors({"model": {name: own}}, checkpoint, table=table())
+    return grown(own, len(model.get_parameter(name))) if name in model.vocabulary() else own
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by its name."""
+    path, _, last = name.rpartition(".")
+    found = getattr(model.get_submodule(path), last)
+    assert isinstance(found, Tensor)
+    return found
+
+
 def merge_run(
     model: Decoder, base: Pretrained, folder: Path, written: FinetuneRecipe, config: ModelConfig
 ) -> None:
@@ -491,22 +544,70 @@ def merge_run(
         written: its recipe as written.
         config: the shape of its model.
     """
-    from llmfoundry.hf.peft.read import read_adapter
+    refuse_quantized(model, folder)
+    base.fill(model)
+    check_base(model, folder / FOLDER, "model.pretrained", rows=config.vocab_size)
+    run = MergedRun(base, folder, written, config)
+    for name, hold in run.held.items():
+        parameter = model.get_parameter(name)
+        assign(parameter, hold(full_tensor(parameter)))
+    merge_into(model, run.adapter.plan, run.adapter.tensors, rows=config.vocab_size)
 
+
+def refuse_quantized(model: Decoder, folder: Path) -> None:
+    """Raise a UserError where a checkpoint's adapter would have to be added to 4 bits."""
     if is_quantized(model):
         raise UserError(
             f"model.quantize: {folder} is an adapter, and is not added to weights of 4 bits; merge"
             " it first by scripts/convert.py to=hf, and write its output as model.pretrained"
         )
-    base.fill(model)
-    check_base(model, folder / FOLDER, "model.pretrained", rows=config.vocab_size)
-    with torch.device("meta"):
-        plain = Decoder(config)
-    read = read_adapter(folder / FOLDER, plain, dropout=0.0)
-    for name, hold in as_held(_trained(written, config, folder)):
-        parameter = model.get_parameter(name)
-        assign(parameter, hold(full_tensor(parameter)))
-    merge_into(model, read.plan, read.tensors, rows=config.vocab_size)
+
+
+class MergedRun:
+    """An adapter's run, and the tensors that `merge_run` makes, one by one.
+
+    Args:
+        base: what the run began with.
+        folder: its checkpoint.
+        written: its recipe as written.
+        config: the shape of its model.
+    """
+
+    def __init__(
+        self, base: Pretrained, folder: Path, written: FinetuneRecipe, config: ModelConfig
+    ) -> None:
+        self._base, self._folder, self._written, self._config = base, folder, written, config
+
+    @cached_property
+    def adapter(self) -> ReadAdapter:
+        """Its own, whole."""
+        from llmfoundry.hf.peft.read import read_adapter
+
+        with torch.device("meta"):
+            plain = Decoder(self._config)
+        return read_adapter(self._folder / FOLDER, plain, dropout=0.0)
+
+    @cached_property
+    def held(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What the run made of the base's tensors that it kept in fewer bits, by name."""
+        return dict(as_held(_trained(self._written, self._config, self._folder)))
+
+    @cached_property
+    def _check(self) -> BaseCheck:
+        return BaseCheck(self._folder / FOLDER, "model.pretrained")
+
+    def read(self, model: Decoder, name: str) -> Tensor:
+        """The tensor of that name that `merge_run` would leave in the model."""
+        refuse_quantized(model, self._folder)
+        assert self._base.read is not None
+        like = tensor_of(model, name)
+        value = self._base.read(model, name).to(like.dtype)
+        rows = self._config.vocab_size if name in model.vocabulary() else None
+        self._check.compare_tensor(name, value, rows)
+        value = self.held.get(name, lambda held: held)(value).to(like.dtype)
+        plan, tensors = self.adapter.plan, self.adapter.tensors
+        merged = merged_tensor(model, name, value, plan, tensors, rows=self._config.vocab_size)
+        return merged.to(like.dtype)
 
 
 def _trained(written: FinetuneRecipe, config: ModelConfig, folder: Path) -> Decoder:

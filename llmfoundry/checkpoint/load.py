@@ -223,8 +223,9 @@ def load_tensors(
     """
     planner, flat, problem = _Planner(), dict[str, Any](), None
     try:
-        content = on_rank0(world, (checkpoint.folder / TABLE).read_bytes)
-        table = table or parse_metadata(content)
+        if table is None or world.size > 1:
+            content = on_rank0(world, (checkpoint.folder / TABLE).read_bytes)
+            table = table or parse_metadata(content)
         planner.set_up_planner(state, table, is_coordinator=world.is_main)
         flat = planner.state_dict
         planner.state_dict = as_block_tensors(flat, stacked or {})
@@ -246,6 +247,18 @@ def _unreadable(checkpoint: Checkpoint, *reasons: str) -> UserError:
     )
 
 
+def read_table(checkpoint: Checkpoint) -> Metadata:
+    """Which tensors a checkpoint holds, and where.
+
+    Raises:
+        UserError: its table cannot be read.
+    """
+    try:
+        return parse_metadata((checkpoint.folder / TABLE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise _unreadable(checkpoint, one_line(error)) from error
+
+
 def _check_shapes(
     shapes: Mapping[str, Sequence[int]], checkpoint: Checkpoint, *, world: World
 ) -> Metadata | None:
@@ -265,10 +278,7 @@ def _check_shapes(
     read: list[Metadata] = []
 
     def compare() -> None:
-        try:
-            read.append(parse_metadata((checkpoint.folder / TABLE).read_bytes()))
-        except (OSError, ValueError) as error:
-            raise _unreadable(checkpoint, one_line(error)) from error
+        read.append(read_table(checkpoint))
         saved = read[0].state_dict_metadata
         for name, shape in shapes.items():
             found = saved.get(name)

@@ -261,8 +261,8 @@ def to_theirs(
             assert layer.endswith("_ln"), f"{source} is missing"
             continue
         for index, name in enumerate(theirs):
-            make = partial(_part, rule, config, source, (index, len(theirs)))
-            yield lazy(name, make, sketch, read)
+            part = partial(_part, rule, config, source, (index, len(theirs)))
+            yield lazy(name, part, sketch, read)
         if has_bias(rule.bias, config):
             bias = f"{layer}.bias" if f"{layer}.bias" in shapes else len(shapes[source])
             for index, name in enumerate(theirs):

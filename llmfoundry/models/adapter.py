@@ -362,23 +362,49 @@ def merge_into(
         rows: that embedding and head had in its run, where they have more here; those beyond are
             the mean of what they are merged.
     """
-    tables = model.vocabulary() if rows is not None else ()
-    parameters = dict(model.named_parameters())
-    for name, lora in plan.items():
-        if ".experts." in name:
-            assign(
-                parameters[name],
-                _stack_of(name, lora, tensors, full_tensor(parameters[name]), model),
-            )
-            continue
-        weight = full_tensor(parameters[f"{name}.weight"])
-        own = weight[:rows] if f"{name}.weight" in tables else weight
-        layer = _layer_of(name, lora, tensors, own)
-        value = _merged_embedding(layer) if name in ("wte", "wpe") else merged_weight(layer, lora)
-        assign(parameters[f"{name}.weight"], grown(value, len(weight)))
-    for name, tensor in tensors.items():
-        if name in parameters:
-            assign(parameters[name], grown(tensor, len(parameters[name])))
+    for name, parameter in model.named_parameters():
+        if adapted_matrix(name) in plan or name in tensors:
+            weight = full_tensor(parameter)
+            assign(parameter, merged_tensor(model, name, weight, plan, tensors, rows=rows))
+
+
+def adapted_matrix(name: str) -> str:
+    """What a plan calls the matrix whose parameter has this name."""
+    return name if ".experts." in name else name.removesuffix(".weight")
+
+
+@torch.no_grad()
+def merged_tensor(
+    model: Decoder,
+    name: str,
+    weight: Tensor,
+    plan: Mapping[str, LowRank],
+    tensors: Mapping[str, Tensor],
+    *,
+    rows: int | None = None,
+) -> Tensor:
+    """What `merge_into` makes of one parameter, whole, in fp32 where it has an adapter.
+
+    Args:
+        model: on any device; says what the parameter is.
+        name: of the parameter.
+        weight: its value in the base.
+        plan: as in `merge_into`.
+        tensors: as in `merge_into`.
+        rows: as in `merge_into`.
+    """
+    matrix = adapted_matrix(name)
+    if name in tensors:
+        return grown(tensors[name], len(weight))
+    if matrix not in plan:
+        return weight
+    if ".experts." in name:
+        return _stack_of(matrix, plan[matrix], tensors, weight, model)
+    is_table = rows is not None and name in model.vocabulary()
+    layer = _layer_of(matrix, plan[matrix], tensors, weight[:rows] if is_table else weight)
+    is_embedding = matrix in ("wte", "wpe")
+    value = _merged_embedding(layer) if is_embedding else merged_weight(layer, plan[matrix])
+    return grown(value, len(weight))
 
 
 def _layer_of(name: str, lora: LowRank, tensors: Mapping[str, Tensor], weight: Tensor) -> nn.Module:
@@ -407,6 +433,11 @@ def _stack_of(
     a, b = a.view(count, lora.r, -1), b.view(count, -1, lora.r)
     a, b = (factor.expand(stacks.n, -1, -1) for factor in (a, b))
     return _with_products(stack, a, b, lora.scaling, transposed=name.endswith("w2"))
+
+
+def tensor_sample(tensor: Tensor, rows: int | None = None) -> list[float]:
+    """What `base_sample` has of one tensor, whole, of its first `rows`."""
+    return _numbers(tensor, rows, ()).tolist()
 
 
 NUMBERS = 8  # of each tensor
