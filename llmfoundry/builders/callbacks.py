@@ -12,11 +12,11 @@ from llmfoundry.builders.job import Job
 from llmfoundry.data.held_out import Chain, HeldOut
 from llmfoundry.data.supervised.source import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError
-from llmfoundry.inference.chat import until
 from llmfoundry.inference.decoder_rows import DecoderRows, first_process
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import check_length, draw_all, stream_text
+from llmfoundry.inference.generate import check_length, draw_all
 from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.text import stream_text
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.counts import peak_flops, trained_flops_per_token
 from llmfoundry.recipe.logger import CALLBACKS
@@ -173,7 +173,7 @@ def _answered(job: Job, example: HeldOutPrompt, prompt: list[int], drawn: list[i
     """An answer up to the end of its turn, where the tokenizer's template has one."""
     tokenizer = job.tokenizer
     end = tokenizer.chat.end_of_turn if tokenizer.has_chat else tokenizer.eos
-    pieces = until(stream_text(drawn, tokenizer.decode), end)
+    pieces = stream_text(drawn, tokenizer.decode, stops=[end])
     expected = tokenizer.decode(example.answer.tolist()).split(end)[0]
     return tokenizer.decode(prompt), "".join(pieces), expected.rstrip()
 

@@ -9,9 +9,10 @@ from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.distributed.launch import World, join
 from llmfoundry.inference.chat import Conversation
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import check_length, stream, stream_text, stream_tokens
+from llmfoundry.inference.generate import check_length, stream, stream_tokens
 from llmfoundry.inference.hugging_face_rows import HuggingFaceRows
 from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.text import stream_text
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
 from llmfoundry.terminal import shown_on

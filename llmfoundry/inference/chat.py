@@ -13,7 +13,7 @@ from typing import Any
 from llmfoundry.data.text.chat_template import ChatTemplate, Message
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.inference.generate import stream_text
+from llmfoundry.inference.text import stream_text
 
 Draw = Callable[[list[int], int], Iterable[int]]
 """From a prompt's ids and a number of new tokens at most to the tokens drawn."""
@@ -88,33 +88,9 @@ class Conversation:
     def _answer(self, asked: list[Message], tokens: Iterable[int]) -> Iterator[str]:
         said: list[str] = []
         try:
-            for piece in until(stream_text(tokens, self._tokenizer.decode), self._end):
+            for piece in stream_text(tokens, self._tokenizer.decode, stops=[self._end]):
                 said.append(piece)
                 yield piece
         finally:  # an answer that was broken off was said as far as it was
             answer: dict[str, Any] = {"role": "assistant", "content": "".join(said)}
             self.messages = [*asked, answer]
-
-
-def until(pieces: Iterable[str], stop: str) -> Iterator[str]:
-    """The text before `stop`, in pieces; what may be its beginning waits for what follows."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        if stop in held:
-            before = held.partition(stop)[0]
-            if before:
-                yield before
-            return
-        kept = _overlap(held, stop)
-        if len(held) > kept:
-            yield held[: len(held) - kept]
-            held = held[len(held) - kept :]
-    if held:
-        yield held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The most characters at the end of a text that `stop` begins with."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,11 +1,11 @@
-"""One request's tokens as they are drawn, and their text; `stream_tokens` needs no cache for it.
+"""One request's tokens as they are drawn; `stream_tokens` needs no cache for it.
 
 `scripts/generate.py`, `scripts/chat.py` and samples during training read what `engine` draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,8 +17,6 @@ from llmfoundry.inference.requests import Engine, Request
 from llmfoundry.inference.sampling import Sampler
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder
-
-_CUT = "\ufffd"  # what decoders write for an incomplete character
 
 
 def stream(engine: Engine, request: Request) -> Iterator[int]:
@@ -120,28 +118,3 @@ def check_length(longest: int | None, prompt: int, max_new_tokens: int) -> None:
         f"max_new_tokens: {max_new_tokens} after a prompt of {prompt} tokens, but {learned};"
         f" write at most {longest - prompt + 1}"
     )
-
-
-def stream_text(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Text of `tokens` in pieces of whole characters, as soon as each is certain.
-
-    Args:
-        tokens: one at a time.
-        decode: the tokenizer's.
-    """
-    context: list[int] = []  # tokens already shown, so that a piece decodes as it does in the text
-    pending: list[int] = []
-    shown = 0
-    for token in tokens:
-        pending.append(token)
-        text = decode(context + pending)
-        certain = text.rstrip(_CUT)
-        if len(certain) > shown:
-            yield certain[shown:]
-            shown = len(certain)
-        if certain == text:
-            context, pending = pending, []
-            shown = len(decode(context))
-    rest = decode(context + pending)[shown:] if pending else ""
-    if rest:
-        yield rest

@@ -1,4 +1,7 @@
-"""Text of an answer as its tokens come, up to the first stop string; `serve` calls it.
+"""Text of an answer as its tokens come, up to the first stop string.
+
+`stream_text` is for whoever draws one answer (`generate`, `chat`, samples while training),
+`TextStream` for who is handed many answers' tokens (`serve`).
 
 The one idea: nothing is handed on that a later token could still change, neither half a character
 nor what may be the beginning of a stop string.
@@ -6,10 +9,30 @@ nor what may be the beginning of a stop string.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _CUT = "\ufffd"  # what decoders write for an incomplete character
 _CONTEXT = 8  # tokens of the prompt that are decoded with the answer's first
+
+
+def stream_text(
+    tokens: Iterable[int], decode: Callable[[Sequence[int]], str], *, stops: Sequence[str] = ()
+) -> Iterator[str]:
+    """Text of `tokens` in pieces of whole characters, as soon as each is certain.
+
+    Args:
+        tokens: one at a time; none is asked for once a stop string is complete.
+        decode: the tokenizer's.
+        stops: texts before which it ends.
+    """
+    stream = TextStream(decode, stops=stops)
+    for token in tokens:
+        if piece := stream.push(token):
+            yield piece
+        if stream.stopped:
+            return
+    if rest := stream.close():
+        yield rest
 
 
 class TextStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,8 @@ from llmfoundry.commands import chat as commands
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.inference.chat import Conversation, until
+from llmfoundry.inference.chat import Conversation
+from llmfoundry.inference.text import stream_text
 
 
 class Model:
@@ -32,6 +33,15 @@ class Model:
         return Conversation(self.tokenizer, self.draw, window=window, max_new_tokens=new, **more)  # type: ignore[arg-type]
 
 
+def until(pieces: list[str], stop: str) -> list[str]:
+    """What is shown of a text whose tokens are these pieces."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(pieces[i] for i in ids)
+
+    return list(stream_text(range(len(pieces)), decode, stops=[stop]))
+
+
 @pytest.mark.parametrize("cuts", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("text", ["a<|im_end|>\nb", "<|im_end|>", "a<|im_<|im_end|>", "a<|im_en"])
 def test_an_answer_ends_before_the_end_of_its_turn_however_it_comes(text: str, cuts: int) -> None:
@@ -40,7 +50,7 @@ def test_an_answer_ends_before_the_end_of_its_turn_however_it_comes(text: str, c
 
 
 def test_text_is_not_held_back_where_no_end_can_begin() -> None:
-    assert list(until(iter(["ab", "c<", "d"]), "<|")) == ["ab", "c", "<d"]
+    assert until(["ab", "c<", "d"], "<|") == ["ab", "c", "<d"]
 
 
 @pytest.mark.parametrize("template", ["zephyr", "chatml"])

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from llmfoundry.errors import UserError
 from llmfoundry.inference.decoder_rows import DecoderRows
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import stream, stream_text, stream_tokens
+from llmfoundry.inference.generate import stream, stream_tokens
 from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.inference.sampling import draw_probabilities
+from llmfoundry.inference.text import stream_text
 from llmfoundry.models.decoder import Decoder, Root
 from tests.hf.random_models import (
     ALIBI,
