@@ -18,6 +18,8 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.serve import ServeRecipe
 from llmfoundry.redaction import OPTIONS, hide, public
 
+_CLOSING = 10  # seconds, once all is written or given up, for clients to read it
+
 
 def serve(recipe: ServeRecipe) -> None:
     """Open the model and answer until a signal; what was begun by then is written to its end."""
@@ -30,13 +32,7 @@ def serve(recipe: ServeRecipe) -> None:
         if world.size > 1:
             raise UserError("scripts/serve.py is one process; start it without torchrun")
         assert recipe.checkpoint is not None
-        opened = open_model(
-            recipe.checkpoint,
-            world,
-            note=_to_stderr,
-            precision=recipe.precision,
-            seq_len=recipe.max_seq_len,
-        )
+        opened = open_model(recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision)
         template, why = chat_template(recipe, opened.tokenizer)
         loaded = opened.load()
         for line in loaded.notes:
@@ -117,9 +113,17 @@ def run_server(
         log_level="info" if recipe.access_log else "warning",
         access_log=recipe.access_log,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(recipe.drain_timeout)),
+        timeout_graceful_shutdown=round(recipe.drain_timeout) + _CLOSING,
     )
-    web = uvicorn.Server(config)
+
+    class Web(uvicorn.Server):
+        """Tells the application when it begins to end."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            server.drain(recipe.drain_timeout)
+            await super().shutdown(sockets)
+
+    web = Web(config)
     worker.on_failure = lambda: setattr(web, "should_exit", True)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn hands them on, once it has drained
         signal.signal(number, lambda *_: None)

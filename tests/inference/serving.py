@@ -129,6 +129,11 @@ class Running:
     worker: EngineWorker
     headers: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def loop(self) -> Any:
+        """The event loop's."""
+        return self.worker._loop
+
     def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Status, and the JSON of the reply or its text."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()

@@ -152,6 +152,15 @@ def test_stop_strings_cross_tokens(server: Running, stream: bool) -> None:
     until(lambda: not server.worker.engine.busy)
 
 
+def test_answers_of_one_request_stream_side_by_side(server: Running) -> None:
+    body = {"prompt": ["say:ab☃", "say:cd"], "n": 2, "echo": True, "max_tokens": 9}
+    said = dict.fromkeys(range(4), "")
+    for event in server.events("/v1/completions", body):
+        (choice,) = event["choices"]
+        said[choice["index"]] += choice["text"]
+    assert [*said.values()] == ["say:ab☃ab☃"] * 2 + ["say:cdcd"] * 2
+
+
 def test_the_end_of_text_can_be_ignored(server: Running) -> None:
     choice = server.complete("say:ab", max_tokens=5, ignore_eos=True)["choices"][0]
     assert choice["text"] == "ab" + "<|endoftext|>" * 3 and choice["finish_reason"] == "length"
@@ -278,9 +287,22 @@ def test_unknown_models_paths_and_methods_have_an_error_object(server: Running) 
     assert server.ask("/v1/completions", {"prompt": "a"}, Content_Type="text/plain")[0] == 415
 
 
-def test_a_large_body_is_refused_and_the_client_hears_it(server: Running) -> None:
-    status, reply = server.ask("/v1/completions", {"prompt": "a" * 10_000_000})
-    assert (status, reply["error"]["code"]) == (413, "body_too_large")
+@pytest.mark.parametrize(
+    "path, headers, status",
+    [
+        ("/v1/completions", {}, 413),
+        ("/v1/completions", {"Authorization": "Bearer wrong"}, 401),
+        ("/v1/completions", {"Content_Type": "text/plain"}, 415),
+        ("/v1/nothing", {}, 404),
+        ("/v1/models", {}, 405),
+    ],
+)
+def test_who_sends_a_large_body_hears_why_it_is_refused(
+    path: str, headers: dict[str, str], status: int
+) -> None:
+    with running(ScriptedEngine(), key="k" * 20) as server:
+        found, reply = server.ask(path, {"prompt": "a" * 10_000_000}, **headers)
+    assert found == status and reply["error"]["message"]
 
 
 def test_without_a_key_other_names_of_this_machine_are_refused(server: Running) -> None:
@@ -320,7 +342,7 @@ def test_a_full_queue_is_429_and_empties() -> None:
         assert statuses.count(200) >= 3 and 429 in statuses and {*statuses} == {200, 429}
         refused = next(reply for status, reply in replies if status == 429)
         assert refused["error"]["code"] == "queue_full"
-        assert server.ask("/v1/completions", {"prompt": "a", "n": 4})[0] == 429  # never fits
+        assert server.ask("/v1/completions", {"prompt": "a", "n": 4})[0] == 400  # never fits
         assert server.complete("say:a")["choices"][0]["text"] == "a"
 
 
@@ -334,6 +356,22 @@ def test_time_runs_out_with_504_or_an_event() -> None:
         assert events[-1]["error"]["type"] == "timeout_error"
         until(lambda: not server.worker.engine.busy)
         assert server.worker.open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_what_is_not_written_when_the_server_ends_is_given_up(stream: bool) -> None:
+    with running(ScriptedEngine(slots=1, delay=0.01)) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "say:a", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+        asked = [pool.submit(server.ask, "/v1/completions", body) for _ in range(2)]
+        until(lambda: server.worker.open == 2)
+        time.sleep(0.1)
+        server.loop.call_soon_threadsafe(server.server.drain, 0.2)
+        replies = sorted((future.result() for future in asked), key=str)
+        shown = [reply if isinstance(reply, str) else json.dumps(reply) for _, reply in replies]
+        assert all("the server was stopped" in text for text in shown)
+        assert [status for status, _ in replies] == ([200, 503] if stream else [503, 503])
+        assert server.ask("/v1/completions", {"prompt": "say:a"})[0] == 503
+        until(lambda: server.worker.open == 0 and not server.worker.engine.busy)
 
 
 def raw(server: Running, path: str, body: dict[str, Any]) -> socket.socket:

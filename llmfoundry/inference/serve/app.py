@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from anyio import to_thread
+from anyio import move_on_after, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmfoundry.errors import UserError
 from llmfoundry.inference.serve.answers import Part, Writer, added
@@ -41,7 +42,9 @@ from llmfoundry.inference.serve.worker import EngineWorker, Feed, News
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LEFT = 499  # nginx's status for a client that has left; nobody reads it
-_DISCARDED = 1 << 26  # bytes of too large a body that are read all the same, to be heard
+_DISCARDED = 1 << 26  # bytes of a refused request's body that are read all the same
+_DISCARD_SECONDS = 10.0
+_OVER = "the server was stopped before the answer was written; ask again later, or another server"
 _SEND_GRACE = 5.0  # seconds to send what is written when the time is over
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -67,7 +70,6 @@ class Server:
 
     Attributes:
         app: for uvicorn.
-        is_draining: no new requests are taken.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Server:
         """
         self._served, self._worker, self._limits = served, worker, limits
         self._key = None if key is None else _digest(key.encode())
-        self._only_local, self.is_draining = only_local, False
+        self._only_local, self._is_over = only_local, False
         self._metrics = ServerMetrics(served.name, worker.engine)
         self._created = int(time.time())
         routes = [
@@ -107,9 +109,19 @@ class Server:
                 Route(path, self._guarded(path, function), methods=[method])
                 for path, method, function in routes
             ],
+            middleware=[Middleware(_ReadToTheEnd)],
             exception_handlers={HTTPException: _other_error, Exception: _defect},
             lifespan=self._lifespan,
         )
+
+    def drain(self, seconds: float) -> None:
+        """Give up in so many seconds what is not written then; called when no requests come in."""
+
+        def give_up() -> None:
+            self._is_over = True
+            self._worker.fail_all(RequestError(503, _OVER))
+
+        asyncio.get_running_loop().call_later(seconds, give_up)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -187,10 +199,14 @@ class Server:
         Raises:
             RequestError: there are none, or none are given any more.
         """
-        if self._worker.failure is not None or self.is_draining:
-            say = "the server is going down" if self.is_draining else "the engine has failed"
-            raise RequestError(503, f"{say}; ask again later, or another server")
+        if self._worker.failure is not None:
+            raise RequestError(503, "the engine has failed; ask again later, or another server")
+        if self._is_over:
+            raise RequestError(503, _OVER)
         places = self._worker.engine.slots + self._limits.waiting
+        if len(asked.requests) > places:
+            say = f"n: {len(asked.requests)} answers in one request; this server holds {places}"
+            raise RequestError(400, say, param="n")
         if self._worker.open + len(asked.requests) > places:
             say = (
                 f"{self._worker.open} answers are being written or waiting, and this request asks"
@@ -221,13 +237,10 @@ class Server:
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
-            if size <= self._limits.body:
-                parts.append(part)
-            elif size > _DISCARDED:
-                break
-        if size > self._limits.body:
-            most = f"{self._limits.body:,} bytes at most; send fewer prompts or a shorter one"
-            raise RequestError(413, f"the body is too large: {most}", code="body_too_large")
+            if size > self._limits.body:
+                most = f"{self._limits.body:,} bytes at most; send fewer prompts or a shorter one"
+                raise RequestError(413, f"the body is too large: {most}", code="body_too_large")
+            parts.append(part)
         return b"".join(parts)
 
     def _check_model(self, name: str | None) -> None:
@@ -250,8 +263,8 @@ class Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _health(self, request: Request) -> Response:
-        if self._worker.failure is not None or self.is_draining:
-            return _reply({"status": "draining" if self.is_draining else "failed"}, 503)
+        if self._worker.failure is not None:
+            return _reply({"status": "failed"}, 503)
         return _reply({"status": "ok"})
 
 
@@ -264,7 +277,12 @@ class Reply:
         self._writer = Writer(server._served, asked)
         self._options = asked.fields
         self._began, self._seconds = began, server._limits.seconds
-        self._timer = asyncio.get_running_loop().call_later(self.left, feed.expire)
+        late = (
+            f"the answer took longer than {self._seconds:g} seconds, with the time that it waited;"
+            " ask again later, or for fewer tokens"
+        )
+        error = RequestError(504, late, code="timeout")
+        self._timer = asyncio.get_running_loop().call_later(self.left, feed.fail, error)
         self._first: tuple[int, News] | None = None
         self._last_token: dict[int, float] = {}
 
@@ -314,12 +332,8 @@ class Reply:
         self._feed.end_all()
 
     def _take(self, index: int, news: News) -> tuple[int, Part]:
-        if isinstance(news, TimeoutError):
-            say = (
-                f"the answer took longer than {self._seconds:g} seconds, with the time that it"
-                " waited; ask again later, or for fewer tokens"
-            )
-            raise RequestError(504, say, code="timeout")
+        if isinstance(news, RequestError):
+            raise news
         if isinstance(news, UserError):
             raise RequestError(400, str(news))
         if isinstance(news, Exception):
@@ -344,6 +358,35 @@ class Reply:
         elif not self._last_token:
             self._metrics.first_token.observe(now - self._began)
         self._last_token[index] = now
+
+
+class _ReadToTheEnd:
+    """Middleware: reads what a refused request still sends, so that its client hears why.
+
+    Who is sending when the connection closes gets an error of the network in place of the reply.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_read = scope["type"] != "http"
+
+        async def receive_noted() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body")
+            return message
+
+        async def send_after(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                size = 0
+                with move_on_after(_DISCARD_SECONDS):
+                    while not is_read and size < _DISCARDED:
+                        size += len((await receive_noted()).get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive_noted, send_after)
 
 
 class _Stream(StreamingResponse):

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from llmfoundry.inference.requests import Sampling
 
-MOST_STOPS = 16
+MOST_STOPS = 64
 _INT = 2**63 - 1
 Count = Annotated[int, Meta(ge=0, le=2**30)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

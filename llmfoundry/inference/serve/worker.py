@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from llmfoundry.errors import UserError
 from llmfoundry.inference.requests import Emitted, Engine, Request
@@ -55,10 +56,10 @@ class Feed:
         for index in [*self._open]:
             self.end(index)
 
-    def expire(self) -> None:
-        """End every sequence that is open with a TimeoutError."""
+    def fail(self, error: Exception) -> None:
+        """End every sequence that is open with an error."""
         for index in self._open:
-            self.put(index, TimeoutError())
+            self.put(index, error)
 
     def put(self, index: int, news: News) -> None:
         """News from the engine; on the loop's thread."""
@@ -94,6 +95,7 @@ class EngineWorker:
         """
         self.engine, self.on_failure = engine, on_failure
         self.open = 0
+        self._feeds: WeakSet[Feed] = WeakSet()
         self.failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -120,9 +122,15 @@ class EngineWorker:
     def submit(self, requests: Sequence[Request]) -> Feed:
         """Queue the sequences of one HTTP request."""
         feed = Feed(self, len(requests))
+        self._feeds.add(feed)
         self.open += len(requests)
         self._post([(ticket, requests[index]) for index, ticket in feed._open.items()])
         return feed
+
+    def fail_all(self, error: Exception) -> None:
+        """End every sequence of every feed with an error."""
+        for feed in [*self._feeds]:
+            feed.fail(error)
 
     def forget(self, ticket: _Ticket) -> None:
         """Cancel a sequence."""
