@@ -130,7 +130,48 @@ command: |
   composer train/train.py train/yamls/mine.yaml max_duration=10ba optimizer.lr=1e-3
 parameters: {}
 """
-FILES = {"pretrain": PRETRAIN, "finetune": FINETUNE, "eval": EVAL, "tasks": TASKS}
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: false
+load_in_4bit: true
+datasets:
+- {path: teknium/GPT4-LLM-Cleaned, type: alpaca}
+- {path: my/rows.jsonl, type: chat_template, field_messages: turns}
+val_set_size: 0.1
+output_dir: ./outputs/lora-out
+adapter: qlora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: true
+lora_r: 16
+lora_alpha: 32
+lora_target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj]
+wandb_project: mine
+gradient_accumulation_steps: 2
+micro_batch_size: 2
+num_epochs: 3
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+logging_steps: 5
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens: {pad_token: <|end_of_text|>}
+no_such_key: 1
+"""
+FILES = {
+    "axolotl": AXOLOTL,
+    "pretrain": PRETRAIN,
+    "finetune": FINETUNE,
+    "eval": EVAL,
+    "tasks": TASKS,
+}
 
 
 def migrated(folder: Path, text: str, **settings: Any) -> dict[str, Any]:
@@ -222,6 +263,47 @@ def test_a_fine_tuning_file_keeps_its_meaning(tmp_path: Path) -> None:
         "optimizer.betas": [0.9, 0.95],
         "gradient_clipping.clipping_threshold": 1.0,
         "eval_interval": "1ep",
+    }
+    assert {key: got[key] for key in theirs} == theirs
+
+
+def test_an_axolotl_file_keeps_its_meaning(tmp_path: Path) -> None:
+    got = migrated(tmp_path, AXOLOTL)
+    theirs = {  # by hand, from axolotl's and Hugging Face's documentation
+        "model.pretrained": "NousResearch/Llama-3.2-1B",
+        "model.quantize": "nf4",
+        "data.name": "mixture",
+        "data.streams.d0.dataset": "teknium/GPT4-LLM-Cleaned",
+        "data.streams.d0.format": "alpaca",
+        "data.streams.d1.paths": ["my/rows.jsonl"],
+        "data.streams.d1.format": "chat",
+        "data.streams.d1.columns.messages": "turns",
+        "data.validation_fraction": 0.1,
+        "data.supervised.packing": "best_fit",
+        "save_folder": "./outputs/lora-out",
+        "adapter.name": "lora",
+        "adapter.r": 16,
+        "adapter.lora_alpha": 32,
+        "adapter.target_modules": "all-linear",
+        "max_seq_len": 2048,
+        "max_duration": "3ep",
+        "global_train_batch_size": 4,
+        "device_train_microbatch_size": 2,
+        "optimizer.name": "adamw",
+        "optimizer.moments": "int8",
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.lr": 2e-4,
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "cosine_with_warmup",
+        "schedule.t_warmup": "0.1dur",
+        "schedule.alpha_f": 0.0,
+        "precision": "amp_bf16",
+        "parallel.activation_checkpointing": "whole",
+        "log_interval": "5ba",
+        "eval_interval": "0.25ep",
+        "save_interval": "1ep",
+        "logger.wandb_project": "mine",
+        "seed": 42,
     }
     assert {key: got[key] for key in theirs} == theirs
 
@@ -374,7 +456,7 @@ ODD = [None, True, -1, 1e400, "x", "${nope}", "=", [], {}, [1], {"a": 1}, [{"a":
 def test_odd_values_anywhere_are_a_line_and_never_a_traceback(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(15):
-        values = yaml.safe_load(draw.choice([PRETRAIN, FINETUNE, EVAL, TASKS, MCLI]))
+        values = yaml.safe_load(draw.choice([*FILES.values(), MCLI]))
         _, place, _ = draw.choice([*leaves_of(values)])
         put(values, place[: draw.randint(1, len(place))], draw.choice(ODD))
         theirs = tmp_path / "theirs.yaml"
@@ -396,7 +478,7 @@ def test_a_file_that_is_there_stays_unless_it_may_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["train", "finetune", "eval"])
-@pytest.mark.parametrize("text", [PRETRAIN, FINETUNE, EVAL, MCLI])
+@pytest.mark.parametrize("text", [PRETRAIN, FINETUNE, EVAL, MCLI, AXOLOTL])
 def test_scripts_name_the_migration_in_one_line(tmp_path: Path, script: str, text: str) -> None:
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(text)

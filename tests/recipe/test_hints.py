@@ -36,7 +36,7 @@ TYPED = {
         "lr_scheduler_type=cosine": "schedule=cosine",
         "adam_beta2=0.95": "optimizer.betas=[0.9,0.95]",
         "max_grad_norm=1.0": "gradient_clipping.clipping_threshold=1.0",
-        "weight_decay=0.1": "'optimizer.weight_decay'",
+        "weight_decay=0.1": "optimizer.weight_decay=0.1",
         "bf16=true": "precision=amp_bf16",
         "torch_compile=true": "compile=true",
         "output_dir=out": "save_folder=out",

@@ -16,7 +16,7 @@ from llmfoundry.recipe.front.paths import find_recipe, show
 from llmfoundry.recipe.front.plugins import import_plugins, leave_out
 from llmfoundry.recipe.front.typed import Problem, build, remember, require
 from llmfoundry.recipe.front.yamlfile import read_yaml
-from llmfoundry.recipe.other_tools.foreign import is_foreign
+from llmfoundry.recipe.other_tools.foreign import is_foreign, tool_of
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.redaction import hide, hide_override
 
@@ -97,10 +97,11 @@ def _refuse_foreign(file: Path) -> None:
     Raises:
         UserError: it is one.
     """
-    if is_foreign(read_yaml(file)):
+    values = read_yaml(file)
+    if is_foreign(values):
         raise UserError(
-            f"{show(file)}: is LLM Foundry's; write `python scripts/migrate.py {show(file)}`, which"
-            " makes a recipe of it"
+            f"{show(file)}: is {tool_of(values)}'s; write `python scripts/migrate.py {show(file)}`,"
+            " which makes a recipe of it"
         )
 
 

@@ -1,1 +1,1 @@
-"""A whole file of LLM Foundry's becomes a recipe of ours: read, each setting looked up, written."""
+"""Another tool's whole file becomes a recipe: read, each setting looked up, written."""

@@ -22,7 +22,7 @@ from llmfoundry.recipe.front.compose import Composed, ValueSources
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.yamlfile import read_yaml, yaml_problem
 from llmfoundry.recipe.other_tools.commands import MOUNTED, calls
-from llmfoundry.recipe.other_tools.foreign import is_mcli, kind_of
+from llmfoundry.recipe.other_tools.foreign import FOUNDRY, is_mcli, kind_of, tool_of
 
 Place = tuple[str | int, ...]
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
@@ -59,6 +59,7 @@ class Source:
         values: the recipe's, resolved.
         leaves: all of them, in the file's order, those around the recipe too.
         named: dotted keys that interpolations take.
+        tool: whose it is.
         recipe: the other file that an MCLI file's command starts; None: it is in the file.
     """
 
@@ -68,6 +69,7 @@ class Source:
     leaves: list[Leaf]
     named: set[str] = field(default_factory=set)
     recipe: Path | None = None
+    tool: str = FOUNDRY
 
 
 def read_theirs(path: Path) -> Source:
@@ -88,7 +90,8 @@ def read_theirs(path: Path) -> Source:
     if kind is None:
         raise UserError(
             f"{show(path)}: is no file of LLM Foundry's for training, fine-tuning, evaluation,"
-            " tasks or MCLI: it has no train_loader, models, icl_tasks or parameters"
+            " tasks or MCLI, and none of axolotl's: it has no train_loader, models, icl_tasks,"
+            " parameters or base_model"
         )
     values, pending = _resolved(raw)
     inside = [
@@ -96,7 +99,8 @@ def read_theirs(path: Path) -> Source:
         for shown, place, value in leaves_of(values)
     ]
     named = {name for text in _texts(raw) for name in _NAMED.findall(text)}
-    return Source(path, kind, values, [*around, *inside], named, recipe)
+    tool = tool_of(raw)
+    return Source(path, kind, values, [*around, *inside], named, recipe, tool)
 
 
 def _load(path: Path) -> dict[str, Any]:

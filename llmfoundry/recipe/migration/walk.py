@@ -26,8 +26,8 @@ from llmfoundry.recipe.other_tools.entry import (
     idle,
     refused,
 )
-from llmfoundry.recipe.other_tools.llm_foundry import LLM_FOUNDRY
-from llmfoundry.recipe.other_tools.table import named
+from llmfoundry.recipe.other_tools.foreign import FOUNDRY
+from llmfoundry.recipe.other_tools.table import TOOLS, named
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
@@ -113,7 +113,7 @@ def migrate(source: Source, gauntlet: str | None = None) -> Migration:
     for leaf in source.leaves:
         _add(result, leaf, leaf.shown, leaf.value, _taken(leaf, source, theirs))
     if result.recipe_type is not None:
-        for key, value, taken in _defaults(theirs):
+        for key, value, taken in _defaults(theirs, source.tool):
             _add(result, None, key, value, taken)
         if result.gauntlet:
             result.values["eval.gauntlet"] = gauntlet or MISSING
@@ -189,10 +189,15 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
         key = f"models.0.{key}"
     theirs.here, theirs.index = _section(source.values, leaf.place)
     theirs.name = str(leaf.place[-1])
-    found = named(key, LLM_FOUNDRY)
+    if source.tool != FOUNDRY and leaf.value is None:
+        return idle("has no value")
+    own = Schema.of(RECIPES.get(source.kind, EvalRecipe))
+    found = named(key, TOOLS[source.tool])
+    if source.tool != FOUNDRY:
+        found = [other for other in found if not other.write or _has(own, other.key)]
     if found:
         return found[0].taken(key, leaf.value, theirs)
-    schema = Schema.of(RECIPES.get(source.kind, EvalRecipe))
+    schema = own
     shown = leaf.shown.removeprefix("parameters.")
     if _has(schema, shown):
         return idle("has no value") if leaf.value is None else Taken({shown: leaf.value})
@@ -202,7 +207,7 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
         return idle("of training runs")
     hint = unknown_key(schema, key, leaf.value)[0].why.lstrip("; ")
     near = hint if hint.startswith("did you mean") else "remove it"
-    return refused(f"is no setting of LLM Foundry's, which refuses or ignores it; {near}")
+    return refused(f"is not here and no known setting of {source.tool}'s; {near}")
 
 
 def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
@@ -216,21 +221,22 @@ def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
     return (values if isinstance(values, dict) else {}), index
 
 
-def _defaults(theirs: Theirs) -> Iterator[tuple[str, Any, Taken]]:
+def _defaults(theirs: Theirs, tool: str) -> Iterator[tuple[str, Any, Taken]]:
     """What LLM Foundry takes by itself, where we would take another; or what it cannot do without.
 
     Ours has a default for everything, which nobody meant.
     """
-    for key in _REQUIRED if theirs.trains else ():
+    for key in _REQUIRED if theirs.trains and tool == FOUNDRY else ():
         if theirs.get(key) is None:
             ours = key.replace("scheduler", "schedule")
             yield key, None, Taken({ours: MISSING}, "LLM Foundry needs it", Verdict.REFUSED)
-    for other in LLM_FOUNDRY:
+    for other in TOOLS[tool]:
         word = other.words.split()[0]
         if other.default is NO_DEFAULT or theirs.get(word) is not None:
             continue
         above = word.rpartition(".")[0]
-        if other.when(theirs) if other.when is not None else theirs.get(above) is not None:
+        is_there = not above or theirs.get(above) is not None
+        if other.when(theirs) if other.when is not None else is_there:
             taken = (
                 other.taken(word, other.default, theirs)
                 if other.write or other.take

@@ -66,7 +66,7 @@ def gauntlet_text(result: Migration, name: str) -> str:
 
 def _header(result: Migration, name: str) -> list[str]:
     of = f" and {result.source.recipe.name}" if result.source.recipe is not None else ""
-    what = f"From LLM Foundry's {result.source.path.name}{of}, by scripts/migrate.py."
+    what = f"From {result.source.tool}'s {result.source.path.name}{of}, by scripts/migrate.py."
     return [*_wrapped(what, ""), f"#   python scripts/{result.source.kind}.py {name}"]
 
 
@@ -76,7 +76,7 @@ def _comments(result: Migration) -> dict[str, list[str]]:
     for line in result.lines:
         key = next(iter(line.taken.values), "")
         if key and line.is_default and line.verdict not in (Verdict.CHANGED, Verdict.REFUSED):
-            found.setdefault(key, []).append("LLM Foundry's own default")
+            found.setdefault(key, []).append(f"{result.source.tool}'s own default")
         elif key and line.verdict in (Verdict.CHANGED, Verdict.REFUSED):
             found.setdefault(key, []).append(f"{line.key}: {line.taken.why}")
         elif line.verdict is Verdict.CHANGED:
@@ -124,7 +124,7 @@ def _said(line: Line) -> str:
     ours = ", ".join(f"{key}: {_short(value)}" for key, value in line.taken.values.items())
     why = f" ({line.taken.why})" if line.taken.why and ours else line.taken.why
     if line.is_default:
-        return f"{ours}{why or f' (LLM Foundry without {line.key})'}"
+        return f"{ours}{why or f' (their default of {line.key})'}"
     said = f"{line.key}: {_short(line.value)}"
     if line.verdict is Verdict.KEPT:
         return said + why

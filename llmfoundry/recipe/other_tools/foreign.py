@@ -1,9 +1,10 @@
-"""Whether a file is LLM Foundry's, and what kind: `front/load.py` and `migration/read.py` ask."""
+"""Whose file it is, and what kind: `front/load.py` and `migration/read.py` ask."""
 
 from __future__ import annotations
 
 from typing import Any
 
+FOUNDRY, AXOLOTL = "LLM Foundry", "axolotl"
 _PLATFORM = ("image", "integrations", "compute", "command")
 _ONLY_THEIRS = (
     "train_loader",
@@ -22,8 +23,15 @@ def is_mcli(values: dict[str, Any]) -> bool:
     return sum(key in values for key in _PLATFORM) > 1
 
 
+def tool_of(values: dict[str, Any]) -> str:
+    """The tool that a file is for, if it is for one."""
+    return AXOLOTL if "base_model" in values and "train_loader" not in values else FOUNDRY
+
+
 def kind_of(values: dict[str, Any]) -> str | None:
     """train, finetune, eval or gauntlet; None: no file of LLM Foundry's that is known."""
+    if tool_of(values) == AXOLOTL:
+        return "finetune"
     if "train_loader" in values:
         model = values.get("model")
         section = model if isinstance(model, dict) else {}
@@ -38,8 +46,8 @@ def kind_of(values: dict[str, Any]) -> str | None:
 
 
 def is_foreign(values: dict[str, Any]) -> bool:
-    """Whether a file is LLM Foundry's as a whole, and not ours with a word of it."""
-    if is_mcli(values):
+    """Whether a file is another tool's as a whole, and not ours with a word of it."""
+    if is_mcli(values) or (tool_of(values) == AXOLOTL and "datasets" in values):
         return True
     known = sum(key in values for key in _ONLY_THEIRS)
     return kind_of(values) is not None and (known > 1 or "models" in values)

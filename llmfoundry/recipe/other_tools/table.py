@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llmfoundry.recipe.other_tools.axolotl import AXOLOTL
 from llmfoundry.recipe.other_tools.entry import Other
 from llmfoundry.recipe.other_tools.llm_foundry import LLM_FOUNDRY
 from llmfoundry.recipe.other_tools.trainers import TRAINERS
 
-OTHERS = (*LLM_FOUNDRY, *TRAINERS)
+OTHERS = (*LLM_FOUNDRY, *TRAINERS, *AXOLOTL)
+TOOLS = {"LLM Foundry": LLM_FOUNDRY, "axolotl": (*AXOLOTL, *TRAINERS)}
+"""The tools whose whole files are taken, and their part of the table."""
 
 
 def named(key: str, table: Iterable[Other] = OTHERS) -> list[Other]:
