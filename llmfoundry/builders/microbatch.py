@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from llmfoundry.builders.job import Job
-from llmfoundry.builders.probe import machine, memory_keys, probe_fit
+from llmfoundry.builders.probe import machine, probe_fit
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.collectives import all_reduce_min, on_each_machine
 from llmfoundry.distributed.launch import World
@@ -24,7 +24,10 @@ from llmfoundry.recipe.scripts.train import GRAPH_MODES, TrainRecipe
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 
 _ANY = 2**31  # rows: no limit is known
-_MOST_NAMED = 4  # of the keys that changed
+_SPARING = (  # of parallel, beside its degrees
+    *("activation_checkpointing", "activation_checkpointing_target", "activation_compression"),
+    *("activation_memory_budget", "reshard_after_forward", "reduce_scatter_each_microbatch"),
+)
 
 
 def settle_microbatch(
@@ -56,9 +59,7 @@ def settle_microbatch(
     rows, changed = on_each_machine(world, lambda: remembered(run.folder, facts))
     least = all_reduce_min(world, rows or _ANY)
     if changed:
-        more = [f"{len(changed) - _MOST_NAMED} more"] if len(changed) > _MOST_NAMED else []
-        names = ", ".join(changed[:_MOST_NAMED] + more)
-        note(f"{KEY}: {NAME} of an earlier start is not used, as {names} changed")
+        note(f"{KEY}: {NAME} of an earlier start is not used, as {', '.join(changed)} changed")
     if least >= fit.microbatch:
         return fit
     note(f"{KEY}: {least} in place of {fit.microbatch}, as an earlier start ran out of memory")
@@ -66,12 +67,24 @@ def settle_microbatch(
 
 
 def memory_facts(recipe: TrainRecipe, world: World) -> dict[str, Any]:
-    """What a step's memory depends on beside the rows that a run was left with, by key.
+    """What a step's memory depends on beside rows at a time and the run's own model, by key.
 
     Where one of them changes, a run may find that more rows fit.
     """
     degrees = dataclasses.asdict(recipe.parallel.degrees(world.size))
-    return {**memory_keys(recipe), "layout": degrees, "machine": machine(world.device)}
+    keys = (
+        "global_train_batch_size",
+        "max_seq_len",
+        "precision",
+        "fp8_recipe",
+        "compile_mode",
+        KEY,
+    )
+    facts = {key: getattr(recipe, key) for key in (*keys, "device_loss_chunk_tokens")}
+    facts["optimizer.moments"] = recipe.optimizer.moments
+    for key in _SPARING:
+        facts[f"parallel.{key}"] = str(getattr(recipe.parallel, key))
+    return {**facts, "parallel": degrees, "machine": machine(world.device)}
 
 
 def build_limit(job: Job, module: nn.Module) -> MicrobatchLimit:

@@ -26,7 +26,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -277,24 +276,11 @@ def _free_port() -> int:
 
 def _cache_path(recipe: TrainRecipe, world: World) -> Path:
     """Where what was measured is kept."""
+    every = dataclasses.asdict(recipe)
+    facts = {key: value for key, value in every.items() if not _OTHER.fullmatch(key)}
     where = {"size": world.size, "device": machine(world.device), "torch": torch.__version__}
-    name = cache_key(recipe=json.dumps(memory_keys(recipe)), code=_code(), **where)
+    name = cache_key(recipe=json.dumps(facts, default=str), code=_code(), **where)
     return Path(recipe.data.cache_folder).expanduser() / FOLDER / f"{name}.json"
-
-
-def memory_keys(recipe: TrainRecipe) -> dict[str, Any]:
-    """Values of a recipe on which its steps' memory depends, as JSON has them, by dotted key."""
-    every = json.loads(json.dumps(dataclasses.asdict(recipe), default=str))
-    found = {key: value for key, value in every.items() if not _OTHER.fullmatch(key)}
-    return dict(_flat("", found))
-
-
-def _flat(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield prefix + key, value
 
 
 def machine(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""`scripts/convert.py`: a checkpoint to a Hugging Face folder, or the other way."""
+"""`scripts/convert.py`: a checkpoint to a Hugging Face folder or a GGUF file, or the other way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from llmfoundry.builders.adapter import export_adapter
 from llmfoundry.builders.job import build_root, with_defaults
 from llmfoundry.builders.pretrained import fill_model
-from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity
+from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity, open_checkpoint
+from llmfoundry.builders.streamed import streamed_state
 from llmfoundry.checkpoint.run_folder import read_record
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Storage
@@ -21,6 +22,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo
+from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
 from llmfoundry.hf.write import TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.models.counts import active_parameter_count, parameter_count
@@ -50,13 +52,16 @@ _REPORTED = (
     "seed",
 )
 
+DTYPE_OF = {"fp32": "fp32", "amp_bf16": "bf16"}  # of a file, by what most of a folder is stored in
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
 def convert(recipe: ConvertRecipe) -> None:
     """Convert a checked recipe's checkpoint, on the CPU."""
     recipe.fill()
-    if recipe.to == "peft":
+    if recipe.to == "gguf":
+        _export_gguf(recipe)
+    elif recipe.to == "peft":
         _export_adapter(recipe)
     elif recipe.to is not None:
         _export(recipe)
@@ -81,6 +86,57 @@ def _export(recipe: ConvertRecipe) -> None:
         is_trained=loaded.is_trained,
     )
     print(f"{loaded.checkpoint} is {architecture} in {show(output)}")
+
+
+def _export_gguf(recipe: ConvertRecipe) -> None:
+    """A checkpoint, or with from=hf a folder of Hugging Face's, as a file of llama.cpp's."""
+    assert recipe.checkpoint and recipe.output
+    output = Path(recipe.output).expanduser()
+    check_output(output)
+    if recipe.from_ is not None:
+        _gguf_of_folder(recipe, output)
+        return
+    loaded, _ = open_checkpoint(recipe.checkpoint, ALONE, note=print)
+    if isinstance(loaded.recipe.model, HFModelConfig):
+        raise UserError(
+            "to: gguf takes the decoder's own models, and this is a class of transformers; write"
+            " to=hf, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+        )
+    state = streamed_state(loaded, note=print)
+    files = _tokenizer_files(loaded)
+    model = GGUFModel(
+        str(loaded.recipe.run_name),
+        loaded.root.model.config,
+        state.shapes(),
+        state.__getitem__,
+        loaded.tokenizer,
+        starts=bool(loaded.tokenizer.bos_ids) or (loaded.is_trained and not _is_chat(loaded)),
+        stops=files.stops if isinstance(files.stops, list) else [files.stops],
+    )
+    dtype = recipe.dtype or ("bf16" if is_quantized(loaded.root.model) else "fp32")
+    name = to_gguf(model, output, dtype=dtype, architecture=recipe.architecture)
+    print(f"{loaded.checkpoint} is {name} of llama.cpp in {show(output)}")
+
+
+def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
+    folder = hf_folder(str(recipe.checkpoint))
+    tokenizer = Tokenizer.load(folder)
+    stops = TokenizerFiles.of(tokenizer, folder).stops
+    is_trained = DOCUMENT_START in json.loads((folder / "config.json").read_text())
+    with open_hf(folder) as opened:
+        state = {tensor.name: tensor for tensor in opened.tensors()}
+        model = GGUFModel(
+            folder.name,
+            opened.config,
+            {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()},
+            lambda name: state[name].read(),
+            tokenizer,
+            starts=bool(tokenizer.bos_ids) or (is_trained and not tokenizer.has_chat),
+            stops=stops if isinstance(stops, list) else [stops],
+        )
+        dtype = recipe.dtype or DTYPE_OF[_precision(opened)]
+        name = to_gguf(model, output, dtype=dtype, architecture=recipe.architecture)
+    print(f"{public(str(recipe.checkpoint))} is {name} of llama.cpp in {show(output)}")
 
 
 def _export_adapter(recipe: ConvertRecipe) -> None:
@@ -121,8 +177,7 @@ def _card(loaded: Loaded) -> CardInfo:
     written = as_written(recipe)
     tokens = batch * recipe.global_train_batch_size * recipe.max_seq_len
     data, settings = written["data"], dict(flat(written))
-    kinds = {form for _, form in recipe.data.formats()}
-    is_chat = loaded.tokenizer.has_chat and not kinds <= {TEXT}
+    is_chat = _is_chat(loaded)
     return CardInfo(
         name=str(recipe.run_name),
         data=", ".join(map(_published, [data["dataset"] or data["name"], *data["paths"]])),
@@ -135,6 +190,12 @@ def _card(loaded: Loaded) -> CardInfo:
         is_chat=is_chat,
         prompt="What can you do?" if is_chat else "Once upon a time",
     )
+
+
+def _is_chat(loaded: Loaded) -> bool:
+    """Whether it was trained on conversations, by its tokenizer's template."""
+    kinds = {form for _, form in loaded.recipe.data.formats()}
+    return loaded.tokenizer.has_chat and not kinds <= {TEXT}
 
 
 def _published(place: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from llmfoundry.data.preparation.read.inputs import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
+from llmfoundry.hf.gguf.write import check_output
 from llmfoundry.loggers.console import Console, format_gib, short_count
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.plan.communication import communication, sends_text, spanning
+from llmfoundry.plan.communication import Messages, communication, spanning
 from llmfoundry.plan.fit import (
     Fit,
     check_workers,
@@ -275,10 +277,25 @@ def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int, gpu: Gpu | 
     recipe = with_level(guessed, fit.checkpointing)
     if load := load_line(recipe, fit, world.size):  # below the memory
         yield "", load
-    messages = communication(recipe, world.size, fit.microbatch, node)
-    yield "sends", sends_text(messages, "a process")
+    yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
     for line in spanning(recipe, world.size, fit.microbatch, node, gpu):
         yield "layout", line
+
+
+def _sends(messages: Iterable[Messages]) -> str:
+    """What a process sends in a step, the most first; in brackets, what leaves its node."""
+    each, between = Counter[str](), Counter[str]()
+    for message in messages:
+        each[message.what] += message.sent
+        between[message.what] += message.between
+
+    def part(what: str, sent: int) -> str:
+        out = f" ({format_gib(between[what] / GIB)})" if between[what] else ""
+        return f"{what} {format_gib(sent / GIB)}{out}"
+
+    out = f", {format_gib(between.total() / GIB)} of it to other nodes" if between.total() else ""
+    parts = ", ".join(part(what, sent) for what, sent in each.most_common())
+    return f"about {format_gib(each.total() / GIB)} a process and step{out}: {parts}"
 
 
 def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:
@@ -345,12 +362,14 @@ def plan_serving(recipe: ServeRecipe) -> Rows:
 
 def plan_conversion(recipe: ConvertRecipe) -> Rows:
     """Of scripts/convert.py."""
-    if recipe.to is not None:
+    if recipe.from_ is None:
         yield from _checkpoint(str(recipe.checkpoint))
     else:
         yield "from", f"{recipe.checkpoint}, a Hugging Face model"
     output = Path(str(recipe.output)).expanduser()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if recipe.to == "gguf":
+        check_output(output)
+    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output: {output} is not empty; write another folder")
     yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
 

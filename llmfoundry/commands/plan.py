@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from llmfoundry.models.counts import (
     flops_per_token,
     parameter_count,
 )
-from llmfoundry.plan.communication import communication, sends_text
+from llmfoundry.plan.communication import communication
 from llmfoundry.plan.fit import parts_text, with_guessed_vocabulary
 from llmfoundry.plan.layouts import (
     TAKEN,
@@ -143,8 +144,15 @@ def describe(layout: Layout, setting: Setting) -> Rows:
     room = f"{layout.room / GIB:.1f} GiB may be used"
     parts = parts_text(layout.need, rows)
     yield "memory", f"about {format_gib(layout.bytes / GIB)} a GPU: {parts}; {room}"
-    if messages := communication(layout.recipe, setting.gpus, rows, gpu.node):
-        yield "sends", sends_text(messages, "a GPU")
+    sent, between = Counter[str](), 0
+    for each in communication(layout.recipe, setting.gpus, rows, gpu.node):
+        sent[each.what] += each.sent
+        between += each.between
+    if sent.total():
+        kinds = ", ".join(f"{what} {format_gib(n / GIB)}" for what, n in sent.most_common())
+        inside = format_gib((sent.total() - between) / GIB)
+        outside = f", {format_gib(between / GIB)} between nodes" * bool(between)
+        yield "sends", f"{inside} a GPU and step inside a node{outside}: {kinds}"
     yield "step", step_line(layout.step)
     yield "speed", speed_line(layout.step, layout.recipe, setting.gpus, gpu)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmfoundry.files import atomic_write
 from llmfoundry.hf.architectures import OWN
+from llmfoundry.hf.engines import engines
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 _LOAD = """\
@@ -98,7 +99,8 @@ def write_card(
         unkept: lines about settings that config.json leaves out.
         remarks: lines about what is different in transformers.
     """
-    lines = [*_lines(card, config, architecture, dtype), *_list("In transformers", remarks)]
+    lines = [*_lines(card, config, architecture, dtype)]
+    lines += [*_list("Engines", engines(config, architecture)), *_list("In transformers", remarks)]
     lines += [*_training(card), *_list("Settings that config.json does not keep", unkept)]
     atomic_write(path, "\n".join(lines) + "\n")
 

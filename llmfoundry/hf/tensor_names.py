@@ -269,8 +269,8 @@ def to_theirs(
                 padded = partial(_bias_part, rule, config, bias, (index, len(theirs)))
                 yield lazy(_bias_name(name), padded, sketch, read)
     if weights.experts:
-        for name, make in experts_to_theirs(weights.experts[0], config, shapes):
-            yield lazy(name, make, sketch, read)
+        for name, made in experts_to_theirs(weights.experts[0], config, shapes):
+            yield lazy(name, made, sketch, read)
     for name in sketch.left():
         raise UserError(f"{name}: has no place there; write architecture=llmfoundry")
 

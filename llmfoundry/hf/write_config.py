@@ -51,42 +51,53 @@ TUNING = "attn_config.attn_temperature_tuning"
 FLOOR, SCALE = 8192, 0.1  # Llama 4's tuning where config.json has none
 
 
-def choose_architecture(config: ModelConfig, architecture: str | None) -> str:
+def choose_architecture(
+    config: ModelConfig,
+    architecture: str | None,
+    among: Mapping[str, Architecture] = ARCHITECTURES,
+    *,
+    engine: str = "transformers",
+    advice: str = f"write architecture={OWN} for a folder that transformers loads after `import"
+    " llmfoundry.hf`",
+) -> str:
     """The architecture to write: the one asked for, else the one that fits exactly.
 
     Of several that fit it is the one with the fewest linear layers whose bias would be zeros, and
     of these the first of the table.
 
+    Args:
+        config: filled.
+        architecture: the one asked for; None: any.
+        among: those that `engine` has.
+        engine: whose architectures they are, for messages.
+        advice: what to write where none fits.
+
     Raises:
         UserError: it does not fit, or none does: what to write instead, and a line for each setting
             in its way.
     """
-    if architecture == OWN:
+    if architecture == OWN and among is ARCHITECTURES:
         return OWN
-    if architecture is not None and architecture not in ARCHITECTURES:
-        options = [*ARCHITECTURES, OWN]
+    if architecture is not None and architecture not in among:
+        options = [*among, *([OWN] if among is ARCHITECTURES else [])]
         raise UserError(
             f"architecture: {architecture!r} is not a choice{nearest(architecture, options)}"
             f" (choices: {', '.join(options)})"
         )
     plain, layers = _plain(config), config.layers()
-    names = ARCHITECTURES if architecture is None else [architecture]
-    missed = {name: _missed(plain, layers, ARCHITECTURES[name]) for name in names}
+    names = among if architecture is None else [architecture]
+    missed = {name: _missed(plain, layers, among[name]) for name in names}
     name = min(names, key=lambda name: _distance(plain, name, missed[name]))
     if not missed[name]:
         return name
-    why = f"{name} cannot be this model"
+    why = f"{name} of {engine} cannot be this model"
     if architecture is None:
-        why = f"no transformers architecture is exactly this model; {name} is nearest"
+        why = f"no {engine} architecture is exactly this model; {name} is nearest"
     lines = [
         f"model.{key}: {_value_text(config, key)}; {name} needs {must}"
         for key, must in missed[name].items()
     ]
-    raise UserError(
-        f"architecture: {why}; write architecture={OWN} for a folder that transformers loads"
-        " after `import llmfoundry.hf`",
-        *lines,
-    )
+    raise UserError(f"architecture: {why}; {advice}", *lines)
 
 
 def _distance(plain: ModelConfig, name: str, missed: Mapping[str, str]) -> tuple[int, int, int]:

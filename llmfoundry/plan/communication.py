@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
-from llmfoundry.loggers.console import format_gib
 from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.shards import REDUCED, Shares, seen_by_tokens, shares, tokens_of_row
 from llmfoundry.recipe.hardware import GPUS, Gpu
@@ -137,22 +136,6 @@ def _leaving(p: int, apart: int, at_once: bool, world_size: int, node: int) -> f
 def waited_for(found: Iterable[Messages], gpu: Gpu) -> float:
     """Seconds of a step in which nothing is computed: of what the next products need."""
     return sum(each.seconds(gpu) for each in found if each.what in WAITED_FOR)
-
-
-def sends_text(messages: Iterable[Messages], sender: str) -> str:
-    """What `sender` sends in a step, the most first; in brackets, what leaves its node."""
-    each, between = Counter[str](), Counter[str]()
-    for message in messages:
-        each[message.what] += message.sent
-        between[message.what] += message.between
-
-    def part(what: str, sent: int) -> str:
-        out = f" ({format_gib(between[what] / GIB)})" if between[what] else ""
-        return f"{what} {format_gib(sent / GIB)}{out}"
-
-    out = f", {format_gib(between.total() / GIB)} of it to other nodes" if between.total() else ""
-    parts = ", ".join(part(what, sent) for what, sent in each.most_common())
-    return f"about {format_gib(each.total() / GIB)} {sender} and step{out}: {parts}"
 
 
 def spanning(

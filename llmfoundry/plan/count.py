@@ -27,7 +27,6 @@ from llmfoundry.distributed.experts import apply_expert_parallel, share_router_s
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import imagined
 from llmfoundry.distributed.tensor import apply_tensor_parallel
-from llmfoundry.errors import one_line
 from llmfoundry.models.decoder import Block, Decoder, Root
 from llmfoundry.ops.devices import Planned, planned_for
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
@@ -114,18 +113,10 @@ class EndsCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """All kinds of blocks, in the order of their last, and the ends.
-
-    Attributes:
-        blocks: by kind.
-        ends: embedding, final norm, head and loss.
-        uncounted: why these are of this project's own blocks of the same sizes, in place of a
-            class of transformers; empty: they are of the model's own.
-    """
+    """All kinds of blocks, in the order of their last, and the ends."""
 
     blocks: tuple[BlockCount, ...]
     ends: EndsCount
-    uncounted: str = ""
 
     @property
     def forward(self) -> Pass:
@@ -172,10 +163,10 @@ def count(
     before, noise.disabled = noise.disabled, True
     try:
         return _count(recipe, degrees, device, meta_model)
-    except Exception as error:  # it asks tensors for their values, or has kernels of its own
+    except Exception:  # a class that asks tensors for their values, or has kernels of its own
         alike = {each.name: getattr(recipe.model, each.name) for each in fields(ModelConfig)}
         ours = replace(recipe, model=ModelConfig(**alike))  # of the same sizes, all of it trained
-        return replace(_count(ours, degrees, device, None), uncounted=one_line(error))
+        return _count(ours, degrees, device, None)
     finally:
         noise.disabled = before
 

@@ -323,11 +323,7 @@ def _does_not_fit_frozen(
 
 def parts_text(need: MemoryEstimate, rows: int) -> str:
     """What a process's memory at a microbatch of `rows` is for; it adds up to the total."""
-    parts = ", ".join(f"{what} {format_gib(n / GIB)}" for what, n in need.parts(rows).items() if n)
-    if not need.uncounted:
-        return parts
-    why = f"its own class cannot be counted: {need.uncounted[:200]}"
-    return f"{parts} (as of an MPT of its sizes, for {why})"
+    return ", ".join(f"{what} {format_gib(n / GIB)}" for what, n in need.parts(rows).items() if n)
 
 
 def largest_fitting_recipe(world_size: int, available: int, device: torch.device) -> str | None:

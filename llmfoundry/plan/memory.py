@@ -59,7 +59,6 @@ class MemoryEstimate:
         accumulated: what gradients take between microbatches over what `weights` has of them.
         step_rows: rows of a step; with fewer at a time, gradients are accumulated.
         fixed: FRAMEWORK.
-        uncounted: as `ModelCount` has it.
     """
 
     parameters: int
@@ -71,7 +70,6 @@ class MemoryEstimate:
     accumulated: int
     step_rows: int
     fixed: int = FRAMEWORK
-    uncounted: str = ""
 
     @property
     def weights(self) -> int:
@@ -164,7 +162,6 @@ def estimate(
         chunk_rows=_chunk_rows(recipe, degrees, device),
         accumulated=accumulated_bytes(recipe, degrees, *reversed(held.trained)),
         step_rows=recipe.global_train_batch_size // degrees.data,
-        uncounted=counted.uncounted,
     )
 
 

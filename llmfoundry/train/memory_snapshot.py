@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,6 @@ from llmfoundry.ops.torch_private import (
     record_memory,
 )
 from llmfoundry.recipe.profile import ProfileConfig
-from llmfoundry.train.out_of_memory import keep_snapshot
 from llmfoundry.train.profile_files import ProfileFiles
 from llmfoundry.train.profiler import start_profiler
 from llmfoundry.train.trainer import Callback, Trainer
@@ -33,6 +33,12 @@ from llmfoundry.train.trainer import Callback, Trainer
 REQUEST = getattr(signal, "SIGUSR2", None)
 """The signal that asks for one; SIGUSR1 is a scheduler's, and ends the run."""
 _MOST = 3  # of failed allocations: a convolution may fail for several algorithms, and then succeed
+_newest: Path | None = None  # of a failed allocation
+
+
+def out_of_memory_snapshot() -> Path | None:
+    """The snapshot of the newest allocation of this process that failed, if there is one."""
+    return _newest
 
 
 def contents(snapshot: dict[str, Any]) -> tuple[int, int]:
@@ -136,6 +142,7 @@ class MemorySnapshots(Callback):
 
     def _allocation_failed(self, device: int, asked: int, allowed: int, free: int) -> None:
         """The allocator calls it before the error is raised, while all that it holds is there."""
+        global _newest
         if not self._is_chosen or self._failed == _MOST:
             return
         self._failed += 1
@@ -146,6 +153,6 @@ class MemorySnapshots(Callback):
         except Exception as error:  # not instead of the error that follows
             line = f"profile.memory_snapshot: none of step {step}: {one_line(error)}"
         if (self._files.folder / name).exists():
-            keep_snapshot(self._files.folder / name)
+            _newest = self._files.folder / name
         size = f"{asked / 2**20:,.0f} MiB"
         print(f"out of memory in step {step}: {size} asked for; {line}", file=sys.stderr)

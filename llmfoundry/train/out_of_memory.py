@@ -46,23 +46,6 @@ class OutOfMemory(Exception):
         self.reasons = dict(reasons)
 
 
-_snapshots: list[Path] = []  # of allocations of this process that failed
-
-
-def keep_snapshot(path: Path) -> None:
-    """Name a snapshot of memory (`memory_snapshot.py`) with the error that is about to follow."""
-    _snapshots.append(path)
-
-
-def shortage_of(error: BaseException) -> str:
-    """How much memory was asked for, and where the snapshot of that moment is, if there is one."""
-    if isinstance(error, OutOfMemory):
-        return next(iter(error.reasons.values()))
-    snapshot = f"; memory then: {_snapshots[-1]}" if _snapshots else ""
-    _snapshots.clear()
-    return what_was_asked(error) + snapshot
-
-
 @dataclass
 class MicrobatchLimit:
     """How a run goes on where a step does not fit.
@@ -101,7 +84,7 @@ class MicrobatchLimit:
         Raises:
             UserError: it cannot be smaller.
         """
-        reason, ranks = shortage_of(why), sorted(why.reasons)
+        reason, ranks = next(iter(why.reasons.values())), sorted(why.reasons)
         half = self._half(microbatch, step, reason)
         where = f" on rank {', '.join(map(str, ranks))}" if self.size > 1 else ""
         done = f"the step is done again with {half}: {self._cost(microbatch, half)}"
@@ -118,7 +101,7 @@ class MicrobatchLimit:
             StartAgain: they are to.
             UserError: it cannot be smaller, or the run's folder cannot be written.
         """
-        reason = shortage_of(error)
+        reason = what_was_asked(error)
         half = self._half(microbatch, step, reason)
         if self.folder is None or self._remember(microbatch, half, step):
             raise UserError(self.line(microbatch, step, reason))

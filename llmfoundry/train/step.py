@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed.failures import failed_collective
-from llmfoundry.errors import UserError, is_out_of_memory
+from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.router import Routing, move_biases
 from llmfoundry.ops.packed_layout import IGNORE, Batch
@@ -29,7 +29,7 @@ from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, tota
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.spans import span
-from llmfoundry.train.out_of_memory import release, shortage_of
+from llmfoundry.train.out_of_memory import release
 from llmfoundry.train.spikes import Guard
 
 Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -251,7 +251,7 @@ def _add_up(
     except (MemoryError, RuntimeError) as error:
         if not (hooks.can_redo and is_out_of_memory(error)) or failed_collective(error):
             raise
-        shortage = shortage_of(error)
+        shortage = what_was_asked(error)
     if shortage:  # the error is gone, and with it what its frames held
         del sums
         release(module)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.distributed.launch import World
-from llmfoundry.errors import UserError, is_out_of_memory
+from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.init import seed_of
@@ -36,12 +36,7 @@ from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.spans import span
 from llmfoundry.train.metrics import LoggedStep, LossWindow, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
-from llmfoundry.train.out_of_memory import (
-    MicrobatchLimit,
-    OutOfMemory,
-    begin_again,
-    shortage_of,
-)
+from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.spikes import Return, RollBack, SpikeHandler
 from llmfoundry.train.step import StepHooks, StepResult, StepSettings, not_a_step, train_step
@@ -383,7 +378,7 @@ class Trainer:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = shortage_of(error)
+                reason = what_was_asked(error)
                 if self._is_updating:
                     raise UserError(_no_room_for_update(step, reason)) from error
                 why = OutOfMemory({self.world.rank: reason})

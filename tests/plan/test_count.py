@@ -14,8 +14,6 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.loss import linear_cross_entropy
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.plan.count import ModelCount, count
-from llmfoundry.plan.fit import parts_text
-from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -151,27 +149,3 @@ def test_nothing_of_the_count_stays_behind() -> None:
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     loss = Root(model)(tokens, None, lambda m, h: m.loss(h, tokens))
     assert loss.isfinite()
-
-
-class AsksForValues(torch.nn.Module):
-    """A class that cannot run on tensors without values; its blocks are only found."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(depth))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens * int(tokens.sum())
-
-
-def test_where_a_class_cannot_be_counted_the_plan_says_what_was_counted_in_its_place() -> None:
-    recipe = make_recipe()
-    model = AsksForValues(recipe.model.n_layers)
-    counted = count(recipe, Degrees(), meta_model=model)  # type: ignore[arg-type]
-    ours = count(recipe, Degrees())
-    assert counted.uncounted and not ours.uncounted
-    assert dataclasses.replace(counted, uncounted="") == ours
-    need = estimate(recipe, 1)
-    assert "cannot be counted" not in parts_text(need, 1)
-    said = parts_text(dataclasses.replace(need, uncounted=counted.uncounted), 1)
-    assert f"cannot be counted: {counted.uncounted[:100]}" in said

@@ -125,15 +125,24 @@ def test_convert_recipe() -> None:
     assert (
         problems(ConvertRecipe, *base, "to=hf") == problems(ConvertRecipe, *base, "from=hf") == ()
     )
-    either = "to: write either to=hf or to=peft (export), or from=hf (import)"
+    either = "to: write either to=hf, to=gguf or to=peft (export), or from=hf (import)"
     assert problems(ConvertRecipe, *base) == (either,)
     assert problems(ConvertRecipe, *base, "to=hf", "from=hf") == (either,)
     assert problems(ConvertRecipe, *base, "from=gguf") == (
         "from: 'gguf' is not a choice (choices: hf)",
     )
     assert problems(ConvertRecipe, "checkpoint=a", "to=hf", "dtype=f32") == (
-        "dtype: 'f32' is not a choice; did you mean 'fp32'? (choices: fp32, bf16, fp16)",
+        "dtype: 'f32' is not a choice; did you mean 'fp32'? (choices: fp32, bf16, fp16, q8_0)",
         "output: is required; write output=DIR, the folder to write",
+    )
+    gguf = ("checkpoint=a", "to=gguf", "dtype=q8_0")
+    for source in ((), ("from=hf",)):
+        assert problems(ConvertRecipe, *gguf, *source, "output=b.gguf") == ()
+    assert problems(ConvertRecipe, *gguf, "output=b") == (
+        "output: b is one file with to=gguf; write output=NAME.gguf",
+    )
+    assert problems(ConvertRecipe, *base, "to=hf", "dtype=q8_0") == (
+        "dtype: q8_0 is a format of GGUF; write to=gguf, or dtype=bf16",
     )
 
 

@@ -29,8 +29,8 @@ from llmfoundry.recipe.values.bounds import (
 from llmfoundry.recipe.values.checks import inert, set_defaults
 
 FORMATS = ("hf",)
-EXPORTS = ("hf", "peft")
-DTYPES = ("fp32", "bf16", "fp16")
+EXPORTS = ("hf", "gguf", "peft")
+DTYPES = ("fp32", "bf16", "fp16", "q8_0")
 
 
 def _needs_checkpoint(checkpoint: str | None) -> Iterator[str]:
@@ -106,15 +106,17 @@ class ConvertRecipe:
     """What to read: a run's folder or one checkpoint's, or the URL of one; with from=hf a hub id or
     its folder."""
     to: Annotated[str | None, choice(EXPORTS)] = None
-    """Format to write: hf, a folder that transformers loads, an adapter merged into its base; or
-    peft, an adapter alone, for the hf folder of its base."""
+    """Format to write: hf, a folder that transformers loads, an adapter merged into its base; gguf,
+    the same as a file for llama.cpp and what is built on it; or peft, an adapter alone, for the hf
+    folder of its base."""
     from_: Annotated[str | None, choice(FORMATS)] = None
-    """Format to read, written `from`: hf; the output is then a run's folder of ours."""
+    """Format to read, written `from`: hf; the output is then a run's folder of ours, or with
+    to=gguf a file of that."""
     output: Annotated[str | None, PATH] = None
-    """The folder to write; must not exist, or be empty."""
+    """The folder to write; must not exist, or be empty. With to=gguf a file, NAME.gguf."""
     dtype: Annotated[str | None, choice(DTYPES)] = None
-    """Only with to=hf: number format of the written weights, fp32, bf16 or fp16; unset: bf16 where
-    the base is quantised, else fp32."""
+    """Only with to=hf or gguf: number format of the written weights, fp32, bf16, fp16, or of gguf
+    q8_0 (8 bits, a scale every 32 numbers); unset: bf16 where the base is quantised, else fp32."""
     architecture: str | None = None
     """Only with to: transformers' class to write (LlamaForCausalLM …), or llmfoundry, our own,
     which any model fits; unset: the first of transformers' that is exactly the model."""
@@ -131,14 +133,18 @@ class ConvertRecipe:
         yield from _is_here(self.output)
         if self.to is None:
             yield from inert("", self, ["architecture"], "without to")
-        if self.to != "hf":
-            yield from inert("", self, ["dtype"], "without to=hf")
+        if self.to not in ("hf", "gguf"):
+            yield from inert("", self, ["dtype"], "without to=hf or to=gguf")
+        if self.dtype == "q8_0" and self.to == "hf":
+            yield "dtype: q8_0 is a format of GGUF; write to=gguf, or dtype=bf16"
         if self.to != "peft":
             yield from inert("", self, ["adapter_experts"], "without to=peft")
-        if (self.to is None) == (self.from_ is None):
-            yield "to: write either to=hf or to=peft (export), or from=hf (import)"
+        if (self.to is None) == (self.from_ is None) and self.to != "gguf":
+            yield "to: write either to=hf, to=gguf or to=peft (export), or from=hf (import)"
         if self.output is None:
             yield "output: is required; write output=DIR, the folder to write"
+        elif self.to == "gguf" and not self.output.endswith(".gguf"):
+            yield f"output: {self.output} is one file with to=gguf; write output=NAME.gguf"
 
     def fill(self) -> None:
         """Write derived values in place."""

@@ -1,0 +1,1 @@
+"""GGUF, the one-file format of llama.cpp; `write.py` is its entrance."""

@@ -1,0 +1,185 @@
+"""llama.cpp's architectures that are exactly some of transformers' classes, and their settings.
+
+`write.py` calls `choose` and `add_settings`. llama.cpp ignores keys that an architecture does not
+know, and has most choices (the activation, windows) in its program, not in the file: so an entry
+claims only what that program was read, and is tested, to compute, and everything else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmfoundry.hf.architectures import (
+    ARCHITECTURES,
+    HEADS_FILL,
+    NO_QKV_BIAS,
+    NORMALIZE,
+    Architecture,
+    Need,
+    is_mixture,
+)
+from llmfoundry.hf.write_config import choose_architecture
+from llmfoundry.recipe.architecture.attention import RopeConfig
+from llmfoundry.recipe.architecture.model import ModelConfig
+
+ACTIVATION, SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config"
+APPROXIMATED = (
+    "model.ffn_config.ffn_act_fn: gelu is computed by llama.cpp with the approximation by tanh; its"
+    " logits differ by about 0.001, and by nothing more with gelu_tanh"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One architecture of llama.cpp that takes a class of transformers.
+
+    Attributes:
+        name: llama.cpp's.
+        needs: what a model must be beyond what transformers' class asks.
+        is_interleaved: queries and keys hold a rotary pair side by side.
+        is_biased: every linear layer has a bias; zeros where the model has none.
+    """
+
+    name: str
+    needs: tuple[Need, ...]
+    is_interleaved: bool = False
+    is_biased: bool = False
+
+
+def _scaling(*types: str) -> Need:
+    """The ways to stretch rotary frequencies that an architecture reads from the file."""
+    return Need(
+        SCALING,
+        None,
+        lambda c: c.attn_config.rope_hf_config.type in ("no_scaling", *types),
+        f"type: {' or '.join(('no_scaling', *types))}",
+    )
+
+
+SILU = Need(ACTIVATION, "silu")
+GELU = Need(
+    ACTIVATION, None, lambda c: c.ffn_config.ffn_act_fn in ("gelu_tanh", "gelu"), "gelu_tanh"
+)
+LINEAR = _scaling("linear")
+SUM_TO_ONE = Need(
+    NORMALIZE, 1.0, lambda c: not is_mixture(c) or c.ffn_config.moe_normalize_expert_weights == 1
+)
+_LLAMA = Shape("llama", (SILU, _scaling("linear", "llama3")), is_interleaved=True)
+
+SHAPES: dict[str, Shape] = {
+    "MptForCausalLM": Shape("mpt", (GELU,)),
+    "GPT2LMHeadModel": Shape("gpt2", (GELU,)),
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _LLAMA,
+    "Starcoder2ForCausalLM": Shape("starcoder2", (GELU, LINEAR, HEADS_FILL), is_biased=True),
+    "Qwen2ForCausalLM": Shape("qwen2", (SILU, LINEAR, HEADS_FILL)),
+    "Qwen3ForCausalLM": Shape("qwen3", (SILU, LINEAR, NO_QKV_BIAS)),
+    "Qwen3MoeForCausalLM": Shape("qwen3moe", (SILU, LINEAR, NO_QKV_BIAS, SUM_TO_ONE)),
+    "DbrxForCausalLM": Shape("dbrx", (SILU, LINEAR, SUM_TO_ONE)),
+}
+
+
+def _narrowed(name: str) -> Architecture:
+    """Transformers' class as far as llama.cpp computes the same: no layer has a window."""
+    architecture = ARCHITECTURES[name]
+    return replace(architecture, needs=(*architecture.needs, *SHAPES[name].needs), windows=None)
+
+
+def choose(config: ModelConfig, architecture: str | None) -> str:
+    """The class, a key of `SHAPES`, whose tensors are written: the one asked for, or one that fits.
+
+    Raises:
+        UserError: llama.cpp has none, with a line for each setting in the way.
+    """
+    return choose_architecture(
+        config,
+        architecture,
+        {name: _narrowed(name) for name in SHAPES},
+        engine="llama.cpp",
+        advice="write to=hf",
+    )
+
+
+def settings_of(config: ModelConfig, name: str) -> ModelConfig:
+    """The settings with the biases that llama.cpp's architecture has."""
+    if not SHAPES[name].is_biased:
+        return config
+    return replace(config, no_bias=False, attention_bias=True)
+
+
+def add_settings(writer: Any, config: ModelConfig) -> None:
+    """Write the model's settings under llama.cpp's keys.
+
+    Args:
+        writer: a `gguf.GGUFWriter`.
+        config: filled.
+    """
+    attn, ffn, head = config.attn_config, config.ffn_config, config.head_dim
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_seq_len)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.n_layers)
+    writer.add_feed_forward_length(ffn.ffn_hidden_size)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(attn.kv_n_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    is_rms = config.norm_type.endswith("rmsnorm")
+    (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(config.norm_eps)
+    if attn.rope:
+        writer.add_rope_dimension_count(head)
+        writer.add_rope_freq_base(attn.rope_theta)
+        _add_scaling(writer, attn.rope_hf_config)
+    if attn.alibi:
+        writer.add_max_alibi_bias(float(attn.alibi_bias_max or 0))
+    if attn.clip_qkv is not None:
+        writer.add_clamp_kqv(attn.clip_qkv)
+    if is_mixture(config):
+        writer.add_expert_count(ffn.moe_num_experts)
+        writer.add_expert_used_count(ffn.moe_top_k)
+        writer.add_expert_feed_forward_length(ffn.ffn_hidden_size)
+
+
+def _add_scaling(writer: Any, scaling: RopeConfig) -> None:
+    if scaling.type == "linear":
+        from gguf import RopeScalingType
+
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling.factor)
+
+
+def computed_tensors(config: ModelConfig) -> Mapping[str, Tensor]:
+    """Tensors that a checkpoint does not have: what llama3's scaling divides frequencies by.
+
+    The formula is Llama 3.1's.
+    """
+    scaling, attn = config.attn_config.rope_hf_config, config.attn_config
+    if not attn.rope or scaling.type != "llama3":
+        return {}
+    assert config.head_dim and attn.rope_theta and scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    length = scaling.original_max_position_embeddings
+    assert low and high and length
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    turns = length / (2 * math.pi * attn.rope_theta**exponents)  # over the original length
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    divisors = 1 / ((1 - kept) / scaling.factor + kept)
+    return {"rope_freqs.weight": divisors.float()}
+
+
+def remarks(config: ModelConfig, name: str) -> list[str]:
+    """A line for each way in which llama.cpp computes otherwise."""
+    exact = config.ffn_config.activation[0] == "gelu"
+    is_gelu = GELU in SHAPES[name].needs
+    return [APPROXIMATED] if exact and is_gelu and not _is_tanh(config) else []
+
+
+def _is_tanh(config: ModelConfig) -> bool:
+    return config.ffn_config.activation == ("gelu", {"approximate": "tanh"})

@@ -1,0 +1,229 @@
+"""GGUF files: what the `gguf` package and transformers read of them; what is refused.
+
+llama.cpp itself is asked in `test_llama_cpp.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader, dequantize
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmfoundry.commands.convert import convert
+from llmfoundry.data.text.bpe import END_OF_TEXT
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
+from llmfoundry.hf.gguf.tokenizer import read_vocabulary
+from llmfoundry.hf.gguf.write import GGUFModel, to_gguf
+from llmfoundry.models.adapter import MergedState
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from tests.hf.gguf_models import (
+    GGUF_CASES,
+    ROWS,
+    SHAPE,
+    TEXTS,
+    byte_level,
+    save,
+    tokenizers,
+    trained,
+    write_file,
+)
+from tests.hf.random_models import (
+    ALIBI,
+    CARD,
+    GLU,
+    LLAMA,
+    MLP,
+    ROPE,
+    WINDOW,
+    decoder,
+    logits,
+    settings,
+    to_hf,
+    write_tokenizer,
+)
+
+
+def model_of(case: str) -> Decoder:
+    return decoder(settings(**{**SHAPE, **GGUF_CASES[case][1]}))
+
+
+def numbers(file: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file in fp32, by name."""
+    return {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(file).tensors}
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2"])
+def test_transformers_reads_the_same_model_and_tokenizer(case: str, tmp_path: Path) -> None:
+    model, tokenizer = model_of(case), trained()
+    write_file(model, tokenizer, tmp_path / "model.gguf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
+    row = torch.tensor([tokenizer.encode_prompt(TEXTS[0])])
+    with torch.no_grad():
+        assert (theirs(row).logits - logits(model, row)).abs().max() < 2e-5
+    read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert read.encode(TEXTS[0], add_special_tokens=False) == tokenizer.encode(TEXTS[0])
+
+
+def test_rows_of_queries_and_keys_hold_rotary_pairs_side_by_side(tmp_path: Path) -> None:
+    model = model_of("llama")
+    write_file(model, trained(), tmp_path / "model.gguf")
+    q = model.state_dict()["blocks.1.attn.Wqkv.weight"][:64].numpy()
+    pairs = q.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)  # as llama.cpp's converter does
+    assert np.array_equal(numbers(tmp_path / "model.gguf")["blk.1.attn_q.weight"], pairs)
+
+
+@pytest.mark.parametrize("case", ["dbrx", "mixtral", "qwen3-moe"])
+def test_experts_are_stacked(case: str, tmp_path: Path) -> None:
+    model = model_of(case)
+    write_file(model, trained(), tmp_path / "model.gguf", architecture=GGUF_CASES[case][0])
+    ours, read = model.state_dict(), numbers(tmp_path / "model.gguf")
+    at = "blocks.2.ffn.experts."
+    gate, up, down = (ours[at + name].numpy().reshape(5, 64, 64) for name in ("w1", "v1", "w2"))
+    assert np.array_equal(read["blk.2.ffn_gate_exps.weight"], gate)
+    assert np.array_equal(read["blk.2.ffn_up_exps.weight"], up)
+    assert np.array_equal(read["blk.2.ffn_down_exps.weight"], down.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_every_number_of_the_model_is_in_the_file(case: str, tmp_path: Path) -> None:
+    model = model_of(case)
+    write_file(model, trained(), tmp_path / "model.gguf", architecture=GGUF_CASES[case][0])
+    read = [np.sort(values.ravel()) for values in numbers(tmp_path / "model.gguf").values()]
+    kept = np.sort(np.concatenate(read))
+    ours = torch.cat([value.flatten() for value in model.state_dict().values()]).numpy()
+    extra = len(kept) - len(ours)
+    assert np.isin(ours, kept).all()
+    # zeros for biases that llama.cpp asks for, a copy of the embedding, frequencies' divisors
+    assert 0 <= extra <= ROWS * 64 or case == "starcoder2"
+
+
+def test_numbers_are_rounded_as_the_format_says(tmp_path: Path) -> None:
+    model = model_of("llama")
+    ours = model.state_dict()["wte.weight"]
+    read = {}
+    for dtype in ("fp16", "bf16", "q8_0"):
+        write_file(model, trained(), tmp_path / f"{dtype}.gguf", dtype=dtype)
+        read[dtype] = torch.tensor(numbers(tmp_path / f"{dtype}.gguf")["token_embd.weight"])
+    assert torch.equal(read["fp16"], ours.half().float())
+    assert torch.equal(read["bf16"], ours.bfloat16().float())
+    steps = ours.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    error = (read["q8_0"] - ours).abs().unflatten(1, (-1, 32))
+    assert (error <= 0.57 * steps).all()  # 0.5, and a scale's own rounding to fp16
+    assert (error > 0).any()
+
+
+def test_each_tensor_is_read_once_its_turn_has_come(tmp_path: Path) -> None:
+    model, tokenizer = model_of("dbrx"), trained()
+    state = MergedState(model)
+    given: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def read(name: str) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in given))
+        copy = state[name].detach().clone()
+        given.append(weakref.ref(copy))
+        return copy
+
+    parts = GGUFModel("small", model.config, state.shapes(), read, tokenizer, True, [0])
+    to_gguf(parts, tmp_path / "model.gguf", dtype="fp32")
+    assert max(alive) <= 1
+    assert len(alive) <= len(state) + 2  # the tied embedding is written twice
+
+
+def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
+    model = model_of("llama")
+    with torch.no_grad():
+        model.blocks[2].attn.out_proj.weight[3, 4] = 1e6
+    with pytest.raises(UserError, match=r"^blk\.2\.attn_output\.weight: .*dtype=bf16"):
+        write_file(model, trained(), tmp_path / "model.gguf", dtype="fp16")
+    with torch.no_grad():
+        model.blocks[2].attn.out_proj.weight[3, 4] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        write_file(model, trained(), tmp_path / "model.gguf")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_of_hugging_face_gives_the_same_tensors(tmp_path: Path) -> None:
+    model, tokenizer = model_of("mixtral"), trained()
+    write_file(model, tokenizer, tmp_path / "one.gguf")
+    folder = save(tokenizer, tmp_path / "tokenizer")
+    to_hf(model, folder, tmp_path / "hf", dtype="fp32", card=CARD)
+    recipe = ConvertRecipe(
+        from_="hf", checkpoint=str(tmp_path / "hf"), to="gguf", output=str(tmp_path / "two.gguf")
+    )
+    assert not [*recipe.check()]
+    convert(recipe)
+    one, two = numbers(tmp_path / "one.gguf"), numbers(tmp_path / "two.gguf")
+    assert one.keys() == two.keys()
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", tokenizers())
+def test_a_known_tokenizer_has_llama_cpps_name(name: str) -> None:
+    found = read_vocabulary(tokenizers()[name], ROWS)
+    assert found.pre == name.split(",")[0]
+    assert len(found.tokens) == len(set(found.tokens)) == ROWS
+
+
+def words(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+UNKNOWN = {
+    r"a pre-tokenizer that splits by \w+|\W": lambda: byte_level(words(r"\w+|\W"), BYTES),
+    "ByteLevel with add_prefix_space": lambda: byte_level(
+        pre_tokenizers.ByteLevel(add_prefix_space=True)
+    ),
+    "without ByteLevel as its last": lambda: byte_level(pre_tokenizers.Whitespace()),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_an_unknown_pre_tokenizer_is_refused_by_name_with_what_to_do(what: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_vocabulary(UNKNOWN[what](), ROWS)
+    (line,) = raised.value.problems
+    assert line.startswith("tokenizer: llama.cpp does not know") and what in line
+    assert "to=hf" in line and "tokenizer.name: train" in line
+
+
+def test_other_models_and_normalizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a WordLevel model"):
+        read_vocabulary(Tokenizer.load(write_tokenizer(tmp_path)), 128)
+    backend = Backend.from_str(byte_level(pre_tokenizers.ByteLevel(False))._backend.to_str())
+    backend.normalizer = normalizers.Lowercase()
+    with pytest.raises(UserError, match="the normalizer Lowercase"):
+        read_vocabulary(Tokenizer(backend, END_OF_TEXT), ROWS)
+    pieces = Backend(models.Unigram([("<unk>", 0.0), (END_OF_TEXT, 0.0), ("a", -1.0)], unk_id=0))
+    with pytest.raises(UserError, match="a Unigram model"):
+        read_vocabulary(Tokenizer(pieces, END_OF_TEXT), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ({"attn": ROPE | WINDOW, "ffn": GLU, "norm_type": "rmsnorm"}, "sliding_window_size"),
+        ({"attn": ALIBI | {"qk_ln": True}, "learned_pos_emb": False, "ffn": MLP}, "qk_ln"),
+        ({**LLAMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({**LLAMA, "ffn": {**GLU, "ffn_act_fn": "relu"}}, "ffn_act_fn"),
+    ],
+)
+def test_what_llama_cpp_does_not_compute_is_refused_by_key(
+    case: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    model = decoder(settings(**{**SHAPE, **case}))
+    with pytest.raises(UserError) as raised:
+        write_file(model, trained(), tmp_path / "model.gguf")
+    assert "llama.cpp" in raised.value.problems[0]
+    assert any(key in line for line in raised.value.problems[1:])
