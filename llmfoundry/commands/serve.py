@@ -11,7 +11,7 @@ from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import join
-from llmfoundry.errors import UserError, import_optional
+from llmfoundry.errors import UserError, enough_memory, import_optional
 from llmfoundry.inference.serve.asked import Served
 from llmfoundry.inference.serve.worker import EngineWorker
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -49,7 +49,11 @@ def serve(recipe: ServeRecipe) -> None:
             end_ids=loaded.end_ids,
             no_template=why,
         )
-        engine = loaded.engine(slots=recipe.slots, length=served.length)
+        with enough_memory(
+            f"slots: keys and values of {recipe.slots} x {served.length} tokens do not fit; write"
+            " fewer slots, or a smaller max_seq_len"
+        ):
+            engine = loaded.engine(slots=recipe.slots, length=served.length)
         run_server(recipe, served, EngineWorker(engine), listener, key)
 
 

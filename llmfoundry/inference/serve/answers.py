@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from llmfoundry.inference.requests import Alternatives, Emitted, TokenLogprob
@@ -54,7 +53,7 @@ class Choice:
     def __init__(self, served: Served, asked: Asked, index: int) -> None:
         """Nothing is written yet; `index`: its place among the request's answers."""
         prompt, request = asked.prompt_of(index), asked.requests[index]
-        self._spelled, self._stop_ids = served.tokenizer.spelled, asked.stop_ids
+        self._spelled, self._stop_ids = served.spelled, asked.stop_ids
         self._stream = TextStream(served.tokenizer.decode, stops=asked.stops, prompt=prompt.ids)
         self._shown, self._scores = prompt.shown, request.logprobs is not None
         self._keeps_end = request.prompt_logprobs
@@ -135,7 +134,7 @@ class Writer:
 
     def __init__(self, served: Served, asked: Asked) -> None:
         """Nothing is written yet."""
-        self._asked, self._bytes = asked, lru_cache(4096)(served.tokenizer.spelled)
+        self._asked, self._bytes = asked, served.spelled
         self._is_chat = isinstance(asked.fields, ChatFields)
         self._scores = asked.requests[0].logprobs is not None
         self.choices = [Choice(served, asked, n) for n in range(len(asked.requests))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -47,6 +48,11 @@ class Served:
     most_sequences: int
     end_ids: frozenset[int]
     no_template: str = ""
+
+    @cached_property
+    def spelled(self) -> Callable[[int], bytes]:
+        """The bytes of a token; see `Tokenizer.spelled`."""
+        return lru_cache(1 << 16)(self.tokenizer.spelled)
 
 
 @dataclass(frozen=True)
