@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -121,8 +122,7 @@ class HFCausalLM(nn.Module):
             self._try(tokens.device)
         if cache is not None:
             assert layout is None, "each sequence is one document"
-            rows, places = cache.rows()
-            return self._compute(rows, None)[0].flatten(0, 1)[places][None], None
+            return self._of_slots(cache), None
         return self._compute(tokens, layout)
 
     def _compute(self, x: Tensor, layout: PackedLayout | None) -> tuple[Tensor, Routing | None]:
@@ -133,6 +133,19 @@ class HFCausalLM(nn.Module):
         if way == "rows":
             return self._by_rows(x, layout)
         return self._call(x, WAYS[way](self, layout, self.embedding_dtype), layout)
+
+    def _of_slots(self, cache: SlotTokens) -> Tensor:
+        """(1, N, D) of what is new in the slots."""
+        rows, places = cache.rows()
+        rope = getattr(self.hf.config.get_text_config(), "rope_parameters", None) or {}
+        apart = rope.get("rope_type") in ("dynamic", "longrope")  # by how long the whole row is
+        if apart and not dist.is_initialized():  # processes must make the same passes
+            width, hidden = rows.shape[1], []
+            for row, end in zip(rows, cache.ends(), strict=True):
+                found = self._compute(row[None, :end], None)[0]
+                hidden.append(nn.functional.pad(found, (0, 0, 0, width - end)))
+            return torch.cat(hidden).flatten(0, 1)[places][None]
+        return self._compute(rows, None)[0].flatten(0, 1)[places][None]
 
     @property
     def embedding_dtype(self) -> torch.dtype:
@@ -505,16 +518,20 @@ class SlotTokens:
         new = [token for piece in pieces for token in piece.tokens]
         return torch.tensor([new], device=self._device)
 
+    def ends(self) -> list[int]:
+        """Tokens of each sequence that has new ones."""
+        return [piece.past + len(piece.tokens) for piece in self._pieces]
+
     def rows(self) -> tuple[Tensor, Tensor]:
         """(B, T) all of each sequence, padded behind its end, where no causal class looks.
 
         And (N,), the flat places of what is new.
         """
-        width = max(piece.past + len(piece.tokens) for piece in self._pieces)
-        rows = torch.zeros(len(self._pieces), width, dtype=torch.int64)
+        ends = self.ends()
+        width = max(ends)
+        rows = torch.zeros(len(ends), width, dtype=torch.int64)
         places: list[int] = []
-        for row, piece in enumerate(self._pieces):
-            end = piece.past + len(piece.tokens)
+        for row, (piece, end) in enumerate(zip(self._pieces, ends, strict=True)):
             rows[row, :end] = torch.tensor(self._tokens[piece.slot][:end])
             places += range(row * width + piece.past, row * width + end)
         return rows.to(self._device), torch.tensor(places, device=self._device)

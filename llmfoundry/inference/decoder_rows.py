@@ -81,11 +81,13 @@ class DecoderRows:
             return model.head(hidden[0, wanted])
 
         was_training = self._root.training
-        self._root.eval()
+        if was_training:
+            self._root.eval()
         tokens = self._cache.begin(pieces)
         with self._autocast():
             found = self._root(tokens, None, logits, cache=self._cache)
-        self._root.train(was_training)
+        if was_training:
+            self._root.train()
         return found[:, : self.n_tokens].float()
 
     def copy(self, source: int, target: int, length: int) -> None:

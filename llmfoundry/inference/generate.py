@@ -23,15 +23,16 @@ def stream(engine: Engine, request: Request) -> Iterator[int]:
     """The tokens of a request as an engine draws them, which nobody else asks meanwhile.
 
     Raises:
-        UserError: it can never run.
-        FloatingPointError: logits were not finite, so that nothing can be drawn.
+        UserError: it can never run, or logits were not finite, so that nothing can be drawn.
     """
     number = engine.add(request)
     try:
         while engine.busy:
             for one in engine.step():
                 if one.finish == "error":
-                    raise FloatingPointError("the model's logits are not finite numbers")
+                    raise UserError(
+                        "checkpoint: its model's logits are not finite numbers; write another"
+                    )
                 if one.token is not None:
                     yield one.token
     finally:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from llmfoundry.inference.decoder_rows import DecoderRows
 from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.hugging_face_rows import WAYS, HuggingFaceRows
 from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.models.decoder import Root
 from tests.gauntlet.hugging_face_models import (
+    _CONFIGS,
     N_TOKENS,
     SEQ_LEN,
     plain_continuation,
     random_model,
 )
 from tests.inference.test_engine import run, tokens_of
+from tests.models.test_hf_causal_lm import held, save_class
 from tests.selection import slow_but
 
 KINDS = {
@@ -130,3 +138,56 @@ def test_log_probabilities_are_the_classes_own() -> None:
         assert judged is not None
         for place, each in enumerate(judged[1:]):
             assert each.logprob == pytest.approx(float(whole[place, each.token]), abs=1e-4)
+
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 12,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+
+
+def test_rows_whose_angles_depend_on_how_long_the_longest_is_are_read_apart() -> None:
+    config = transformers.LlamaConfig(
+        **{**_CONFIGS["llama"], "vocab_size": N_TOKENS}, rope_parameters=LONG, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    short = [Request((i, i + 1, i + 2), 8) for i in range(5, 9)]  # never more than 12
+    requests = [*short, *(r for r in mixed_requests(12) if len(r.prompt) > 12)]
+    rows = HuggingFaceRows(model, slots=4, length=SEQ_LEN)
+    assert rows.way == "apart"
+    for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):
+        ends = set(request.stop_ids)
+        expected = plain_continuation(model, request.prompt, request.max_new_tokens, ends)
+        assert tokens_of(news) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gemma2", {}),
+        ("mamba", {}),
+        ("llama", {"rope_parameters": LONG}),
+    ],
+)
+def test_a_class_that_is_trained_writes_what_it_writes_alone(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """As samples while training ask it: through the Root, without a cache."""
+    theirs, root = save_class(kind, tmp_path, **changes), Root(held(tmp_path))
+    requests = [
+        replace(request, prompt=tuple(t % 100 for t in request.prompt[:30]), stop_ids=frozenset())
+        for request in mixed_requests(8)
+    ]
+    rows = DecoderRows(
+        root, slots=3, length=60, n_tokens=None, device=torch.device("cpu"), autocast=nullcontext
+    )
+    for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):
+        expected = plain_continuation(theirs, request.prompt, request.max_new_tokens, set())
+        assert tokens_of(news) == expected
