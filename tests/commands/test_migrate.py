@@ -257,6 +257,7 @@ def test_a_fine_tuning_file_keeps_its_meaning(tmp_path: Path) -> None:
         "data.format": "prompt_response",
         "data.supervised.packing": "best_fit",
         "data.supervised.target_responses": "last",
+        "data.supervised.nothing_learned": "drop",
         "data.validation_fraction": 0.0,
         "eval.validation": False,
         "seed": 5,  # ${global_seed}, of which variables has one

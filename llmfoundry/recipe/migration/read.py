@@ -1,7 +1,7 @@
 """Reads a file of LLM Foundry's: training, fine-tuning, evaluation, tasks, or MCLI's around one.
 
 `walk.py` goes through the leaves. OmegaConf reads it, as LLM Foundry does, once the strict reader
-has found it bounded; an interpolation that leads nowhere is told, with what was meant.
+has found it bounded; an interpolation that leads nowhere is reported, with what was meant.
 """
 
 from __future__ import annotations

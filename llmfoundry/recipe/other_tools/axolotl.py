@@ -194,6 +194,9 @@ AXOLOTL = (
         "models that grade are not trained here", model__pretrained=MISSING)
         if value else idle("is off there too")),
     Other("weight_decay", "optimizer.weight_decay=<0.0>"),
+    Other("sequence_len", "max_seq_len=<2048>", default=512),
+    Other("warmup_ratio", "schedule.t_warmup=<0.05>dur", default=0.03,
+          when=lambda t: t.get("warmup_steps") is None),
     Other("gradient_checkpointing", take=_recomputed),
     Other("activation_offloading", take=_offloaded),
     Other("tensor_parallel_size", "parallel.tensor_parallel_degree=<1>"),

@@ -240,8 +240,12 @@ _TOKENIZER = (
 
 def _of_loader(loader: str, data: str) -> tuple[Other, ...]:
     """Keys that both loaders have: `eval_loader`'s are below data.validation."""
+    return (*_rows_of_loader(loader, data), *_shards_of_loader(loader, data), *_idle(loader))
+
+
+def _rows_of_loader(loader: str, data: str) -> tuple[Other, ...]:
+    """Where rows of Hugging Face and of files come from, and what makes them."""
     d, is_train = f"{loader}.dataset", loader == "train_loader"
-    stream = f"{data}.streams.*" if is_train else data
     return (
         Other(
             f"{d}.hf_name" + (" hf_name" if is_train else ""),
@@ -280,6 +284,14 @@ def _of_loader(loader: str, data: str) -> tuple[Other, ...]:
                 {}, "is empty", "a preprocessing function gets the row alone; write them into it"
             ),
         ),
+    )
+
+
+def _shards_of_loader(loader: str, data: str) -> tuple[Other, ...]:
+    """Where MDS shards are."""
+    d, is_train = f"{loader}.dataset", loader == "train_loader"
+    stream = f"{data}.streams.*" if is_train else data
+    return (
         Other(
             f"{d}.remote",
             f"{data}.remote=<s3://bucket>",
@@ -297,6 +309,13 @@ def _of_loader(loader: str, data: str) -> tuple[Other, ...]:
             f"{d}.streams.*.*",
             why="is one for all streams here: data.download_retry, data.validate_hash",
         ),
+    )
+
+
+def _idle(loader: str) -> tuple[Other, ...]:
+    """What follows from other settings, has one value here, or is not here."""
+    d = f"{loader}.dataset"
+    return (
         Other(f"{d}.max_seq_len", "max_seq_len=<2048>", take=text.row_length),
         Other(f"{d}.hf_kwargs {d}.streams", why="is empty"),
         Other(
@@ -412,6 +431,18 @@ _DATA = (
         "train_loader.dataset.target_responses",
         "data.supervised.target_responses=<all>",
         default="last",
+        when=v.is_supervised,
+    ),
+    Other(
+        "data.supervised.chat_eos",
+        "data.supervised.chat_eos=<auto>",
+        default="always",
+        when=v.is_supervised,
+    ),
+    Other(
+        "data.supervised.nothing_learned",
+        "data.supervised.nothing_learned=<error>",
+        default="drop",
         when=v.is_supervised,
     ),
     Other("train_loader.drop_last", why="a last step that is not whole is left out; remove it"),

@@ -331,7 +331,7 @@ def peft_type(value: Any, theirs: Theirs) -> Taken:
 
 
 def adapter_pretrained(value: Any, theirs: Theirs) -> Taken:
-    """An adapter to go on from, or to evaluate."""
+    """An adapter to begin with, or to evaluate."""
     if value is None:
         return idle("has no value")
     if theirs.kind == "eval":
