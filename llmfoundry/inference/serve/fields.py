@@ -1,4 +1,4 @@
-"""What a client may write into a request, and what it is told if it writes anything else.
+"""What a client may write into a request, and the error for anything else.
 
 `app` reads bodies with `read_fields`. The one idea: a field is either obeyed, or refused by name
 where it would change the answer; only what changes nothing (`HARMLESS`, and others' neutral values)

@@ -1,4 +1,4 @@
-"""What Prometheus is told of the server: vLLM's names where they mean the same.
+"""What Prometheus gets of the server: vLLM's names where they mean the same.
 
 `app` counts with `ServerMetrics`. The idea: a dashboard that was made for vLLM reads this server
 too; only what vLLM has no name for has one of ours.
