@@ -115,7 +115,7 @@ def garbage_collection(job: Job) -> Callback:
 
 
 SLOTS = 8
-"""Samples drawn at a time: their keys and values are beside what training holds."""
+"""Samples drawn at a time at most, and of no more tokens than a microbatch has."""
 Sample = tuple[str, ...]
 """Prompt and what was written; of validation rows also what was expected."""
 
@@ -184,9 +184,10 @@ def _drawn(job: Job, prompts: list[list[int]], batch: int) -> list[list[int]]:
     length = max(map(len, prompts), default=0) + config.max_new_tokens
     for prompt in prompts:
         check_length(longest_document(job.root.model.config), len(prompt), config.max_new_tokens)
+    fit = job.microbatch * job.recipe.max_seq_len // length
     rows = DecoderRows(
         job.root,
-        slots=max(1, min(len(prompts), SLOTS)),
+        slots=max(1, min(len(prompts), SLOTS, fit)),
         length=length,
         n_tokens=job.tokenizer.vocab_size,
         device=device,

@@ -159,18 +159,6 @@ class Question:
     truncated: bool = False
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens two texts share, by halving: often hundreds, or all."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 @dataclass(frozen=True)
 class Score:
     """What a model says about one request.

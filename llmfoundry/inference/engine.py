@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.inference.requests import Alternatives, Emitted, Finish, Request, TokenLogprob
+from llmfoundry.inference.requests import (
+    Alternatives,
+    Emitted,
+    Finish,
+    Request,
+    TokenLogprob,
+    common_prefix,
+)
 from llmfoundry.inference.sampling import Sampler, token_logprobs
 from llmfoundry.models.slots import Piece
 
@@ -236,9 +243,9 @@ class SlotEngine:
             self._held[slot] = []
             return False
         known = sequence.tokens[:-1]
-        common = [_common(held, known) for held in self._held]
+        common = [common_prefix(held, known) for held in self._held]
         best = max(range(self.slots), key=lambda i: (common[i], i == slot))
-        coming = [_common(s.tokens, known) for s in self._running[:slot] if s.unread > 1]
+        coming = [common_prefix(s.tokens, known) for s in self._running[:slot] if s.unread > 1]
         if coming and max(coming) >= common[best] + SHARED:
             return True
         if common[best] < SHARED:
@@ -353,15 +360,3 @@ class SlotEngine:
                 self._rows.copy(source, hole, moved.read)
                 self._held[hole] = moved.tokens[: moved.read]
         self._running.pop()
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens two texts share, by halving: often hundreds, or all."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -8,6 +8,7 @@ that its answer does not depend on who shares the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -136,3 +137,15 @@ class Engine(Protocol):
 
     def step(self) -> list[Emitted]:
         """One forward pass: a token of all that run; those that have a free slot begin."""
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens two texts share, by halving: often hundreds, or all."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -47,7 +47,8 @@ def job(model: Decoder, held_out: Any = None, **config: Any) -> Any:
     generate.fill()
     callbacks = SimpleNamespace(generate=generate)
     return SimpleNamespace(
-        recipe=SimpleNamespace(callbacks=callbacks, seed=17),
+        recipe=SimpleNamespace(callbacks=callbacks, seed=17, max_seq_len=64),
+        microbatch=2,
         tokenizer=TOKENIZER,
         root=Root(model),
         world=SimpleNamespace(device=torch.device("cpu")),

@@ -25,10 +25,10 @@ from llmfoundry.gauntlet.questions import (
     Request,
     TaskConfig,
     TaskRow,
-    common_prefix,
 )
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.gauntlet.tasks.rows import rows_hash
+from llmfoundry.inference.requests import common_prefix
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer

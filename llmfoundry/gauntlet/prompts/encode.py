@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.questions import TaskConfig, TaskRow, common_prefix
+from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of, with_reasoning
+from llmfoundry.inference.requests import common_prefix
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
