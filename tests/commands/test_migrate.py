@@ -316,6 +316,12 @@ def test_an_evaluation_file_names_models_and_our_gauntlet_of_the_same_tasks(tmp_
     assert (got["eval.icl_seq_len"], got["eval.icl_prompts"]) == (1024, "foundry")
 
 
+def test_an_adapter_is_evaluated_by_its_own_folder(tmp_path: Path) -> None:
+    model = "{name: hf_causal_lm, pretrained_model_name_or_path: gpt2"
+    text = EVAL.replace(model, f"{model}, pretrained_lora_id_or_path: ./my-lora")
+    assert migrated(tmp_path, text)["models"][0] == "./my-lora"
+
+
 def test_tasks_of_the_file_s_own_become_a_gauntlet_s_file(tmp_path: Path) -> None:
     own = EVAL.partition("icl_tasks:")[0] + TASKS
     got = migrated(tmp_path, own)

@@ -300,6 +300,8 @@ def evaluated(value: Any, theirs: Theirs) -> Taken:
     """A model of the hub, or a folder."""
     if theirs.here.get("pretrained") is False:
         return refused("pretrained: false has no weights to evaluate")
+    if theirs.here.get("pretrained_lora_id_or_path"):
+        return idle("the adapter's own files name the model that it is of")
     return Taken({"models": [f"hf:{value}"]})
 
 

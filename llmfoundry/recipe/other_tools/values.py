@@ -335,8 +335,8 @@ def adapter_pretrained(value: Any, theirs: Theirs) -> Taken:
     if value is None:
         return idle("has no value")
     if theirs.kind == "eval":
-        why = "models has the base alone; merge the adapter (peft's merge_and_unload), save the"
-        return refused(f"{why} folder, and write that in models")
+        why = f"an adapter's folder is a model here; one of the hub first: `hf download {value}`"
+        return changed(f"{why}, and the folder that it prints", models=[str(value)])
     return Taken({"adapter.pretrained": value, "adapter.name": "lora"})
 
 
