@@ -42,6 +42,26 @@ def streamed_state(loaded: Loaded, *, note: Callable[[str], None]) -> StreamedSt
     return StreamedState(loaded.root.model, read)
 
 
+def fill_adapter_alone(loaded: Loaded) -> None:
+    """Add an adapter's parameters, with their values, to a model that stays without weights.
+
+    Raises:
+        UserError: the checkpoint lacks one.
+    """
+    model = loaded.root.model
+    written = load_run(loaded.folder / "recipe.yaml")
+    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=loaded.folder)
+    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    own = set(saved_names(model))
+    like = {name: p for name, p in model.named_parameters() if name in own}
+    tensors = {name: torch.empty_like(p, device="cpu") for name, p in like.items()}
+    load_tensors({"model": tensors}, loaded.checkpoint)
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        parameter = nn.Parameter(tensor, requires_grad=like[name].requires_grad)
+        model.get_submodule(path)._parameters[last] = parameter
+
+
 class StreamedState(MergedState):
     """`MergedState` of a model on the meta device, whose layers have weights while one is made."""
 

@@ -191,7 +191,7 @@ class TensorFiles:
         Raises:
             CollectiveError: it failed on one of them; on all.
         """
-        writer = _Writer(folder)
+        writer = FilesWriter(folder)
         kept = self._plan is not None and self._plan.form == staged.form
         if self._mailbox.all_true(kept):
             assert self._plan is not None
@@ -203,7 +203,7 @@ class TensorFiles:
         self._plan = _Plan(staged.form, part, writer.written, table)
         return writer.files
 
-    def _write_anew(self, staged: Staged, writer: _Writer) -> SavePlan:
+    def _write_anew(self, staged: Staged, writer: FilesWriter) -> SavePlan:
         """What `dcp.save` does, which uses a process group, and sends the table to all."""
         mailbox, planner = self._mailbox, DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         writer.set_up_storage_writer(mailbox.is_main)
@@ -220,7 +220,9 @@ class TensorFiles:
         mailbox.run(partial(writer.finish, table, results), only_main=True)
         return part
 
-    def _write_as_before(self, folder: Path, staged: Staged, plan: _Plan, writer: _Writer) -> None:
+    def _write_as_before(
+        self, folder: Path, staged: Staged, plan: _Plan, writer: FilesWriter
+    ) -> None:
         self._mailbox.run_long(partial(writer.write_data, plan.part, staged.values))
         moved = writer.written != plan.written  # a value that is no tensor has another length
         if not self._mailbox.all_true(not moved):
@@ -277,7 +279,7 @@ class _Planner(DefaultSavePlanner):
         return super().lookup_object(index)
 
 
-class _Writer(FileSystemWriter):
+class FilesWriter(FileSystemWriter):
     """PyTorch's; weights in a file of their own, and errors that keep their reason on the way.
 
     Attributes:
@@ -289,6 +291,7 @@ class _Writer(FileSystemWriter):
     files: FileSums
 
     def __init__(self, folder: Path) -> None:
+        """Nothing is written yet."""
         super().__init__(folder)
         self.written, self.files = [], {}
         self.fs = _Summing(self.files)
@@ -298,6 +301,7 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This process's part of a plan."""
         prefix = plan.storage_data.prefix
         weights = [item for item in plan.items if item.index.fqn.startswith("model.")]
         others = [item for item in plan.items if not item.index.fqn.startswith("model.")]
@@ -326,13 +330,13 @@ class _Summing(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            summed = _Summed(stream)
+            summed = Summed(stream)
             yield summed
         if holds_tensors(name := Path(path).name):
             self._files[name] = {"bytes": summed.bytes, "crc32": summed.crc}
 
 
-class _Summed:
+class Summed:
     """A stream that is written from its beginning to its end, with its length and CRC-32."""
 
     def __init__(self, stream: io.IOBase) -> None:
@@ -340,6 +344,7 @@ class _Summed:
         self.fileno, self.flush, self.close = stream.fileno, stream.flush, stream.close
 
     def write(self, content: Any) -> int:
+        """All of it; the bytes."""
         view = memoryview(content).cast("B")
         left = view
         while left:  # a raw stream may take a part
@@ -349,6 +354,7 @@ class _Summed:
         return len(view)
 
     def tell(self) -> int:
+        """The bytes so far."""
         return self.bytes
 
 

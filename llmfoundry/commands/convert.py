@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from llmfoundry.builders.adapter import export_adapter
+from llmfoundry.builders.adapter import export_adapter, has_adapter
 from llmfoundry.builders.job import build_root, with_defaults
-from llmfoundry.builders.pretrained import fill_model
-from llmfoundry.builders.resume import Loaded, load_checkpoint, model_identity, open_checkpoint
-from llmfoundry.builders.streamed import streamed_state
+from llmfoundry.builders.resume import Loaded, model_identity, open_checkpoint
+from llmfoundry.builders.streamed import fill_adapter_alone, streamed_state
+from llmfoundry.checkpoint.commit import COMMIT
 from llmfoundry.checkpoint.run_folder import read_record
-from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Storage
+from llmfoundry.checkpoint.streamed import StreamedTensor, write_streamed
 from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
@@ -24,10 +24,10 @@ from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
-from llmfoundry.hf.write import TokenizerFiles, to_hf, whole_or_nothing
+from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.models.counts import active_parameter_count, parameter_count
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized
-from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.typed import as_written, flat, to_yaml
@@ -37,6 +37,7 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.redaction import public
+from llmfoundry.resumable import refuse_used, resumable_folder
 
 # What tells one training from another, where the recipe has it.
 _REPORTED = (
@@ -71,20 +72,23 @@ def convert(recipe: ConvertRecipe) -> None:
 
 def _export(recipe: ConvertRecipe) -> None:
     assert recipe.checkpoint and recipe.output
-    loaded = load_checkpoint(recipe.checkpoint, ALONE, note=print)
+    loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
     output = Path(recipe.output).expanduser()
+    refuse_used(output)
     if isinstance(loaded.recipe.model, HFModelConfig):
+        fill()
         _export_class(loaded, output, recipe)
         return
-    architecture = to_hf(
-        loaded.root.model,
-        _tokenizer_files(loaded),
-        output,
-        dtype=recipe.dtype or ("bf16" if is_quantized(loaded.root.model) else "fp32"),
+    state, model = streamed_state(loaded, note=print), loaded.root.model
+    export = Export(
+        dtype=recipe.dtype or ("bf16" if is_quantized(model) else "fp32"),
         card=_card(loaded),
         architecture=recipe.architecture,
         is_trained=loaded.is_trained,
+        shard_bytes=recipe.max_shard_gb and round(recipe.max_shard_gb * 1e9),
+        source=_source(loaded),
     )
+    architecture = to_hf(model.config, state, _tokenizer_files(loaded), output, export)
     print(f"{loaded.checkpoint} is {architecture} in {show(output)}")
 
 
@@ -139,9 +143,20 @@ def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
     print(f"{public(str(recipe.checkpoint))} is {name} of llama.cpp in {show(output)}")
 
 
+def _source(loaded: Loaded) -> str:
+    """What an export's weights are, by checksums; of an adapter's base by its files' times."""
+    own = (loaded.folder / COMMIT).read_text()
+    return "\n".join([own, *_stamps(Path(_base(loaded) or "/nowhere"))])
+
+
 def _export_adapter(recipe: ConvertRecipe) -> None:
+    """An adapter alone; its base is neither read nor needed."""
     assert recipe.checkpoint and recipe.output and recipe.adapter_experts
-    loaded = load_checkpoint(recipe.checkpoint, ALONE, note=print)
+    loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
+    if isinstance(loaded.recipe.model, HFModelConfig):
+        fill()
+    elif has_adapter(loaded.recipe):
+        fill_adapter_alone(loaded)
     output = Path(recipe.output).expanduser()
     with whole_or_nothing(output) as folder:
         architecture = export_adapter(
@@ -218,41 +233,51 @@ def _base(loaded: Loaded) -> str | None:
 def _import(recipe: ConvertRecipe) -> None:
     assert recipe.checkpoint and recipe.output
     output = Path(recipe.output).expanduser()
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"output: {output} is not empty; write another folder")
+    refuse_used(output)
     folder = hf_folder(recipe.checkpoint)
     tokenizer = Tokenizer.load(folder)
     is_trained = DOCUMENT_START in json.loads((folder / "config.json").read_text())
     with open_hf(folder) as opened:
-        config = opened.config
-        written = TrainRecipe(
-            run_name=output.name,
-            save_folder=str(output),
-            max_seq_len=config.max_seq_len or 2048,
-            precision=_precision(opened),
-            model=config,
-            tokenizer=TokenizerConfig(name="huggingface", path=str(output / "tokenizer")),
-        )
-        root = build_root(with_defaults(written))
-        root.to_empty(device=ALONE.device)
-        fill_model(root.model, opened.state())
+        written = _imported_recipe(opened, output)
+        tensors = _streamed(opened, build_root(with_defaults(written)).model)
+        print(f"precision: {written.precision}, as the weights are stored")
+        files = {"recipe.yaml": to_yaml(written)}
+        files |= {f"tokenizer/{name}": text for name, text in tokenizer.files().items()}
+        state = {"batch": 0, "identity": model_identity(opened.config), "is_trained": is_trained}
+        identity = repr((files, state, _stamps(folder)))
+        with resumable_folder(output, identity, note=print) as (run, journal):
+            atomic_write(run / "recipe.yaml", files["recipe.yaml"])
+            tokenizer.save(run / "tokenizer")
+            place = Storage(run).checkpoint_folder(0)
+            place.mkdir(parents=True, exist_ok=True)
+            n_bytes = write_streamed(place, tensors, state, files, journal)
+    saved = Storage(output).checkpoint_folder(0)
+    print(f"{public(recipe.checkpoint)} is {show(saved)} ({n_bytes / 1e6:,.1f} MB)")
 
-    output.mkdir(parents=True, exist_ok=True)
-    atomic_write(output / "recipe.yaml", to_yaml(written))
-    tokenizer.save(output / "tokenizer")
-    print(f"precision: {written.precision}, as the weights are stored")
-    files = {"recipe.yaml": to_yaml(written)}
-    files |= {f"tokenizer/{name}": text for name, text in tokenizer.files().items()}
-    writer = Checkpointer(
-        Storage(output),
-        ALONE,
-        Contents(files, all_stacked_rows(root.model)),
-        SavePolicy(keep=-1, background=False, max_failures=1),
-        Reports(print),
+
+def _imported_recipe(opened: HFFolder, output: Path) -> TrainRecipe:
+    """Of a run that would train the model on."""
+    return TrainRecipe(
+        run_name=output.name,
+        save_folder=str(output),
+        max_seq_len=opened.config.max_seq_len or 2048,
+        precision=_precision(opened),
+        model=opened.config,
+        tokenizer=TokenizerConfig(name="huggingface", path=str(output / "tokenizer")),
     )
-    state = {"batch": 0, "identity": model_identity(config), "is_trained": is_trained}
-    saved = writer.save(0, root.model, None, state, last=True)
-    print(f"{public(recipe.checkpoint)} is {show(saved)}")
+
+
+def _streamed(opened: HFFolder, model: Decoder) -> list[StreamedTensor]:
+    """All of a model's tensors, as they are read from a folder."""
+    like = model.state_dict()
+    return [StreamedTensor(t.name, like[t.name], t.read) for t in opened.tensors()]
+
+
+def _stamps(folder: Path) -> list[str]:
+    """What tells a folder's weights from others: names, sizes and times of the files."""
+    patterns = (COMMIT, "*.safetensors", "*.bin")
+    files = sorted(f for p in patterns for f in folder.rglob(p)) if folder.is_dir() else []
+    return [f"{f} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files]
 
 
 def _precision(opened: HFFolder) -> str:

@@ -26,6 +26,7 @@ from llmfoundry.hf.architectures import ARCHITECTURES, OWN
 from llmfoundry.hf.lazy import LazyTensor, Read, lazy, same
 from llmfoundry.hf.llm_foundry import FOUNDRY, foundry_map
 from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
+from llmfoundry.hf.safetensors_file import SafetensorsFile
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -232,22 +233,7 @@ def hf_folder(path_or_id: str, *, revision: str | None = None, key: str = "check
 assert set(MAPS) == set(ARCHITECTURES), "an architecture needs both its settings and its weights"
 
 
-REOPEN_BYTES = 1 << 28  # read from a file before it is mapped anew: 256 MiB, a moment's work
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
-DTYPES = {  # as safetensors names them
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class WeightFiles:
@@ -267,7 +253,6 @@ class WeightFiles:
             self._where |= dict.fromkeys(sketches, file)
             self._sketches |= sketches
         self._open: tuple[Path, Reader] | None = None
-        self._read = 0
 
     @property
     def names(self) -> set[str]:
@@ -277,11 +262,9 @@ class WeightFiles:
     def get(self, name: str) -> Tensor:
         """A tensor, on the CPU; its pages are read from the file as they are used."""
         file = self._where[name]
-        sketch = self._sketches[name]
-        if self._open is None or self._open[0] != file or self._read > REOPEN_BYTES:
+        if self._open is None or self._open[0] != file:
             self._open = None  # unmapped first, so that two are never mapped
-            self._open, self._read = (file, self._reader(file)), 0
-        self._read += sketch.numel() * sketch.itemsize
+            self._open = file, self._reader(file)
         return self._open[1].get(name)
 
     def sketch(self, name: str) -> Tensor:
@@ -317,28 +300,20 @@ class SafeReader(Reader):
     """A safetensors file."""
 
     def __init__(self, file: Path) -> None:
-        from safetensors import safe_open
-
-        self._file = file
         try:
-            self._opened = safe_open(file, framework="pt")
+            self._file = SafetensorsFile(file)
+        except KeyError as error:
+            raise UserError(f"{file}: holds {error.args[0]}, which cannot be read") from error
         except Exception as error:
             raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 
     def sketches(self) -> dict[str, Tensor]:
         """Its tensors on the meta device."""
-        found = {}
-        for name in self._opened.keys():  # noqa: SIM118  (it is not a mapping)
-            part = self._opened.get_slice(name)
-            kind = part.get_dtype()
-            if kind not in DTYPES:
-                raise UserError(f"{name}: is {kind} in {self._file}, which cannot be read")
-            found[name] = torch.empty(part.get_shape(), dtype=DTYPES[kind], device="meta")
-        return found
+        return self._file.sketches()
 
     def get(self, name: str) -> Tensor:
         """One of them, mapped."""
-        return self._opened.get_tensor(name)
+        return self._file.get(name)
 
 
 class PickleReader(Reader):

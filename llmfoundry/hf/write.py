@@ -1,17 +1,19 @@
 """To Hugging Face folders; `scripts/convert.py` calls `to_hf`. The other way is `read.py`.
 
-A folder is written beside its final name and renamed when whole. config.json is written by hand
-with the keys that matter, so that every transformers from 5.0 reads the same model from it.
+A folder is written beside its final name and renamed when whole (`resumable.py`). Weight files get
+their size and header first, then each tensor at its place, in the order that reads each of ours
+once: no more than one of ours and one of theirs is held, and no shard. config.json is written by
+hand with the keys that matter, so that every transformers from 5.0 reads the same model from it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,22 @@ from torch import Tensor
 
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_path, open_to_all, write_json
+from llmfoundry.files import atomic_path, open_to_all, sync, write_json
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.architectures import OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
-from llmfoundry.hf.lazy import LazyTensor, Read, lazy, same
+from llmfoundry.hf.lazy import LazyTensor, Read, by_source, lazy, same
 from llmfoundry.hf.read import FLOATS as DTYPES
+from llmfoundry.hf.read import SAFETENSORS
+from llmfoundry.hf.safetensors_file import Layout, write_tensor
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
 from llmfoundry.models.adapter import MergedState
-from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.resumable import Journal, refuse_used, resumable_folder
 
+NOTED_BYTES = 1 << 28  # written before the journal has it: 256 MiB, which a resumption may repeat
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -97,28 +102,45 @@ def _stops(tokenizer: Tokenizer) -> int | list[int]:
     return [tokenizer.eos_id, *tokenizer.encode_chat(end)] if is_other else tokenizer.eos_id
 
 
-def to_hf(
-    model: Decoder,
-    tokenizer: TokenizerFiles,
-    output: Path,
-    *,
-    dtype: str,
-    card: CardInfo,
-    architecture: str | None = None,
-    is_trained: bool = False,
-    note: Callable[[str], None] = print,
-) -> str:
-    """Write a folder that transformers loads.
+@dataclass(frozen=True)
+class Export:
+    """What a folder is to be.
 
-    Args:
-        model: with its weights, in full on this process.
-        tokenizer: its own.
-        output: must not exist, or be empty.
+    Attributes:
         dtype: of the written weights: fp32, bf16 or fp16.
         card: the content of the model card.
         architecture: transformers' class; None: the first to express the model exactly;
             `llmfoundry`: our own class.
         is_trained: evaluations are to begin texts as documents began in its training.
+        shard_bytes: a weight file's size, at most (one tensor may be larger); None: SHARD_BYTES.
+        source: what the weights come from, so that an interrupted export is resumed of them alone.
+    """
+
+    dtype: str
+    card: CardInfo
+    architecture: str | None = None
+    is_trained: bool = False
+    shard_bytes: int | None = None
+    source: str = ""
+
+
+def to_hf(
+    config: ModelConfig,
+    state: MergedState,
+    tokenizer: TokenizerFiles,
+    output: Path,
+    export: Export,
+    *,
+    note: Callable[[str], None] = print,
+) -> str:
+    """Write a folder that transformers loads; one tensor of `state` is held at a time.
+
+    Args:
+        config: the model's, filled.
+        state: its weights, read one by one.
+        tokenizer: its own.
+        output: must not exist, or be empty.
+        export: what it is to be.
         note: gets a line for each setting that is left out because it affects training alone; the
             model card has them too.
 
@@ -129,14 +151,18 @@ def to_hf(
         UserError: no architecture expresses the model, the output is not empty, or weights do not
             fit the dtype.
     """
-    name = choose_architecture(model.config, architecture)
-    lines = unkept(model.config, name)
-    with whole_or_nothing(output) as folder:
-        _write_configs(folder, model.config, name, dtype, tokenizer, is_trained)
-        _write_weights(folder, model, name, DTYPES[dtype])
+    name = choose_architecture(config, export.architecture)
+    lines = unkept(config, name)
+    weights = _Weights.plan(name, config, state, export)
+    identity = hashlib.sha256()
+    for part in (export.source, name, export.dtype, *map(str, weights.layouts.items())):
+        identity.update(part.encode())
+    with resumable_folder(output, identity.hexdigest(), note=note) as (folder, journal):
+        weights.write(folder, journal)
+        _write_configs(folder, config, name, export.dtype, tokenizer, export.is_trained)
         tokenizer.copy(folder)
-        notes = remarks(model.config, name)
-        write_card(folder / "README.md", card, model.config, name, dtype, lines, notes)
+        notes = remarks(config, name)
+        write_card(folder / "README.md", export.card, config, name, export.dtype, lines, notes)
     for line in lines:
         note(line)
     return name
@@ -169,8 +195,7 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
     Raises:
         UserError: the output exists and is not empty.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"output: {output} exists and is not empty; write another folder")
+    refuse_used(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(output) as folder:
         folder.mkdir()
@@ -178,35 +203,79 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         open_to_all(folder)
 
 
-def _write_weights(folder: Path, model: Decoder, name: str, dtype: torch.dtype) -> None:
-    """One safetensors file, or several with an index; one file's tensors are held at a time."""
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class _Weights:
+    """The weight files of a folder, all of which is known before a weight is read.
 
-    state = MergedState(model)
-    shards: list[int] = [0]  # tensors of each file
-    left, total = SHARD_BYTES, 0
-    tensors = list(export_tensors(name, model.config, state.shapes(), state.__getitem__))
-    for tensor in tensors:
-        size = tensor.shape.numel() * dtype.itemsize
-        if shards[-1] and size > left:
-            shards.append(0)
-            left = SHARD_BYTES
-        shards[-1] += 1
-        left -= size
-        total += size
-    index: dict[str, str] = {}
-    stream = iter(tensors)
-    for number, count in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        shard = islice(stream, count)
-        converted = {t.name: _convert(t.name, t.read(), dtype) for t in shard}
-        save_file(converted, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(converted, file)
-    if len(shards) > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        write_json(folder / "model.safetensors.index.json", content, indent=2)
+    Attributes:
+        dtype: of the written weights.
+        tensors: in the index's order, by name.
+        files: the file of each, by name.
+        layouts: of the files, by name.
+    """
+
+    dtype: torch.dtype
+    tensors: dict[str, LazyTensor]
+    files: dict[str, str]
+    layouts: dict[str, Layout]
+
+    @classmethod
+    def plan(cls, name: str, config: ModelConfig, state: MergedState, export: Export) -> _Weights:
+        """One file, or several with an index."""
+        dtype, limit = DTYPES[export.dtype], export.shard_bytes or SHARD_BYTES
+        tensors = list(export_tensors(name, config, state.shapes(), state.__getitem__))
+        shards: list[list[LazyTensor]] = [[]]
+        left = limit
+        for tensor in tensors:
+            size = tensor.shape.numel() * dtype.itemsize
+            if shards[-1] and size > left:
+                shards.append([])
+                left = limit
+            shards[-1].append(tensor)
+            left -= size
+        files, layouts = dict[str, str](), dict[str, Layout]()
+        for number, shard in enumerate(shards, start=1):
+            file = SAFETENSORS
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            files |= {tensor.name: file for tensor in shard}
+            layouts[file] = Layout.of((t.name, _kept(t.dtype, dtype), t.shape) for t in shard)
+        return cls(dtype, {tensor.name: tensor for tensor in tensors}, files, layouts)
+
+    def write(self, folder: Path, journal: Journal) -> None:
+        """Write what the journal does not have; the same bytes whatever is resumed."""
+        if len(self.layouts) > 1:
+            sizes = (t.shape.numel() * self.dtype.itemsize for t in self.tensors.values())
+            content = {"metadata": {"total_size": sum(sizes)}, "weight_map": self.files}
+            write_json(folder / f"{SAFETENSORS}.index.json", content, indent=2)
+        for file, layout in self.layouts.items():
+            if file not in journal.done:
+                layout.create(folder / file)
+                sync(folder / file)
+                journal.add({file: None})
+        written, size = set[str](), 0
+        for tensor in by_source(self.tensors.values()):
+            if tensor.name in journal.done:
+                continue
+            file = self.files[tensor.name]
+            value = _convert(tensor.name, tensor.read(), self.dtype)
+            write_tensor(folder / file, self.layouts[file].places[tensor.name], value)
+            written.add(tensor.name)
+            size += value.nbytes
+            if size > NOTED_BYTES:
+                self._note(folder, journal, written)
+                written, size = set(), 0
+        self._note(folder, journal, written)
+
+    def _note(self, folder: Path, journal: Journal, written: set[str]) -> None:
+        for file in {self.files[name] for name in written}:
+            sync(folder / file)
+        journal.add(dict.fromkeys(sorted(written)))
+
+
+def _kept(held: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is written in: whole numbers as they are."""
+    return dtype if held.is_floating_point else held
 
 
 def export_tensors(
@@ -230,9 +299,8 @@ def export_tensors(
 
 
 def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in `dtype`, or whole numbers as they are, that shares memory with nothing."""
-    kept = dtype if tensor.is_floating_point() else tensor.dtype
-    converted = tensor.detach().to("cpu", kept, copy=True).contiguous()
+    """In `dtype`, or whole numbers as they are."""
+    converted = tensor.detach().to("cpu", _kept(tensor.dtype, dtype)).contiguous()
     if not torch.isfinite(converted).all():
         kind = str(dtype).removeprefix("torch.")
         reason = f"has values that {kind} cannot hold; write dtype=bf16 or dtype=fp32"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmfoundry.hf import write
 from llmfoundry.hf.card import CardInfo
+from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.attention import RopeConfig, TemperatureConfig
@@ -101,7 +102,9 @@ def card_of(config: ModelConfig) -> CardInfo:
 
 def to_hf(model: Decoder, tokenizer: Path, out: Path, **more: Any) -> str:
     """`llmfoundry.hf.write.to_hf` with a tokenizer's folder."""
-    return write.to_hf(model, write.TokenizerFiles.load(tokenizer), out, **more)
+    note = {"note": more.pop("note")} if "note" in more else {}
+    files, export = write.TokenizerFiles.load(tokenizer), write.Export(**more)
+    return write.to_hf(model.config, MergedState(model), files, out, export, **note)
 
 
 def written(name: str, tmp_path: Path, case: int = 0) -> tuple[Path, dict[str, Any]]:

@@ -117,6 +117,9 @@ class ConvertRecipe:
     dtype: Annotated[str | None, choice(DTYPES)] = None
     """Only with to=hf or gguf: number format of the written weights, fp32, bf16, fp16, or of gguf
     q8_0 (8 bits, a scale every 32 numbers); unset: bf16 where the base is quantised, else fp32."""
+    max_shard_gb: Annotated[float | None, Range(0.001)] = None
+    """Only with to=hf: a weight file's size at most, in units of 1e9 bytes, though no tensor is
+    split; unset: 5."""
     architecture: str | None = None
     """Only with to: transformers' class to write (LlamaForCausalLM …), or llmfoundry, our own,
     which any model fits; unset: the first of transformers' that is exactly the model."""
@@ -135,6 +138,8 @@ class ConvertRecipe:
             yield from inert("", self, ["architecture"], "without to")
         if self.to not in ("hf", "gguf"):
             yield from inert("", self, ["dtype"], "without to=hf or to=gguf")
+        if self.to != "hf":
+            yield from inert("", self, ["max_shard_gb"], "without to=hf")
         if self.dtype == "q8_0" and self.to == "hf":
             yield "dtype: q8_0 is a format of GGUF; write to=gguf, or dtype=bf16"
         if self.to != "peft":

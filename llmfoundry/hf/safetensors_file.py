@@ -1,0 +1,154 @@
+"""safetensors files that are read and written one tensor at a time.
+
+`read.py` and `write.py` call it. safetensors' own functions map a whole file, or take all of its
+tensors at once. The format (safetensors' README): the header's length in 8 bytes, little-endian; a
+JSON header of dtype, shape and place by name, padded with spaces; the tensors' bytes. As the header
+is known from shapes, a tensor is written at its place in any order; files are byte for byte those
+of `safetensors.torch.save_file`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {  # by safetensors' names, in the order of its files, last to first
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = {dtype: -number for number, dtype in enumerate(DTYPES.values())}
+_LONGEST = 100_000_000  # bytes of a header, as safetensors allows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of a file are.
+
+    Attributes:
+        header: its first bytes.
+        places: of each tensor the offset in the file, by name.
+        size: bytes of the file.
+    """
+
+    header: bytes
+    places: dict[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, torch.dtype, torch.Size]]) -> Layout:
+        """As save_file orders them: by dtype, then by name."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        ends = {}
+        at = 0
+        for name, dtype, shape in sorted(tensors, key=lambda t: (_ORDER[t[1]], t[0].encode())):
+            ends[name] = at, at + dtype.itemsize * shape.numel()
+            entries[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": ends[name]}
+            at = ends[name][1]
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        begin = len(header)
+        return cls(header, {name: begin + first for name, (first, _) in ends.items()}, begin + at)
+
+    def create(self, file: Path) -> None:
+        """A file of that size, with its header."""
+        with file.open("wb") as opened:
+            opened.write(self.header)
+            opened.truncate(self.size)
+
+
+def write_tensor(file: Path, at: int, tensor: Tensor) -> None:
+    """Write a contiguous tensor on the CPU at its place."""
+    left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(left)
+
+
+@dataclass(frozen=True)
+class _Place:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int
+
+
+class SafetensorsFile:
+    """A file to read.
+
+    Raises:
+        ValueError: it is not a safetensors file, or ends early.
+        KeyError: it has a tensor of a dtype that PyTorch lacks, by the dtype's name.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Read the header."""
+        self._file = file
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, _LONGEST):
+                raise ValueError("its header has no sound length")
+            header = json.loads(opened.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is not a list of tensors")
+        header.pop("__metadata__", None)
+        self._begin = 8 + length
+        self._places = {
+            str(name): _place(entry, size - self._begin) for name, entry in header.items()
+        }
+
+    def sketches(self) -> dict[str, Tensor]:
+        """Its tensors on the meta device."""
+        return {
+            name: torch.empty(place.shape, dtype=place.dtype, device="meta")
+            for name, place in self._places.items()
+        }
+
+    def get(self, name: str) -> Tensor:
+        """One of them, mapped alone: its pages are read as they are used."""
+        place = self._places[name]
+        count, at = math.prod(place.shape), self._begin + place.at
+        if not count:
+            return torch.empty(place.shape, dtype=place.dtype)
+        begin = at - at % mmap.ALLOCATIONGRANULARITY
+        with self._file.open("rb") as opened:
+            length = at - begin + count * place.dtype.itemsize
+            mapped = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
+        raw = torch.frombuffer(
+            mapped, dtype=torch.uint8, offset=at - begin, count=length - (at - begin)
+        )
+        if at % place.dtype.itemsize:  # which other writers may leave
+            raw = raw.clone()
+        return raw.view(place.dtype).view(place.shape)
+
+
+def _place(entry: Any, size: int) -> _Place:
+    """A header's entry, compared with the bytes that follow the header."""
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError("its header has numbers that are no sizes")
+    if end > size:
+        raise ValueError("it ends before its tensors do")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor's shape and its bytes differ")
+    return _Place(dtype, shape, begin)
