@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def _write_file(file: Path, group: list[StreamedTensor]) -> dict[str, Any]:
             if value.untyped_storage().nbytes() != value.nbytes:
                 value = value.clone()  # torch.save writes all of the memory that it is a part of
             assert value.shape == tensor.like.shape, (tensor.name, value.shape)
-            torch.save(value, summed)
+            torch.save(value, cast(IO[bytes], summed))
             ends.append(summed.bytes)
     sync(file)
     return {"sums": {"bytes": summed.bytes, "crc32": summed.crc}, "ends": ends}

@@ -85,7 +85,7 @@ def _export(recipe: ConvertRecipe) -> None:
         card=_card(loaded),
         architecture=recipe.architecture,
         is_trained=loaded.is_trained,
-        shard_bytes=recipe.max_shard_gb and round(recipe.max_shard_gb * 1e9),
+        shard_bytes=None if recipe.max_shard_gb is None else round(recipe.max_shard_gb * 1e9),
         source=_source(loaded),
     )
     architecture = to_hf(model.config, state, _tokenizer_files(loaded), output, export)

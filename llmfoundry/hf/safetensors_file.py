@@ -78,10 +78,11 @@ class Layout:
 
 def write_tensor(file: Path, at: int, tensor: Tensor) -> None:
     """Write a contiguous tensor on the CPU at its place."""
-    left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    if not tensor.numel():
+        return
     with file.open("r+b") as opened:
         opened.seek(at)
-        opened.write(left)
+        opened.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True)
