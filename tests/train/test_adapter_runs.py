@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from llmfoundry.builders.pretrained import open_pretrained
-from llmfoundry.builders.resume import load_checkpoint
+from llmfoundry.builders.resume import load_checkpoint, open_checkpoint
+from llmfoundry.builders.streamed import streamed_state
 from llmfoundry.commands.convert import ALONE, convert
 from llmfoundry.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.front.load import checked
@@ -114,6 +116,24 @@ def test_merged_and_as_an_adapter_it_is_the_same_model_elsewhere(place: Path) ->
         torch.testing.assert_close(adapted(TOKENS).logits, expected, rtol=0, atol=1e-5)
     files = {path.name for path in Path("alone").iterdir()}
     assert files == {"adapter_config.json", "adapter_model.safetensors", "base.json"}
+
+
+def test_what_is_streamed_is_what_a_loaded_model_is_merged_to(place: Path) -> None:
+    nested = ("model.pretrained=runs/lora", "adapter.use_dora=false", "max_duration=1ba")
+    finetune_here("nested", *nested)
+    for run in ("runs/lora", "runs/nested"):
+        expected = MergedState(load_checkpoint(run, ALONE, note=print).root.model)
+        loaded, _ = open_checkpoint(run, ALONE, note=print)
+        state = streamed_state(loaded, note=print)
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_an_adapter_goes_out_without_its_base(place: Path, tmp_path: Path) -> None:
+    shutil.copytree("runs/lora", tmp_path / "lora")
+    expected = load_file(to("peft", "with-base") / "adapter_model.safetensors")
+    alone = load_file(to("peft", "without", str(tmp_path / "lora")) / "adapter_model.safetensors")
+    assert all(torch.equal(alone[name], expected[name]) for name in expected)
 
 
 def test_a_run_begins_with_an_adapter_or_with_it_merged(place: Path) -> None:
