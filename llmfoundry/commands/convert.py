@@ -133,7 +133,7 @@ def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
             folder.name,
             opened.config,
             {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()},
-            lambda name: state[name].read(),
+            lambda name: state[name].read().clone(),  # or its file stays mapped beside the next
             tokenizer,
             starts=bool(tokenizer.bos_ids) or (is_trained and not tokenizer.has_chat),
             stops=stops if isinstance(stops, list) else [stops],

@@ -153,6 +153,26 @@ def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "there.gguf").touch()
+    for place, line in {
+        "file/model.gguf": "is not a folder",
+        "there.gguf": "exists; write another name",
+        "model.bin": r"must end in \.gguf",
+    }.items():
+        with pytest.raises(UserError, match=f"^output: .*{line}"):
+            write_file(model_of("llama"), trained(), tmp_path / place)
+
+
+@pytest.mark.parametrize("written", [17, {"a": "b"}, "{{ '\ud83d' }}"], ids=str)
+def test_a_chat_template_that_is_none_is_one_line(written: Any, tmp_path: Path) -> None:
+    backend = Backend.from_str(trained()._backend.to_str())
+    tokenizer = Tokenizer(backend, END_OF_TEXT, {"chat_template": written})
+    with pytest.raises(UserError, match=r"^tokenizer\.chat_template: "):
+        write_file(model_of("llama"), tokenizer, tmp_path / "model.gguf")
+
+
 def test_a_folder_of_hugging_face_gives_the_same_tensors(tmp_path: Path) -> None:
     model, tokenizer = model_of("mixtral"), trained()
     write_file(model, tokenizer, tmp_path / "one.gguf")

@@ -28,7 +28,7 @@ from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.recipe.architecture.attention import RopeConfig
 from llmfoundry.recipe.architecture.model import ModelConfig
 
-ACTIVATION, SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config"
+ACTIVATION, SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config.type"
 APPROXIMATED = (
     "model.ffn_config.ffn_act_fn: gelu is computed by llama.cpp with the approximation by tanh; its"
     " logits differ by about 0.001, and by nothing more with gelu_tanh"
@@ -58,7 +58,7 @@ def _scaling(*types: str) -> Need:
         SCALING,
         None,
         lambda c: c.attn_config.rope_hf_config.type in ("no_scaling", *types),
-        f"type: {' or '.join(('no_scaling', *types))}",
+        f"one of {', '.join(('no_scaling', *types))}",
     )
 
 

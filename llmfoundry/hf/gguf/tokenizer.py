@@ -16,6 +16,7 @@ from typing import Any
 
 from tokenizers import models
 
+from llmfoundry.data.text.chat_template import chosen_templates
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 
@@ -117,14 +118,15 @@ def _pairs(model: dict[str, Any]) -> Iterator[list[str]]:
 
 def _tokens(written: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
     """Texts and types by id; ids that no token has are unused."""
-    by_id = {place: (text, NORMAL) for text, place in written["model"]["vocab"].items()}
-    unk = written["model"].get("unk_token")
+    model = written["model"]
+    by_id = {place: (text, NORMAL) for text, place in model["vocab"].items()}
+    unk = model.get("unk_token") if model.get("byte_fallback") else None
     for added in written.get("added_tokens", ()):
         kind = CONTROL if added["special"] else USER_DEFINED
         by_id[added["id"]] = (added["content"], kind)
         if added["lstrip"] or added["rstrip"] or added["single_word"]:
             raise _unknown(f"an added token that strips spaces or is a word ({added['content']})")
-    if len(by_id) and max(by_id) >= rows:
+    if by_id and max(by_id) >= rows:
         raise UserError(
             f"tokenizer: has ids up to {max(by_id):,}, but the embedding has {rows:,} rows"
         )
@@ -294,5 +296,15 @@ def add_tokenizer(
     writer.add_add_bos_token(starts)
     writer.add_add_eos_token(False)
     if tokenizer.has_chat:
-        config = json.loads(tokenizer.files()["tokenizer_config.json"])
-        writer.add_chat_template(config["chat_template"])
+        _add_chat(writer, json.loads(tokenizer.files()["tokenizer_config.json"])["chat_template"])
+
+
+def _add_chat(writer: Any, written: Any) -> None:
+    """The template, and a second one for conversations with tools."""
+    default, tools = chosen_templates(written)
+    named = {"default": default, "tool_use": tools}
+    found = [{"name": name, "template": text} for name, text in named.items() if text]
+    for text in filter(None, (default, tools)):
+        if text.encode(errors="replace").decode() != text:
+            raise UserError("tokenizer.chat_template: has characters that are no Unicode; mend it")
+    writer.add_chat_template(found if tools else default)

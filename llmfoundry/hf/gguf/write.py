@@ -56,6 +56,9 @@ def check_output(output: Path) -> None:
         raise UserError(f"output: {output} is one file, and must end in {SUFFIX}")
     if output.exists():
         raise UserError(f"output: {output} exists; write another name, or delete it")
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise UserError(f"output: {above} is not a folder; write another place")
 
 
 def to_gguf(
@@ -128,5 +131,5 @@ def _write(gguf: Any, writer: Any, planned: list[Planned], path: Path, dtype: st
     for tensor, kind in zip(planned, kinds, strict=True):
         begin = file.tell()
         for piece in pieces(tensor, kind):
-            piece.tofile(file)
+            file.write(piece.data.cast("B"))  # of numpy's own an error has no reason
         writer.write_padding(file, file.tell() - begin)
