@@ -484,6 +484,83 @@ def test_a_file_that_is_there_stays_unless_it_may_go(tmp_path: Path) -> None:
     assert migrated(tmp_path, PRETRAIN, overwrite=True)["seed"] == 17
 
 
+DIFFERENT = [  # file, its key, a value: ours (LLM Foundry's, Composer's, peft's, axolotl's source)
+    (FINETUNE, "model.config_overrides.rope_scaling.factor", 2.0,
+     {"model.config_overrides.rope_scaling.factor": 2.0}),
+    (FINETUNE, "train_loader.dataset.hf_kwargs.data_files", {"val": "b.json", "train": "a.json"},
+     {"data.paths": ["a.json"]}),
+    (FINETUNE, "train_loader.dataset.hf_name", "tatsu-lab/alpaca",
+     {"data.format": "prompt_response", "data.supervised.nothing_learned": "drop"}),
+    (PRETRAIN, "train_loader.dataset.streams", {"a": {"local": "a"}, "b": {"local": "b"}},
+     {"data.batching_method": "stratified"}),
+    (PRETRAIN, "seed", 3, {"autoresume": False}),
+    (PRETRAIN, "fsdp_config.data_parallel_replicate_degree", 2,
+     {"parallel.data_parallel_replicate_degree": 2}),
+    (PRETRAIN, "fsdp_config.sharding_strategy", "_HYBRID_SHARD_ZERO2",
+     {"parallel.reshard_after_forward": False}),
+    (PRETRAIN, "model.activation_checkpointing_target", {"attention": "first-2"},
+     {"parallel.activation_checkpointing_target.attention": "first-2"}),
+    (PRETRAIN, "callbacks.early_stopper", {"monitor": "LanguageCrossEntropy", "comp": "less"},
+     {"callbacks.early_stopper.patience": 1, "callbacks.early_stopper.mode": "min"}),
+    (PRETRAIN, "callbacks.kill_loss_spike", {"log_only": False},
+     {"callbacks.watch.loss_spike": "stop"}),
+    (AXOLOTL, "optimizer", None, {"optimizer.name": "adamw"}),
+    (AXOLOTL, "optimizer", "lion_8bit", {"optimizer.weight_decay": 2e-4 * 0.5}),
+    (AXOLOTL, "max_steps", 7, {"max_duration": "7ba"}),
+    (AXOLOTL, "sequence_len", 64, {"data.supervised.too_long": "drop"}),
+    (AXOLOTL, "early_stopping_patience", 2, {"callbacks.early_stopper.patience": 2}),
+    (AXOLOTL, "eval_strategy", "epoch", {"eval_interval": "1ep"}),
+]  # fmt: skip
+
+
+def with_value(folder: Path, text: str, key: str, value: Any) -> Any:
+    """The migration of a file with one value more, or another."""
+    values = yaml.safe_load(text)
+    if text == AXOLOTL:
+        values |= {"weight_decay": 0.5}
+    put(values, tuple(key.split(".")), value)
+    file = folder / "theirs.yaml"
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    return migrate(read_theirs(file))
+
+
+@pytest.mark.parametrize(("text", "key", "value", "ours"), DIFFERENT)
+def test_what_a_setting_or_its_absence_means_there_is_written_here(
+    tmp_path: Path, text: str, key: str, value: Any, ours: dict[str, Any]
+) -> None:
+    values = with_value(tmp_path, text, key, value).values
+    assert {key: values.get(key) for key in ours} == {
+        key: pytest.approx(one) if isinstance(one, float) else one for key, one in ours.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (PRETRAIN, "train_loader.drop_last", False),
+        (PRETRAIN, "fsdp_config.mixed_precision", {"reduce_dtype": "bf16"}),
+        (PRETRAIN, "callbacks.async_eval", {}),  # which is on there, without a setting
+        (PRETRAIN, "loggers.slack", {}),
+        (PRETRAIN, "callbacks.loss_perp_v_len.log_batch_interval", 3),
+        (FINETUNE, "model.peft_config.layers_to_transform", [1]),
+        (FINETUNE, "tokenizer.kwargs.revision", "abc"),
+        (FINETUNE, "tokenizer.kwargs.use_default_system_prompt", True),
+        (FINETUNE, "train_loader.dataset.hf_kwargs", {"data_dir": "part"}),
+        (AXOLOTL, "loss_watchdog_threshold", 5.0),
+        (AXOLOTL, "save_strategy", "no"),
+    ],
+)
+def test_a_setting_that_is_lost_is_never_said_to_be_without_effect(
+    tmp_path: Path, text: str, key: str, value: Any
+) -> None:
+    if key.endswith("hf_kwargs"):
+        text = text.replace("hf_name: json", "hf_name: my/rows")
+    found = with_value(tmp_path, text, key, value).lines
+    lines = [line for line in found if line.key.startswith(key)]
+    assert lines
+    assert {line.verdict for line in lines} <= {Verdict.REFUSED, Verdict.CHANGED}
+
+
 @pytest.mark.parametrize("script", ["train", "finetune", "eval"])
 @pytest.mark.parametrize("text", [PRETRAIN, FINETUNE, EVAL, MCLI, AXOLOTL])
 def test_scripts_name_the_migration_in_one_line(tmp_path: Path, script: str, text: str) -> None:

@@ -128,7 +128,7 @@ def _one_held_out(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(result: Migration, leaf: Leaf | None, key: str, value: Any, taken: Taken) -> None:
-    """A line, and its values where no line before has another for the key."""
+    """A line, and its values; a default's where no line before has one for the key."""
     schema = None if result.recipe_type is None else Schema.of(result.recipe_type)
     values: dict[str, Any] = {}
     for ours, one in taken.values.items():
@@ -145,11 +145,20 @@ def _add(result: Migration, leaf: Leaf | None, key: str, value: Any, taken: Take
             result.values[ours] = one
         values[ours] = one
     if taken.values and not values:
-        taken = idle("the model decides it, or its run: scripts/eval.py has no such setting")
+        taken = _not_ours(result.source.kind, value)
     taken = replace(taken, values=values)
     if leaf is not None and leaf.why:
         taken = replace(taken, why=leaf.why, verdict=CHANGED if values else Verdict.REFUSED)
     result.lines.append(Line(leaf, key, value, taken, _verdict(key, value, taken)))
+
+
+def _not_ours(kind: str, value: Any) -> Taken:
+    """Of a setting that the recipe has no key for."""
+    if kind == "eval":
+        return idle("the model decides it, or its run: scripts/eval.py has no such setting")
+    if value in (None, False, {}, []):
+        return idle("is off there too")
+    return refused(f"scripts/{kind}.py has no such setting; remove it")
 
 
 def _has(schema: Schema, key: str) -> bool:
@@ -188,7 +197,7 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
     if source.kind == "eval" and head in _MODEL_KEYS and "models" not in source.values:
         key = f"models.0.{key}"
     theirs.here, theirs.index = _section(source.values, leaf.place)
-    theirs.name = str(leaf.place[-1])
+    theirs.key, theirs.name = key, str(leaf.place[-1])
     if source.tool != FOUNDRY and leaf.value is None:
         return idle("has no value")
     own = Schema.of(RECIPES.get(source.kind, EvalRecipe))

@@ -67,6 +67,50 @@ def _optimizer(value: Any, theirs: Theirs) -> Taken:
     return Taken(ours, "" if exact else f"the nearest to {value}", None if exact else CHANGED)
 
 
+def _decay(value: Any, theirs: Theirs) -> Taken:
+    """Ours of lion does not go down by the learning rate."""
+    if not str(theirs.get("optimizer")).startswith("lion"):
+        return Taken({"optimizer.weight_decay": value})
+    why = "times learning_rate, which lion's is not multiplied by here"
+    rate = float(theirs.get("learning_rate", 1.0))
+    return changed(why, optimizer__weight_decay=float(value) * rate)
+
+
+def _epochs(value: Any, theirs: Theirs) -> Taken:
+    if theirs.get("max_steps", -1) > 0:
+        return idle("max_steps goes before it")
+    return Taken({"max_duration": f"{value}ep"})
+
+
+def _strategy(value: Any, theirs: Theirs) -> Taken:
+    """When to measure or save: by steps, whose number is another key, each epoch, or never."""
+    is_save = theirs.name.startswith("save")
+    if value == "epoch":
+        return Taken({"save_interval" if is_save else "eval_interval": "1ep"})
+    if value not in ("no", False):
+        return idle("the number of steps says it")
+    if is_save:
+        return changed("nothing is saved there; here the end of the run", save_interval="0ba")
+    return Taken({"eval.validation": False})
+
+
+def _patience(value: Any, theirs: Theirs) -> Taken:
+    metric = {"callbacks.early_stopper.metric": "metrics/eval/LanguageCrossEntropy"}
+    return (
+        Taken({"callbacks.early_stopper.patience": int(value), **metric}) if value else idle("off")
+    )
+
+
+def _too_long(value: Any, theirs: Theirs) -> Taken:
+    return Taken({"data.supervised.too_long": "error" if value == "raise" else value})
+
+
+def _is_rows(theirs: Theirs) -> bool:
+    """Whether rows are answers, and no documents, which are cut into pieces."""
+    kinds = [str(each.get("type")) for each in theirs.get("datasets", [])]
+    return not all(kind.startswith("completion") for kind in kinds)
+
+
 def _scheduler(value: Any, theirs: Theirs) -> Taken:
     if value not in SCHEDULES:
         return refused(f"{value} is not here; --help lists ours", schedule__name=MISSING)
@@ -193,10 +237,17 @@ AXOLOTL = (
     Other("reward_model process_reward_model num_labels", take=lambda value, t: refused(
         "models that grade are not trained here", model__pretrained=MISSING)
         if value else idle("is off there too")),
-    Other("weight_decay", "optimizer.weight_decay=<0.0>"),
     Other("sequence_len", "max_seq_len=<2048>", default=512),
     Other("warmup_ratio", "schedule.t_warmup=<0.05>dur", default=0.03,
           when=lambda t: t.get("warmup_steps") is None),
+    Other("weight_decay", "optimizer.weight_decay=<0.0>", take=_decay),
+    Other("num_epochs", "max_duration=<1>ep", take=_epochs),
+    Other("eval_strategy evaluation_strategy save_strategy", "eval_interval=<100ba>",
+          "save_interval is another", take=_strategy),
+    Other("early_stopping_patience", "callbacks.early_stopper.patience=<3>", take=_patience),
+    Other("excess_length_strategy", take=_too_long, default="drop", when=_is_rows),
+    Other("loss_watchdog_threshold loss_watchdog_patience", take=lambda value, t: refused(
+        "callbacks.watch.loss_spike: stop ends a run by the mean of its own losses")),
     Other("gradient_checkpointing", take=_recomputed),
     Other("activation_offloading", take=_offloaded),
     Other("tensor_parallel_size", "parallel.tensor_parallel_degree=<1>"),
@@ -208,7 +259,7 @@ AXOLOTL = (
     Other("adapter", take=_adapter),
     Other("load_in_4bit load_in_8bit", take=_base_bits),
     Other("gradient_accumulation_steps", take=_rows_of_step, default=1),
-    Other("optimizer", take=_optimizer),
+    Other("optimizer", take=_optimizer, default="adamw_torch_fused"),
     Other("lr_scheduler", take=_scheduler),
     Other("warmup_steps", take=_warmup),
     Other("evals_per_epoch saves_per_epoch", take=_per_epoch),
@@ -273,10 +324,8 @@ AXOLOTL = (
           " gptq_model_v1 tokenizer_type model_type"
           " is_llama_derived_model is_mistral_derived_model"
           " is_falcon_derived_model wandb_watch wandb_log_model wandb_name wandb_run_id"
-          " loss_watchdog_threshold"
-          " loss_watchdog_patience save_safetensors max_packed_sequence_len"
+          " save_safetensors max_packed_sequence_len"
           " skip_prepare_dataset fsdp_config.*"
-          " fsdp_version low_cpu_mem_usage debug early_stopping_patience save_strategy"
-          " eval_strategy evaluation_strategy eot_tokens quantize_moe_experts",
+          " fsdp_version low_cpu_mem_usage debug eot_tokens quantize_moe_experts",
           why="there is nothing to choose here"),
 )  # fmt: skip

@@ -68,8 +68,8 @@ class Theirs:
         self.values, self.kind, self.path = values, kind, path
         self.here: dict[str, Any] = {}
         """The section that holds the setting which is looked at."""
-        self.name = ""
-        """Its own name there."""
+        self.key = self.name = ""
+        """Its dotted key, and its own name in the section."""
         self.index = 0
         """Its number in a list, of a setting in one."""
 

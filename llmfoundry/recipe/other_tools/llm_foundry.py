@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from llmfoundry.recipe.other_tools import text_values as text
 from llmfoundry.recipe.other_tools import values as v
-from llmfoundry.recipe.other_tools.entry import CHANGED, Other, Taken, Theirs, idle, refused
+from llmfoundry.recipe.other_tools.entry import (
+    CHANGED,
+    Other,
+    Taken,
+    Theirs,
+    changed,
+    idle,
+    refused,
+)
 from llmfoundry.recipe.other_tools.llm_foundry_model import MODEL_AND_DATA
 
 
@@ -40,6 +48,7 @@ _RUN = (
     Other("save_interval", take=v.duration("save_interval")),
     Other("save_folder", take=v.save_folder),
     Other("load_path", take=v.load_path),
+    Other("autoresume", take=v.as_is("autoresume"), default=False, when=v.trains),
     Other("run_name", take=v.as_is("run_name")),
     Other(
         "save_weights_only",
@@ -267,6 +276,10 @@ _PLACES = (
     Other(
         "fsdp_config.data_parallel_replicate_degree", "parallel.data_parallel_replicate_degree=<-1>"
     ),
+    Other(
+        "fsdp_config.mixed_precision.*",
+        take=lambda value, t: changed("products are in bf16 here, weights and sums in fp32"),
+    ),
     Other("fsdp_config.*", why="FSDP2 has no such setting; remove it"),
     Other(
         "tp_config.tensor_parallel_degree",
@@ -405,7 +418,7 @@ _OBSERVED = (
         "loggers.*",
         take=lambda value, t: (
             idle("is empty")
-            if not value and value != 0
+            if t.name == "loggers" and not value
             else refused("there is no such logger here; logger.plugins takes one of your own")
         ),
     ),
@@ -446,11 +459,20 @@ _OBSERVED = (
     Other("callbacks.scheduled_gc.batch_interval", "callbacks.gc_interval=<1000>"),
     Other(
         "callbacks.health_checker.* callbacks.scheduled_gc.* callbacks.nan_monitor.*"
-        " callbacks.system_metrics_monitor.* callbacks.loss_perp_v_len.*"
+        " callbacks.system_metrics_monitor.*"
         " callbacks.run_timeout.* callbacks.env_logger.* callbacks.env_logging.*"
-        " callbacks.kill_loss_spike.* callbacks.mbmoe_tok_per_expert.*"
-        " callbacks.fdiff_metrics.*",
+        " callbacks.kill_loss_spike.* callbacks.mbmoe_tok_per_expert.*",
         why="no callback: what a run watches is below callbacks.watch, health_check and hang",
+    ),
+    Other(
+        "callbacks.kill_loss_spike.log_only",
+        take=lambda value, t: (
+            idle("spikes are logged here too, callbacks.watch.loss_spike")
+            if value
+            else changed(
+                "by one step's loss, not by a window's share", callbacks__watch__loss_spike="stop"
+            )
+        ),
     ),
     Other(
         "callbacks.early_stopper.monitor",
@@ -465,7 +487,9 @@ _OBSERVED = (
             if str(value).isdecimal()
             else Taken({}, "is a number of measurements here; 3 unless written", CHANGED)
         ),
+        default=1,
     ),
+    Other("callbacks.early_stopper.comp", take=text.early_mode),
     Other("callbacks.early_stopper.min_delta", "callbacks.early_stopper.min_delta=<0.0>"),
     Other(
         "callbacks.early_stopper.dataloader_label callbacks.early_stopper.*",
@@ -508,7 +532,7 @@ _OBSERVED = (
         "callbacks.*",
         take=lambda value, t: (
             idle("is empty")
-            if value in ({}, None)
+            if t.name == "callbacks" and not value
             else refused("there is no such callback here; callbacks.plugins takes one of your own")
         ),
     ),

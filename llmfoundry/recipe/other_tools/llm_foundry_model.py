@@ -110,7 +110,8 @@ _MODEL = (
         take=v.only("torch", "PyTorch's, as here", "Transformer Engine's layers are not here"),
     ),
     Other(
-        "model.activation_checkpointing_target activation_checkpointing_target",
+        "model.activation_checkpointing_target activation_checkpointing_target"
+        " model.activation_checkpointing_target.* activation_checkpointing_target.*",
         "parallel.activation_checkpointing_target=<block>",
         "with parallel.activation_checkpointing: whole",
         take=v.recomputed_parts,
@@ -201,8 +202,10 @@ _MODEL = (
     Other("model.config_overrides", why="is empty"),
     Other("model.config_overrides.*", take=v.overridden),
     Other("model.config_overrides.max_seq_len", take=v.of_mpt("")),
+    Other("model.config_overrides.attn_config.*", take=v.of_mpt("")),
     Other(
-        "model.config_overrides.attn_config.*",
+        "model.config_overrides.attn_config.attn_impl"
+        " model.config_overrides.attn_config.attn_uses_sequence_id",
         take=v.of_mpt(
             "the fastest kernel of the device is taken, and packed rows never see each other"
         ),
@@ -234,7 +237,22 @@ _TOKENIZER = (
             "documents begin and end as tokenizer.json says; write that into its post_processor",
         ),
     ),
-    Other("tokenizer.kwargs.*", why="padding and special tokens are the loader's here; remove it"),
+    Other(
+        "tokenizer.kwargs tokenizer.kwargs.padding_side tokenizer.kwargs.truncation_side"
+        " tokenizer.kwargs.pad_token tokenizer.kwargs.unk_token tokenizer.kwargs.use_fast"
+        " tokenizer.kwargs.legacy tokenizer.kwargs.clean_up_tokenization_spaces"
+        " tokenizer.kwargs.errors tokenizer.kwargs.token tokenizer.kwargs.use_auth_token",
+        why="padding and special tokens are the loader's here; remove it",
+    ),
+    Other(
+        "tokenizer.kwargs.*",
+        take=v.only(
+            (None, False, {}, []),
+            v.OFF,
+            "a tokenizer is read as its folder has it; save it with this setting, by transformers'"
+            " save_pretrained, and write the folder as tokenizer.path",
+        ),
+    ),
 )
 
 
@@ -272,6 +290,7 @@ def _rows_of_loader(loader: str, data: str) -> tuple[Other, ...]:
             f"{d}.hf_kwargs.*",
             take=v.never("is not asked of `datasets` here; write a folder that it loads"),
         ),
+        Other(f"{d}.hf_kwargs.data_files.*", take=text.files_of_split(loader)),
         Other(
             f"{d}.preprocessing_fn preprocessing_fn",
             f"{data}.preprocess=<module:function>",
@@ -379,7 +398,12 @@ _DATA = (
             else Taken({"data.shuffle_block_size": int(value)})
         ),
     ),
-    Other("train_loader.dataset.batching_method", take=text.batching),
+    Other(
+        "train_loader.dataset.batching_method",
+        take=text.batching,
+        default="random",
+        when=lambda t: t.trains and len(t.get("train_loader.dataset.streams", {})) > 1,
+    ),
     Other(
         "train_loader.dataset.epoch_size",
         take=v.only(
@@ -445,7 +469,11 @@ _DATA = (
         default="drop",
         when=v.is_supervised,
     ),
-    Other("train_loader.drop_last", why="a last step that is not whole is left out; remove it"),
+    Other(
+        "train_loader.drop_last",
+        why="a last step that is not whole is left out; remove it",
+        take=text.drops_last,
+    ),
     Other("train_loader.num_workers", "data.loader_workers=<2>"),
     Other("train_loader.prefetch_factor", "data.prefetch_factor=<2>"),
     Other("train_loader train_loader.dataset", "data=mds", "keys below data"),

@@ -62,6 +62,8 @@ def loader_name(value: Any, theirs: Theirs) -> Taken:
 
 
 def _format(theirs: Theirs, loader: str) -> str:
+    if theirs.get(f"{loader}.dataset.preprocessing_fn"):
+        return ROWS
     return FORMATS.get(str(theirs.get(f"{loader}.dataset.hf_name")), ROWS)
 
 
@@ -125,7 +127,8 @@ def data_dir(loader: str) -> Take:
 
     def take(value: Any, theirs: Theirs) -> Taken:
         if not _is_file(theirs.get(f"{loader}.dataset.hf_name", "")):
-            return Taken({f"{data}.subset": value}, "a folder of the data set", CHANGED)
+            why = f"a folder of a data set: copy it, and write {data}.paths"
+            return refused(why) if value else idle("has no value")
         split = theirs.get(f"{loader}.dataset.split", "train")
         paths = [f"{str(value).rstrip('/')}/{split}*"]
         return Taken({f"{data}.paths": paths}, f"files whose names begin with {split}", CHANGED)
@@ -141,6 +144,18 @@ def data_files(loader: str) -> Take:
         return Taken({f"{data}.paths": value if isinstance(value, list) else [value]})
 
     return take
+
+
+def files_of_split(loader: str) -> Take:
+    """Files by split: those of the one that is read."""
+    take = data_files(loader)
+
+    def of_split(value: Any, theirs: Theirs) -> Taken:
+        if theirs.name != theirs.get(f"{loader}.dataset.split", "train"):
+            return idle("is of another split")
+        return take(value, theirs)
+
+    return of_split
 
 
 def split(loader: str) -> Take:
@@ -209,7 +224,15 @@ def batching(value: Any, theirs: Theirs) -> Taken:
     """There is no batch that is random."""
     if value in ("stratified", "per_stream"):
         return Taken({"data.batching_method": value})
-    return changed(f"{value}: every batch has every stream's part here")
+    why = f"{value}: every batch has every stream's part here"
+    return changed(why, data__batching_method="stratified")
+
+
+def drops_last(value: Any, theirs: Theirs) -> Taken:
+    """Steps are whole here."""
+    if value:
+        return idle("a last step that is not whole is left out")
+    return changed("a last step that is not whole is left out here, and taken there")
 
 
 def size(key: str) -> Take:
@@ -337,6 +360,16 @@ def log_interval(value: Any, theirs: Theirs) -> Taken:
     if is_each or not taken.values:
         return taken
     return Taken(taken.values, "is of metrics too, whose loss is the mean since the last", CHANGED)
+
+
+def early_mode(value: Any, theirs: Theirs) -> Taken:
+    """Which way is better."""
+    modes = {"less": "min", "lt": "min", "greater": "max", "gt": "max"}
+    return (
+        idle("has no value")
+        if value is None
+        else Taken({"callbacks.early_stopper.mode": modes[str(value).lower()]})
+    )
 
 
 def early_metric(value: Any, theirs: Theirs) -> Taken:

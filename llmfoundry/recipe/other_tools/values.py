@@ -208,7 +208,7 @@ def of_mpt(why: str) -> Take:
     def take(value: Any, theirs: Theirs) -> Taken:
         if "mpt" not in str(theirs.get("model.pretrained_model_name_or_path")).lower():
             return refused("is MPT's key: the model has none, and LLM Foundry refuses the file")
-        return idle(why) if why else Taken({"model.config_overrides.max_seq_len": value})
+        return idle(why) if why else Taken({theirs.key: value})
 
     return take
 
@@ -216,7 +216,7 @@ def of_mpt(why: str) -> Take:
 def overridden(value: Any, theirs: Theirs) -> Taken:
     """Keys of config.json; of a shape alone, its length."""
     if theirs.kind == "finetune":
-        return Taken({f"model.config_overrides.{theirs.name}": value})
+        return Taken({theirs.key: value})
     if theirs.name in ("max_position_embeddings", "n_positions", "n_ctx"):
         return Taken({"model.max_seq_len": value})
     return refused(f"is a key of config.json; write model's own for {theirs.name}")
@@ -377,13 +377,15 @@ def sharding(value: Any, theirs: Theirs) -> Taken:
         "parallel__data_parallel_replicate_degree",
     )
     written = theirs.get("fsdp_config.data_parallel_shard_degree")
+    replicas = theirs.get("fsdp_config.data_parallel_replicate_degree", -1)
     if theirs.kind == "eval":
         return idle("a model is evaluated by the layout that its run names")
     if value == "NO_SHARD":
         return Taken({"parallel.data_parallel_shard_degree": 1})
     if str(value).startswith(("HYBRID", "_HYBRID")):
         why = "a copy of the model in every 8 processes; write the GPUs of your nodes"
-        return changed(why, **{shard: written or 8, copies: -1})
+        keeps = {"parallel__reshard_after_forward": False} if "ZERO2" in str(value) else {}
+        return changed(why, **{shard: written or 8, copies: replicas}, **keeps)
     degrees = {} if written else {shard: -1, copies: 1}
     values = {key.replace("__", "."): number for key, number in degrees.items()}
     if value == "SHARD_GRAD_OP":
@@ -400,7 +402,9 @@ def shard_degree(value: Any, theirs: Theirs) -> Taken:
     return Taken(
         {
             "parallel.data_parallel_shard_degree": value,
-            "parallel.data_parallel_replicate_degree": 1 if value == -1 else -1,
+            "parallel.data_parallel_replicate_degree": theirs.get(
+                "fsdp_config.data_parallel_replicate_degree", 1 if value == -1 else -1
+            ),
         }
     )
 
@@ -427,4 +431,5 @@ def recomputed_parts(value: Any, theirs: Theirs) -> Taken:
     """The grammar is the same; it has an effect where there is recomputation."""
     if not value or not theirs.get("fsdp_config.activation_checkpointing"):
         return idle("without fsdp_config.activation_checkpointing: true")
-    return Taken({"parallel.activation_checkpointing_target": value})
+    ours = theirs.key.removeprefix("model.") or "activation_checkpointing_target"
+    return Taken({f"parallel.{ours}": value})
