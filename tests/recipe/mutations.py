@@ -36,6 +36,7 @@ from llmfoundry.recipe.scripts.inspect import InspectRecipe
 from llmfoundry.recipe.scripts.migrate import MigrateRecipe
 from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
+from llmfoundry.recipe.scripts.serve import ServeRecipe
 from llmfoundry.recipe.scripts.track import TrackRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 
@@ -50,6 +51,7 @@ SCRIPTS: dict[str, type] = {
     "fetch_eval_data": FetchRecipe,
     "track": TrackRecipe,
     "migrate": MigrateRecipe,
+    "serve": ServeRecipe,
     "finetune": FinetuneRecipe,
     "chat": ChatRecipe,
     "check": CheckRunRecipe,
@@ -59,6 +61,7 @@ SOUND = {  # what the scripts without a recipe's file need
     "eval": ["checkpoint=runs/x"],
     "generate": ["checkpoint=runs/x"],
     "chat": ["checkpoint=runs/x"],
+    "serve": ["checkpoint=runs/x"],
     "convert": ["checkpoint=runs/x", "to=hf", "output=out"],
     "fetch_eval_data": ["from_hub=true"],
     "track": ["run=runs/x"],
