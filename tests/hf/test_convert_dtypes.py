@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.commands import generate as command
+from llmfoundry.builders import models
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.generate import generate
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe, GenerateRecipe
@@ -18,13 +18,13 @@ from tests.hf.random_models import CARD, LLAMA, decoder, settings, to_hf, write_
 def reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The precisions that text was generated in."""
     seen: list[str] = []
-    real = command.build_autocast
+    real = models.build_autocast
 
     def recorded(precision: str, device: torch.device) -> object:
         seen.append(precision)
         return real(precision, device)
 
-    monkeypatch.setattr(command, "build_autocast", recorded)
+    monkeypatch.setattr(models, "build_autocast", recorded)
     return seen
 
 
