@@ -235,6 +235,14 @@ def test_other_models_and_normalizers_are_refused(tmp_path: Path) -> None:
     [
         ({"attn": ROPE | WINDOW, "ffn": GLU, "norm_type": "rmsnorm"}, "sliding_window_size"),
         ({"attn": ALIBI | {"qk_ln": True}, "learned_pos_emb": False, "ffn": MLP}, "qk_ln"),
+        (
+            {
+                **{"attn": ALIBI | {"softmax_scale": 0.1}, "learned_pos_emb": False},
+                **{"ffn": {"ffn_type": "mptmlp", "ffn_act_fn": "gelu"}, "norm_type": "layernorm"},
+                **{"no_bias": True, "attention_bias": False},
+            },
+            "softmax_scale",
+        ),
         ({**LLAMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({**LLAMA, "ffn": {**GLU, "ffn_act_fn": "relu"}}, "ffn_act_fn"),
     ],

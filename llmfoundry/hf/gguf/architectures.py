@@ -20,6 +20,7 @@ from llmfoundry.hf.architectures import (
     HEADS_FILL,
     NO_QKV_BIAS,
     NORMALIZE,
+    SCALE,
     Architecture,
     Need,
     is_mixture,
@@ -70,10 +71,11 @@ LINEAR = _scaling("linear")
 SUM_TO_ONE = Need(
     NORMALIZE, 1.0, lambda c: not is_mixture(c) or c.ffn_config.moe_normalize_expert_weights == 1
 )
+NO_SCALE = Need(SCALE, must="head_dim**-0.5")
 _LLAMA = Shape("llama", (SILU, _scaling("linear", "llama3")), is_interleaved=True)
 
 SHAPES: dict[str, Shape] = {
-    "MptForCausalLM": Shape("mpt", (GELU,)),
+    "MptForCausalLM": Shape("mpt", (GELU, NO_SCALE)),
     "GPT2LMHeadModel": Shape("gpt2", (GELU,)),
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
