@@ -191,6 +191,8 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
         is_named = leaf.key in source.named or leaf.key.removeprefix("variables.") in source.named
         return idle("stands where it was named" if is_named else "nothing names it")
     key = leaf.key
+    if source.kind == "eval" and head == "eval_loader":
+        return refused("scripts/eval.py measures a run's own held-out text; write it as a task")
     if re.match(r"eval_loader\.[1-9]", key):
         return refused("held-out text is of the first loader alone; scripts/eval.py takes others")
     key = re.sub(r"^eval_loader\.0\.", "eval_loader.", key)

@@ -321,6 +321,16 @@ _OBSERVED = (
     Other("models.*.load_path", take=text.evaluated_checkpoint),
     Other("models.*.model.name", take=v.model_name),
     Other(
+        "models.*.model.revision models.*.model.config_overrides.*"
+        " models.*.model.sampling_params.*",
+        take=v.only(
+            (None, False, {}),
+            v.OFF,
+            "a model is evaluated as its folder or server has it; download that revision, or write"
+            " it into the folder's config.json, and name the folder in models",
+        ),
+    ),
+    Other(
         "models.*.model.*",
         why="the checkpoint, or the folder, knows its own shape; a server its own model",
     ),

@@ -325,6 +325,10 @@ def evaluated(value: Any, theirs: Theirs) -> Taken:
         return refused("pretrained: false has no weights to evaluate")
     if theirs.here.get("pretrained_lora_id_or_path"):
         return idle("the adapter's own files name the model that it is of")
+    models = theirs.get("models")
+    of_model = models[theirs.index] if isinstance(models, list) else theirs.values
+    if of_model.get("load_path"):
+        return idle("its weights are those of load_path")
     return Taken({"models": [f"hf:{value}"]})
 
 
