@@ -70,8 +70,11 @@ class LoadedModel:
     longest: int | None
     notes: tuple[str, ...] = ()
 
-    def rows(self, *, slots: int, length: int) -> Rows:
-        """What an engine computes with; it takes memory for slots x length tokens."""
+    def rows(self, *, slots: int, length: int, way: str | None = None) -> Rows:
+        """What an engine computes with; it takes memory for slots x length tokens.
+
+        `way`: of HuggingFaceRows.
+        """
         if self.root is None:
             autocast = self.precision == "amp_bf16"
             return HuggingFaceRows(
@@ -80,6 +83,7 @@ class LoadedModel:
                 length=length,
                 n_tokens=self.n_tokens,
                 autocast=autocast,
+                way=way,
             )
         return DecoderRows(
             self.root,
@@ -354,7 +358,8 @@ def _open_adapter(
         add = _add_to_class if loaded.root is None else _add_to_decoder
         loaded = add(loaded, folder)
         note(f"{folder}: merged into {base.name}")
-        return replace(loaded, tokenizer=tokenizer)
+        ends = loaded.end_ids | {tokenizer.eos_id}
+        return replace(loaded, tokenizer=tokenizer, end_ids=ends)
 
     return replace(base, name=name, tokenizer=tokenizer, load=load)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.distributed.launch import World, join
 from llmfoundry.inference.chat import Conversation
+from llmfoundry.inference.decoder_rows import first_process
 from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.generate import check_length, stream, stream_tokens
-from llmfoundry.inference.hugging_face_rows import HuggingFaceRows
 from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.inference.text import stream_text
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -89,11 +89,12 @@ class Drawer:
         model = self._model
         if self._engine is None or self._engine.length < length:
             length = max(length, 2 * (self._engine.length if self._engine else 0))
+            self._engine = None  # before the next takes memory
             if self._recipe.kv_cache:
                 self._engine = model.engine(slots=1, length=length)
             else:
-                rows = HuggingFaceRows(model.hugging_face, slots=1, length=length, way="anew")
-                self._engine = SlotEngine(rows)
+                rows = model.rows(slots=1, length=length, way="anew")
+                self._engine = SlotEngine(rows, agree=first_process(model.device))
         return self._engine
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.inference.hugging_face_rows import angles_by_length
 from llmfoundry.models.router import Routing
 from llmfoundry.models.slots import Piece
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
@@ -137,9 +138,8 @@ class HFCausalLM(nn.Module):
     def _of_slots(self, cache: SlotTokens) -> Tensor:
         """(1, N, D) of what is new in the slots."""
         rows, places = cache.rows()
-        rope = getattr(self.hf.config.get_text_config(), "rope_parameters", None) or {}
-        apart = rope.get("rope_type") in ("dynamic", "longrope")  # by how long the whole row is
-        if apart and not dist.is_initialized():  # processes must make the same passes
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if is_alone and angles_by_length(self.hf.config):  # processes must make the same passes
             width, hidden = rows.shape[1], []
             for row, end in zip(rows, cache.ends(), strict=True):
                 found = self._compute(row[None, :end], None)[0]

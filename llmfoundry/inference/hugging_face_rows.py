@@ -39,6 +39,17 @@ class _Text:
     cache: Any = None
 
 
+def angles_by_length(config: Any) -> bool:
+    """Whether rotary angles of a text depend on the longest of those that share its pass."""
+    return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in _ropes(config))
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Rotary settings, those of kinds of layers too."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
+
+
 class HuggingFaceRows:
     """`Rows` of a model of transformers.
 
@@ -80,6 +91,11 @@ class HuggingFaceRows:
         takes = inspect.signature(model.forward).parameters
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in takes}
         self._cache_name = next((n for n in ("past_key_values", "cache_params") if n in takes), "")
+        self._turns = {  # lengths beyond which all angles are others (LongRoPE)
+            rope.get("original_max_position_embeddings")
+            for rope in _ropes(model.config)
+            if rope.get("rope_type") == "longrope"
+        }
         self._texts: list[_Text] = [_Text() for _ in range(slots)]
         self._together: Any = None
         self._rows: list[_Text] = []  # of the cache of all
@@ -126,7 +142,11 @@ class HuggingFaceRows:
         if self.way == "apart":
             parts = []
             for text in texts:
-                out = self._call([text.tokens[-1:]], 1, cache=text.cache)
+                turned = (
+                    len(text.tokens) - 1 in self._turns
+                )  # those in the cache are of other angles
+                new, cache = (text.tokens, None) if turned else (text.tokens[-1:], text.cache)
+                out = self._call([new], 1, cache=cache)
                 text.cache = getattr(out, self._cache_name)
                 parts.append(out.logits[:, -1])
             return torch.cat(parts)
@@ -180,9 +200,8 @@ class HuggingFaceRows:
         tokens = torch.randint(*known, generator=generator).tolist()
         texts = [tokens[: PROBE[0] + DRAWN], tokens[PROBE[0] + DRAWN :]]
         expected = self._logits("anew", texts)
-        rope = getattr(self._model.config.get_text_config(), "rope_parameters", None) or {}
-        by_longest = rope.get("rope_type") in ("dynamic", "longrope")  # of the rows of a pass
-        for way in WAYS[1:-1] if by_longest else WAYS[:-1]:
+        first = 1 if angles_by_length(self._model.config) else 0
+        for way in WAYS[first:-1]:
             try:
                 found = self._logits(way, texts)
             except Exception:  # a class that takes no such mask or cache: the next way

@@ -8,12 +8,14 @@ to together, under a mask where the lengths differ; each longer piece by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmfoundry.host_memory import available_host_memory
 from llmfoundry.models.attention import (
     KeysValues,
     SlotAttention,
@@ -140,7 +142,11 @@ class SlotCache(PlacedCache):
         dtype: torch.dtype,
         share: int = 1,
     ) -> None:
-        """Empty slots; `share` is the number of processes that share the heads."""
+        """Empty slots; `share` is the number of processes that share the heads.
+
+        Raises:
+            MemoryError: the host has not as much.
+        """
         kv_heads, head_dim = config.attn_config.kv_n_heads, config.head_dim
         assert kv_heads is not None and head_dim is not None, "the recipe was not filled"
         owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
@@ -148,6 +154,9 @@ class SlotCache(PlacedCache):
         self.config, self.slots, self.length = config, slots, length
         self.rotates_late = config.attn_config.rope_hf_config.type == "dynamic"
         shape = (len(owners), slots, length, kv_heads // share, head_dim)
+        asked = 2 * math.prod(shape) * dtype.itemsize
+        if device.type == "cpu" and asked > available_host_memory():  # or this process is killed
+            raise MemoryError(f"tried to allocate {asked / 2**30:.1f} GiB")
         # zeros: what a mask hides is still multiplied, by 0
         self._keys = torch.zeros(shape, device=device, dtype=dtype)
         self._values = torch.zeros(shape, device=device, dtype=dtype)

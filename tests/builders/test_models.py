@@ -12,10 +12,12 @@ import torch
 import transformers
 
 from llmfoundry.builders.models import LoadedModel, OpenedModel, check_model, open_model
+from llmfoundry.commands.generate import Drawer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.inference.generate import draw_all
 from llmfoundry.inference.requests import Request
+from llmfoundry.recipe.scripts.after_training import GenerateRecipe
 from tests.gauntlet.hugging_face_models import plain_continuation, random_model, save_model
 
 
@@ -52,6 +54,17 @@ def test_a_prompt_begins_with_what_the_tokenizer_puts_there(tmp_path: Path) -> N
     assert model.prompt_ids("") == [theirs.bos_token_id]
 
 
+def test_reading_all_anew_keeps_the_precision(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "gpt_neox")
+    loaded, seen = opened(folder, precision="amp_bf16").load(), list[bool]()
+    loaded.hugging_face.register_forward_pre_hook(
+        lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    recipe = GenerateRecipe(str(folder), kv_cache=False, max_new_tokens=2)
+    assert [*Drawer(recipe, loaded).draw([5, 6, 7], 2)]
+    assert seen == [True, True]
+
+
 def save_adapter(folder: Path, base: Any, name: str) -> Any:
     """A random LoRA of peft's on a model; the model with it."""
     from peft import LoraConfig, get_peft_model
@@ -81,6 +94,15 @@ def test_an_adapter_writes_what_peft_writes(
     assert greedy(loaded, PROMPTS) == expected
     plain = greedy(opened("base").load(), PROMPTS)
     assert plain != expected, "the adapter changes something"
+
+
+def test_the_end_of_text_of_an_adapters_own_tokenizer_ends_its_answers(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "llama")
+    save_adapter(tmp_path / "mine", random_model("llama"), str(base))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(base))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(40)
+    tokenizer.save_pretrained(tmp_path / "mine")
+    assert opened(tmp_path / "mine").load().end_ids == opened(base).load().end_ids | {40}
 
 
 def test_an_adapter_and_its_base_may_be_moved_together(

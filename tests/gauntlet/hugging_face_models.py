@@ -37,6 +37,16 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "sliding_window": 40},
     "gemma2": {**_LLAMA, "final_logit_softcapping": 0.5, "sliding_window": 24},
+    "phi3": {
+        **{key: _LLAMA[key] for key in _LLAMA if key != "head_dim"},
+        "original_max_position_embeddings": 35,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [8.0, 6.0, 4.0, 2.0],
+        },
+    },
     "gpt_neox": {key: _LLAMA[key] for key in _LLAMA if key not in ("num_key_value_heads",)},
     "gpt_neo": {
         "hidden_size": 32,

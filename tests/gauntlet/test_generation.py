@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -194,12 +195,16 @@ def test_slots_hold_no_more_tokens_than_asked_for(size: int) -> None:
     prompts = [random_prompt(generator, 5, 40 if i % 6 == 5 else 1) for i in range(40)]
     root, made = model("rope"), list[tuple[int, int]]()
 
+    alive = WeakSet[SlotEngine]()
+
     def make_engine(slots: int, length: int) -> SlotEngine:
+        assert not alive, "the last one's memory is free"
         made.append((slots, length))
         rows = DecoderRows(
             root, slots=slots, length=length, n_tokens=60, device=CPU, autocast=nullcontext
         )
-        return SlotEngine(rows)
+        alive.add(engine := SlotEngine(rows))
+        return engine
 
     ranks = Ranks(0, size)
     how: dict[str, Any] = {"tokenizer": LETTERS, "end_ids": {0}, "batch_tokens": 100}

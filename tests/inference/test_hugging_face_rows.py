@@ -99,6 +99,16 @@ def test_a_class_that_ignores_its_mask_is_not_given_padded_rows() -> None:
         assert tokens_of(news) == expected
 
 
+def test_angles_of_long_texts_change_no_other_answer() -> None:
+    """LongRoPE turns all of a text by other angles once it, or one in its pass, is long."""
+    model = random_model("phi3")
+    rows, requests = HuggingFaceRows(model, slots=4, length=SEQ_LEN), mixed_requests(8)
+    assert rows.way == "apart"
+    for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):
+        expected = plain_continuation(model, request.prompt, request.max_new_tokens, {0})
+        assert tokens_of(news) == expected
+
+
 def test_cancelled_requests_and_slots_that_are_used_again_change_no_answer() -> None:
     model, requests = random_model("mpt"), mixed_requests(14)
     engine, draw = engine_of(model, slots=3), random.Random(5)

@@ -267,6 +267,15 @@ def test_tools_and_alternatives_without_logprobs_are_refused(server: Running) ->
         assert (status, reply["error"]["param"]) == (400, next(iter(extra)))
 
 
+def test_too_many_prompts_are_refused_before_they_are_encoded() -> None:
+    encoded: list[str] = []
+    engine = ScriptedEngine()
+    served = served_bytes(engine, most_sequences=3, prompt_ids=lambda text: encoded.append(text))
+    with running(engine, served=served) as server:
+        status, reply = server.ask("/v1/completions", {"prompt": ["a"] * 2, "n": 2})
+    assert (status, reply["error"]["param"]) == (400, "n") and not encoded
+
+
 def test_a_model_without_a_template_says_so() -> None:
     engine = ScriptedEngine()
     with running(
@@ -309,7 +318,8 @@ def test_without_a_key_other_names_of_this_machine_are_refused(server: Running) 
     """A page in a browser could else have its own name point here (DNS rebinding)."""
     assert server.ask("/v1/models", Host="evil.example")[0] == 403
     port = server.url.rpartition(":")[2]
-    assert server.ask("/v1/models", Host=f"localhost:{port}")[0] == 200
+    for own in ("localhost", "127.0.0.2", "[::1]"):
+        assert server.ask("/v1/models", Host=f"{own}:{port}")[0] == 200
 
 
 def test_the_key_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -128,6 +128,7 @@ def generate_texts(
                     engine.cancel(one.request)
                 broken |= {i} if one.finish == "error" else set()
         found |= {i: None if i in broken else answer.text for i, answer in answers.items()}
+        del engine  # before the next takes memory
     found = ranks.all_of(found)
     if count := sum(text is None for text in found.values()):
         raise FloatingPointError(

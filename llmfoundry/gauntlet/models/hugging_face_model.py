@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.models.generation import Ranks, generate_texts
 from llmfoundry.gauntlet.models.own import HEAD_CHUNK, score_targets
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.hugging_face_rows import HuggingFaceRows
+from llmfoundry.inference.hugging_face_rows import HuggingFaceRows, angles_by_length
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -67,9 +67,7 @@ class HuggingFaceModel:
         self._way: str | None = None  # how its engine runs it, once that was tried
         keep = inspect.signature(model.forward).parameters.get("logits_to_keep")
         self._takes_columns = keep is not None and "Tensor" in str(keep.annotation)
-        rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-        # whose angles depend on the length of the whole row
-        self._pads = rope.get("rope_type") not in ("dynamic", "longrope")
+        self._pads = not angles_by_length(model.config)
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
         """A score for each request, in order; the same list on every rank.

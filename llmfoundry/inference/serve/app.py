@@ -39,8 +39,8 @@ from llmfoundry.inference.serve.fields import (
 )
 from llmfoundry.inference.serve.metrics import ServerMetrics
 from llmfoundry.inference.serve.worker import EngineWorker, Feed, News
+from llmfoundry.recipe.scripts.serve import is_loopback
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LEFT = 499  # nginx's status for a client that has left; nobody reads it
 _DISCARDED = 1 << 26  # bytes of a refused request's body that are read all the same
 _DISCARD_SECONDS = 10.0
@@ -153,7 +153,7 @@ class Server:
         return handle
 
     def _check_client(self, request: Request, *, is_open: bool) -> None:
-        if self._only_local and request.url.hostname not in LOOPBACK:
+        if self._only_local and not is_loopback(request.url.hostname or ""):
             say = "this server has no API key and answers to localhost alone; ask http://localhost"
             raise RequestError(403, say)
         if self._key is None or is_open:

@@ -98,6 +98,7 @@ def ask_completion(served: Served, fields: CompletionFields) -> Asked:
         RequestError: this model cannot do it.
     """
     given, decode = fields.texts_or_ids(), served.tokenizer.decode
+    _check_count(served, fields, len(given))  # before any is encoded
     ids = [_encode(served, prompt) for prompt in given]
     texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
     shown = texts if fields.echo else [""] * len(texts)
@@ -115,6 +116,7 @@ def ask_chat(served: Served, fields: ChatFields) -> Asked:
     Raises:
         RequestError: this model cannot do it.
     """
+    _check_count(served, fields, 1)
     template = served.template
     if template is None:
         say = f"model: {served.no_template}; ask /v1/completions, or serve with chat_template=..."
@@ -179,13 +181,16 @@ def _encode(served: Served, prompt: str | list[int]) -> list[int]:
     return prompt
 
 
-def _check_size(
-    served: Served, fields: Fields, prompts: Sequence[Prompt], most: Sequence[int]
-) -> None:
-    sequences = len(prompts) * (fields.n or 1)
+def _check_count(served: Served, fields: Fields, prompts: int) -> None:
+    sequences = prompts * (fields.n or 1)
     if sequences > served.most_sequences:
         say = f"n: {sequences} answers in one request; write {served.most_sequences} at most"
         raise RequestError(400, say, param="n")
+
+
+def _check_size(
+    served: Served, fields: Fields, prompts: Sequence[Prompt], most: Sequence[int]
+) -> None:
     for prompt, room in zip(prompts, most, strict=True):
         if served.most_tokens is not None and room > served.most_tokens:
             say = f"max_tokens: {room}; this server writes {served.most_tokens} at most"

@@ -90,12 +90,7 @@ class ServeRecipe:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the address."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name
-            return False
+        return is_loopback(self.host)
 
     def read_key(self) -> str | None:
         """What clients must send; None: nothing.
@@ -121,3 +116,13 @@ class ServeRecipe:
 
     def fill(self) -> None:
         """Nothing is derived before the checkpoint is read."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is localhost, or an address of this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
