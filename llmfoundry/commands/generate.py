@@ -46,7 +46,7 @@ def open_conversation(recipe: GenerateRecipe | ChatRecipe, opened: OpenedModel) 
     """
     tokenizer, choice = opened.tokenizer, recipe.chat_template
     template = tokenizer.chat if choice is None else tokenizer.chat_by(choice, key="chat_template")
-    drawer = Drawer(recipe, opened.load())
+    drawer = Drawer(recipe, _loaded(opened))
     return Conversation(
         tokenizer,
         drawer.draw,
@@ -99,13 +99,18 @@ class Drawer:
 
 
 def _continue(recipe: GenerateRecipe, opened: OpenedModel) -> Iterator[str]:
-    tokenizer, loaded = opened.tokenizer, opened.load()
-    for line in loaded.notes:
-        _to_stderr(line)
+    tokenizer, loaded = opened.tokenizer, _loaded(opened)
     ids = opened.prompt_ids(recipe.prompt)
     tokens = Drawer(recipe, loaded).draw(ids, recipe.max_new_tokens)
     yield recipe.prompt
     yield from stream_text(tokens, tokenizer.decode)
+
+
+def _loaded(opened: OpenedModel) -> LoadedModel:
+    loaded = opened.load()
+    for line in loaded.notes:
+        _to_stderr(line)
+    return loaded
 
 
 def _to_stderr(text: str) -> None:

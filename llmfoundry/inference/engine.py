@@ -301,7 +301,7 @@ class SlotEngine:
 
     def _draw(self, sequences: Sequence[_Sequence], logits: Tensor) -> list[int]:
         """The next token of each from logits (n, V), BROKEN where they are not finite."""
-        finite = logits.isfinite().all(-1)
+        finite = logits.amax(-1).isfinite()  # minus infinity: never to be drawn
         tokens = torch.where(finite, logits.argmax(-1), BROKEN).tolist()
         for i, sequence in enumerate(sequences):
             if tokens[i] != BROKEN and not sequence.sampler.takes_the_likeliest:
@@ -354,9 +354,20 @@ class SlotEngine:
         places = places if slot >= draws else [slot, *places]
         if not self._rows.keeps_ended:
             self._held[slot] = []
+        self._leave(slot, self._running[slot])
         for hole, source in itertools.pairwise(dict.fromkeys(places)):
             moved = self._running[hole] = self._running[source]
             if moved.read:
                 self._rows.copy(source, hole, moved.read)
                 self._held[hole] = moved.tokens[: moved.read]
+                self._leave(source, moved)
         self._running.pop()
+
+    def _leave(self, slot: int, sequence: _Sequence) -> None:
+        """Forget what is left of a prompt that was read in part: no step saw whether it is numbers.
+
+        A longer neighbor's mask hides it, but times 0 what is no number is none.
+        """
+        if sequence.read and sequence.unread and not sequence.drawn:
+            self._rows.clear(slot)
+            self._held[slot] = []

@@ -20,6 +20,7 @@ from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.generate import stream_tokens
 from llmfoundry.inference.requests import Emitted, Request, Sampling
 from llmfoundry.inference.sampling import Sampler
+from llmfoundry.models import slots
 from llmfoundry.models.decoder import Root
 from tests.gauntlet.test_generation import KINDS, model
 from tests.selection import slow_but
@@ -271,6 +272,56 @@ def test_a_request_of_broken_numbers_ends_alone() -> None:
     found = run(engine_of(root, slots=3), [healthy[0], broken, *healthy[1:]])
     assert [(one.token, one.finish) for one in found.pop(1)] == [(None, "error")]
     assert [tokens_of(news) for news in found] == expected
+
+
+def test_broken_numbers_of_a_prompt_that_was_read_in_part_stay_nowhere() -> None:
+    root = model("rope").eval()
+    healthy = [Request((3, i), 12, Sampling()) for i in range(10, 18)]
+    long = Request((*range(10, 50), 3), 12, Sampling())
+    expected = [alone(root, request) for request in (*healthy, long)]
+    assert all(9 not in tokens for tokens in expected)
+    with torch.no_grad():
+        root.model.wte.weight[9] = math.nan
+    engine = engine_of(root, slots=4, chunk=3)
+    news: dict[int, list[Emitted]] = {engine.add(long): []}
+    while not any(news.values()):
+        news = {number: engine.step() for number in news}
+    broken = [engine.add(Request((8, 9, *range(20, 50)), 8)) for _ in range(3)]
+    for number in broken:  # each leaves in the middle of its prompt
+        engine.step()
+        engine.step()
+        engine.cancel(number)
+    numbers = [engine.add(request) for request in healthy]
+    found: dict[int, list[int]] = {number: [] for number in numbers}
+    while engine.busy:
+        for one in engine.step():
+            assert one.finish != "error"
+            if one.request in found:
+                found[one.request] += tokens_of([one])
+    assert [*found.values()] == expected[:-1]
+
+
+def test_slots_that_the_host_has_no_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "available_host_memory", lambda: 2**20)
+    engine_of(model("rope"), length=64)
+    with pytest.raises(MemoryError, match=r"tried to allocate [\d.]+ GiB"):
+        engine_of(model("rope"), length=64_000)
+
+
+def test_minus_infinity_is_a_token_that_is_never_drawn() -> None:
+    root = model("rope").eval()
+    (likeliest,) = alone(root, Request((1, 2, 3), 1))
+    head = root.model.head
+
+    def masked(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        logits[..., likeliest] = -math.inf
+        return logits
+
+    root.model.head = masked  # type: ignore[method-assign]
+    (news,) = run(engine_of(root), [Request((1, 2, 3), 1, logprobs=TOKENS)])
+    assert news[0].finish == "length" and news[0].token != likeliest
+    assert dict(news[0].top)[likeliest] == -math.inf
 
 
 @pytest.mark.parametrize(

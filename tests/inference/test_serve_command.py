@@ -79,7 +79,6 @@ def test_a_signal_lets_a_stream_end_and_the_key_is_never_shown(
         (["port=70000"], None, "port: 70000 is too large"),
         (["slots=16384", "max_seq_len=16777216"], None, "slots: keys and values of 16384 x"),
         (["slots=0"], None, "slots: 0 is too small"),
-        (["slots=16384", "max_seq_len=900000"], None, "values of 16384 x 900000 tokens do not fit"),
         (["chat_template=none.jinja"], None, "chat_template: cannot read none.jinja"),
     ],
 )
