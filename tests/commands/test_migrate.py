@@ -476,6 +476,22 @@ def test_odd_values_anywhere_are_a_line_and_never_a_traceback(tmp_path: Path, se
             )
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (AXOLOTL, "datasets", 3),
+        (PRETRAIN, "train_loader.dataset.streams", 3),
+        (EVAL, "icl_tasks", "theirs.txt"),
+    ],
+)
+def test_what_another_value_decides_is_no_traceback_where_that_is_odd(
+    tmp_path: Path, text: str, key: str, value: Any
+) -> None:
+    (tmp_path / "theirs.txt").write_text(": : [")
+    lines = with_value(tmp_path, text, key, value).lines
+    assert any(line.key.startswith(key) and line.verdict is Verdict.REFUSED for line in lines)
+
+
 def test_a_file_that_is_there_stays_unless_it_may_go(tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text("mine")
     with pytest.raises(UserError, match="is there already"):

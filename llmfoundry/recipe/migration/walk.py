@@ -247,7 +247,7 @@ def _defaults(theirs: Theirs, tool: str) -> Iterator[tuple[str, Any, Taken]]:
             continue
         above = word.rpartition(".")[0]
         is_there = not above or theirs.get(above) is not None
-        if other.when(theirs) if other.when is not None else is_there:
+        if other.is_default_of(theirs, is_there):
             taken = (
                 other.taken(word, other.default, theirs)
                 if other.write or other.take

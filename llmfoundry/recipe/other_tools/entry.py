@@ -99,6 +99,8 @@ class Theirs:
 
 
 Take = Callable[[Any, Theirs], Taken]
+ODD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What comes of values of another kind than a setting has."""
 NO_DEFAULT = object()
 
 
@@ -136,12 +138,19 @@ class Other:
         """How exactly a word names `key`: 0 not at all, most where it is the very word."""
         return max(_rank(word, key) for word in self.words.split())
 
+    def is_default_of(self, theirs: Theirs, otherwise: bool) -> bool:
+        """Whether `default` is true of a file; without `when` as `otherwise` says."""
+        try:
+            return otherwise if self.when is None else self.when(theirs)
+        except ODD:
+            return False
+
     def taken(self, key: str, value: Any, theirs: Theirs) -> Taken:
         """What a file's `value` at dotted `key` is here; of a value that cannot be, a refusal."""
         try:
             return self._taken(key, value, theirs)
-        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-            return refused("is no value that LLM Foundry takes; correct it there, or remove it")
+        except ODD:
+            return refused("is no value that it can have; correct it there, or remove it")
 
     def _taken(self, key: str, value: Any, theirs: Theirs) -> Taken:
         if self.take is not None:

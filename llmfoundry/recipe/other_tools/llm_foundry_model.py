@@ -336,7 +336,9 @@ def _idle(loader: str) -> tuple[Other, ...]:
     d = f"{loader}.dataset"
     return (
         Other(f"{d}.max_seq_len", "max_seq_len=<2048>", take=text.row_length),
-        Other(f"{d}.hf_kwargs {d}.streams", why="is empty"),
+        Other(
+            f"{d}.hf_kwargs {d}.streams", take=v.only((None, {}, []), "is empty", "is no section")
+        ),
         Other(
             f"{d}.decoder_only_format",
             take=v.only(True, "answers follow their prompts, as here", f"an encoder {_NOT_HERE}"),

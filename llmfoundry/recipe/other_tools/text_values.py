@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from llmfoundry.recipe.other_tools.commands import commands_of
 from llmfoundry.recipe.other_tools.entry import (
@@ -300,8 +302,12 @@ def gauntlet_file(key: str) -> Take:
                 " and eval.gauntlet names the result"
             )
             return refused(why, eval__gauntlet=MISSING)
-        inside = OmegaConf.to_container(OmegaConf.load(found))
-        assert isinstance(inside, dict)
+        try:
+            inside = OmegaConf.to_container(OmegaConf.load(found))
+        except (YAMLError, OmegaConfBaseException, OSError) as error:
+            raise ValueError(f"{found} is no YAML") from error
+        if not isinstance(inside, dict):
+            raise TypeError(f"{found} holds no keys")
         return Taken(
             {f"gauntlet.{key}": inside.get(key)},
             f"is in the gauntlet's file, from {value}",
