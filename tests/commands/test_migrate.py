@@ -510,6 +510,7 @@ DIFFERENT = [  # file, its key, a value: ours (LLM Foundry's, Composer's, peft's
     (PRETRAIN, "train_loader.dataset.streams", {"a": {"local": "a"}, "b": {"local": "b"}},
      {"data.batching_method": "stratified"}),
     (PRETRAIN, "seed", 3, {"autoresume": False}),
+    (PRETRAIN, "scheduler.t_warmup", 100, {"schedule.t_warmup": "???"}),
     (PRETRAIN, "fsdp_config.data_parallel_replicate_degree", 2,
      {"parallel.data_parallel_replicate_degree": 2}),
     (PRETRAIN, "fsdp_config.sharding_strategy", "_HYBRID_SHARD_ZERO2",

@@ -63,6 +63,9 @@ def duration(key: str) -> Take:
         if value is None:
             return idle("has no value")
         text = str(value).strip()
+        if re.fullmatch(r"\d+", text) and key.startswith("schedule."):
+            why = f"{text}: a number without a unit stops LLM Foundry; write {text}ba, or another"
+            return refused(why, **{keyword(key): MISSING})
         if re.fullmatch(r"\d+", text):
             if int(text) == 0 and key != "max_duration":
                 return changed("0 is never; here the end of the run", **{keyword(key): "0ba"})
