@@ -189,6 +189,18 @@ SHAPES = {
     "bigcode/starcoder2-3b": "starcoder2-3b",
 }
 """Published models whose shape is a choice of yamls/model/, for runs that begin at random."""
+_STRETCHED = {
+    **{"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+_DROPOUT = dict.fromkeys(("emb_pdrop", "resid_pdrop", "attn_config.attn_pdrop"), 0.1)
+
+
+def _beside_shape(name: str) -> dict[str, Any]:
+    """What a published config.json has that the choice has not."""
+    if "3.1" in name:
+        return {f"attn_config.rope_hf_config.{key}": value for key, value in _STRETCHED.items()}
+    return _DROPOUT if "llama" not in name else {}
 
 
 def pretrained_name(value: Any, theirs: Theirs) -> Taken:
@@ -197,7 +209,8 @@ def pretrained_name(value: Any, theirs: Theirs) -> Taken:
         return Taken({"model.pretrained": value})
     if value in SHAPES:
         why = "pretrained: false takes the shape alone, which is a choice of model/ here"
-        return Taken({"defaults.model": SHAPES[value]}, why, CHANGED)
+        more = {f"model.{key}": number for key, number in _beside_shape(value).items()}
+        return Taken({"defaults.model": SHAPES[value], **more}, why, CHANGED)
     why = (
         f"pretrained: false takes the shape of {value} alone; no choice of model/ is that. Write"
         " its numbers below model, or model.pretrained and scripts/finetune.py for its weights"
