@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,10 @@ ENGINE_CASES = {
     "scaled": {"attn": ROPE | {"qk_ln": True} | SCALE, "ffn": GLU, "logit_scale": 0.5},
     "experts": {"attn": ROPE | CLIP, "ffn": SUM, **BARE},
 }
+NAMES = signature(ContinuousBatchingConfig).parameters
+PAGE = "page_size" if "page_size" in NAMES else "block_size"  # of older transformers
 BATCHING = ContinuousBatchingConfig(
-    num_blocks=16, max_batch_tokens=32, page_size=8, use_cuda_graph=False
+    num_blocks=16, max_batch_tokens=32, use_cuda_graph=False, **{PAGE: 8}
 )
 
 
