@@ -67,10 +67,10 @@ def resumable_folder(
     Raises:
         UserError: the output holds something, or another process is writing it.
     """
+    refuse_used(output)
+    output = place_of(output)
     folder = output.with_name(f"{output.name}.unfinished")
     path = output.with_name(f"{output.name}.unfinished.journal")
-    refuse_used(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists() and not path.is_file():
         raise UserError(f"output: {folder} is in the way; remove it, or write another output")
     locked = try_lock(path, mode=0o644)
@@ -94,6 +94,22 @@ def resumable_folder(
             path.unlink(missing_ok=True)
             raise
         path.unlink(missing_ok=True)
+
+
+def place_of(output: Path) -> Path:
+    """A folder to write, without links, once the folder around it is there.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    place = output.resolve()  # "." has no name
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {place.parent}: {error.strerror}; write another") from error
+    if not os.access(place.parent, os.W_OK | os.X_OK):
+        raise UserError(f"output: {place.parent} cannot be written; write another")
+    return place
 
 
 def refuse_used(output: Path) -> None:

@@ -35,7 +35,7 @@ from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.resumable import Journal, refuse_used, resumable_folder
+from llmfoundry.resumable import Journal, place_of, refuse_used, resumable_folder
 
 NOTED_BYTES = 1 << 28  # written before the journal has it: 256 MiB, which a resumption may repeat
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
@@ -196,8 +196,7 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         UserError: the output exists and is not empty.
     """
     refuse_used(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(output) as folder:
+    with atomic_path(place_of(output)) as folder:
         folder.mkdir()
         yield folder
         open_to_all(folder)

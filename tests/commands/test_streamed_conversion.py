@@ -17,6 +17,7 @@ from llmfoundry.commands.convert import convert
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor
+from llmfoundry.hf.write import whole_or_nothing
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.after_training import ConvertRecipe
@@ -163,3 +164,29 @@ def test_an_export_comes_back_as_it_was_and_holds_no_model(folder: Path, tmp_pat
     assert all(torch.equal(state[name], whole[name]) for name in whole)
     assert all(p.device.type == "meta" for p in loaded.root.model.parameters())
     assert os.path.isdir(folder / "run" / "tokenizer")
+
+
+@pytest.mark.parametrize("kind", ["export", "copy"])
+def test_an_output_may_be_this_folder_and_what_cannot_be_one_is_a_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def write(output: Path) -> None:
+        if kind == "export":
+            with resumable.resumable_folder(output, "a", note=print) as (folder, _):
+                (folder / "x").touch()
+        else:
+            with whole_or_nothing(output) as folder:
+                (folder / "x").touch()
+
+    write(Path("."))
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["x"]
+    (tmp_path / "here" / "x").unlink()
+    write(tmp_path / "link")
+    assert [path.name for path in (tmp_path / "link").iterdir()] == ["x"]
+    with pytest.raises(UserError, match="output: "):
+        write(tmp_path / "file" / "under")
