@@ -231,7 +231,7 @@ def of_run(loaded: Loaded, world: World) -> LoadedModel:
         precision,
         frozenset({tokenizer.eos_id}),
         tokenizer.vocab_size,
-        model.config.max_seq_len if is_class else longest_document(model.config),
+        longest_document(model.config),
     )
 
 
