@@ -347,6 +347,9 @@ def test_an_mcli_file_brings_the_recipe_that_its_command_starts(
     out = capsys.readouterr().out
     assert "scripts/prepare_data.py data=huggingface data.dataset=allenai/c4" in out
     assert out.count("compute.gpus: 8") == 1
+    (tmp_path / "mcli/theirs.yaml").write_text(MCLI.replace("lr=1e-3", "lr=[1"))
+    with pytest.raises(UserError, match=r"command: .*lr=\[1 cannot be read"):
+        read_theirs(tmp_path / "mcli/theirs.yaml")
 
 
 @pytest.mark.parametrize(

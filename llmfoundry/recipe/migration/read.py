@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.recipe.front.compose import Composed, ValueSources
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.front.yamlfile import read_yaml, yaml_problem
@@ -136,8 +136,14 @@ def _within(path: Path, raw: dict[str, Any]) -> tuple[dict[str, Any], Path | Non
                 f"{show(path)}: command: {file} is not there; write the path of that file in place"
                 " of this one, or put this one into its clone of LLM Foundry"
             )
-        changes = OmegaConf.from_dotlist([word for word in words if "=" in word[1:]])
-        merged = OmegaConf.to_container(OmegaConf.merge(_load(found), changes))
+        theirs, changed = _load(found), [word for word in words if "=" in word[1:]]
+        try:
+            changes = OmegaConf.from_dotlist(changed)
+            merged = OmegaConf.to_container(OmegaConf.merge(theirs, changes))
+        except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{show(path)}: command: {' '.join(changed)} cannot be read: {one_line(error)}"
+            ) from error
         assert isinstance(merged, dict)
         return {str(key): value for key, value in merged.items()}, found
     return {}, None
