@@ -295,7 +295,7 @@ def _by_class(opened: OpenedHuggingFace, world: World, precision: str, reason: s
         frozenset(opened.end_ids()),
         int(theirs.config.get_text_config().vocab_size),
         opened.seq_len,
-        (f"{kind} of transformers, each text apart, which is slower: {reason}",),
+        (f"{kind} of transformers computes it, which is slower: {reason}",),
     )
 
 

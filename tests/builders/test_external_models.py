@@ -83,7 +83,7 @@ def test_a_hugging_face_model_is_computed_by_the_decoder_where_that_expresses_it
     outside = open_outside(folder, EvalRecipe(), ALONE, seq_len=None, note=print)
     evaluated, notes = outside.load()
     assert isinstance(evaluated, holder)
-    assert ["of transformers, each text apart" in note for note in notes] == [True] * len(notes)
+    assert ["of transformers computes it" in note for note in notes] == [True] * len(notes)
     assert bool(notes) == (holder is HuggingFaceModel)
     model, tokenizer = random_model(kind), outside.settings.tokenizer
     requests = random_requests(longest=200)

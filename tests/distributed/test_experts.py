@@ -20,7 +20,7 @@ from llmfoundry.builders.job import build_autocast, weight_dtype
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
-from llmfoundry.gauntlet.models.generation import generate_texts
+from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.models.adapter import add_adapter, base_sample, init_adapter
 from llmfoundry.models.adapter_targets import plan_adapter
@@ -319,19 +319,17 @@ def texts(root: Root, world: World) -> list[list[str]]:
     """Continuations of three prompts, of one prompt alone, and of one longer than the others."""
     prompts = [Prompt((n, 7, 2), "", (), 6) for n in range(1, 4)]
     uneven = [Prompt((1, 2, 3), "", (), 9), Prompt((4, 5), "", (), 1), Prompt((6, 5), "", (), 1)]
-    return [
-        generate_texts(
-            root,
-            part,
-            tokenizer=LETTERS,
-            device=CPU,
-            batch_tokens=64,
-            autocast=nullcontext,
-            data_rank=world.rank,
-            data_size=world.size,
-        )
-        for part in (prompts, prompts[:1], uneven)
-    ]
+    model = OwnModel(
+        root,
+        LETTERS,
+        seq_len=64,
+        device=CPU,
+        batch_tokens=64,
+        autocast=nullcontext,
+        data_rank=world.rank,
+        data_size=world.size,
+    )
+    return [model.generate(part) for part in (prompts, prompts[:1], uneven)]
 
 
 def test_texts_are_those_of_one_process(found: Found) -> None:
