@@ -537,6 +537,10 @@ DIFFERENT = [  # file, its key, a value: ours (LLM Foundry's, Composer's, peft's
     (AXOLOTL, "max_steps", 7, {"max_duration": "7ba"}),
     (AXOLOTL, "sequence_len", 64, {"data.supervised.too_long": "drop"}),
     (AXOLOTL, "early_stopping_patience", 2, {"callbacks.early_stopper.patience": 2}),
+    (AXOLOTL, "fsdp_version", 2, {"parallel.data_parallel_shard_degree": -1}),
+    (AXOLOTL, "fsdp_config", {"fsdp_version": 2, "reshard_after_forward": False,
+                              "activation_checkpointing": True},
+     {"parallel.activation_checkpointing": "whole", "parallel.reshard_after_forward": False}),
     (AXOLOTL, "eval_strategy", "epoch", {"eval_interval": "1ep"}),
 ]  # fmt: skip
 
@@ -576,6 +580,7 @@ def test_what_a_setting_or_its_absence_means_there_is_written_here(
         (FINETUNE, "train_loader.dataset.hf_kwargs", {"data_dir": "part"}),
         (EVAL, "eval_loader.dataset.local", "c4"),
         (AXOLOTL, "loss_watchdog_threshold", 5.0),
+        (AXOLOTL, "fsdp_config.offload_params", True),
         (AXOLOTL, "save_strategy", "no"),
     ],
 )

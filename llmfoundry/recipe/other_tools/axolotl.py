@@ -17,6 +17,7 @@ from llmfoundry.recipe.other_tools.entry import (
     idle,
     refused,
 )
+from llmfoundry.recipe.other_tools.values import OFF, only, sharding
 from llmfoundry.recipe.values.bounds import CHAT_TEMPLATES
 
 FORMATS = {
@@ -285,7 +286,15 @@ AXOLOTL = (
     ),
     Other("wandb_project wandb_entity", take=_project),
     Other("rl", take=_method),
-    Other("deepspeed fsdp.*", take=_sharded),
+    Other("deepspeed fsdp.* fsdp_version fsdp_config.fsdp_version", take=_sharded),
+    Other("fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing",
+          take=_recomputed),
+    Other("fsdp_config.reshard_after_forward fsdp_config.fsdp_reshard_after_forward",
+          "parallel.reshard_after_forward=<true>"),
+    Other("fsdp_config.offload_params fsdp_config.fsdp_offload_params", take=only(
+        False, OFF, "weights stay on the GPU; more shards, or optimizer.moments: int8")),
+    Other("fsdp_config.sharding_strategy fsdp_config.fsdp_sharding_strategy",
+          take=sharding),
     Other("dp_shard_size", take=lambda value, t: Taken(
         {"parallel.data_parallel_shard_degree": value,
          "parallel.data_parallel_replicate_degree": 1 if value == -1 else -1})),
@@ -326,6 +335,6 @@ AXOLOTL = (
           " is_falcon_derived_model wandb_watch wandb_log_model wandb_name wandb_run_id"
           " save_safetensors max_packed_sequence_len"
           " skip_prepare_dataset fsdp_config.*"
-          " fsdp_version low_cpu_mem_usage debug eot_tokens quantize_moe_experts",
+          " low_cpu_mem_usage debug eot_tokens quantize_moe_experts",
           why="there is nothing to choose here"),
 )  # fmt: skip
