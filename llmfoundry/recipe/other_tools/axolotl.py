@@ -246,8 +246,10 @@ AXOLOTL = (
     Other("eval_strategy evaluation_strategy save_strategy", "eval_interval=<100ba>",
           "save_interval is another", take=_strategy),
     Other("early_stopping_patience", "callbacks.early_stopper.patience=<3>", take=_patience),
-    Other("excess_length_strategy", take=_too_long, default="drop", when=_is_rows),
-    Other("loss_watchdog_threshold loss_watchdog_patience", take=lambda value, t: refused(
+    Other("excess_length_strategy", "data.supervised.too_long=<drop>", take=_too_long,
+          default="drop", when=_is_rows),
+    Other("loss_watchdog_threshold loss_watchdog_patience", "callbacks.watch.loss_spike=stop",
+          "by the mean of its own losses", take=lambda value, t: refused(
         "callbacks.watch.loss_spike: stop ends a run by the mean of its own losses")),
     Other("gradient_checkpointing", take=_recomputed),
     Other("activation_offloading", take=_offloaded),
@@ -286,7 +288,8 @@ AXOLOTL = (
     ),
     Other("wandb_project wandb_entity", take=_project),
     Other("rl", take=_method),
-    Other("deepspeed fsdp.* fsdp_version fsdp_config.fsdp_version", take=_sharded),
+    Other("deepspeed fsdp.*", take=_sharded),
+    Other("fsdp_version fsdp_config.fsdp_version", "parallel=fsdp", "FSDP2", take=_sharded),
     Other("fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing",
           take=_recomputed),
     Other("fsdp_config.reshard_after_forward fsdp_config.fsdp_reshard_after_forward",

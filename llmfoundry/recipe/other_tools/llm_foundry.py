@@ -499,7 +499,9 @@ _OBSERVED = (
         ),
         default=1,
     ),
-    Other("callbacks.early_stopper.comp", take=text.early_mode),
+    Other(
+        "callbacks.early_stopper.comp", "callbacks.early_stopper.mode=<min>", take=text.early_mode
+    ),
     Other("callbacks.early_stopper.min_delta", "callbacks.early_stopper.min_delta=<0.0>"),
     Other(
         "callbacks.early_stopper.dataloader_label callbacks.early_stopper.*",
