@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.distributed.launch import World, join
+from llmfoundry.errors import enough_memory
 from llmfoundry.inference.chat import Conversation
 from llmfoundry.inference.decoder_rows import first_process
 from llmfoundry.inference.engine import SlotEngine
@@ -82,7 +83,12 @@ class Drawer:
                 autocast=model.autocast,
                 n_tokens=model.n_tokens,
             )
-        return stream(self._with_room(len(prompt_ids) + max_new_tokens), request)
+        length = len(prompt_ids) + max_new_tokens
+        with enough_memory(
+            f"max_new_tokens: keys and values of {length} tokens do not fit; write fewer"
+        ):
+            engine = self._with_room(length)
+        return stream(engine, request)
 
     def _with_room(self, length: int) -> SlotEngine:
         """An engine of one slot; it keeps what it has read for the next prompt that begins so."""

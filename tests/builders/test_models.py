@@ -17,6 +17,7 @@ from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.inference.generate import draw_all
 from llmfoundry.inference.requests import Request
+from llmfoundry.models import slots
 from llmfoundry.recipe.scripts.after_training import GenerateRecipe
 from tests.gauntlet.hugging_face_models import plain_continuation, random_model, save_model
 
@@ -63,6 +64,16 @@ def test_reading_all_anew_keeps_the_precision(tmp_path: Path) -> None:
     recipe = GenerateRecipe(str(folder), kv_cache=False, max_new_tokens=2)
     assert [*Drawer(recipe, loaded).draw([5, 6, 7], 2)]
     assert seen == [True, True]
+
+
+def test_an_answer_that_memory_cannot_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = opened(save_model(tmp_path, "llama")).load()
+    monkeypatch.setattr(slots, "available_host_memory", lambda: 2**20)
+    recipe = GenerateRecipe(str(tmp_path), max_new_tokens=9_000)
+    with pytest.raises(UserError, match="values of 9003 tokens do not fit; write fewer"):
+        Drawer(recipe, loaded).draw([5, 6, 7], 9_000)
 
 
 def save_adapter(folder: Path, base: Any, name: str) -> Any:
