@@ -163,6 +163,12 @@ _LEARNING = (
         when=lambda t: t.trains and t.get("optimizer.name") == "decoupled_adamw",
     ),
     Other(
+        "optimizer.lr",
+        "optimizer.lr=<1e-4>",
+        default=1e-4,
+        when=lambda t: t.trains and "lion" in t.get("optimizer.name", ""),
+    ),
+    Other(
         "optimizer.weight_decay",
         "optimizer.weight_decay=<0.0>",
         default=1e-5,

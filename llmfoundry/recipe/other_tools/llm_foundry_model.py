@@ -187,6 +187,14 @@ _MODEL = (
         script="finetune",
     ),
     Other(
+        "model.peft_config.target_modules",
+        "adapter.target_modules=<all-linear>",
+        "peft chooses by the class, q_proj and v_proj of Llama; write those for its numbers",
+        default="all-linear",
+        when=_has_adapter,
+        is_changed=True,
+    ),
+    Other(
         "model.peft_config.task_type model.peft_config.inference_mode",
         why="adapters are of causal language models, and train; remove it",
     ),

@@ -21,9 +21,6 @@ from llmfoundry.recipe.other_tools.entry import (
 )
 
 OFF = "is off there too"
-ALPHA_F = {"cosine_with_warmup": 0.0, "linear_decay_with_warmup": 0.0}
-WEIGHT_DECAY = {"decoupled_adamw": 1e-5, "decoupled_lionw": 0.0}
-LEARNING_RATE = {"decoupled_adamw": 1e-3, "decoupled_lionw": 1e-4}
 UNITS = ("ba", "sp", "tok", "ep", "dur")
 SERVERS = {
     "openai_chat": "chat:",
