@@ -1,6 +1,6 @@
 """Make a recipe of LLM Foundry's YAML (training, evaluation, tasks, MCLI), or of axolotl's.
 
-    python scripts/migrate.py llm-foundry/scripts/train/yamls/pretrain/mpt-125m.yaml
+    python scripts/migrate.py llm-foundry/mpt-125m.yaml
     python scripts/migrate.py theirs.yaml output=ours.yaml
     python scripts/migrate.py llm-foundry/mcli/mcli-1b.yaml output=mpt-1b.yaml
     python scripts/migrate.py axolotl/examples/llama-3/lora-1b.yml
