@@ -159,7 +159,7 @@ def probe_fit(
     while not problem and (tried := found.next_sizes(sizes, fit.microbatch, available)):
         note(f"auto_probe: measuring steps of {_listed(tried)} rows at a time ...")
         request = ProbeRequest(recipe, written, tried, rows, available, Path(), imported())
-        problem = _measure(request, found, world)
+        problem = _measure(request, found, world, note)
         if world.is_main:
             with suppress(OSError):  # the next start measures again
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,9 @@ def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _measure(request: ProbeRequest, found: Measured, world: World) -> str:
+def _measure(
+    request: ProbeRequest, found: Measured, world: World, note: Callable[[str], None]
+) -> str:
     """Try sizes in one set of processes, and add to `found`; why that failed, empty: it did not."""
     port = on_rank0(world, _free_port)
     host = on_rank0(world, own_host)
@@ -206,6 +208,8 @@ def _measure(request: ProbeRequest, found: Measured, world: World) -> str:
     short = [n for n in request.sizes if n not in fits]
     if short and any(status == SHORT for _, status, _ in every):
         found.too_large[short[0]] = request.available
+        why = next(words for _, status, words in every if status == SHORT)
+        note(f"auto_probe: {short[0]} rows do not fit{why and f' ({why})'}")
         return ""
     if not short and not failed:
         return ""

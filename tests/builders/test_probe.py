@@ -143,7 +143,7 @@ def test_a_probe_that_breaks_leaves_the_estimate(
 
 def test_real_steps_are_measured_in_a_process(place: Path) -> None:
     """More rows take more memory, and all that was asked for is there."""
-    chosen, lines = choose(place, 2)
+    chosen, lines = choose(place, 2, available=4 * GIB)
     assert chosen == 8, lines
     (kept,) = (place / "cache" / "probes").iterdir()
     peaks = json.loads(kept.read_text())["peaks"]

@@ -35,6 +35,8 @@ SHAPES = {  # of models on the hub: a recipe of ours that has theirs
     "meta-llama/Llama-3.1-8B-Instruct": "llama-8b",
     "Qwen/Qwen3-8B": "llama-8b",
 }
+SLOW = ("dbrx-18b", "dbrx-35b", "dbrx-73b", "dbrx-lora", "llama-8b-128k", "qwen3-lora")
+"""Recipes whose counts take seconds, and are like others'."""
 QWEN3 = {"n_layers": 36, "vocab_size": 151_936}  # and its feed-forward layer's width is 12,288
 
 
@@ -109,7 +111,11 @@ def shape(written: FinetuneRecipe) -> ModelConfig:
     return ours
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow) if p.stem in SLOW else p for p in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_a_launch_line_fits_what_the_head_names(path: Path) -> None:
     for launch in launches(path):
         assert fitted(launch).microbatch >= 1, str(launch)
