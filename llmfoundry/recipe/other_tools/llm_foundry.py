@@ -16,7 +16,6 @@ from llmfoundry.recipe.other_tools.entry import (
     Theirs,
     changed,
     idle,
-    refused,
 )
 from llmfoundry.recipe.other_tools.llm_foundry_model import MODEL_AND_DATA
 
@@ -432,10 +431,8 @@ _OBSERVED = (
     ),
     Other(
         "loggers.*",
-        take=lambda value, t: (
-            idle("is empty")
-            if t.name == "loggers" and not value
-            else refused("there is no such logger here; logger.plugins takes one of your own")
+        take=v.unknown(
+            "loggers", "there is no such logger here; logger.plugins takes one of your own"
         ),
     ),
     Other("callbacks.speed_monitor", take=text.switched_on("callbacks.speed_monitor")),
@@ -548,10 +545,8 @@ _OBSERVED = (
     ),
     Other(
         "callbacks.*",
-        take=lambda value, t: (
-            idle("is empty")
-            if t.name == "callbacks" and not value
-            else refused("there is no such callback here; callbacks.plugins takes one of your own")
+        take=v.unknown(
+            "callbacks", "there is no such callback here; callbacks.plugins takes one of your own"
         ),
     ),
 )

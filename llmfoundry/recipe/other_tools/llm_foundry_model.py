@@ -437,20 +437,12 @@ _DATA = (
     Other(
         "train_loader.dataset.eos_token_id",
         "data.eos_token_id=<0>",
-        take=lambda value, t: (
-            Taken({"data.eos_token_id": value})
-            if v.is_text(t)
-            else idle("rows of answers end with the tokenizer's own")
-        ),
+        take=v.of_text("data.eos_token_id", "rows of answers end with the tokenizer's own"),
     ),
     Other(
         "train_loader.dataset.bos_token_id",
         "data.bos_token_id=<0>",
-        take=lambda value, t: (
-            Taken({"data.bos_token_id": value})
-            if v.is_text(t)
-            else idle("rows of answers begin as the tokenizer has it")
-        ),
+        take=v.of_text("data.bos_token_id", "rows of answers begin as the tokenizer has it"),
     ),
     Other(
         "train_loader.dataset.packing_ratio",

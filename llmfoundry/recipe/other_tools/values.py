@@ -48,6 +48,24 @@ def only(same: Any, why: str, otherwise: str, **values: Any) -> Take:
     )
 
 
+def of_text(key: str, otherwise: str) -> Take:
+    """For runs on text the value of `key`; for those on answers without effect, and why."""
+
+    def take(value: Any, t: Theirs) -> Taken:
+        return Taken({key: value}) if is_text(t) else idle(otherwise)
+
+    return take
+
+
+def unknown(section: str, why: str) -> Take:
+    """What a section holds that is not here; a section that is empty asks for nothing."""
+
+    def take(value: Any, t: Theirs) -> Taken:
+        return idle("is empty") if t.name == section and not value else refused(why)
+
+    return take
+
+
 def never(why: str) -> Take:
     """Not possible, whatever the value."""
     return lambda value, theirs: refused(why)
