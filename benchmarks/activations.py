@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import over_rounds, table, write
-from llmfoundry.builders.job import build_autocast
+from llmfoundry.builders.model import build_autocast
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.torch_private import storage_reference

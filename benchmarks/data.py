@@ -58,7 +58,7 @@ import numpy as np
 from benchmarks import contenders
 from benchmarks.contenders import EOS, SAMPLE_TOKENS, SAMPLES, samples
 from benchmarks.harness import interleaved, over_rounds, ratio, table, write
-from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.loader import BatchPrefetcher

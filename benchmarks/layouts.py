@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import table
 from benchmarks.memory import CPU, GPU, built, count, decide, local_bytes, spread
-from llmfoundry.builders.job import matmul_dtype
+from llmfoundry.builders.model import matmul_dtype
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import table
-from llmfoundry.builders.job import build_autocast, build_root, matmul_dtype, with_defaults
+from llmfoundry.builders.model import build_autocast, build_root, matmul_dtype, with_defaults
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.launch import World
@@ -52,8 +52,9 @@ from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.train import step
+from llmfoundry.train.objective import CrossEntropy
 from llmfoundry.train.optim.optimizers import build_optimizer
-from llmfoundry.train.step import CrossEntropy, Guard, StepHooks, StepSettings, train_step
+from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
 
 KINDS = {  # by the operator: those of FSDP and DDP, and the functional ones of all else
     "c10d::allgather_": "all_gather",

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from benchmarks import layouts, memory
 from benchmarks.layouts import formula
 from benchmarks.memory import SentBytes, count, read
-from llmfoundry.builders.job import build_root
+from llmfoundry.builders.model import build_root
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World

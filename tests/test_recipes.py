@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.builders.job import build_root, with_defaults
+from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.commands.train import train
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan.fit import guess_vocab_size

@@ -213,7 +213,7 @@ def test_export_reloads_with_the_same_logits_and_generates_the_same_text(whole: 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from llmfoundry.builders.resume import load_checkpoint
+    from llmfoundry.builders.checkpoint import load_checkpoint
     from llmfoundry.distributed.launch import World
 
     run("convert.py", "checkpoint=runs/whole", "to=hf", "output=hf", cwd=whole)

@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_check.measure import GIB, mark, seconds_between, wait_for
 from benchmarks.gpu_check.plan import append
-from llmfoundry.builders.job import Job, matmul_dtype
+from llmfoundry.builders.job import Job
+from llmfoundry.builders.model import matmul_dtype
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import trained_flops_per_token
 from llmfoundry.ops.attention.select import choose

@@ -7,22 +7,17 @@ weights; all others ask `models.adapter` what is an adapter's.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmfoundry.builders.job import Job, weight_dtype
-from llmfoundry.checkpoint.load import load_tensors
-from llmfoundry.checkpoint.storage import Checkpoint
+from llmfoundry.builders.model import weight_dtype
 from llmfoundry.errors import UserError
-from llmfoundry.files import write_json
 from llmfoundry.loggers.console import format_gib as memory_text
 from llmfoundry.models.adapter import (
-    adapted_layers,
     adapter_table,
     add_adapter,
     base_difference,
@@ -30,12 +25,10 @@ from llmfoundry.models.adapter import (
     fill_adapter_from,
     freeze_parts,
     init_adapter,
-    is_added,
-    saved_names,
     tensor_sample,
 )
 from llmfoundry.models.adapter_targets import plan_adapter
-from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import find_file
@@ -251,105 +244,6 @@ class BaseCheck:
         """The same of one tensor, as the model holds it, of its first `rows`."""
         if self.then is not None and name in self.then and tensor.is_floating_point():
             self.compare({name: tensor_sample(tensor, rows)})
-
-
-def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | None:
-    """A function of a checkpoint's folder that adds the adapter in peft's format; None: no adapter.
-
-    It reads the tensors back from the checkpoint, which was just written there: by then the model
-    has trained on, and none of its processes has all of it. Every process calls `adapter_writer`,
-    the main one what it gives.
-    """
-    recipe, model = job.recipe, job.root.model
-    if not has_adapter(recipe):
-        return None
-    assert isinstance(written, FinetuneRecipe)
-    sample = base_sample(model, frozen=True)
-    plan = {name: lora for name, _, _, lora in adapted_layers(model)}
-    kept = set(saved_names(model))
-    like = {n: (p.shape, p.dtype) for n, p in model.named_parameters() if n in kept}
-    experts = model.config.ffn_config.moe_num_experts or 1
-    base = written.model.pretrained
-
-    def write(folder: Path) -> None:
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
-        load_tensors({"model": tensors}, Checkpoint(job.run, folder))
-        (folder / FOLDER).mkdir()
-        write_json(folder / FOLDER / BASE, sample)
-        if isinstance(recipe.model, HFModelConfig):
-            from llmfoundry.hf.peft.class_adapter import write_class_adapter
-
-            config = model.peft_config
-            write_class_adapter(folder / FOLDER, config, tensors, base)
-            return
-        from llmfoundry.hf.peft.write import target_matrices, write_adapter
-
-        write_adapter(
-            folder / FOLDER,
-            model.config,
-            target_matrices(plan, tensors, experts),
-            whole={name: t for name, t in tensors.items() if not is_added(name)},
-            base=base,
-        )
-
-    return write
-
-
-def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, experts: str) -> str:
-    """Write a loaded run's adapter in peft's format; the architecture whose names it has.
-
-    Raises:
-        UserError: the run has no adapter, or peft cannot serve it.
-    """
-    from llmfoundry.hf.peft.names import OWN_TYPE, read_config
-    from llmfoundry.hf.peft.write import target_matrices, write_adapter
-
-    model, parameters = loaded.root.model, dict(loaded.root.model.named_parameters())
-    own = loaded.folder / FOLDER
-    is_class = isinstance(loaded.recipe.model, HFModelConfig)
-    if own.is_dir() and is_class:
-        if architecture is not None or experts != "stacked":
-            raise UserError(
-                "architecture, adapter_experts: have no effect on a model of transformers' class;"
-                " remove them"
-            )
-        shutil.copytree(own, folder, dirs_exist_ok=True)
-        return str(model.config.name)
-    plan = {name: lora for name, _, _, lora in adapted_layers(model)}
-    if not plan:
-        raise UserError(f"checkpoint: {loaded.folder} has no adapter; write to=hf")
-    name = write_adapter(
-        folder,
-        model.config,
-        target_matrices(plan, parameters, model.config.ffn_config.moe_num_experts or 1),
-        whole={n: p for n, p in parameters.items() if p.requires_grad and not is_added(n)},
-        base=read_config(loaded.folder / FOLDER).get("base_model_name_or_path"),
-        architecture=architecture,
-        experts=experts,
-    )
-    if read_config(folder)["peft_type"] == OWN_TYPE:
-        raise UserError(
-            f"to: peft cannot apply all of this adapter to {name} (weights are read past the"
-            " modules that it wraps); merge it by to=hf"
-        )
-    shutil.copyfile(loaded.folder / FOLDER / BASE, folder / BASE)
-    return name
-
-
-class Adapted(Protocol):
-    """What `export_adapter` asks of a loaded checkpoint."""
-
-    @property
-    def folder(self) -> Path:
-        """The checkpoint's."""
-
-    @property
-    def root(self) -> Root:
-        """The model."""
-
-    @property
-    def recipe(self) -> TrainRecipe:
-        """Filled."""
 
 
 def lora_plus_ratio(recipe: TrainRecipe) -> float:

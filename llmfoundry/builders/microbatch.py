@@ -19,7 +19,8 @@ from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.collectives import all_reduce_min, on_each_machine
 from llmfoundry.distributed.launch import World
 from llmfoundry.ops.torch_private import Replicas
-from llmfoundry.plan.fit import Fit, rows_per_process
+from llmfoundry.plan.fit import Fit
+from llmfoundry.plan.rows import rows_per_process
 from llmfoundry.recipe.scripts.train import GRAPH_MODES, TrainRecipe
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 

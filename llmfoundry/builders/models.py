@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from llmfoundry.builders.adapter import check_base
-from llmfoundry.builders.job import build_autocast, served_precision, weight_dtype
+from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
+from llmfoundry.builders.model import build_autocast, served_precision, weight_dtype
 from llmfoundry.builders.pretrained import fill_model
-from llmfoundry.builders.resume import Loaded, open_checkpoint
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, import_optional, one_line

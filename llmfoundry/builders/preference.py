@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.builders.adapter import begin_adapter
+from llmfoundry.builders.checkpoint import model_identity
 from llmfoundry.builders.data import Data
 from llmfoundry.builders.job import Job, eval_rows
-from llmfoundry.builders.resume import Start, model_identity
+from llmfoundry.builders.resume import Start
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.data.held_out import HeldOut
@@ -39,12 +40,11 @@ from llmfoundry.data.supervised.source import SupervisedSource
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
-from llmfoundry.models.adapter import switched_off
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.terminal import progress
-from llmfoundry.train.preference import Preference, answer_log_probs, build_preference, mismatched
+from llmfoundry.train.preference import answer_log_probs, mismatched
 
 
 def check_sides(data: Data, recipe: TrainRecipe) -> None:
@@ -60,17 +60,6 @@ def check_sides(data: Data, recipe: TrainRecipe) -> None:
             f"data: the label of every row is {there}, and kto learns from both kinds; add rows"
             f" with label: {missing}"
         )
-
-
-def build_objective(job: Job) -> Preference | None:
-    """The recipe's method of preference tuning; None: the cross-entropy."""
-    recipe = job.recipe
-    if not isinstance(recipe, FinetuneRecipe):
-        return None
-    by_adapter = recipe.preference.reference == "adapter"
-    return build_preference(
-        recipe.preference, partial(switched_off, job.root.model) if by_adapter else None
-    )
 
 
 PART = 256  # rows of a file: a minute or two of a large model

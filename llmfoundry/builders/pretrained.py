@@ -26,7 +26,7 @@ from llmfoundry.builders.adapter import (
     has_adapter,
     hold_frozen,
 )
-from llmfoundry.builders.job import build_root, with_defaults
+from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.checkpoint.load import load_tensors, load_weights, read_table
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint

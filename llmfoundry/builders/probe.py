@@ -36,8 +36,9 @@ from llmfoundry.exit_status import ENDS_FOLDER
 from llmfoundry.files import read_json, write_json
 from llmfoundry.heartbeat import BEATS
 from llmfoundry.host_memory import total_host_memory
-from llmfoundry.plan.fit import Fit, rows_per_process
+from llmfoundry.plan.fit import Fit
 from llmfoundry.plan.memory import GIB
+from llmfoundry.plan.rows import rows_per_process
 from llmfoundry.processes import start_module
 from llmfoundry.recipe.front.plugins import imported
 from llmfoundry.recipe.parallel import EXPERT

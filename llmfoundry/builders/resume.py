@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,13 @@ from llmfoundry.builders.adapter import (
     FOLDER,
     begin_adapter,
     check_base,
-    choose_trained,
     has_adapter,
-    hold_frozen,
 )
+from llmfoundry.builders.checkpoint import model_identity
 from llmfoundry.builders.job import (
     Job,
-    attention_refusal,
-    build_root,
-    served_precision,
-    with_defaults,
 )
-from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.load import (
-    check_weights,
-    load_adapter,
     load_training_state,
     load_weights,
     read_state,
@@ -52,14 +43,11 @@ from llmfoundry.distributed.collectives import check_same_on_all_ranks, on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
-from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantization
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import flat, know_secrets, require
-from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.front.typed import flat
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.bounds import out_of_bounds
 from llmfoundry.train.spikes import Return
 from llmfoundry.train.trainer import Trainer
 
@@ -286,13 +274,6 @@ def _finetuning_identity(recipe: TrainRecipe) -> dict[str, Any]:
     return {**dict(adapter), "freeze": recipe.freeze, "preference.name": recipe.preference.name}
 
 
-def model_identity(config: ModelConfig) -> dict[str, Any]:
-    """Every setting of a model by its dotted key, but for how its layers are computed."""
-    settings = dict(flat(dataclasses.asdict(config), "model"))
-    how = (".attn_impl", ".moe_impl")
-    return {key: value for key, value in settings.items() if not key.endswith(how)}
-
-
 def check_same_recipe(recipe: TrainRecipe, world: World) -> None:
     """Compare the settings of all processes, but for paths and what concerns a machine alone.
 
@@ -333,122 +314,3 @@ def _is_path(value: Any) -> bool:
     """A text, or a list of texts, of which one names a place of this machine."""
     texts = value if isinstance(value, list) else [value]
     return any(isinstance(text, str) and "/" in text for text in texts)
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint ready to use on this process alone."""
-
-    checkpoint: Checkpoint
-    recipe: TrainRecipe
-    """Filled."""
-    root: Root
-    tokenizer: Tokenizer
-    state: dict[str, Any]
-
-    @property
-    def folder(self) -> Path:
-        """The checkpoint's, on this machine."""
-        return self.checkpoint.folder
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it was trained here, rather than imported as another's."""
-        return "order" in self.state or bool(self.state.get("is_trained"))
-
-
-def load_checkpoint(
-    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
-) -> Loaded:
-    """What `open_checkpoint` opens, with its weights."""
-    loaded, fill = open_checkpoint(path, world, note=note, precision=precision)
-    fill()
-    return loaded
-
-
-def open_checkpoint(
-    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
-) -> tuple[Loaded, Callable[[], None]]:
-    """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
-
-    Attention that was trained with a backend that this device lacks is served by another here.
-
-    Returns:
-        The model without its weights, and a function that loads them.
-
-    Args:
-        path: where to look.
-        world: this process.
-        note: reports checkpoints that are passed over.
-        precision: of the recipe in place of its own; decides the weights' dtype.
-
-    Raises:
-        UserError: there is no complete checkpoint at `path`, or its recipe takes a setting of the
-            model from a variable that is not set here.
-    """
-    place = find_place(path, "checkpoint", world)
-    checkpoint = find_checkpoint(place, note=note, sums=Sums.WEIGHTS, world=world)
-    if checkpoint is None:
-        raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
-    folder = checkpoint.folder
-
-    def read_files() -> tuple[TrainRecipe, Tokenizer, ModelConfig | None]:
-        written = load_run(folder / "recipe.yaml")
-        require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
-        model = read_model(checkpoint) if isinstance(written, FinetuneRecipe) else None
-        return written, Tokenizer.load(folder / "tokenizer"), model
-
-    written, tokenizer, model = on_rank0(world, read_files)
-    problems = [*out_of_bounds("model.", written.model)]
-    if problems:
-        raise UserError(*(f"{checkpoint}/recipe.yaml: {line}" for line in problems))
-    know_secrets(written)
-    recipe = with_defaults(written)
-    recipe.parallel = ParallelConfig()  # each process has all of the model
-    recipe.parallel.fill()
-    recipe.model = model or recipe.model
-    recipe.precision = served_precision(precision or recipe.precision, world, note)
-    reason = attention_refusal(recipe, world.device)
-    if reason is not None:
-        recipe.model.attn_config.attn_impl = "auto"
-        note(f"model.attn_config.attn_impl: auto here; {reason}")
-    tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
-    recipe.model.fill(vocab_size=tokenizer.vocab_size)
-    state = on_rank0(world, lambda: read_state(checkpoint))
-    for key, value in model_identity(recipe.model).items():
-        then = state["identity"].get(key, value)
-        if value != then:
-            raise UserError(
-                f"{key}: {value} by {checkpoint}/recipe.yaml, but it was trained with {then};"
-                " set the variable that the recipe names to that"
-            )
-    root = build_root(recipe)
-    loaded = Loaded(checkpoint, recipe, root.eval(), tokenizer, state)
-    return loaded, partial(_fill_loaded, loaded, written, world, note)
-
-
-def _fill_loaded(
-    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
-) -> None:
-    """Weights of a checkpoint, or of an adapter's base and the adapter."""
-    checkpoint, root = loaded.checkpoint, loaded.root
-    if has_adapter(loaded.recipe):
-        _fill_adapted(loaded, written, world, note)
-    else:
-        table = check_weights(checkpoint, root.model, world=world)
-        root.to_empty(device=world.device)
-        load_weights(checkpoint, root.model, world=world, table=table)
-    checkpoint.unpin()
-
-
-def _fill_adapted(
-    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
-) -> None:
-    assert isinstance(written, FinetuneRecipe)
-    folder, model = loaded.folder, loaded.root.model
-    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=folder)
-    hold_frozen(model, loaded.recipe, written, lambda line: None)
-    loaded.root.to_empty(device=world.device)
-    open_pretrained(base_of(written, folder), world, note=note).fill(model)
-    check_base(model, folder / FOLDER, "model.pretrained")
-    load_adapter(loaded.checkpoint, model, world=world)

@@ -5,27 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 
-from llmfoundry.builders.adapter import adapter_writer, choose_trained, hold_frozen, lora_plus_ratio
+from llmfoundry.builders.adapter import (
+    BASE,
+    FOLDER,
+    choose_trained,
+    has_adapter,
+    hold_frozen,
+    lora_plus_ratio,
+)
 from llmfoundry.builders.callbacks import build_callbacks
 from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
-from llmfoundry.builders.evaluate import build_evaluate
-from llmfoundry.builders.job import (
-    Job,
+from llmfoundry.builders.evaluation import build_evaluate, build_objective
+from llmfoundry.builders.job import Job, eval_rows
+from llmfoundry.builders.microbatch import build_limit, settle_microbatch
+from llmfoundry.builders.model import (
     attention_refusal,
     build_autocast,
     build_root,
-    eval_rows,
     experts_refusal,
     matmul_dtype,
     served_precision,
     with_defaults,
 )
-from llmfoundry.builders.microbatch import build_limit, settle_microbatch
-from llmfoundry.builders.preference import build_objective, open_reference, with_places
+from llmfoundry.builders.preference import open_reference, with_places
 from llmfoundry.builders.pretrained import MODEL, Pretrained, fit_vocabulary, model_yaml
 from llmfoundry.builders.resume import (
     Start,
@@ -36,7 +43,7 @@ from llmfoundry.builders.resume import (
     roll_back,
     run_identity,
 )
-from llmfoundry.checkpoint.load import read_state
+from llmfoundry.checkpoint.load import load_tensors, read_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.data.loader import Loader
@@ -46,7 +53,6 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.activation_checkpoint import check_compiler, check_format
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.collectives import (
-    all_reduce_min,
     check_same_on_all_ranks,
     on_all_ranks,
     on_rank0,
@@ -58,10 +64,12 @@ from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS
+from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
+from llmfoundry.models.adapter import adapted_layers, base_sample, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.float8 import float8_refusal, use_float8
@@ -70,13 +78,13 @@ from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.plan.communication import spanning
 from llmfoundry.plan.fit import (
     Fit,
-    available_memory,
     check_workers,
     checkpointing_line,
     choose_fit,
     load_line,
     with_guessed_vocabulary,
 )
+from llmfoundry.plan.rows import memory_of_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.typed import to_yaml
@@ -86,9 +94,10 @@ from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import PRETRAINED
 from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.train.objective import CROSS_ENTROPY, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
-from llmfoundry.train.step import CROSS_ENTROPY, Objective, StepSettings
+from llmfoundry.train.step import StepSettings
 from llmfoundry.train.trainer import Trainer
 
 
@@ -442,17 +451,6 @@ def _check_float8(recipe: TrainRecipe, device: torch.device) -> None:
         raise UserError(f"precision: amp_fp8: {reason}")
 
 
-def memory_of_process(world: World) -> int:
-    """Bytes that every process may use: those of the one that has least; all processes ask.
-
-    On a CPU all share one memory, and so do processes on one GPU.
-    """
-    free, sharing = available_memory(world.device), world.size
-    if world.device.type == "cuda":
-        sharing = 1 if world.machine is None else world.machine.sharing
-    return all_reduce_min(world, free // sharing)
-
-
 def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:
     """The embedding has a row for every token: as many as the tokenizer has, or as written."""
     if isinstance(written, FinetuneRecipe):
@@ -542,3 +540,45 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
         ),
         ("device", f"{world.size} x {device}, {how}"),
     ]
+
+
+def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | None:
+    """A function of a checkpoint's folder that adds the adapter in peft's format; None: no adapter.
+
+    It reads the tensors back from the checkpoint, which was just written there: by then the model
+    has trained on, and none of its processes has all of it. Every process calls `adapter_writer`,
+    the main one what it gives.
+    """
+    recipe, model = job.recipe, job.root.model
+    if not has_adapter(recipe):
+        return None
+    assert isinstance(written, FinetuneRecipe)
+    sample = base_sample(model, frozen=True)
+    plan = {name: lora for name, _, _, lora in adapted_layers(model)}
+    kept = set(saved_names(model))
+    like = {n: (p.shape, p.dtype) for n, p in model.named_parameters() if n in kept}
+    experts = model.config.ffn_config.moe_num_experts or 1
+    base = written.model.pretrained
+
+    def write(folder: Path) -> None:
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
+        load_tensors({"model": tensors}, Checkpoint(job.run, folder))
+        (folder / FOLDER).mkdir()
+        write_json(folder / FOLDER / BASE, sample)
+        if isinstance(recipe.model, HFModelConfig):
+            from llmfoundry.hf.peft.class_adapter import write_class_adapter
+
+            config = model.peft_config
+            write_class_adapter(folder / FOLDER, config, tensors, base)
+            return
+        from llmfoundry.hf.peft.write import target_matrices, write_adapter
+
+        write_adapter(
+            folder / FOLDER,
+            model.config,
+            target_matrices(plan, tensors, experts),
+            whole={name: t for name, t in tensors.items() if not is_added(name)},
+            base=base,
+        )
+
+    return write

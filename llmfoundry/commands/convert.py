@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from llmfoundry.builders.adapter import export_adapter, has_adapter
-from llmfoundry.builders.job import build_root, with_defaults
-from llmfoundry.builders.resume import Loaded, model_identity, open_checkpoint
-from llmfoundry.builders.streamed import fill_adapter_alone, streamed_state
+from llmfoundry.builders.adapter import (
+    BASE,
+    FOLDER,
+    BaseCheck,
+    choose_trained,
+    has_adapter,
+    hold_frozen,
+)
+from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
+from llmfoundry.builders.model import build_root, with_defaults
+from llmfoundry.builders.pretrained import base_of, fill_tensor, open_pretrained
 from llmfoundry.checkpoint.commit import COMMIT
+from llmfoundry.checkpoint.load import check_weights, load_tensors, read_table
 from llmfoundry.checkpoint.run_folder import read_record
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.streamed import StreamedTensor, write_streamed
-from llmfoundry.commands.card_scores import card_scores
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
-from llmfoundry.hf.card import CardInfo
+from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
 from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
+from llmfoundry.loggers.metrics import BATCH, read_metrics
+from llmfoundry.loggers.pages.report import read_json_if_there
+from llmfoundry.loggers.pages.score_charts import ShownScore, in_parts, percents, written
+from llmfoundry.loggers.pages.titles import LOSS, title
+from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count
-from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show
@@ -54,7 +71,6 @@ _REPORTED = (
 )
 
 DTYPE_OF = {"fp32": "fp32", "amp_bf16": "bf16"}  # of a file, by what most of a folder is stored in
-ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
 def convert(recipe: ConvertRecipe) -> None:
@@ -284,3 +300,238 @@ def _precision(opened: HFFolder) -> str:
     """amp_bf16 where most of the numbers are stored in bf16; otherwise fp32, which keeps them."""
     numbers = opened.weights.numbers_by_dtype()
     return "amp_bf16" if 2 * numbers.get(torch.bfloat16, 0) > sum(numbers.values()) else "fp32"
+
+
+def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, experts: str) -> str:
+    """Write a loaded run's adapter in peft's format; the architecture whose names it has.
+
+    Raises:
+        UserError: the run has no adapter, or peft cannot serve it.
+    """
+    from llmfoundry.hf.peft.names import OWN_TYPE, read_config
+    from llmfoundry.hf.peft.write import target_matrices, write_adapter
+
+    model, parameters = loaded.root.model, dict(loaded.root.model.named_parameters())
+    own = loaded.folder / FOLDER
+    is_class = isinstance(loaded.recipe.model, HFModelConfig)
+    if own.is_dir() and is_class:
+        if architecture is not None or experts != "stacked":
+            raise UserError(
+                "architecture, adapter_experts: have no effect on a model of transformers' class;"
+                " remove them"
+            )
+        shutil.copytree(own, folder, dirs_exist_ok=True)
+        return str(model.config.name)
+    plan = {name: lora for name, _, _, lora in adapted_layers(model)}
+    if not plan:
+        raise UserError(f"checkpoint: {loaded.folder} has no adapter; write to=hf")
+    name = write_adapter(
+        folder,
+        model.config,
+        target_matrices(plan, parameters, model.config.ffn_config.moe_num_experts or 1),
+        whole={n: p for n, p in parameters.items() if p.requires_grad and not is_added(n)},
+        base=read_config(loaded.folder / FOLDER).get("base_model_name_or_path"),
+        architecture=architecture,
+        experts=experts,
+    )
+    if read_config(folder)["peft_type"] == OWN_TYPE:
+        raise UserError(
+            f"to: peft cannot apply all of this adapter to {name} (weights are read past the"
+            " modules that it wraps); merge it by to=hf"
+        )
+    shutil.copyfile(loaded.folder / FOLDER / BASE, folder / BASE)
+    return name
+
+
+class Adapted(Protocol):
+    """What `export_adapter` asks of a loaded checkpoint."""
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's."""
+
+    @property
+    def root(self) -> Root:
+        """The model."""
+
+    @property
+    def recipe(self) -> TrainRecipe:
+        """Filled."""
+
+
+ReadParameter = Callable[[str], Tensor]
+"""Gives a parameter or buffer of a model that is on the meta device, in its shape and dtype."""
+
+
+def streamed_state(loaded: Loaded, *, note: Callable[[str], None]) -> StreamedState:
+    """The weights of the plain decoder that does what a checkpoint's model does.
+
+    Args:
+        loaded: `open_checkpoint`'s, without its weights; an adapter is added to its model.
+        note: reports what an adapter's base is.
+
+    Raises:
+        UserError: the checkpoint is not of its recipe's model, or an adapter's base is not there.
+    """
+    read = _adapted(loaded, note) if has_adapter(loaded.recipe) else _plain(loaded)
+    return StreamedState(loaded.root.model, read)
+
+
+def fill_adapter_alone(loaded: Loaded) -> None:
+    """Add an adapter's parameters, with their values, to a model that stays without weights.
+
+    Raises:
+        UserError: the checkpoint lacks one.
+    """
+    model = loaded.root.model
+    written = load_run(loaded.folder / "recipe.yaml")
+    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=loaded.folder)
+    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    own = set(saved_names(model))
+    like = {name: p for name, p in model.named_parameters() if name in own}
+    tensors = {name: torch.empty_like(p, device="cpu") for name, p in like.items()}
+    load_tensors({"model": tensors}, loaded.checkpoint)
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        parameter = nn.Parameter(tensor, requires_grad=like[name].requires_grad)
+        model.get_submodule(path)._parameters[last] = parameter
+
+
+class StreamedState(MergedState):
+    """`MergedState` of a model on the meta device, whose layers have weights while one is made."""
+
+    def __init__(self, model: Decoder, read: ReadParameter) -> None:
+        super().__init__(model)
+        self._read = read
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        make = self._make(name)
+        if make is None:
+            return self._read(name)
+        with self._with_weights(name):
+            return make()
+
+    @contextmanager
+    def _with_weights(self, name: str) -> Iterator[None]:
+        """The parameters of a layer that the weight `name` is made of have their values."""
+        path, _, kind = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        stacked = f"{kind}_"  # an expert stack's adapter is called after it
+        mine = {
+            key: parameter
+            for key, parameter in module._parameters.items()
+            if key == kind or (is_added(key) and (key.startswith((stacked, "lora_"))))
+        }
+        try:
+            for key in mine:
+                value = self._read(f"{path}.{key}")
+                module._parameters[key] = nn.Parameter(value, requires_grad=False)
+            yield
+        finally:
+            module._parameters |= mine
+
+
+def _plain(loaded: Loaded) -> ReadParameter:
+    """Parameters of a checkpoint that holds all of its model."""
+    checkpoint, model = loaded.checkpoint, loaded.root.model
+    table = check_weights(checkpoint, model)
+    like = model.state_dict()
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(like[name], device="cpu")
+        load_tensors({"model": {name: tensor}}, checkpoint, table=table)
+        return tensor
+
+    return read
+
+
+def _adapted(loaded: Loaded, note: Callable[[str], None]) -> ReadParameter:
+    """Parameters of an adapter's checkpoint, and of the base that it was trained on."""
+    folder, model = loaded.folder, loaded.root.model
+    written = load_run(folder / "recipe.yaml")
+    assert isinstance(written, FinetuneRecipe)
+    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=folder)
+    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    own, like = set(saved_names(model)), model.state_dict()
+    base = open_pretrained(base_of(written, folder), ALONE, note=note)
+    check, table = BaseCheck(folder / FOLDER, "model.pretrained"), read_table(loaded.checkpoint)
+    read_base = base.read
+    assert read_base is not None
+    check.check_names(like.keys() - own)
+
+    def read(name: str) -> Tensor:
+        if name in own:
+            tensor = torch.empty_like(like[name], device="cpu")
+            load_tensors({"model": {name: tensor}}, loaded.checkpoint, table=table)
+            return tensor
+        value = _held(model, name, read_base(model, name))
+        check.compare_tensor(name, value)
+        return value
+
+    return read
+
+
+def _held(model: Decoder, name: str, tensor: Tensor) -> Tensor:
+    """A tensor as the model holds it: in its dtype, or in 4 bits."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    values: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
+    like = values[last]
+    if (tensor.dtype, tensor.shape) == (like.dtype, like.shape):
+        return tensor
+    try:
+        values[last] = nn.Parameter(torch.empty_like(like, device="cpu"), requires_grad=False)
+        fill_tensor(model, name, tensor)
+        return values[last].detach()
+    finally:
+        values[last] = like
+
+
+def card_scores(checkpoint: Path, batch: int) -> list[CardScore]:
+    """Losses of held-out text, averages, categories and tasks of a checkpoint's weights.
+
+    Args:
+        checkpoint: its folder.
+        batch: of the checkpoint; measurements of others are not its.
+    """
+    run_folder = checkpoint.parents[1]
+    asked = read_json_if_there(run_folder / "eval" / checkpoint.name / "results.json")
+    result = asked.get("gauntlet") or read_json_if_there(
+        run_folder / "eval" / f"{checkpoint.name}.json"
+    )
+    metrics = asked.get("metrics") or _logged(run_folder / "metrics.jsonl", batch)
+    return [*_losses(metrics), *_categories(result), *_tasks(result)]
+
+
+def _logged(path: Path, batch: int) -> dict[str, Any]:
+    rows = read_metrics(path) if path.exists() else []
+    return {key: value for row in rows if row[BATCH] == batch for key, value in row.items()}
+
+
+def _losses(metrics: Mapping[str, Any]) -> Iterator[CardScore]:
+    for name, value in metrics.items():
+        known = title(name)
+        if name.startswith("metrics/eval/") and known.group == LOSS:
+            yield CardScore(known.text, f"{value:.4f}")
+
+
+def _categories(result: Mapping[str, Any]) -> Iterator[CardScore]:
+    """Averages, then categories, in which guessing counts as nothing."""
+    errors, intervals = (result.get(key) or {} for key in ("stderrs", "intervals"))
+    for kind in ("averages", "categories"):
+        for name, value in (result.get(kind) or {}).items():
+            score, within = in_parts(
+                written(ShownScore(value, errors.get(name), intervals.get(name)))
+            )
+            yield CardScore(name.replace("_", " "), score, within, "0")
+
+
+def _tasks(result: Mapping[str, Any]) -> Iterator[CardScore]:
+    for task in result.get("tasks", ()):
+        accuracy = ShownScore(task["accuracy"], task["stderr"], task.get("interval"))
+        yield CardScore(
+            f"{task['label']}, {task['num_fewshot']}-shot, {task['n']} questions",
+            *in_parts(percents(accuracy)),
+            f"{100 * task['chance']:.1f}%",
+        )

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from llmfoundry.builders.job import attention_refusal, served_precision, with_defaults
+from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
 from llmfoundry.builders.models import check_model, is_adapter, is_hugging_face
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.resume import find_start
-from llmfoundry.builders.trainer import check_kernels, check_layout, memory_of_process, sketch
+from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
@@ -47,6 +47,7 @@ from llmfoundry.plan.fit import (
 )
 from llmfoundry.plan.layouts import TAKEN
 from llmfoundry.plan.memory import GIB, MemoryEstimate
+from llmfoundry.plan.rows import memory_of_process
 from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.hardware import Hardware

@@ -19,12 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
 from llmfoundry.builders.data import Data, no_held_out, open_held_out
-from llmfoundry.builders.evaluate import build_evaluate, read_tasks
+from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
 from llmfoundry.builders.external_models import check_outside, is_outside, open_outside
 from llmfoundry.builders.job import Job, eval_rows
-from llmfoundry.builders.resume import Loaded, open_checkpoint
-from llmfoundry.builders.trainer import memory_of_process
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.checkpoint.storage import Storage
@@ -37,8 +36,7 @@ from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
-from llmfoundry.loggers.tracker import log_evaluation
-from llmfoundry.plan.fit import choose_microbatch
+from llmfoundry.loggers.writers import log_evaluation
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import show
@@ -273,13 +271,10 @@ def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> 
     run = dataclasses.replace(
         loaded.recipe,
         device_eval_batch_size=recipe.device_eval_batch_size,
-        global_train_batch_size=world.data_size * 8,  # rows of a process at a time, at most
         parallel=ParallelConfig(),  # every process holds the model, however it was trained
     )
     run.parallel.fill()
-    rows = choose_microbatch(
-        run, world_size=world.size, available=memory_of_process(world), device=world.device
-    )
+    rows = evaluation_rows(run, loaded.root, world)
     held_out = _held_out(loaded, run, config, world, console)
     return _Run(path, loaded, run, config, held_out, rows, fill)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from llmfoundry.builders.data import Data, build_loader, build_phases, open_data
-from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_clock, make_tokenizer
 from llmfoundry.checkpoint.load import read_state

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.model import with_defaults
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import Console, duration, format_gib, percent, short_count
 from llmfoundry.models.counts import (

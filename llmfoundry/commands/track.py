@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.model import with_defaults
 from llmfoundry.checkpoint.run_folder import find_place, hold_run, read_record
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.launch import ALONE

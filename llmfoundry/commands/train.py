@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import sys
 
-from llmfoundry.builders.job import Job, with_defaults
+from llmfoundry.builders.job import Job
+from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.object_storage import is_url

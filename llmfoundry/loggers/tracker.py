@@ -3,23 +3,20 @@
 It gives each metric to the console, metrics.jsonl and the loggers of the recipe, keeps samples and
 evaluations in the run's folder, and writes the report. The idea: the trainer calls it on every rank
 and only the main one does anything, so the training loop has no `if rank == 0` for it. A failure
-here never ends a run that has begun: it is reported, and what is lost is counted. `send_record` and
-`log_evaluation` send a run that has ended, and an evaluation, to the same places.
+here never ends a run that has begun: it is reported, and what is lost is counted. `send_record`
+sends a run that has ended to the same places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME, add_event
 from llmfoundry.files import write_json
 from llmfoundry.loggers.background_queue import (
-    PATIENCE,
-    BackgroundWriter,
-    LogTarget,
     RunFacts,
     milliseconds,
 )
@@ -28,8 +25,8 @@ from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.loggers.pages.report import STATUS, read_json_if_there, write_report
 from llmfoundry.loggers.pages.report_charts import TRAIN_LOSS
+from llmfoundry.loggers.writers import close_all, make_writers, stores
 from llmfoundry.recipe.front.typed import as_written, flat
-from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.redaction import public, public_texts
 
@@ -240,40 +237,6 @@ class Tracker:
             self.console.warn(f"{path} was not written: {error.strerror}")
 
 
-def make_writers(
-    config: LoggerConfig,
-    folder: Path,
-    *,
-    note: Callable[[str], None],
-    warn: Callable[[str], None],
-) -> list[BackgroundWriter]:
-    """One for each place that a `logger` section with its defaults names.
-
-    Raises:
-        UserError: a place's address or package is missing.
-    """
-    return [
-        BackgroundWriter(make_target(name, config, folder), note=note, warn=warn)
-        for name in config.chosen()
-    ]
-
-
-def stores(
-    writers: Sequence[BackgroundWriter], note: Callable[[str], None]
-) -> list[BackgroundWriter]:
-    """Those that keep what they get; a note names the others, which show a run under way."""
-    for writer in writers:
-        if not writer.is_store:
-            note(f"{writer.label} shows a run that is under way; nothing is sent there")
-    return [writer for writer in writers if writer.is_store]
-
-
-def make_target(name: str, config: LoggerConfig, folder: Path) -> LogTarget:
-    """The place of a name in LOGGERS that a section with its defaults chooses."""
-    target: LogTarget = LOGGERS[name].load()(config, folder, **(config.plugins.get(name) or {}))
-    return target
-
-
 def send_record(
     recipe: TrainRecipe,
     folder: Path,
@@ -312,16 +275,6 @@ def send_record(
         raise UserError("logger: not every place got everything (see above); run this again later")
 
 
-def close_all(
-    writers: Sequence[BackgroundWriter], status: str, *, timeout: float = PATIENCE
-) -> None:
-    """End a run everywhere; all send their rest at the same time."""
-    for writer in writers:
-        writer.end(status, timeout=timeout)
-    for writer in writers:
-        writer.close()
-
-
 def tags_of(run: Mapping[str, Any]) -> dict[str, str]:
     """Facts and environment of run.json as tags, for the loggers."""
     tags = {**dict(run.get("facts", [])), **run.get("environment", {})}
@@ -333,50 +286,3 @@ def tags_of(run: Mapping[str, Any]) -> dict[str, str]:
 def flatten(recipe: TrainRecipe) -> dict[str, Any]:
     """Dotted key → value of every field, for the loggers; as it was written, secrets masked."""
     return dict(flat(as_written(recipe)))
-
-
-class Evaluation(Protocol):
-    """What is logged.
-
-    Attributes:
-        name: of the model.
-        folder: where results.json is; a second evaluation there continues the same MLflow run.
-        results: has `metrics`.
-        batch: of the checkpoint.
-    """
-
-    name: str
-    folder: Path
-    results: dict[str, Any]
-    batch: int
-
-
-def log_evaluation(
-    found: Evaluation,
-    config: LoggerConfig,
-    *,
-    note: Callable[[str], None],
-    warn: Callable[[str], None],
-) -> list[str]:
-    """Send the metrics, and results.json, to every place that the recipe names, and wait for it.
-
-    Returns:
-        The places that have got all.
-    """
-    config.fill()
-    metrics: Mapping[str, float] = found.results["metrics"]
-    facts = RunFacts(
-        name=f"eval {found.name}",
-        folder=found.folder,
-        first_batch=0,
-        began=milliseconds(),
-        params={"model": found.name},
-        tags=environment(),
-    )
-    writers = stores(make_writers(config, found.folder, note=note, warn=warn), note)
-    for writer in writers:
-        writer.log(found.batch, metrics)
-        writer.file(found.folder / "results.json")
-        writer.start(facts)
-    close_all(writers, "finished")
-    return [writer.label for writer in writers if writer.has_all]

@@ -26,6 +26,7 @@ from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate, weight_bytes
+from llmfoundry.plan.rows import USABLE, microbatches, rows_per_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.front.load import load
@@ -36,13 +37,8 @@ from llmfoundry.recipe.parallel_limits import compiled_limits
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.recipe.values.checks import divisors
 
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
-USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
-CPU_TOKENS = 1024
-"""Tokens that a matrix meets in a microbatch on a CPU: more is not faster there, and takes more
-memory. A mixture's microbatch holds more, for each expert meets only its share."""
 EXPERT_LOAD = 2.0
 """Load of a process's experts, in means, that auto leaves memory for. In the first 100 steps of
 dbrx-tiny, with 2 of its 16 experts on each of 8 processes, the most loaded process has 1.3 at the
@@ -118,7 +114,7 @@ def choose_fit(
         UserError: the recipe cannot fit; says what it needs, what there is and what fits.
     """
     rows = rows_per_process(recipe, recipe.parallel.degrees(world_size).data)
-    candidates = _candidates(recipe, rows, device)
+    candidates = microbatches(recipe, rows, device)
     needs = {
         way: estimate(with_level(recipe, *way), world_size, meta_model=meta_model, device=device)
         for way in _ways(recipe, device)
@@ -218,18 +214,6 @@ def checkpointing_line(recipe: TrainRecipe, fit: Fit, begun_with: str | None = N
     )
 
 
-def _candidates(recipe: TrainRecipe, rows: int, device: torch.device) -> list[int]:
-    """Microbatches of a process's rows, the largest first; the one that the recipe writes."""
-    asked = recipe.device_train_microbatch_size
-    if isinstance(asked, int):
-        return [min(asked, rows)]
-    most = rows
-    if device.type == "cpu":
-        tokens = CPU_TOKENS / recipe.model.ffn_config.active_share
-        most = max(1, int(tokens) // recipe.max_seq_len)
-    return [n for n in reversed(divisors(rows)) if n <= most]
-
-
 def _ways(recipe: TrainRecipe, device: torch.device) -> list[tuple[str, str]]:
     """Levels and compressions: those written, or what auto may stand for, the least work first."""
     parallel = recipe.parallel
@@ -254,18 +238,6 @@ def with_level(recipe: TrainRecipe, level: str, compression: str | None = None) 
     if compression is not None:
         parallel.activation_compression = compression
     return dataclasses.replace(recipe, parallel=parallel)
-
-
-def rows_per_process(recipe: TrainRecipe, data_size: int) -> int:
-    """This process's rows of a global batch; raises UserError where they do not divide."""
-    rows, rest = divmod(recipe.global_train_batch_size, data_size)
-    if rest or rows == 0:
-        below = max(1, rows) * data_size
-        raise UserError(
-            f"global_train_batch_size: {recipe.global_train_batch_size} rows cannot be shared"
-            f" evenly by {data_size} processes; write a multiple, such as {below}"
-        )
-    return rows
 
 
 def _gradients_do_not_fit(need: MemoryEstimate, rows: int, available: int) -> str:
@@ -372,13 +344,6 @@ def check_workers(config: DataConfig, world: World) -> None:
             f" {WORKER_BYTES / GIB:.1f} GiB each, but {free / GIB:.1f} GiB are free; write at most"
             f" {free // WORKER_BYTES // ranks}"
         )
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that this process may still use on `device`."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_host_memory()
 
 
 def guess_vocab_size(config: TokenizerConfig) -> int:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from llmfoundry.plan.fit import USABLE, choose_fit, with_level
+from llmfoundry.plan.fit import choose_fit, with_level
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
+from llmfoundry.plan.rows import USABLE
 from llmfoundry.plan.seconds import Speeds, StepSeconds, in_seconds, step_seconds
 from llmfoundry.recipe.parallel import AXES, EXPERT, LEVELS, Degrees, ParallelConfig
 from llmfoundry.recipe.parallel_limits import limits

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from llmfoundry.models.router import Routing
+from llmfoundry.train.objective import Objective
 from llmfoundry.train.spikes import Guard, StepVerdict, read_verdicts
-from llmfoundry.train.step import Objective, StepResult
+from llmfoundry.train.step import StepResult
 
 
 class HostCopy:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
 from llmfoundry.recipe.preference import PreferenceConfig
-from llmfoundry.train.step import Finish, Look, sum_over_processes
+from llmfoundry.train.objective import Finish, Look, sum_over_processes
 
 Context = Callable[[], AbstractContextManager[None]]
 ALMOST_CERTAIN = -1e-6  # largest mean log-probability that odds are taken of; beyond they overflow

@@ -1,10 +1,8 @@
 """One optimizer step: microbatches, exact global mean loss, clipping, guard, update.
 
-`Trainer` calls `train_step` with an `Objective`, what the step minimizes: a sum over a batch, and
-what that is divided by over all processes. All objectives are sums over rows, so that microbatches,
-accumulation and processes change nothing; those of preference tuning are in `preference.py`. No
-value is read from the device: loss, norm and what the guard (`spikes.py`) sees stay tensors
-until the trainer logs.
+`Trainer` calls `train_step` with an `Objective` (`objective.py`), what the step minimizes. No value
+is read from the device: loss, norm and what the guard (`spikes.py`) sees stay tensors until the
+trainer logs.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,79 +21,14 @@ from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.router import Routing, move_biases
-from llmfoundry.ops.packed_layout import IGNORE, Batch
+from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.spans import span
+from llmfoundry.train.objective import CROSS_ENTROPY, Look, Objective, sum_over_processes
 from llmfoundry.train.out_of_memory import release
 from llmfoundry.train.spikes import Guard
-
-Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""From model and hidden states (B, T, D) to a sum, and sums of what is reported, by name."""
-
-Look = Callable[[Batch, Callable[[Batch], Callable[[Decoder, Tensor], Tensor]]], Tensor]
-"""What a function gives for each row of a batch, (B, …), without gradients or dropout; it is made
-for each microbatch, and called with the model and hidden states."""
-
-
-class Objective(Protocol):
-    """What a step minimizes.
-
-    Attributes:
-        is_cross_entropy: whether its mean is in nats of a labeled token.
-    """
-
-    is_cross_entropy: bool
-
-    def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
-        """The batch, with what must be known before the first microbatch; on every process."""
-
-    def count(self, batch: Batch) -> Tensor:
-        """(): what the sum is divided by, of this batch alone; the step adds up all of them."""
-
-    def of(self, batch: Batch) -> Finish:
-        """The sums of a microbatch, computed within the model's forward pass."""
-
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """What is logged, by metric name, of what was reported in all steps since the last log."""
-
-
-class CrossEntropy:
-    """Nats of each labeled token, times its weight; divided by the sum of the weights."""
-
-    is_cross_entropy = True
-
-    def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
-        """Nothing to know."""
-        return batch
-
-    def count(self, batch: Batch) -> Tensor:
-        """(): labeled tokens, or the sum of their weights."""
-        return (batch.labels != IGNORE).sum() if batch.weights is None else batch.weights.sum()
-
-    def of(self, batch: Batch) -> Finish:
-        """The cross-entropy's sum."""
-
-        def finish(model: Decoder, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return model.loss(hidden, batch.labels, batch.weights), {}
-
-        return finish
-
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Nothing beside the loss."""
-        return {}
-
-
-def sum_over_processes(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of a group's values, in their place; None: of all processes'."""
-    if dist.is_initialized():
-        with span("messages"):
-            dist.all_reduce(value, group=group)
-    return value
-
-
-CROSS_ENTROPY = CrossEntropy()
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What is measured on held-out rows: loss, perplexity, bits per byte, accuracy over pairs.
 
-`builders/evaluate.py` calls `validate`, or `validate_answers` for preference rows. The idea: each
+`builders/evaluation.py` calls `validate`, or `validate_answers` for preference rows. The idea: each
 process sums over its rows, and ratios are taken of the sums over all of them, so that they are
 exact whatever the rows of a batch and the number of processes.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch
+from llmfoundry.train.objective import Look
 from llmfoundry.train.preference import (
     KTO,
     Compared,
@@ -28,7 +29,6 @@ from llmfoundry.train.preference import (
     pair_accuracy,
     with_reference,
 )
-from llmfoundry.train.step import Look
 
 
 @torch.no_grad()

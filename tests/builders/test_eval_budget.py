@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.builders import evaluate
-from llmfoundry.builders.evaluate import EvalBudget, ladder
+from llmfoundry.builders import evaluation
+from llmfoundry.builders.evaluation import EvalBudget, ladder
 from llmfoundry.distributed.launch import World
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -35,7 +35,7 @@ class SlowGauntlet:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(evaluate.time, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: now.seconds)
     return now
 
 
@@ -97,7 +97,7 @@ def test_all_evaluations_of_a_run_ask_the_same_also_after_a_resume(
     anew = budget(tmp_path, [], fraction=0.5)
     clock.seconds += 20
     assert anew.share(asked, asked) == 1 / 8
-    assert json.loads((tmp_path / evaluate.FILE).read_text())["share"] == 1 / 8
+    assert json.loads((tmp_path / evaluation.FILE).read_text())["share"] == 1 / 8
 
 
 def test_shares_are_of_a_ladder() -> None:

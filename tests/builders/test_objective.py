@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.builders.preference import build_objective, check_sides
+from llmfoundry.builders.evaluation import build_objective
+from llmfoundry.builders.preference import check_sides
 from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.data.supervised.source import SupervisedSource

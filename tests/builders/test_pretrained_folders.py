@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmfoundry.builders.job import build_root
+from llmfoundry.builders.model import build_root
 from llmfoundry.builders.pretrained import (
     MODEL,
     TRUST,
@@ -22,9 +22,9 @@ from llmfoundry.builders.pretrained import (
     read_model,
 )
 from llmfoundry.checkpoint.storage import Checkpoint
-from llmfoundry.commands.convert import ALONE
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig

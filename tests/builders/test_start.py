@@ -13,15 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from llmfoundry.builders.resume import (
-    Start,
-    _changes,
-    fill_weights,
-    find_start,
-    load_checkpoint,
-    model_identity,
-    run_identity,
-)
+from llmfoundry.builders.checkpoint import load_checkpoint, model_identity
+from llmfoundry.builders.resume import Start, _changes, fill_weights, find_start, run_identity
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.launch import World

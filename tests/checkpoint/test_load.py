@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from llmfoundry.builders.resume import load_checkpoint
+from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.checkpoint.load import parse_metadata
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.distributed.launch import World

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.builders.resume import load_checkpoint
+from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.checkpoint import verify
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, remove_unpinned
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint

@@ -21,8 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.pretrained import open_pretrained
-from llmfoundry.builders.resume import find_start, load_checkpoint
+from llmfoundry.builders.resume import find_start
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World, set_group_timeouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from llmfoundry.commands.card_scores import card_scores
+from llmfoundry.commands.convert import card_scores
 from llmfoundry.hf.card import CardScore
 
 

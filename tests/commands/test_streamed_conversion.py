@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmfoundry import resumable
-from llmfoundry.builders.resume import load_checkpoint, open_checkpoint
-from llmfoundry.builders.streamed import streamed_state
-from llmfoundry.commands.convert import convert
+from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
+from llmfoundry.commands.convert import convert, streamed_state
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor

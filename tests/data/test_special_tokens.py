@@ -192,15 +192,17 @@ def test_the_gauntlet_asks_a_run_as_it_was_trained(
 ) -> None:
     from transformers import AutoTokenizer
 
-    from llmfoundry.builders import evaluate
+    from llmfoundry.builders import evaluation
     from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer
 
     asked = []
-    monkeypatch.setattr(evaluate, "read_tasks", lambda config, asking, **more: asked.append(asking))
+    monkeypatch.setattr(
+        evaluation, "read_tasks", lambda config, asking, **more: asked.append(asking)
+    )
     for kind, (_, form, (start, _)) in KINDS.items():
         job = MagicMock(tokenizer=Tokenizer.load(saved[kind]))
         job.recipe.data = DataConfig()
-        evaluate.build_gauntlet(job, MagicMock(), generate=False, is_trained=True)
+        evaluation.build_gauntlet(job, MagicMock(), generate=False, is_trained=True)
         special = asked[-1].special
         assert list(special.start) == start and bool(special.before) == (form.find("$A") > 0)
         exported = HuggingFaceTokenizer(kind, AutoTokenizer.from_pretrained(saved[kind]))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmfoundry.builders.job import weight_dtype
+from llmfoundry.builders.model import weight_dtype
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp as wrap

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmfoundry.builders.job import weight_dtype
+from llmfoundry.builders.model import weight_dtype
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import materialize
 from llmfoundry.distributed.launch import World

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry.builders import trainer
-from llmfoundry.builders.job import served_precision
+from llmfoundry.builders.model import served_precision
 from llmfoundry.builders.resume import check_same_recipe
 from llmfoundry.builders.trainer import _memory_fit
 from llmfoundry.distributed import collectives, launch
@@ -29,6 +28,7 @@ from llmfoundry.distributed.collectives import (
 from llmfoundry.distributed.launch import ALONE, World, join
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
+from llmfoundry.plan import rows
 from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -72,7 +72,7 @@ def work(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE)
     world, recipe = World(rank, SIZE, rank, CPU), make_recipe()
     free = int(estimate(recipe, SIZE).total(MEMORY[rank]) / 0.9) + 8
-    trainer.available_memory = lambda device: SIZE * free  # type: ignore[assignment]
+    rows.available_memory = lambda device: SIZE * free  # type: ignore[assignment]
     devices.HAS_BF16 = rank != 2
     other = make_recipe()
     other.save_folder = f"/machine{rank}/runs"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmfoundry.builders.job import build_autocast, weight_dtype
+from llmfoundry.builders.model import build_autocast, weight_dtype
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llmfoundry.builders.job import build_autocast
+from llmfoundry.builders.model import build_autocast
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World

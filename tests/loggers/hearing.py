@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.loggers.background_queue import BackgroundWriter, RunFacts, milliseconds
-from llmfoundry.loggers.tracker import make_target
+from llmfoundry.loggers.writers import make_target
 from llmfoundry.recipe.logger import LoggerConfig
 
 

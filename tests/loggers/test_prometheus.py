@@ -23,7 +23,7 @@ import pytest
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event
 from llmfoundry.loggers.background_queue import BackgroundWriter
-from llmfoundry.loggers.tracker import stores
+from llmfoundry.loggers.writers import stores
 from llmfoundry.recipe.logger import LoggerConfig
 from tests.loggers.hearing import Hears, closed_port, facts, finish, writer
 from tests.tiny import ROOT

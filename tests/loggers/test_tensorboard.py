@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.loggers.tracker import log_evaluation
+from llmfoundry.loggers.writers import log_evaluation
 from llmfoundry.recipe.logger import LoggerConfig
 from tests.loggers.hearing import Hears, facts, finish, writer
 

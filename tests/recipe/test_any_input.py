@@ -25,7 +25,7 @@ import pytest
 import torch
 from mutations import SCRIPTS, Case, case, prepare_folder
 
-from llmfoundry.builders.job import attention_refusal, build_root, experts_refusal, with_defaults
+from llmfoundry.builders.model import attention_refusal, build_root, experts_refusal, with_defaults
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.plan import fit
 from llmfoundry.plan.fit import choose_microbatch, with_guessed_vocabulary

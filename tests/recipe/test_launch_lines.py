@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import sketch
 from llmfoundry.plan import fit
 from llmfoundry.plan.fit import Fit, choose_fit, with_guessed_vocabulary

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.builders.pretrained import open_pretrained
-from llmfoundry.builders.resume import load_checkpoint, open_checkpoint
-from llmfoundry.builders.streamed import streamed_state
-from llmfoundry.commands.convert import ALONE, convert
+from llmfoundry.commands.convert import convert, streamed_state
 from llmfoundry.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder

@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.plan.fit import (
-    USABLE,
-    checkpointing_line,
-    choose_fit,
-    with_guessed_vocabulary,
-    with_level,
-)
+from llmfoundry.plan.fit import checkpointing_line, choose_fit, with_guessed_vocabulary, with_level
 from llmfoundry.plan.memory import estimate
+from llmfoundry.plan.rows import USABLE
 from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.front.load import load
 from llmfoundry.recipe.front.paths import YAMLS

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
-from llmfoundry.builders.job import with_defaults
+from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import build_clock
 from llmfoundry.data.loader import Loader
 from llmfoundry.distributed.launch import World

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmfoundry.builders.job import build_root
+from llmfoundry.builders.model import build_root
 from llmfoundry.builders.pretrained import open_pretrained
-from llmfoundry.commands.convert import ALONE
+from llmfoundry.distributed.launch import ALONE
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
 from llmfoundry.recipe.scripts.train import TrainRecipe

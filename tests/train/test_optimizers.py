@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from llmfoundry.builders.job import matmul_dtype
+from llmfoundry.builders.model import matmul_dtype
 from llmfoundry.checkpoint.load import load_training_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.builders.job import build_root, with_defaults
+from llmfoundry.builders.checkpoint import load_checkpoint
+from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.builders.models import of_run
-from llmfoundry.builders.resume import load_checkpoint
 from llmfoundry.commands.convert import convert
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

@@ -11,11 +11,11 @@ import torch
 import yaml
 from torch import Tensor
 
+from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.pretrained import fill_model, open_pretrained
-from llmfoundry.builders.resume import load_checkpoint
-from llmfoundry.commands.convert import ALONE, convert
+from llmfoundry.commands.convert import convert
 from llmfoundry.commands.train import train
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantize_frozen

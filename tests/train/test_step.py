@@ -13,15 +13,9 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import total_norm
 from llmfoundry.recipe.optimizer import OPTIMIZERS, GradientClippingConfig, OptimizerConfig
+from llmfoundry.train.objective import CrossEntropy, Look
 from llmfoundry.train.optim.optimizers import new_optimizer
-from llmfoundry.train.step import (
-    CrossEntropy,
-    Guard,
-    Look,
-    StepResult,
-    StepSettings,
-    train_step,
-)
+from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
 from tests.models.test_decoder import make_config
 
 CPU = torch.device("cpu")

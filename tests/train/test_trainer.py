@@ -121,7 +121,7 @@ def test_seeding_leaves_nothing_behind_for_a_gpu_that_never_comes(place: Path) -
             r" or parallel.activation_checkpointing=true \(tried to allocate \d+ bytes\)$",
         ),
         (
-            "llmfoundry.builders.evaluate.validate",
+            "llmfoundry.builders.evaluation.validate",
             r"^device_eval_batch_size: the evaluation ran out of memory at 4; write 2 \(tried",
         ),
         (

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from llmfoundry.builders.job import Job
-from llmfoundry.builders.preference import build_objective
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
@@ -26,19 +25,61 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, enough_memory
-from llmfoundry.files import write_json
+from llmfoundry.files import read_json, write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
 from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
 from llmfoundry.gauntlet.questions import EvaluatedModel
-from llmfoundry.loggers.pages.report import read_json_if_there
+from llmfoundry.loggers.console import format_gib
+from llmfoundry.models.adapter import switched_off
 from llmfoundry.models.attention import longest_document
+from llmfoundry.models.decoder import Root
+from llmfoundry.ops.loss import chunk_tokens
+from llmfoundry.plan.rows import USABLE, memory_of_process, microbatches
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.train.preference import Preference, build_preference
 from llmfoundry.train.validation import validate, validate_answers
 
 Record = Callable[[int, GauntletResult, list[Answered]], None]
+MOST_ROWS = 8  # of max_seq_len that are evaluated at a time by themselves: more is not faster
+
+
+def evaluation_rows(recipe: TrainRecipe, root: Root, world: World) -> int:
+    """Rows of max_seq_len that a model by itself evaluates at a time; every process calls it.
+
+    The most of those that training would choose from of which a forward pass fits beside the
+    weights: of each token the widest layer's activations, attention's logits, and the keys and
+    values of all layers, which an answer is generated from.
+
+    Args:
+        recipe: filled.
+        root: its model, on the meta device.
+        world: this process.
+
+    Raises:
+        UserError: the weights alone do not fit.
+    """
+    room = int(USABLE * memory_of_process(world))
+    held = sum(p.nbytes for p in root.parameters())
+    if held > room:
+        raise UserError(
+            f"checkpoint: the weights of {recipe.run_name} take {format_gib(held / 2**30)}, and"
+            f" {format_gib(room / 2**30)} are free; write precision=bf16, or take another machine"
+        )
+    model, ffn = recipe.model, recipe.model.ffn_config
+    assert model.attn_config.kv_n_heads and ffn.ffn_hidden_size and model.vocab_size, "filled"
+    head_dim = model.head_dim or model.d_model // model.n_heads
+    cached = 2 * model.n_layers * model.attn_config.kv_n_heads * head_dim
+    widest = 8 * model.d_model + 4 * ffn.ffn_hidden_size * (ffn.moe_top_k or 1)
+    token = 4 * (widest + cached + model.n_heads * recipe.max_seq_len)
+    logits = 12 * model.vocab_size * chunk_tokens(model.vocab_size, world.device)
+    sizes = microbatches(recipe, MOST_ROWS, world.device)
+    fitting = [n for n in sizes if held + logits + token * n * recipe.max_seq_len <= room]
+    return (fitting or sizes[-1:])[0]
 
 
 def build_evaluate(
@@ -309,7 +350,7 @@ class EvalBudget:
         """What this run decided before, for the same fraction."""
         if not self._file.is_file():
             return None
-        kept = read_json_if_there(self._file)
+        kept = read_json(self._file)
         return float(kept["share"]) if kept["max_fraction"] == self._max_fraction else None
 
 
@@ -324,3 +365,14 @@ def _seconds_of_all(gauntlet: Gauntlet, model: EvaluatedModel) -> float:
 def ladder(share: float) -> float:
     """The next of 1, 1/2, 1/4, … at or below a share: equal runs should ask equal rows."""
     return 1.0 if share >= 1 else 2.0 ** math.floor(math.log2(max(share, 2**-20)))
+
+
+def build_objective(job: Job) -> Preference | None:
+    """The recipe's method of preference tuning; None: the cross-entropy."""
+    recipe = job.recipe
+    if not isinstance(recipe, FinetuneRecipe):
+        return None
+    by_adapter = recipe.preference.reference == "adapter"
+    return build_preference(
+        recipe.preference, partial(switched_off, job.root.model) if by_adapter else None
+    )

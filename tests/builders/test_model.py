@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.builders.job import (
+from llmfoundry.builders.evaluation import MOST_ROWS, evaluation_rows
+from llmfoundry.builders.model import (
     attention_refusal,
     build_autocast,
     build_root,
@@ -18,7 +19,9 @@ from llmfoundry.builders.job import (
     with_defaults,
 )
 from llmfoundry.distributed.launch import World
+from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
+from llmfoundry.plan import rows
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from tests.tiny import write_recipe
@@ -104,3 +107,22 @@ def test_backends_that_need_a_gpu_are_refused_on_a_cpu(tmp_path: Path, recipe: T
     assert experts_refusal(mixture, CPU) is None
     mixture.model.ffn_config.moe_impl = "megablocks"
     assert experts_refusal(mixture, CPU)
+
+
+def test_an_evaluation_takes_the_rows_whose_forward_pass_fits(
+    recipe: TrainRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that training would fit with, which may have been spread over many machines."""
+    recipe.max_seq_len, recipe.device_train_microbatch_size = 64, "auto"
+    root, world = build_root(recipe), World(0, 1, 0, CPU)
+    held = sum(p.nbytes for p in root.parameters())
+    found = []
+    for available in (held * 1.2, held * 1.2 + 2**28, 2**40):
+        monkeypatch.setattr(rows, "available_memory", lambda device, n=available: int(n))
+        found.append(evaluation_rows(recipe, root, world))
+    assert found[0] == 1 and found == sorted(found) and found[-1] == MOST_ROWS
+    recipe.device_train_microbatch_size = 2
+    assert evaluation_rows(recipe, root, world) == 2
+    monkeypatch.setattr(rows, "available_memory", lambda device: held)
+    with pytest.raises(UserError, match="checkpoint: the weights"):
+        evaluation_rows(recipe, root, world)
