@@ -354,11 +354,9 @@ def our_loader(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
     from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
     from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
-    from llmfoundry.data.mds_source import MDSTexts
-    from llmfoundry.data.mixture import ONLY, Mixture, Phase
-    from llmfoundry.data.order import Order
+    from llmfoundry.data.order import ONLY, Mixture, Order, Phase
     from llmfoundry.data.shard_index import read_index
-    from llmfoundry.data.sources import OrderedStream, RowOptions, open_source
+    from llmfoundry.data.sources import MDSTexts, OrderedStream, RowOptions, open_source
     from llmfoundry.ops.devices import keep_memory
 
     keep_memory()

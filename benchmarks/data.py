@@ -62,14 +62,13 @@ from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.loader import BatchPrefetcher
-from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
+from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.prepare import prepare_corpus
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.token_rows import StreamIndex
+from llmfoundry.data.token_shards import StreamIndex, TokenWriter
 from llmfoundry.distributed.launch import join
 from llmfoundry.files import write_json
 from llmfoundry.loggers.tracker import Tracker

@@ -35,7 +35,7 @@ from benchmarks.harness import (
     timed,
     write,
 )  # fmt: skip
-from llmfoundry.data.preparation.read.corpus import Corpus
+from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.data import DataConfig

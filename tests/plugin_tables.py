@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from llmfoundry.data.preparation.read.readers import FILE_TYPES
+from llmfoundry.data.preparation.readers import FILE_TYPES
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 from llmfoundry.recipe.architecture.attention import NORMS
 from llmfoundry.recipe.front import plugins

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.preparation.write.token_writer import TokenWriter
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.token_rows import StreamIndex
+from llmfoundry.data.token_shards import StreamIndex, TokenWriter
 from llmfoundry.files import write_json
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

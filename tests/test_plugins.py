@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import local_engine
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.read.readers import is_readable
+from llmfoundry.data.preparation.readers import is_readable
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.memory import estimate
@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llmfoundry.data.preparation.read.readers import FILE_TYPES, FileType
+from llmfoundry.data.preparation.readers import FILE_TYPES, FileType
 from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 from llmfoundry.recipe.architecture.attention import NORMS, NormType
@@ -228,7 +228,7 @@ def test_processes_that_prepare_have_it_and_a_changed_reader_prepares_anew(
     place: Path, forget: Callable[[], None]
 ) -> None:
     reader = """
-from llmfoundry.data.preparation.read.readers import FILE_TYPES, FileType
+from llmfoundry.data.preparation.readers import FILE_TYPES, FileType
 
 FILE_TYPES[".tsv"] = FileType(lambda source, column: enumerate(source.whole().decode().split()))
 """

@@ -116,8 +116,7 @@ def corpus(device: torch.device, *, tokens: int, folder: Path = Path(CORPUS)) ->
     import numpy as np
 
     from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-    from llmfoundry.data.preparation.write.token_writer import TokenWriter
-    from llmfoundry.data.token_rows import StreamIndex
+    from llmfoundry.data.token_shards import StreamIndex, TokenWriter
     from llmfoundry.files import write_json
     from llmfoundry.recipe.data import DataConfig
     from llmfoundry.recipe.tokenizer import TokenizerConfig

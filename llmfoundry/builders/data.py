@@ -19,12 +19,13 @@ import numpy as np
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.data.loader import Loader, RowFormat, Stream
-from llmfoundry.data.mds_source import MDSTexts, MDSTokens
-from llmfoundry.data.mixture import ONLY, Mixture, Phase, stream_key, stream_weights
-from llmfoundry.data.order import Order
+from llmfoundry.data.order import ONLY, Mixture, Order, Phase, stream_key, stream_weights
+from llmfoundry.data.preparation.bad_rows import BadRowsError
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.shard_index import Index, read_index, with_sample
 from llmfoundry.data.sources import (
+    MDSTexts,
+    MDSTokens,
     OrderedStream,
     RowOptions,
     TokenSource,
@@ -32,17 +33,17 @@ from llmfoundry.data.sources import (
     open_source,
     too_short,
 )
-from llmfoundry.data.supervised.bad_rows import BadRowsError
-from llmfoundry.data.supervised.pack import (
+from llmfoundry.data.supervised.prepare_rows import Store, prepare_rows
+from llmfoundry.data.supervised.rows import (
     PackedExamples,
     PackOptions,
+    SupervisedHeldOut,
+    SupervisedSource,
     bad_lines,
+    brings_others,
     open_rows,
     packing_summary,
 )
-from llmfoundry.data.supervised.prepare_rows import prepare_rows
-from llmfoundry.data.supervised.source import SupervisedHeldOut, SupervisedSource, brings_others
-from llmfoundry.data.supervised.store import Store
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, probe
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0

@@ -26,7 +26,7 @@ from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.migrate import prepare
 from llmfoundry.commands.track import run_with_record
-from llmfoundry.data.preparation.read.inputs import find_files
+from llmfoundry.data.preparation.readers import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table

@@ -28,8 +28,7 @@ from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.loader import Loader
-from llmfoundry.data.make_batch import Row
+from llmfoundry.data.loader import Loader, Row
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

@@ -7,10 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to
-from llmfoundry.data.preparation.write.manifest import manifest_summary
-from llmfoundry.data.preparation.write.output_folder import OutputFolder
-from llmfoundry.data.preparation.write.outputs import Output, token_output
+from llmfoundry.data.preparation.output_folder import OutputFolder
+from llmfoundry.data.preparation.prepare import (
+    ExecutionOptions,
+    manifest_summary,
+    prepare_corpus,
+    prepare_to,
+)
+from llmfoundry.data.preparation.write import Output, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.scripts.prepare import PrepareConfig, PrepareRecipe

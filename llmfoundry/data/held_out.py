@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmfoundry.data.make_batch import Row, Rows
-from llmfoundry.data.mds_source import MDSTexts, MDSTokens
+from llmfoundry.data.loader import Row, Rows
+from llmfoundry.data.sources import MDSTexts, MDSTokens
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import pack_texts
-from llmfoundry.data.token_rows import TokenDataset
+from llmfoundry.data.token_shards import TokenDataset
 from llmfoundry.ops.packed_layout import Batch
 
 

@@ -19,7 +19,7 @@ from llmfoundry.data.fetch.copies import some_of
 from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
-from llmfoundry.data.token_rows import FORMAT, StreamIndex
+from llmfoundry.data.token_shards import FORMAT, StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_file
 

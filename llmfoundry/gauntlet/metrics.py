@@ -20,7 +20,7 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from llmfoundry.data.instructions import checks
+from llmfoundry.gauntlet import checks
 from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score, TaskConfig, TaskRow
 
 TIE = 1e-6  # nats per unit compared; closer numbers are the same up to rounding

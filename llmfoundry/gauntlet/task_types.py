@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry.data.instructions import checks
+from llmfoundry.gauntlet import checks
 from llmfoundry.gauntlet.metrics import (
     CHOICE_CALIBRATION,
     LM_CALIBRATION,

@@ -12,8 +12,7 @@ import pytest
 
 from llmfoundry.commands.inspect_data import PartFacts, RowFacts, inspect_data, learned_lines
 from llmfoundry.commands.train import train
-from llmfoundry.data.loader import Loader
-from llmfoundry.data.make_batch import Rows
+from llmfoundry.data.loader import Loader, Rows
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.argv import parse
 from llmfoundry.recipe.front.load import checked, load

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from llmfoundry import bounded
 from llmfoundry.data.text import bounded_backend
-from llmfoundry.data.text.bounded_backend import BoundedBackend, open_backend
+from llmfoundry.data.text.bounded_backend import PATTERNS, BoundedBackend, is_linear, open_backend
 from llmfoundry.data.text.bpe import bytes_backend, train_backend
-from llmfoundry.data.text.linear import PATTERNS, is_linear
 from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer
 from llmfoundry.errors import UserError
 from tests.data.hostile_tokenizers import HOSTILE_TOKENIZERS

@@ -17,9 +17,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from llmfoundry.data.supervised.encode import Encoder
 from llmfoundry.data.supervised.formats import Example, example_of, example_or_error
-from llmfoundry.data.supervised.turns import ExampleOptions, SegmentedText
+from llmfoundry.data.supervised.loss_mask import Encoder, ExampleOptions, SegmentedText
 from llmfoundry.data.text.chat_template import template_of
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError

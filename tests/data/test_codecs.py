@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.mds import checksums, codecs
+from llmfoundry.data.mds import codecs
 from llmfoundry.errors import UserError
 
 DATA = b"mosaic data shard " * 9
@@ -163,11 +163,11 @@ def test_suffixes_are_mosaicml_streamings() -> None:
     assert [codecs.suffix(n) for n in names] == [".zstd", ".gz", ".br", ".snappy", ".bz2"]
 
 
-@pytest.mark.parametrize("algorithm", checksums.HASHLIB)
+@pytest.mark.parametrize("algorithm", codecs.HASHLIB)
 def test_hashlibs_digests_do_not_depend_on_the_chunks(algorithm: str) -> None:
     expected = hashlib.new(algorithm, DATA).hexdigest()
-    assert checksums.digest(algorithm, [DATA]) == expected
-    assert checksums.digest(algorithm, [DATA[:7], b"", memoryview(DATA)[7:]]) == expected
+    assert codecs.digest(algorithm, [DATA]) == expected
+    assert codecs.digest(algorithm, [DATA[:7], b"", memoryview(DATA)[7:]]) == expected
 
 
 def test_xxhashs_digests_are_those_of_its_specification() -> None:
@@ -180,13 +180,13 @@ def test_xxhashs_digests_are_those_of_its_specification() -> None:
         "xxh3_128": "99aa06d3014798d86001c324468d497f",
         "xxh128": "99aa06d3014798d86001c324468d497f",
     }
-    assert {name: checksums.digest(name, []) for name in checksums.XXHASH} == empty
+    assert {name: codecs.digest(name, []) for name in codecs.XXHASH} == empty
 
 
 def test_an_unknown_or_missing_hash_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("crc32", "shake_128", "new"):
         with pytest.raises(UserError, match=f"hash '{name}': no such algorithm; write one of"):
-            checksums.digest(name, [b""])
+            codecs.digest(name, [b""])
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(UserError, match=r"pip install xxhash$"):
-        checksums.digest("xxh64", [b""])
+        codecs.digest("xxh64", [b""])

@@ -17,11 +17,10 @@ from llmfoundry.data.fetch import copies, download, remote_errors
 from llmfoundry.data.fetch.copies import COPIES, some_of
 from llmfoundry.data.fetch.remote_backends import without_secrets
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-from llmfoundry.data.mds.writer import MDSWriter
-from llmfoundry.data.mds_source import MDSTokens
+from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index, with_sample
-from llmfoundry.data.sources import OrderedStream, RowOptions, open_source
+from llmfoundry.data.sources import MDSTokens, OrderedStream, RowOptions, open_source
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmfoundry.data.preparation.read.corpus import Corpus, Document
+from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 
@@ -284,9 +284,9 @@ class TestHuggingFaceDatasets:
     def test_a_hub_dataset_is_streamed_file_by_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from llmfoundry.data.preparation.read import hub
+        from llmfoundry.data.preparation import corpus as corpus_module
 
-        monkeypatch.setattr(hub, "dataset_folder", lambda config: None)  # as a hub id is taken
+        monkeypatch.setattr(corpus_module, "dataset_folder", lambda config: None)  # a hub id
         folder = tmp_path / "words"
         folder.mkdir()
         for n in range(3):

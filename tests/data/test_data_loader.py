@@ -22,18 +22,17 @@ import torch
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
-from llmfoundry.data.mds_source import MDSTexts
-from llmfoundry.data.mixture import Mixture, Phase
-from llmfoundry.data.order import Order
+from llmfoundry.data.order import Mixture, Order, Phase
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import (
+    MDSTexts,
     OrderedStream,
     RowOptions,
     TokenSource,
     open_source,
     tokens_left_out,
 )
-from llmfoundry.data.token_rows import TokenDataset
+from llmfoundry.data.token_shards import TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from tests.shards import bytes_tokenizer, write_mds, write_tokens

@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry.data.preparation.prepare import Prepared, prepare_corpus
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.split import (
+from llmfoundry.data.preparation import write as write_module
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.plan import (
     content_hash,
     make_split,
     tail_start,
     training_sample,
 )
-from llmfoundry.data.preparation.write import encode
-from llmfoundry.data.preparation.write.encode import cuts_at_lines, split_text
+from llmfoundry.data.preparation.prepare import Prepared, prepare_corpus
+from llmfoundry.data.preparation.write import cuts_at_lines, split_text
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -137,7 +137,7 @@ def test_fingerprint_names_the_tokens_and_not_their_place(tmp_path: Path, plain:
 def test_streams_do_not_depend_on_the_number_of_threads(
     tmp_path: Path, plain: Tokenizer, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "_CHUNK", 100)
+    monkeypatch.setattr(write_module, "_CHUNK", 100)
     config = write(tmp_path, documents())
     config.num_workers = workers
     prepared = prepare_corpus(config, plain, progress=False)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.preparation.choose.deduplicate import (
+from llmfoundry.data.preparation.choose import (
     deduplicate,
     find_repeats,
     read_drops,
     searches,
     signatures,
+    words,
 )
-from llmfoundry.data.preparation.choose.minhash import words
 from llmfoundry.errors import UserError
 
 _VOCABULARY = [f"{a}{b}{c}" for a in "bdfklmnprst" for b in "aeiou" for c in "lmnrst"]

@@ -22,12 +22,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmfoundry.data.preparation import pipeline
+from llmfoundry.data.preparation import files, prepare
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.files import Input, InputFile
 from llmfoundry.data.preparation.prepare import prepare_corpus
-from llmfoundry.data.preparation.read import remote_input
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.read.open_files import Input, InputFile
-from llmfoundry.data.preparation.write.parts import make_part
+from llmfoundry.data.preparation.write import make_part
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -273,7 +272,7 @@ def test_a_corpus_that_changes_while_it_is_read_is_not_kept(
             more_text.write('{"text": "another"}\n')
         return part
 
-    monkeypatch.setattr(pipeline, "make_part", changing)
+    monkeypatch.setattr(prepare, "make_part", changing)
     with pytest.raises(UserError, match=r"data: files of the corpus changed while they were read"):
         prepare_corpus(config, tokenizer, progress=False)
     monkeypatch.undo()
@@ -286,7 +285,7 @@ def test_a_file_of_unknown_length_at_a_url_is_not_taken_for_empty(
 ) -> None:
     """As servers that make a page when it is asked for; fsspec then says None."""
     entry = {"https://host/a.txt": {"type": "file", "size": None}}
-    monkeypatch.setattr(remote_input, "_find", lambda backend: entry)
+    monkeypatch.setattr(files, "_find", lambda backend: entry)
     assert "does not say how long https://host/a.txt is" in refused("https://host/a.txt")
 
 

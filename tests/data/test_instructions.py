@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.instructions.checks import check_problems, meets_checks
-from llmfoundry.data.instructions.instruction_rows import (
+from llmfoundry.data.instructions import (
     LIST_TASKS,
     TASKS,
     draw_exchange,
     instruction_rows,
+    world_facts,
 )
-from llmfoundry.data.instructions.knowledge import world_facts
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.checks import check_problems, meets_checks
 
 
 def rows(task: str, n: int = 60, **options: Any) -> list[dict[str, Any]]:

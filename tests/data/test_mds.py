@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.mds.shard import MDSIndex, MDSShard
-from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.mds.shard import MDSIndex, MDSShard, MDSWriter
 from llmfoundry.errors import UserError
 
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from llmfoundry.data.mds.codecs import decompress
-from llmfoundry.data.mds.shard import MDSIndex, MDSShard
-from llmfoundry.data.mds.writer import MDSWriter, merge_index
+from llmfoundry.data.mds.shard import MDSIndex, MDSShard, MDSWriter, merge_index
 
 DTYPES = (
     *("uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32"),

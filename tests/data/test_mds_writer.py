@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.mds import writer as mds_writer
-from llmfoundry.data.mds.shard import MDSIndex, MDSShard
-from llmfoundry.data.mds.writer import MDSWriter, merge_index
+from llmfoundry.data.mds import shard as mds_writer
+from llmfoundry.data.mds.shard import MDSIndex, MDSShard, MDSWriter, merge_index
 from llmfoundry.errors import UserError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from llmfoundry.data.mixture import Mixture, Phase, stream_weights
+from llmfoundry.data.order import Mixture, Phase, stream_weights
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import StreamConfig
 

@@ -13,12 +13,10 @@ import torch
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
-from llmfoundry.data.mds.writer import MDSWriter
-from llmfoundry.data.mds_source import MDSTexts
-from llmfoundry.data.mixture import Mixture, Phase
-from llmfoundry.data.order import Order
+from llmfoundry.data.mds.shard import MDSWriter
+from llmfoundry.data.order import Mixture, Order, Phase
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import RowOptions, open_source
+from llmfoundry.data.sources import MDSTexts, RowOptions, open_source
 from llmfoundry.data.text_packing import PackedStream, PackingRatio, group_rows, pack_texts, probe
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE

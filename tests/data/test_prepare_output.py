@@ -23,12 +23,11 @@ import zstandard
 from llmfoundry.commands.prepare_data import prepare_data
 from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.mds_source import MDSColumn
-from llmfoundry.data.preparation import tasks
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.write import parts
+from llmfoundry.data.preparation import plan, write
+from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.token_rows import StreamIndex, TokenDataset
+from llmfoundry.data.sources import MDSColumn
+from llmfoundry.data.token_shards import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.scripts.prepare import PrepareRecipe
@@ -286,21 +285,21 @@ def test_text_at_a_url_is_prepared_to_a_url(source: Path, store: Any) -> None:
 def test_a_preparation_to_a_url_is_gone_on_with(
     source: Path, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "_SMALLEST", 1000)
+    monkeypatch.setattr(plan, "_SMALLEST", 1000)
     there = recipe(source, "prepare.output=memory://bucket/out")
     prepare_data(there)
     whole = {name: store.cat_file(name) for name in store.find("/bucket")}
     store.rm("/bucket", recursive=True)
     made: list[str] = []
 
-    def stop(job: parts.PartSettings, task: tasks.Task, *rest: object) -> object:
+    def stop(job: write.PartSettings, task: plan.Task, *rest: object) -> object:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(task.part)
-        return parts.make_part(job, task)
+        return write.make_part(job, task)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llmfoundry.data.preparation.pipeline.make_part", stop)
+        patch.setattr("llmfoundry.data.preparation.prepare.make_part", stop)
         prepare_data(there)
     kept = store.find("/bucket/out/train", detail=True)
     assert len(kept) == 2

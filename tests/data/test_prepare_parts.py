@@ -15,15 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmfoundry.data.preparation import tasks as tasks_module
+from llmfoundry.data.preparation import plan as plan_module
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.files import Input
+from llmfoundry.data.preparation.output_folder import OutputFolder
+from llmfoundry.data.preparation.plan import content_hash, cut_tasks
 from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.read.open_files import Input
-from llmfoundry.data.preparation.split import content_hash
-from llmfoundry.data.preparation.tasks import cut_tasks
-from llmfoundry.data.preparation.write.output_folder import OutputFolder
-from llmfoundry.data.preparation.write.outputs import token_output
-from llmfoundry.data.preparation.write.parts import WORK, PartSettings, make_part
+from llmfoundry.data.preparation.write import WORK, PartSettings, make_part, token_output
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -37,7 +35,7 @@ def plain() -> Tokenizer:
 
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "_SMALLEST", 2000)
+    monkeypatch.setattr(plan_module, "_SMALLEST", 2000)
 
 
 def documents(n: int = 200) -> list[str]:
@@ -163,25 +161,25 @@ def test_an_error_in_a_process_is_the_line_and_finished_parts_stay(
     os.utime(last, ns=(times.st_atime_ns, times.st_mtime_ns))
     made: list[str] = []
 
-    def spy(job: PartSettings, task: tasks_module.Task, *rest: object) -> object:
+    def spy(job: PartSettings, task: plan_module.Task, *rest: object) -> object:
         made.append(task.part)
         return make_part(job, task)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmfoundry.data.preparation.pipeline.make_part", spy)
+        patch.setattr("llmfoundry.data.preparation.prepare.make_part", spy)
         assert run(tmp_path / "out", tmp_path / "data", plain) == whole
     assert 0 < len(made) < 5 < len(finished)  # those of the corrected file
 
 
 _SCRIPT = """
 import sys
-from llmfoundry.data.preparation import tasks
-tasks._SMALLEST = 2000
+from llmfoundry.data.preparation import plan
+plan._SMALLEST = 2000
 sys.path.insert(0, sys.argv[3])
 from test_prepare_parts import Tokenizer, bytes_backend, END_OF_TEXT, run
 from pathlib import Path
 if __name__ == "__main__":
-    import llmfoundry.data.preparation.write.parts as parts
+    import llmfoundry.data.preparation.write as parts
     write = parts.OutputFolder.write
     def slow(place, name, data):
         write(place, name, data)
@@ -226,14 +224,14 @@ def test_a_killed_cache_is_gone_on_with(tmp_path: Path, plain: Tokenizer) -> Non
     made.rename(made.with_name("aside"))
     stopped: list[int] = []
 
-    def stop(job: PartSettings, task: tasks_module.Task, *rest: object) -> object:
+    def stop(job: PartSettings, task: plan_module.Task, *rest: object) -> object:
         if task.number == 3:
             raise KeyboardInterrupt
         stopped.append(task.number)
         return make_part(job, task)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmfoundry.data.preparation.pipeline.make_part", stop)
+        patch.setattr("llmfoundry.data.preparation.prepare.make_part", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare_corpus(config, plain, progress=False)
     (left,) = (tmp_path / "cache/tokens").glob("*.tmp.*")
@@ -269,6 +267,6 @@ def test_a_worker_ends_when_the_main_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_workers_import_is_light() -> None:
-    script = "import sys, llmfoundry.data.preparation.write.parts as _;"
+    script = "import sys, llmfoundry.data.preparation.write as _;"
     script += " print({'torch', 'datasets'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", script]) == b"set()\n"

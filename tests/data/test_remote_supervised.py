@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.data.fetch import download
-from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 from tests.data.test_supervised import chats, opened, rows_of

@@ -16,12 +16,11 @@ import torch
 from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.held_out import Chain, MDSDocuments, MDSRows, TokenShards
-from llmfoundry.data.make_batch import Rows
+from llmfoundry.data.loader import Rows
 from llmfoundry.data.mds.index import MDSIndex
-from llmfoundry.data.mds.writer import MDSWriter
-from llmfoundry.data.mds_source import MDSTokens
+from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import RowOptions, TokenSource, open_source
+from llmfoundry.data.sources import MDSTokens, RowOptions, TokenSource, open_source
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens
@@ -124,7 +123,7 @@ def test_many_shards_are_read_with_few_open(
 ) -> None:
     given = [np.full(100, n, np.int32) for n in range(20)]
     write(tmp_path, "ndarray:int32", given)
-    monkeypatch.setattr("llmfoundry.data.mds_source._OPEN_SHARDS", 2)
+    monkeypatch.setattr("llmfoundry.data.sources._OPEN_SHARDS", 2)
     source = opened(tmp_path)
     order = np.random.default_rng(0).permutation(20).tolist()
     rows = {n: source.row(n).ids for n in [*order, *order]}

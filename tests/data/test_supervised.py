@@ -22,11 +22,10 @@ import torch
 from llmfoundry import bounded
 from llmfoundry.builders.data import Data, build_loader, open_data
 from llmfoundry.data.held_out import validation_batches
-from llmfoundry.data.loader import BatchPrefetcher, Loader
-from llmfoundry.data.make_batch import Row
-from llmfoundry.data.mds.writer import MDSWriter
+from llmfoundry.data.loader import BatchPrefetcher, Loader, Row
+from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.supervised.pack import best_fit, cut_lengths, pack_examples
+from llmfoundry.data.supervised.rows import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llmfoundry.data.supervised.encode import Encoded, Encoder
 from llmfoundry.data.supervised.formats import example_of
+from llmfoundry.data.supervised.loss_mask import Encoded, Encoder, ExampleOptions, Segment
 from llmfoundry.data.supervised.reader import RowReader
-from llmfoundry.data.supervised.turns import ExampleOptions, Segment
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.supervised import SupervisedConfig

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry.data import token_rows as tokens_module
+from llmfoundry.data import token_shards as tokens_module
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
-from llmfoundry.data.preparation.write.token_writer import TokenWriter
-from llmfoundry.data.token_rows import StreamIndex, TokenDataset
+from llmfoundry.data.token_shards import StreamIndex, TokenDataset, TokenWriter
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 

@@ -16,7 +16,7 @@ from llmfoundry.builders.preference import WEIGHTS, identity_of, open_reference,
 from llmfoundry.builders.resume import Start
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.data.held_out import validation_batches
-from llmfoundry.data.make_batch import Row, Rows
+from llmfoundry.data.loader import Row, Rows
 from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.distributed.launch import World

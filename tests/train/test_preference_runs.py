@@ -16,7 +16,7 @@ import yaml
 
 from llmfoundry.builders.data import open_data
 from llmfoundry.builders.preference import with_places
-from llmfoundry.data.instructions.instruction_rows import instruction_rows
+from llmfoundry.data.instructions import instruction_rows
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.front.typed import Problem, build

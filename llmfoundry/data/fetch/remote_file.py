@@ -1,6 +1,6 @@
 """A file at a URL as a seekable one: each request is for what is about to be read.
 
-`remote_input` reads corpora so, and a checkpoint's reader the tensors that a process needs.
+`preparation.files` reads corpora so, and a checkpoint's reader the tensors that a process needs.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from llmfoundry.data.file_spec import (
     in_words,
 )
 from llmfoundry.data.mds import codecs
-from llmfoundry.data.mds.checksums import digest
+from llmfoundry.data.mds.codecs import digest
 from llmfoundry.errors import UserError
 from llmfoundry.files import LockedFile, lock, try_lock
 

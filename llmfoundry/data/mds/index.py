@@ -24,7 +24,7 @@ import numpy as np
 
 from llmfoundry.data.file_spec import CompressedFile, FileSpec, named_twice, wrong_name
 from llmfoundry.data.mds import codecs
-from llmfoundry.data.mds.encodings import encoded_size
+from llmfoundry.data.mds.codecs import encoded_size
 from llmfoundry.errors import UserError
 
 _BINARY = "llmfoundry-mds-index 1"

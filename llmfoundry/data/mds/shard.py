@@ -1,8 +1,10 @@
-"""`MDSShard`: a shard of mosaicml-streaming's format, read where it lies.
+"""`MDSShard` and `MDSWriter`: mosaicml-streaming's shards, read where they lie and written.
 
 The data sources open a shard when they first need a sample of it. The file is mapped, not read: a
 `bytes` or `ndarray` value is a view of the map and costs no copy. What the index, the offsets and
-the columns' sizes say is compared, so a file that was cut short is an error with its place.
+the columns' sizes say is compared, so a file that was cut short is an error with its place. The
+preparation writes: shards come out as they fill, and `index.json` last, so a folder without one was
+not finished.
 
 Layout, little-endian: u32 N; u32 offsets[N + 1] from the file's start; JSON of the columns; the
 samples. A sample: u32 size of each column whose values differ in size, then the columns' values.
@@ -10,20 +12,32 @@ samples. A sample: u32 size of each column whose values differ in size, then the
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.mds.encodings import CODING_ERRORS, find_encoding
+from llmfoundry.data.file_spec import INDEX
+from llmfoundry.data.mds import codecs
+from llmfoundry.data.mds.codecs import (
+    CODING_ERRORS,
+    Encoding,
+    check_algorithm,
+    digest,
+    find_encoding,
+)
 from llmfoundry.data.mds.index import Columns, MDSIndex
 from llmfoundry.errors import UserError
+from llmfoundry.files import atomic_file, atomic_write
 
 __all__ = ["MDSIndex", "MDSShard"]
 
@@ -169,3 +183,220 @@ def _find_decoder(encoding: str) -> Callable[[memoryview], Any]:
 
 def _refuse(data: memoryview, *, reason: str) -> Any:
     raise ValueError(reason)
+
+
+_LONGEST = (1 << 32) - 1  # offsets are u32
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]?b)?", re.IGNORECASE)
+_FACTOR = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
+
+
+class MDSWriter:
+    """Writes samples into shards, and the index when it is left without an error.
+
+    Attributes:
+        n_samples: written so far.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        columns: Mapping[str, str],
+        compression: str | None = None,
+        hashes: Iterable[str] = (),
+        size_limit: int | str | None = 1 << 26,
+    ) -> None:
+        """Begin a dataset.
+
+        Args:
+            folder: where; made if missing.
+            columns: name to encoding, such as {"tokens": "ndarray:int32"}.
+            compression: of the shards, such as zstd:3; None for none.
+            hashes: algorithms whose digests the index shall hold, such as xxh64.
+            size_limit: bytes of a shard before compression, or "64mb" (of 1024 x 1024); None or 0
+                for one shard. A larger sample gets a shard of its own.
+
+        Raises:
+            UserError: an argument cannot be, or the folder holds a dataset already.
+        """
+        if not columns:
+            raise UserError(f"{folder}: columns: there are none; give each a name and an encoding")
+        self._folder = folder
+        self._encodings = [(n, _find_encoding(n, columns[n])) for n in sorted(columns)]
+        self._config: dict[str, Any] = {
+            "version": 2,
+            "format": "mds",
+            "compression": compression or None,
+            "hashes": sorted(set(hashes)),
+            "size_limit": _parse_size(size_limit),
+            "column_names": [name for name, _ in self._encodings],
+            "column_encodings": [columns[name] for name, _ in self._encodings],
+            "column_sizes": [encoding.size for _, encoding in self._encodings],
+        }
+        self._head = struct.Struct(f"<{self._config['column_sizes'].count(None)}I")
+        self._suffix = codecs.suffix(compression) if compression else ""
+        for algorithm in self._config["hashes"]:
+            check_algorithm(algorithm)
+        self._config_bytes = json.dumps(self._config, sort_keys=True).encode()
+        self._shards: list[dict[str, Any]] = []
+        self._samples: list[bytes] = []
+        self._n_bytes = self._empty = 8 + len(self._config_bytes)
+        self.n_samples = 0
+        self._make_folder()
+
+    def write(self, sample: Mapping[str, Any]) -> None:
+        """Add a sample: a value for each column; others are left out.
+
+        A value that is `bytes` already is taken as encoded, whatever the column's encoding.
+
+        Raises:
+            UserError: a value is missing or does not fit its column.
+        """
+        encoded = self._encode(sample)
+        size = 4 + len(encoded)
+        limit = self._config["size_limit"]
+        # Before the very first sample this writes an empty shard if that sample is too large, as
+        # mosaicml-streaming does: the same samples make the same shards.
+        if limit and self._n_bytes + size > limit:
+            self._flush()
+        self._check_length(self._n_bytes + size)
+        self._samples.append(encoded)
+        self._n_bytes += size
+        self.n_samples += 1
+
+    def finish(self) -> None:
+        """Write what is left, then the index."""
+        if self._samples:
+            self._flush()
+        entries = (json.dumps(shard, sort_keys=True) for shard in self._shards)
+        text = '{"shards": [' + ", ".join(entries) + '], "version": 2}'
+        atomic_write(self._folder / INDEX, text)
+
+    def __enter__(self) -> MDSWriter:
+        """To be left by `finish`."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish; after an error leave no index, which would call half a dataset complete."""
+        if kind is None:
+            self.finish()
+
+    def _make_folder(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found = next((p for p in self._folder.iterdir() if _OURS.fullmatch(p.name)), None)
+        if found is not None:
+            raise UserError(f"{found}: a dataset is there already; delete it or choose a folder")
+
+    def _encode(self, sample: Mapping[str, Any]) -> bytes:
+        sizes, values = [], []
+        for name, encoding in self._encodings:
+            if name not in sample:
+                raise UserError(f"sample {self.n_samples}: it has no column {name!r}")
+            try:
+                value = _encode_value(encoding, sample[name])
+            except CODING_ERRORS as error:
+                raise UserError(f"sample {self.n_samples}, column {name}: {error}") from error
+            if encoding.size is None:
+                sizes.append(len(value))
+            values.append(value)
+        self._check_length(sum(map(len, values)))
+        return b"".join((self._head.pack(*sizes), *values))
+
+    def _check_length(self, n_bytes: int) -> None:
+        if n_bytes > _LONGEST:
+            raise UserError(
+                f"sample {self.n_samples}: its shard passes 4 GB, the most that MDS holds; write a"
+                " size_limit, or shorter samples"
+            )
+
+    def _flush(self) -> None:
+        name = f"shard.{len(self._shards):05}.mds"
+        raw = self._join()
+        entry = {"samples": len(self._samples), "raw_data": self._describe(name, raw)}
+        entry |= {"zip_data": None, **self._config}
+        if self._suffix:
+            name += self._suffix
+            raw = codecs.compress(self._config["compression"], raw)
+            entry["zip_data"] = self._describe(name, raw)
+        (self._folder / name).write_bytes(raw)
+        self._shards.append(entry)
+        self._samples = []
+        self._n_bytes = self._empty
+
+    def _join(self) -> bytes:
+        """The shard of the samples that wait."""
+        n = len(self._samples)
+        sizes = [4 * (n + 2) + len(self._config_bytes), *map(len, self._samples)]
+        table = np.concatenate(([n], np.cumsum(sizes))).astype("<u4")
+        return b"".join((table.tobytes(), self._config_bytes, *self._samples))
+
+    def _describe(self, name: str, data: bytes) -> dict[str, Any]:
+        hashes = {algorithm: digest(algorithm, [data]) for algorithm in self._config["hashes"]}
+        return {"basename": name, "bytes": len(data), "hashes": hashes}
+
+
+_OURS = re.compile(r"index\.json|shard\.[0-9]+\.mds.*")
+
+
+def merge_index(folder: Path, parts: Iterable[Path]) -> None:
+    """Make `folder` one dataset of its subfolders `parts`, each a dataset, in the order given.
+
+    Raises:
+        UserError: a part is not an MDS dataset, or not within the folder.
+    """
+    with atomic_file(folder / INDEX) as file:
+        separator = ""
+        file.write(b'{"version": 2, "shards": [')
+        for part in dict.fromkeys(parts):
+            for shard in _moved_shards(folder, part):
+                file.write((separator + json.dumps(shard)).encode())
+                separator = ", "
+        file.write(b"]}")
+
+
+def _moved_shards(folder: Path, part: Path) -> Iterator[dict[str, Any]]:
+    """A part's shards, named as seen from `folder`."""
+    path = part / INDEX
+    if folder == part or not part.is_relative_to(folder):
+        raise UserError(f"{part}: not within {folder}, where the merged index goes; move it there")
+    if not path.is_file():
+        raise UserError(f"{path}: missing; write that part again")
+    data = path.read_bytes()
+    MDSIndex.from_bytes(data, source=str(path))
+    prefix = part.relative_to(folder).as_posix()
+    for shard in json.loads(data)["shards"]:
+        for key in ("raw_data", "zip_data"):
+            if shard.get(key):
+                shard[key]["basename"] = f"{prefix}/{shard[key]['basename']}"
+        yield shard
+
+
+def _find_encoding(column: str, name: str) -> Encoding:
+    try:
+        return find_encoding(name)
+    except ValueError as error:
+        raise UserError(f"columns: {column}: {error}") from error
+
+
+def _encode_value(encoding: Encoding, value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        return encoding.encode(value)
+    if encoding.size is not None and len(value) != encoding.size:
+        raise ValueError(f"{len(value)} bytes, not {encoding.size}")
+    encoding.decode(memoryview(value))  # what is written has to be readable
+    return value
+
+
+def _parse_size(size: int | str | None) -> int | None:
+    if not size:
+        return None
+    match = _SIZE.fullmatch(str(size).strip())
+    n_bytes = int(float(match[1]) * _FACTOR[(match[2] or "").lower()]) if match else 0
+    if not 0 < n_bytes <= _LONGEST:
+        raise UserError(f"size_limit: {size!r}; write bytes, or 64mb; below 4 GB, the most of MDS")
+    return n_bytes

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.split import make_split, training_sample
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.plan import make_split, training_sample
 from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.bpe import (
     END_OF_TEXT,

@@ -3,31 +3,57 @@
 Called before training on every process; one of each machine does the work while the others wait.
 `prepare_to` is the same for a folder of the user's, here or at a URL. The one idea: the corpus is
 cut into tasks, each a pure function from its documents to a part of the output, so that neither the
-number of processes nor a kill in the middle can be seen in what comes out.
+number of processes nor a kill in the middle can be seen in what comes out. What is finished is
+kept, what is missing is made, the indices come then, and `manifest.json` last: a folder that has
+one is finished. Nothing in it depends on when, where or by how many processes it was made.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.mds.shard import INDEX
 from llmfoundry.data.preparation.cache import build_once, cache_key
-from llmfoundry.data.preparation.pipeline import ExecutionOptions, PreparationPlan, prepare_folder
-from llmfoundry.data.preparation.read.corpus import Corpus
-from llmfoundry.data.preparation.write.manifest import MANIFEST, Manifest, manifest_summary
-from llmfoundry.data.preparation.write.output_folder import OutputFolder
-from llmfoundry.data.preparation.write.outputs import STREAMS, Output, token_output
-from llmfoundry.data.preparation.write.parts import WORK
+from llmfoundry.data.preparation.choose import deduplicate
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.engines import ENGINES, Run
+from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
+from llmfoundry.data.preparation.plan import Task, cut_tasks, make_split
+from llmfoundry.data.preparation.write import (
+    REPEAT,
+    STREAMS,
+    WORK,
+    Output,
+    Part,
+    PartSettings,
+    StreamCounts,
+    find_part,
+    ignore,
+    make_part,
+    sign_part,
+    signature_file,
+    token_output,
+)
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.token_rows import StreamIndex, TokenDataset
+from llmfoundry.data.token_shards import Shard, StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.files import try_lock
+from llmfoundry.processes import cores
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.redaction import public
+from llmfoundry.terminal import progress
 
 __all__ = ["ExecutionOptions", "Prepared", "prepare_corpus", "prepare_to"]
 
@@ -204,3 +230,323 @@ def _writing(place: OutputFolder) -> Iterator[None]:
             f"prepare.output: cannot write {place.folder}: {error.strerror or error};"
             " free space there or choose another folder"
         ) from error
+
+
+_VERSION = 2  # of the folder's format and of how documents become tokens
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How a preparation is done; nothing of it can be seen in the output.
+
+    Attributes:
+        workers: tasks at a time; None: as many as the engine has cores.
+        engine: local or ray.
+        progress: show a bar on stderr.
+    """
+
+    workers: int | None = None
+    engine: str = "local"
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class PreparationPlan:
+    """What is prepared.
+
+    Attributes:
+        corpus: what to read.
+        tokenizer: what to encode with.
+        output: what to write.
+        about: licence and source of the text, for the manifest.
+    """
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    output: Output
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All that decides the output, beside the corpus' files."""
+        config = self.corpus.config
+        return {
+            "version": _VERSION,
+            "tokenizer": self.tokenizer.fingerprint,
+            "text_column": config.text_column,
+            "validation_fraction": config.validation_fraction,
+            "filter": asdict(config.filter),
+            "deduplicate": config.deduplicate,
+            "output": json.loads(json.dumps(asdict(self.output))),  # tuples are lists in JSON
+        }
+
+
+def prepare_folder(
+    place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions
+) -> Manifest:
+    """Make what is missing at a place that nobody else writes to.
+
+    Raises:
+        UserError: the corpus cannot be read, or no training text is left.
+    """
+    corpus = plan.corpus
+    before = corpus.fingerprint()
+    split = make_split(corpus)
+    tasks = cut_tasks(corpus)
+    settings = {**plan.settings, "held out": split.settings}
+    if corpus.config.deduplicate != "none":
+        settings["among"] = before
+    job = PartSettings(corpus, split, plan.tokenizer, plan.output, place, settings)
+    parts = _make_parts(job, tasks, execution)
+    manifest = make_manifest(
+        corpus, parts, settings=plan.settings, about=plan.about, note=split.note
+    )
+    try:
+        _check(corpus, manifest, before)
+    except UserError:
+        for task in tasks:
+            place.remove(f"{WORK}/{task.part}.json")  # of no use to anybody
+        raise
+    _write_indices(job, tasks, parts)
+    manifest.write(place)
+    return manifest
+
+
+def _make_parts(
+    job: PartSettings, tasks: Sequence[Task], execution: ExecutionOptions
+) -> list[Part]:
+    """Every task's part; those of an earlier call where they are there."""
+    names = set(job.place.names_below(WORK))
+    for name in names:
+        if name.startswith(SCRATCH):
+            job.place.remove(f"{WORK}/{name}")  # a killed process left it
+    old = {t.number: find_part(job, t) for t in tasks if f"{t.part}.json" in names}
+    parts = {number: part for number, part in old.items() if part is not None}
+    missing = [task for task in tasks if task.number not in parts]
+    if missing:
+        parts |= _run(job, tasks, missing, execution)
+    return [parts[task.number] for task in tasks]
+
+
+def _run(
+    job: PartSettings, tasks: Sequence[Task], missing: Sequence[Task], execution: ExecutionOptions
+) -> dict[int, Part]:
+    sized = all(task.n_bytes is not None for task in tasks)  # else the bar counts tasks
+    amounts = {task.number: (task.n_bytes or 0) if sized else 1 for task in tasks}
+    left = sum(amounts[task.number] for task in missing)
+    workers = execution.workers or cores()
+    with ExitStack() as stack:
+        total = sum(amounts.values())
+        bar = progress(
+            total, "preparing", "B" if sized else " parts", done=total - left, scaled=sized,
+            shown=execution.progress,
+        )  # fmt: skip
+        stack.enter_context(bar)
+        run = stack.enter_context(ENGINES[execution.engine](execution.workers))
+        job = replace(job, repeats=_find_repeats(job, tasks, run))
+        if execution.engine == "local" and min(workers, len(missing)) == 1:
+            # In this process: its one task is encoded by all cores, and the bar moves within it.
+            job = replace(job, threads=workers)
+            work = partial(_make, job, seen=bar.update if sized else ignore)
+            amounts = {} if sized else amounts
+        else:
+            work = partial(_make, job)
+        parts = {}
+        for number, part in run(work, missing):
+            parts[number] = part
+            bar.update(amounts.get(number, 0))
+    if job.repeats and job.place.here is None:
+        shutil.rmtree(job.repeats[0].parent)  # what is here goes with the folder of the work
+    return parts
+
+
+def _make(job: PartSettings, task: Task, seen: Callable[[int], Any] = ignore) -> tuple[int, Part]:
+    return task.number, make_part(job, task, seen)
+
+
+def _find_repeats(job: PartSettings, tasks: Sequence[Task], run: Run) -> list[Path]:
+    """Which documents of each task repeat another, if that is asked for."""
+    if job.corpus.config.deduplicate == "none":
+        return []
+    names = [job.fingerprint(task) for task in tasks]
+    key = hashlib.blake2b("".join(names).encode(), digest_size=16).hexdigest()
+    # Beside an output elsewhere the work is kept here; a cluster's machines must share it.
+    cache = Path(job.corpus.config.cache_folder).expanduser() / "repeats"
+    folder = (job.place.here / WORK if job.place.here else cache) / key
+    folder.mkdir(parents=True, exist_ok=True)
+    for _ in run(partial(sign_part, job, folder), tasks):
+        pass
+    return deduplicate(folder, [signature_file(folder, task) for task in tasks], run)
+
+
+def _check(corpus: Corpus, manifest: Manifest, before: str) -> None:
+    """Whether what was read is what is there, and can be trained on."""
+    if Corpus(corpus.config).fingerprint() != before:
+        raise UserError("data: files of the corpus changed while they were read; start again")
+    train, validation = manifest.counts["train"], manifest.counts["validation"]
+    reasons = [reason for reason in manifest.dropped if reason != "blank"]
+    if not manifest.total.documents and reasons:
+        raise UserError(f"data.filter: leaves no document ({', '.join(reasons)}); write less")
+    if not manifest.total.documents:
+        raise corpus.holds_no_text()
+    if not train.documents:
+        raise UserError(
+            f"data.validation_fraction: {corpus.config.validation_fraction:g} holds out every"
+            f" document ({validation.documents}); write a smaller one or add documents"
+        )
+
+
+def _write_indices(job: PartSettings, tasks: Sequence[Task], parts: Sequence[Part]) -> None:
+    """Each stream's index, once nothing else is in its folder."""
+    for stream in STREAMS:
+        shards = [shard for part in parts for shard in part.shards[stream]]
+        texts = [name for part in parts for name in part.texts] if stream == "validation" else []
+        used = {task.part for task, part in zip(tasks, parts, strict=True) if part.shards[stream]}
+        for name in job.place.names_below(stream):
+            if name not in used and name != INDEX:
+                job.place.remove(f"{stream}/{name}")  # of a corpus that was cut otherwise
+        if job.output.kind == "tokens":
+            index = StreamIndex(
+                dtype=job.output.dtype,
+                eos_id=job.output.eos_id,
+                tokenizer=job.tokenizer.fingerprint,
+                shards=tuple(Shard(**shard) for shard in shards),
+                texts=tuple(texts),
+            ).to_dict()
+        elif shards:
+            index = {"version": 2, "shards": shards}
+        else:
+            continue
+        job.place.write(f"{stream}/{INDEX}", json.dumps(index).encode())
+
+
+MANIFEST = "manifest.json"
+_LIBRARIES = ("llmfoundry-recipes", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared folder is.
+
+    Attributes:
+        settings: all that decided it, beside the files.
+        corpus: fingerprint of the files.
+        about: free text of the recipe: licence, source.
+        counts: of each stream.
+        dropped: documents left out, by reason.
+        ignored: files of other kinds in the folders named.
+        note: of the split; empty for the ordinary case.
+        sources: every file: name, bytes, and sha256 (read whole, on this machine) or stamp (time of
+            its last change in ns, or the store's tag).
+        versions: of the programs.
+    """
+
+    settings: dict[str, Any]
+    corpus: str
+    about: dict[str, str]
+    counts: dict[str, StreamCounts]
+    dropped: dict[str, int]
+    ignored: int
+    note: str
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> StreamCounts:
+        """Of all streams."""
+        return sum(self.counts.values(), StreamCounts())
+
+    def write(self, place: OutputFolder) -> None:
+        """Declare the folder finished."""
+        place.write(MANIFEST, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+    @classmethod
+    def read(cls, place: OutputFolder) -> Manifest | None:
+        """That of a folder, or None: it has none.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        data = place.read(MANIFEST)
+        if data is None:
+            return None
+        try:
+            facts = json.loads(data)
+            facts["counts"] = {
+                name: StreamCounts(**counts) for name, counts in facts["counts"].items()
+            }
+            return cls(**facts)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{place.folder}/{MANIFEST}: is damaged: {error!r}; delete {place.folder}, it will"
+                " be made again"
+            ) from error
+
+
+def make_manifest(
+    corpus: Corpus,
+    parts: Iterable[Part],
+    *,
+    settings: dict[str, Any],
+    about: Mapping[str, str],
+    note: str,
+) -> Manifest:
+    """The facts of all parts together."""
+    counts = {name: StreamCounts() for name in STREAMS}
+    dropped: Counter[str] = Counter()
+    checksums: dict[int, str] = {}
+    for part in parts:
+        counts = {name: counts[name] + part.counts[name] for name in STREAMS}
+        dropped.update(part.dropped)
+        checksums.update(part.checksums)
+    sources = [
+        {"name": public(file.name), "bytes": file.size}
+        | ({"sha256": checksums[n]} if n in checksums else {"stamp": file.stamp})
+        for n, file in enumerate(corpus.files)
+    ]
+    return Manifest(
+        settings=settings,
+        corpus=corpus.fingerprint(),
+        about={name: public(text) for name, text in about.items() if text},
+        counts=counts,
+        dropped=dict(sorted(dropped.items())),
+        ignored=corpus.ignored,
+        note=note,
+        sources=sources,
+        versions={"python": platform.python_version(), **_versions()},
+    )
+
+
+def manifest_summary(manifest: Manifest) -> str:
+    """Lines for the user: counts, sizes, and what was dropped."""
+    total, held_out = manifest.total, manifest.counts["validation"]
+    tokens, share = "", ""
+    if total.tokens:
+        tokens = f", {total.tokens:,} tokens ({total.bytes / total.tokens:.2f} bytes each)"
+        share = f", {held_out.tokens:,} tokens ({held_out.tokens / total.tokens:.1%})"
+    lines = [
+        f"data: {total.documents:,} documents, {total.bytes / 1e6:,.2f} MB{tokens};"
+        f" held out: {held_out.documents:,} documents{share}"
+    ]
+    for reason, count in manifest.dropped.items():
+        lines.append(f"data: {count:,} {_DROPPED.get(reason, reason + ': documents')} dropped")
+    if total.tokens_left_out:
+        lines.append(f"data: {total.tokens_left_out:,} tokens left out, too few for a last row")
+    if manifest.ignored:
+        lines.append(
+            f"data: {manifest.ignored:,} files of other kinds left out of the folders named"
+        )
+    return "\n".join([*lines, *([f"data: {manifest.note}"] if manifest.note else [])])
+
+
+_DROPPED = {"blank": "blank documents", REPEAT: "documents that repeat another"}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue  # run from a checkout
+    return found

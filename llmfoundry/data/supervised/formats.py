@@ -1,34 +1,25 @@
 """A row of one of the four formats to documents: pieces of text, each prompt or answer.
 
-Called by `prepare`, between `reader` and `encode`; `turns` renders conversations.
+Called by `prepare_rows`, between `reader` and the encoder; `loss_mask` renders conversations. What
+a conversation must be is checked before a template sees it, so that errors name the message: at
+least two messages, known roles, the assistant last. Other orders than a system message, the user,
+then in turn are the template's to take or refuse: where it takes them, `check_shown` sees to it
+that it leaves nothing out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmfoundry.bounded import OutOfBounds
-from llmfoundry.data.supervised.bad_rows import NotOfFormat
-from llmfoundry.data.supervised.messages import (
-    Messages,
-    check_answers,
-    check_shown,
-    conversation,
-    for_template,
-    is_messages,
-    keys_not_read,
-    kind,
-    left_out,
-    plain_messages,
-    tools_of,
-    unusual_order,
-    variables_of,
-)
-from llmfoundry.data.supervised.turns import (
+from llmfoundry.data.preparation.bad_rows import NotOfFormat
+from llmfoundry.data.supervised.loss_mask import (
     ExampleOptions,
+    Messages,
     Segment,
     SegmentedText,
     TemplateInputs,
@@ -234,3 +225,289 @@ def _contents(*values: Any) -> tuple[str, ...]:
         if is_messages(value):
             found += [m["content"] for m in plain_messages(value, name="") if "content" in m]
     return tuple(found)
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_PROMPTING = ("system", "developer", "user")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+KEYS = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", *REASONING)
+LONGEST = 1024  # messages: each answer is found by rendering all that lies before it
+_MAY_FOLLOW = {
+    None: ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+
+
+def conversation(value: Any, *, name: str = "messages") -> list[dict[str, Any]]:
+    """Messages with text as content, null entries left out.
+
+    Args:
+        value: as read; a JSON text of a list too, which is how tables often hold it.
+        name: of the column, for messages.
+
+    Raises:
+        ValueError: it is not a conversation that ends with the assistant; says why.
+    """
+    value = from_json(value)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{name} holds {kind(value)}, not a list of messages")
+    if len(value) > LONGEST:
+        raise ValueError(f"{name} has {len(value):,} messages, more than {LONGEST:,}; divide it")
+    messages = [_message(m, f"{name}[{n}]") for n, m in enumerate(value)]
+    if len(messages) < 2:
+        raise ValueError(f"{name} has {len(messages)} messages; a conversation has at least two")
+    last = messages[-1]["role"]
+    if last != "assistant":
+        raise ValueError(f"{name} ends with {last}; the last message must be the assistant's")
+    return messages
+
+
+def unusual_order(messages: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """The first message that is not in the order that every template takes; None: all are."""
+    before = None
+    for n, message in enumerate(messages):
+        role = message["role"]
+        if role not in _MAY_FOLLOW[before]:
+            return f"{name}[{n}] is {role}{f' after {before}' if before else ', the first'}"
+        before = role
+    return None
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], reads: Callable[[str], bool]) -> Messages:
+    """Messages with the keys and roles that a template knows.
+
+    Args:
+        messages: of a conversation.
+        reads: whether the template names a word.
+    """
+    known = [{k: v for k, v in m.items() if k in KEYS or reads(k)} for m in messages]
+    if not reads("developer"):
+        return [m | {"role": "system"} if m["role"] == "developer" else m for m in known]
+    return known
+
+
+class EmptyAnswerError(ValueError):
+    """A conversation with an answer of nothing, which would teach the model to say nothing."""
+
+
+def check_answers(messages: Sequence[Mapping[str, Any]], *, last_only: bool) -> None:
+    """Refuse answers that are learned and empty.
+
+    Args:
+        messages: of a conversation.
+        last_only: only the last answer is learned.
+
+    Raises:
+        EmptyAnswerError: there is one without content, calls and reasoning.
+    """
+    for message in messages[-1:] if last_only else messages:
+        if message["role"] == "assistant" and message.get("weight", 1) != 0:
+            said = [message.get(name) for name in ("content", "tool_calls", *REASONING)]
+            if not any(part.strip() if isinstance(part, str) else part for part in said):
+                raise EmptyAnswerError("an answer is empty")
+
+
+def check_shown(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
+    """Refuse a conversation of which the template leaves out a part of what the model is asked.
+
+    Raises:
+        ValueError: naming the message.
+    """
+    for n, message in enumerate(messages):
+        role, content = message["role"], message.get("content", "").strip()
+        if role in _PROMPTING and content not in text:
+            raise ValueError(
+                f"the chat template leaves out {name}[{n}], a message of {role}; write another"
+                " tokenizer.chat_template, or correct the row"
+            )
+
+
+def left_out(
+    conversations: Iterable[Any], tools: list[dict[str, Any]] | None, text: str
+) -> list[str]:
+    """What a rendered text does not show of messages and tools: reasoning, tool calls, and so on.
+
+    Args:
+        conversations: messages, as the row has them.
+        tools: of the row.
+        text: all that was rendered of them.
+    """
+    shown = {name: True for name in ("reasoning", "tool calls", "tool results", "tools")}
+    for message in (m for value in conversations for m in plain_messages(value, name="")):
+        content = message.get("content", "")
+        inline = content.partition("</think>")
+        thoughts = inline[0].rpartition("<think>")[2] if inline[1] else ""
+        thoughts = next((message[name] for name in REASONING if message.get(name)), thoughts)
+        shown["reasoning"] &= _is_in(thoughts, text)
+        for call in message.get("tool_calls", ()):
+            shown["tool calls"] &= _is_in(call.get("function", call)["name"], text)
+        shown["tool results"] &= message["role"] != "tool" or _is_in(content, text)
+    for tool in tools or ():
+        shown["tools"] &= _is_in(tool.get("function", tool).get("name", ""), text)
+    return [name for name, is_shown in shown.items() if not is_shown]
+
+
+def _is_in(part: Any, text: str) -> bool:
+    """Whether a text has a part, as it is or in JSON, without the white space around it."""
+    part = part.strip() if isinstance(part, str) else ""
+    return part in text or any(
+        json.dumps(part, ensure_ascii=escaped)[1:-1] in text for escaped in (False, True)
+    )
+
+
+def keys_not_read(value: Any, reads: Callable[[str], bool]) -> set[str]:
+    """The keys of messages that neither we nor the template read."""
+    if not is_messages(value):
+        return set()
+    found = {str(name) for m in from_json(value) if isinstance(m, Mapping) for name in m}
+    return {name for name in found if name not in KEYS and not reads(name)}
+
+
+def plain_messages(value: Any, *, name: str) -> list[dict[str, Any]]:
+    """Messages in any order, each checked alone: parts of a conversation."""
+    value = from_json(value)
+    return [_message(m, f"{name}[{n}]") for n, m in enumerate(value)]
+
+
+def is_messages(value: Any) -> bool:
+    """Whether a column holds messages, not a text.
+
+    A text may spell them in JSON. Other lists in JSON, as answers often are, are text.
+    """
+    if not isinstance(value, str):
+        return isinstance(value, Sequence)
+    found = from_json(value)
+    return isinstance(found, list) and bool(found) and all(map(_is_message, found))
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """The functions that an assistant may call: JSON schemas, or a JSON text of them.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    value = from_json(value)
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(f"tools holds {kind(value)}, not a list of JSON schemas")
+    return [_filled(tool) for tool in value]
+
+
+def variables_of(value: Any) -> dict[str, Any]:
+    """What a row gives its template to read, such as enable_thinking; also a JSON text of it.
+
+    Raises:
+        ValueError: it holds something else, or sets what the row itself gives.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"chat_template_kwargs holds {kind(value)}, not an object")
+    found = {str(name): _filled(entry) for name, entry in value.items() if entry is not None}
+    for name in ("messages", "add_generation_prompt"):
+        if name in found:
+            raise ValueError(f"chat_template_kwargs sets {name}, which the row decides; remove it")
+    return found
+
+
+def from_json(value: Any) -> Any:
+    """The list that a text spells in JSON; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+            return found
+    return value
+
+
+def kind(value: Any) -> str:
+    """What to call a value in a message."""
+    names = {str: "text", list: "a list", dict: "an object", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} holds {kind(value)}, not an object with role and content")
+    message = {str(name): entry for name, entry in value.items() if entry is not None}
+    role = message.get("role")
+    if role is None and "from" in message and "value" in message:
+        raise ValueError(
+            f"{where} has from and value; write data.format=sharegpt, which reads them of"
+            " conversations (another column: data.columns={conversations: theirs})"
+        )
+    if role not in ROLES:
+        why = f"{where}.role is {role!r}; roles are {', '.join(ROLES)}"
+        raise NotOfFormat(why, f"{where}.role is not known")
+    _check_calls(message, where)
+    if "content" not in message and "tool_calls" not in message:
+        raise ValueError(f"{where} has no content")
+    if "content" in message:
+        message["content"] = _content(message["content"], f"{where}.content")
+    _check_weight(message, where)
+    return message
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return "role" in value and ("content" in value or "tool_calls" in value)
+
+
+def _check_calls(message: dict[str, Any], where: str) -> None:
+    calls = from_json(message.get("tool_calls"))
+    if not calls:
+        message.pop("tool_calls", None)
+        return
+    if message["role"] != "assistant":
+        raise ValueError(f"{where}.tool_calls is on a message of {message['role']}")
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}.tool_calls holds {kind(calls)}, not a list")
+    for n, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}.tool_calls[{n}] names no function")
+        if "arguments" not in function:
+            raise ValueError(f"{where}.tool_calls[{n}] has no arguments")
+    message["tool_calls"] = [_filled(call) for call in calls]
+
+
+def _check_weight(message: dict[str, Any], where: str) -> None:
+    weight = message.get("weight")
+    if weight is None:
+        return
+    if message["role"] != "assistant":
+        raise ValueError(f"{where}.weight is on a message of {message['role']}, never learned")
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise NotOfFormat(f"{where}.weight is {weight!r}; write a number", "weight is no number")
+    if not 0 <= weight <= 1000:  # so it is finite
+        why = f"{where}.weight is {str(weight)[:20]}; write a number from 0 to 1000"
+        raise NotOfFormat(why, "weight is out of bounds")
+
+
+def _content(value: Any, where: str) -> str:
+    """A text, or the texts of parts {type: text}."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
+        raise ValueError(f"{where} has a part that is not text; only text is learned")
+    raise ValueError(f"{where} holds {kind(value)}, not text")
+
+
+def _filled(value: Any) -> Any:
+    """Without null entries, which tables give every object that lacks a key another has."""
+    if isinstance(value, Mapping):
+        return {name: _filled(entry) for name, entry in value.items() if entry is not None}
+    return [_filled(entry) for entry in value] if isinstance(value, list) else value

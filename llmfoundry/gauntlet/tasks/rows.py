@@ -24,7 +24,7 @@ import fsspec
 
 from llmfoundry.data.fetch.download import MissingError, Remote
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.preparation.read.remote_input import list_url
+from llmfoundry.data.preparation.files import list_url
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import TaskType, filled_text, short_repr, type_of

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl
 
-from llmfoundry.data.instructions.exchange import Exchange
-from llmfoundry.data.instructions.instruction_rows import check_tasks, draw_exchange, right_message
+from llmfoundry.data.instructions import Exchange, check_tasks, draw_exchange, right_message
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.values.checks import nearest
 

@@ -1,7 +1,10 @@
-"""Files to documents: one reader a format, each a stream of (row, text), called by the corpus.
+"""`Reader`: a kind of source, cut into spans, read as (source, row, text); `FileReader`: files.
 
-Whatever cannot be read raises a `UserError` that names the file and the line, row or byte. Files
-of rows are streamed; only a text file, being one document, is read whole.
+The corpus calls them. A span is a part that can be read by itself. Files are found in one fixed
+order: as `data.paths` writes them, each folder's and glob's sorted by name. `FILE_TYPES` has a
+function a format, by suffix: a stream of (row, text), and how a large file is cut. What cannot be
+read raises a `UserError` that names the file and the line, row or byte. Files of rows are streamed;
+only a text file, being one document, is read whole.
 """
 
 from __future__ import annotations
@@ -9,25 +12,282 @@ from __future__ import annotations
 import codecs
 import csv
 import functools
+import glob
 import io
 import json
+import os
+import sysconfig
 import tokenize
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
-from llmfoundry.data.preparation.read.bad_row import (
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.preparation.bad_rows import (
     BadRow,
     OnBadRow,
     raise_bad_row,
     text_of_row,
 )
-from llmfoundry.data.preparation.read.open_files import PACKED, Input, decode
-from llmfoundry.data.preparation.read.wet import read_wet
+from llmfoundry.data.preparation.files import (
+    CHUNK,
+    PACKED,
+    Input,
+    InputFile,
+    as_file,
+    decode,
+    list_url,
+)
 from llmfoundry.errors import UserError, import_optional, one_line
+from llmfoundry.recipe.data import DataConfig, n_bytes
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a corpus that can be read by itself.
+
+    Attributes:
+        source: number of its file; 0 for a dataset.
+        start: byte, row group, row, or shard, where it begins.
+        stop: where it ends; None: with the file.
+        n_bytes: of input, for progress and balance; None: unknown.
+    """
+
+    source: int
+    start: int = 0
+    stop: int | None = None
+    n_bytes: int | None = None
+
+
+class Reader(Protocol):
+    """A kind of source.
+
+    Attributes:
+        files: the files that it reads, in order; empty for a dataset.
+        ignored: files of other kinds that lie in the named folders.
+    """
+
+    files: list[InputFile]
+    ignored: int
+
+    def facts(self) -> list[Any]:
+        """What names its content without reading it."""
+
+    def spans(self, longest: int | None) -> list[Span]:
+        """All of it in parts, in order, of about `longest` bytes at most where that is possible."""
+
+    def read(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[str, Any, str]]:
+        """Yield (source, row or None, text).
+
+        `seen` gets the bytes of input on the way, `on_bad_row` each row that cannot be read.
+        """
+
+
+class FileReader:
+    """The documents of a list of files.
+
+    Attributes:
+        files: in order.
+        ignored: files of other kinds that lie in the named folders.
+
+    Raises:
+        UserError: a path that does not exist, is of no readable kind, or is named twice.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.files, self.ignored = find_files(config)
+        self._column = config.text_column or "text"
+        self._longest = n_bytes(config.max_row_size)
+        self._options = FetchOptions.from_config(config)
+
+    def facts(self) -> list[Any]:
+        """Paths, sizes and times; and the code of plugins that read them."""
+        codes = {code_of(file.name) for file in self.files} - {""}
+        return [*([file.name, file.size, file.stamp] for file in self.files), *sorted(codes)]
+
+    def spans(self, longest: int | None) -> list[Span]:
+        """Lines can be cut anywhere, parquet between row groups; compressed files, CSV not."""
+        return [span for n, file in enumerate(self.files) for span in self._cut(n, file, longest)]
+
+    def read(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[str, FileRow | int | None, str]]:
+        """Yield (file, row, text).
+
+        Raises:
+            UserError: something cannot be read.
+        """
+        name = self.files[span.source].name
+        for row, text in read_file(self.input(span, seen, on_bad_row), self._column):
+            yield name, row, text
+
+    def input(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow = raise_bad_row
+    ) -> Input:
+        """The bytes of a span."""
+        return Input(
+            file=self.files[span.source],
+            start=span.start,
+            stop=span.stop,
+            n_bytes=span.n_bytes or 0,
+            longest=self._longest,
+            seen=seen,
+            options=self._options,
+            on_bad_row=on_bad_row,
+        )
+
+    def _cut(self, number: int, file: InputFile, longest: int | None) -> Iterator[Span]:
+        suffix, size = suffix_of(file.name), file.size
+        whole = Span(number, n_bytes=size)
+        if longest is None or size <= longest or suffix not in (".jsonl", ".parquet"):
+            yield whole
+        elif suffix == ".jsonl":
+            parts = -(-size // longest)
+            for start, stop in pairwise(size * n // parts for n in range(parts + 1)):
+                yield Span(number, start, stop, stop - start)
+        else:
+            groups = row_groups(self.input(whole, lambda n_bytes: None))
+            yield from _cut_row_groups(number, groups, longest)
+
+
+def _cut_row_groups(number: int, sizes: list[int], longest: int) -> Iterator[Span]:
+    """Row groups of these sizes in runs of at most `longest` bytes, or one each."""
+    ends = list(accumulate(sizes, initial=0))
+    start = 0
+    for stop in range(1, len(ends)):
+        if stop == len(sizes) or ends[stop + 1] - ends[start] > longest:
+            yield Span(number, start, stop, ends[stop] - ends[start])
+            start = stop
+
+
+# Tests of the standard library hold deliberately broken sources; the packages are not part of it.
+_NOT_STDLIB = frozenset(
+    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+)
+
+
+def find_files(config: DataConfig) -> tuple[list[InputFile], int]:
+    """The files, and how many of other kinds lie in the named folders.
+
+    Raises:
+        UserError: a path that does not exist, is of no readable kind, or is named twice.
+    """
+    return _FILES[config.name](config)
+
+
+def files_below(folder: Path, *, leave_out: frozenset[str] = frozenset()) -> list[Path]:
+    """All files below a folder, sorted by relative path, linked folders entered once."""
+    files: list[Path] = []
+    entered: set[str] = set()
+    for here, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        real = os.path.realpath(here)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = [name for name in folders if name not in leave_out]
+        files += [Path(here, name) for name in names]
+    return sorted(files)
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed would be left out without a word."""
+    raise UserError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
+
+
+def _stdlib_files(config: DataConfig) -> tuple[list[InputFile], int]:
+    root = Path(sysconfig.get_path("stdlib"))
+    below = files_below(root, leave_out=_NOT_STDLIB)
+    return [InputFile.here(file) for file in below if file.suffix == ".py" and file.is_file()], 0
+
+
+def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
+    """Files of data.paths, in the order written, each folder's and glob's sorted."""
+    places: dict[str, int] = {}  # by what a link stands for
+    files: dict[str, InputFile] = {}
+    ignored, reads = 0, readable_kinds(config.text_column)
+    for place, name in enumerate(config.paths):
+        for is_folder, below in _matches(config, name):
+            read = [file for file in below if is_readable(file.name, config.text_column)]
+            if is_folder:
+                ignored += len(below) - len(read)
+            elif not read:
+                raise UserError(f"data.paths: {below[0].name}: {_unreadable(below[0].name, reads)}")
+            for file in read:
+                real = file.name if "://" in file.name else os.path.realpath(file.name)
+                if (first := places.setdefault(real, place)) != place:
+                    raise UserError(
+                        f"data.paths: {file.name} is named by {config.paths[first]!r} and {name!r};"
+                        " its text would count double; write it once"
+                    )
+                files.setdefault(real, file)
+    if not files:
+        raise UserError(f"data.paths: no readable file in {config.paths}; it reads {reads}")
+    return list(files.values()), ignored
+
+
+def _matches(config: DataConfig, name: str) -> Iterator[tuple[bool, list[InputFile]]]:
+    """For each folder or file that an entry of data.paths names: is it a folder, and its files."""
+    if "://" in name:
+        single, files = list_url(name, FetchOptions.from_config(config))
+        yield not single, [InputFile(*file) for file in files]
+        return
+    for path in _paths(name):
+        _keep_cache_out(config, path)
+        below = files_below(path) if path.is_dir() else [path]
+        yield path.is_dir(), [_known(file, config.text_column) for file in below]
+
+
+def _known(path: Path, text_column: str | None) -> InputFile:
+    """A file by its own name, also where it is a link, in a folder by the folder's one name."""
+    path = path.parent.resolve() / path.name
+    return (
+        InputFile.here(path) if is_readable(path.name, text_column) else InputFile(str(path), 0, 0)
+    )
+
+
+def _paths(name: str) -> list[Path]:
+    try:
+        path = Path(name).expanduser()
+        if os.path.lexists(path):
+            return [path]
+        matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else []
+    except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, ~nobody
+        raise UserError(f"data.paths: {name[:80]!r}: {error}; correct the path") from error
+    if not glob.has_magic(name):
+        raise UserError(f"data.paths: {name} does not exist; write a file, a folder or a glob")
+    if not matched:
+        raise UserError(f"data.paths: no file matches {name!r}; correct the glob")
+    return [Path(match) for match in matched]
+
+
+def _keep_cache_out(config: DataConfig, path: Path) -> None:
+    """Prepared files below a corpus folder would be read as text the next time."""
+    cache = Path(config.cache_folder).expanduser().resolve()
+    if path.is_dir() and cache.is_relative_to(path.resolve()):
+        raise UserError(
+            f"data.cache_folder: {config.cache_folder} lies in {path}, which data.paths names;"
+            " choose a folder outside it"
+        )
+
+
+def _unreadable(name: str, reads: str) -> str:
+    suffix = suffix_of(name)
+    what = f"cannot read {suffix} files" if suffix else "has no suffix"
+    return f"{what}; convert it to one of: {reads}"
+
+
+_FILES: dict[str, Callable[[DataConfig], tuple[list[InputFile], int]]] = {
+    "python_stdlib": _stdlib_files,
+    "files": _named_files,
+}
+
 
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
 _SHOWN = 500  # characters of a file's column names
@@ -415,3 +675,62 @@ FILE_TYPES = ChoiceTable(
         ".parquet": FileType(_parquet, rows=True, packed=False),  # compressed within
     },
 )
+
+
+# Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
+# as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
+# page, others are about the file. Small enough to read here rather than by a library.
+_LONGEST_LINE = 1 << 16
+_MOST_HEADERS = 1 << 10  # lines of a record; Common Crawl's have about ten
+
+
+def read_wet(source: Input) -> Iterator[tuple[int, str]]:
+    """Yield (number of the record from 1, text of its page).
+
+    Raises:
+        UserError: the file is not WET, ends too early, or has too long a page; names the record.
+    """
+    record = 0
+    with as_file(source.unpacked()) as file:
+        while first := file.readline(_LONGEST_LINE):
+            if not first.strip():
+                continue  # the line ends after a record
+            record += 1
+            where = f"{source.name}: record {record}"
+            if not first.startswith(b"WARC/"):
+                raise UserError(
+                    f"{where}: begins with {first[:20]!r}, not WARC/; download it again"
+                )
+            headers = _headers(file, where)
+            length, is_page = _length(headers, where), headers.get("warc-type") == "conversion"
+            if is_page and length > source.longest:
+                raise source.too_long(where)
+            content = []
+            while length:  # no more memory than there are bytes, whatever length is named
+                part = file.read(min(length, CHUNK))
+                if not part:
+                    raise UserError(f"{where}: the file ends within it; download it again")
+                length -= len(part)
+                content += [part] if is_page else []
+            if is_page:
+                yield record, decode(where, b"".join(content))
+
+
+def _headers(file: BinaryIO, where: str) -> dict[str, str]:
+    """Up to the empty line; names in lower case."""
+    headers: dict[str, str] = {}
+    while (line := file.readline(_LONGEST_LINE)).strip():
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        headers[name.strip().lower()] = value.strip()
+        if len(headers) > _MOST_HEADERS:
+            raise UserError(f"{where}: has no end of headers; download the file again")
+    if not line:
+        raise UserError(f"{where}: the file ends within its headers; download it again")
+    return headers
+
+
+def _length(headers: dict[str, str], where: str) -> int:
+    length = headers.get("content-length", "")
+    if not (length.isascii() and length.isdecimal() and len(length) < 20):
+        raise UserError(f"{where}: Content-Length is {length[:40]!r}; download the file again")
+    return int(length)

@@ -1,17 +1,22 @@
-"""Which documents are held out, and which text a tokenizer may learn from.
+"""What is held out, and what one process prepares at a time: both depend on the corpus alone.
 
-A document's side is decided by a hash of its text alone: it never moves when the corpus grows, and
-equal documents are never on both sides. Of a corpus of one document the end is held out. The
-tokenizer's training and the preparation both ask here.
+A document's side is decided by a hash of its text: it never moves when the corpus grows, and equal
+documents are never on both sides. Of a corpus of one document the end is held out. The tokenizer's
+training and the preparation both ask here. Tasks are cut so that any number of workers, machines
+and restarts makes the same parts, and parts in the order of their tasks are the same output.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
 
-from llmfoundry.data.preparation.read.corpus import Corpus, Document
+from llmfoundry.data.preparation.corpus import Corpus, Document
+from llmfoundry.data.preparation.readers import Span
 from llmfoundry.errors import UserError
 
 _PIECE = 1 << 16  # characters of the longest piece sampled whole
@@ -131,3 +136,72 @@ def training_sample(corpus: Corpus, split: Split, n_bytes: int) -> list[str]:
             while size > n_bytes:
                 size -= len(heapq.heappop(kept)[2].encode())
     return [piece for _, _, piece in sorted(kept, key=lambda entry: entry[1])]
+
+
+# Small enough to share out a small corpus, large enough that a large one has few parts: thousands
+# of tasks balance a thousand workers.
+_SMALLEST, _LARGEST = 4 << 20, 256 << 20
+_TASKS = 512
+
+
+@dataclass(frozen=True)
+class Task:
+    """Consecutive spans of the corpus.
+
+    Attributes:
+        number: in the corpus' order.
+        spans: what to read, in order.
+    """
+
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def part(self) -> str:
+        """The folder of what it makes, below that of its stream."""
+        return f"part-{self.number:05}"
+
+    @property
+    def n_bytes(self) -> int | None:
+        """Of input; None: unknown."""
+        sizes = [span.n_bytes for span in self.spans if span.n_bytes is not None]
+        return sum(sizes) if len(sizes) == len(self.spans) else None
+
+    def fingerprint(self, corpus: Corpus, **settings: Any) -> str:
+        """Names what it makes: its files as they are now, and the settings."""
+        spans = [
+            [*(astuple(corpus.files[span.source]) if corpus.files else []), *astuple(span)]
+            for span in self.spans
+        ]
+        facts = json.dumps([spans, settings], sort_keys=True)
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+
+
+def cut_tasks(corpus: Corpus) -> list[Task]:
+    """All of a corpus, in order.
+
+    Raises:
+        UserError: a file that must be looked into cannot be read.
+    """
+    total = sum(file.size for file in corpus.files)
+    # A power of two, so that most tasks stay as they are when a file is corrected.
+    longest = min(max(_SMALLEST, 1 << (total // _TASKS).bit_length()), _LARGEST)
+    return [
+        Task(number, tuple(spans))
+        for number, spans in enumerate(_runs(corpus.spans(longest), longest))
+    ]
+
+
+def _runs(spans: Iterable[Span], longest: int) -> Iterator[list[Span]]:
+    """Consecutive spans of `longest` bytes in all at most, or one; those of unknown size alone."""
+    run: list[Span] = []
+    size = 0
+    for span in spans:
+        more = longest if span.n_bytes is None else span.n_bytes
+        if run and size + more > longest:
+            yield run
+            run, size = [], 0
+        run.append(span)
+        size += more
+    if run:
+        yield run

@@ -1,19 +1,54 @@
-"""`BadRows`: rows of a source that cannot be used, counted by what is wrong with them.
+"""Rows that cannot be used, where the rest of their file can: `BadRow`; `BadRows` counts them.
 
-`prepare_rows` counts them in every part of a source and adds the parts up, in order; the store
-keeps the counts. The idea: one pass finds them all, in memory that does not grow with their number,
-and `data.supervised.bad_rows` decides afterwards what they mean.
+Readers of rows raise a `BadRow`, and so does what makes supervised rows of them. Whoever reads a
+corpus passes a function that gets it: by default it is raised, which ends the reading at the first
+one. `prepare_rows` counts them by what is wrong instead, in memory that does not grow with their
+number, and `data.supervised.bad_rows` decides afterwards what they mean.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmfoundry.data.preparation.read.bad_row import BadRow
 from llmfoundry.errors import UserError
+
+
+class BadRow(UserError):
+    """One row, its place and what is wrong with it.
+
+    Attributes:
+        where: file and line.
+        why: what is wrong, and what to write instead.
+        kind: equal for rows with the same mistake; `why` where it holds nothing of the row.
+    """
+
+    def __init__(self, where: object, why: str, kind: str | None = None) -> None:
+        self.where, self.why, self.kind = str(where), why, why if kind is None else kind
+        super().__init__(f"{self.where}: {why}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.where, self.why, self.kind)
+
+
+OnBadRow = Callable[[BadRow], None]
+
+
+def raise_bad_row(error: BadRow) -> None:
+    """End the reading."""
+    raise error
+
+
+def text_of_row(on_bad_row: OnBadRow, make: Callable[..., str], *args: Any) -> str:
+    """What `make` returns for a row; blank for a bad one, which `on_bad_row` gets."""
+    try:
+        return make(*args)
+    except BadRow as error:
+        on_bad_row(error)
+        return ""
+
 
 _PLACES = 3  # kept of each kind
 _KINDS = 40  # kept apart; a terminal shows 50 lines

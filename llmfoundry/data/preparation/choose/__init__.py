@@ -1,1 +1,0 @@
-"""Which documents stay: filtered, repeated."""

@@ -1,0 +1,402 @@
+"""`Corpus`: the documents that the recipe's `data` section names, in one fixed order.
+
+Read by the split, the tokenizer's training and the preparation. Each pass reads anew and streams,
+so a corpus may be larger than memory. The one idea: a corpus is a list of spans, parts that can be
+read by themselves, so that any number of processes can share it out without changing its order.
+Files have their readers in `readers.py`; those of datasets and of MDS shards are here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.mds.index import MDSIndex
+from llmfoundry.data.mds.shard import MDSShard
+from llmfoundry.data.preparation.bad_rows import (
+    BadRow,
+    OnBadRow,
+    raise_bad_row,
+    text_of_row,
+)
+from llmfoundry.data.preparation.choose import Filter, build_filter
+from llmfoundry.data.preparation.files import InputFile
+from llmfoundry.data.preparation.readers import (
+    ROW,
+    FileReader,
+    FileRow,
+    Reader,
+    Span,
+    arrow_texts,
+    as_text,
+    columns_of,
+    files_below,
+    no_column,
+    pick,
+    read_columns,
+    row_text,
+)
+from llmfoundry.data.shard_index import read_index, with_sample
+from llmfoundry.data.token_shards import StreamIndex
+from llmfoundry.errors import UserError, import_optional
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.filter import FilterConfig
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text.
+
+    Attributes:
+        source: its file, or the name of its dataset.
+        row: line or row in it; None where the file is one document.
+        text: what to train on; may be blank.
+    """
+
+    source: str
+    row: FileRow | int | None
+    text: str
+
+    @property
+    def where(self) -> str:
+        """Source and row, for messages."""
+        return self.source if self.row is None else f"{self.source}:{self.row}"
+
+    @property
+    def blank(self) -> bool:
+        """Nothing but white space: dropped, and counted, by the reader's caller."""
+        return not self.text or self.text.isspace()
+
+
+def _unseen(n_bytes: int) -> None:
+    """Report no progress."""
+
+
+class Corpus:
+    """Documents of one recipe, read anew at each iteration.
+
+    Raises:
+        UserError: a path that does not exist, is of no readable kind, or is named twice.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = replace(config)
+        self.config.fill()
+        self._texts = _KINDS[self.config.name](self.config)
+
+    @property
+    def files(self) -> list[InputFile]:
+        """The files behind it, in order; empty for a dataset."""
+        return self._texts.files
+
+    @property
+    def ignored(self) -> int:
+        """Files of other kinds that lie in the named folders."""
+        return self._texts.ignored
+
+    def __iter__(self) -> Iterator[Document]:
+        """Every document, blank ones too.
+
+        Raises:
+            UserError: something cannot be read, or no document holds any text.
+        """
+        found = False
+        for span in self.spans():
+            for document in self.read(span):
+                found = found or not document.blank
+                yield document
+        if not found:
+            raise self.holds_no_text()
+
+    def spans(self, longest: int | None = None) -> list[Span]:
+        """The corpus in parts, in order, of about `longest` bytes at most where that is possible.
+
+        Raises:
+            UserError: a file must be looked into, and cannot be read.
+        """
+        return self._texts.spans(longest)
+
+    def read(
+        self,
+        span: Span,
+        seen: Callable[[int], None] = _unseen,
+        on_bad_row: OnBadRow = raise_bad_row,
+    ) -> Iterator[Document]:
+        """The documents of a part, blank ones too.
+
+        Args:
+            span: the part.
+            seen: gets the bytes of input on the way.
+            on_bad_row: gets each row that cannot be read, for which a blank document stands.
+
+        Raises:
+            UserError: something cannot be read.
+        """
+        for source, row, text in self._texts.read(span, seen, on_bad_row):
+            document = Document(source, row, text)
+            checked = text_of_row(on_bad_row, _checked_text, document)
+            yield document if checked == text else replace(document, text=checked)
+
+    def drops(self, document: Document) -> str | None:
+        """Why a document is left out by what it says, or None."""
+        return "blank" if document.blank else self._filter(document.text)
+
+    def holds_no_text(self) -> UserError:
+        """What to say where not one document is left."""
+        return UserError(f"{_KEY[self.config.name]}: holds no text; name a corpus that does")
+
+    def fingerprint(self) -> str:
+        """Names the corpus' content without reading it: paths, sizes and times of its files.
+
+        A hub dataset is named by its id, subset and split: it is taken not to change.
+        """
+        config = self.config
+        facts: list[Any] = [config.name, config.text_column, config.subset, config.split]
+        facts += self._texts.facts()
+        if config.filter != FilterConfig():
+            facts.append(asdict(config.filter))
+        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_filter"}
+
+    @cached_property
+    def _filter(self) -> Filter:
+        return build_filter(self.config.filter)
+
+
+def _checked_text(document: Document) -> str:
+    """JSON and Python strings may hold half a surrogate pair, which no tokenizer can read."""
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half a surrogate pair (U+{ord(document.text[error.start]):04X})"
+        why = f"character {error.start} is {half}, which is not text; correct the row"
+        raise BadRow(document.where, why, "half a surrogate pair") from error
+    return document.text
+
+
+_ROWS = 1024  # read at a time
+
+
+class HubReader:
+    """The rows of one split."""
+
+    def __init__(self, config: DataConfig) -> None:
+        """Name the dataset; it is looked at when it is first read.
+
+        Raises:
+            UserError: it is written as a path, and no folder is there.
+        """
+        self.files: list[InputFile] = []
+        self.ignored = 0
+        self._config = config
+        self._name, self._column = str(config.dataset), str(config.text_column)
+        self._folder = dataset_folder(config)
+
+    def facts(self) -> list[Any]:
+        """Its name; of a folder also its files, while the hub is taken not to change."""
+        below = [] if self._folder is None else files_below(self._folder)
+        files = [InputFile.here(file) for file in below]
+        return [self._config.dataset, *([file.name, file.size, file.stamp] for file in files)]
+
+    def spans(self, longest: int | None) -> list[Span]:
+        """Rows of a folder, or whole files of a hub dataset.
+
+        Raises:
+            UserError: it cannot be loaded, or lacks the column.
+        """
+        if self._folder is None:
+            return [Span(0, n, n + 1) for n in range(self._data.num_shards)]
+        n_rows, size = len(self._data), self._row_bytes()
+        rows = max(1, n_rows if longest is None else longest // size)
+        bounds = [*range(0, n_rows, rows), n_rows]
+        return [Span(0, start, stop, (stop - start) * size) for start, stop in pairwise(bounds)]
+
+    def read(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[str, int, str]]:
+        """Yield (dataset, row, text); rows of a streamed file are counted within it.
+
+        Raises:
+            UserError: something cannot be read.
+        """
+        if self._folder is None:
+            rows = self._streamed(span.start, on_bad_row)
+        else:
+            rows = self._mapped(span, on_bad_row)
+        for row, text in rows:
+            seen(len(text))
+            yield self._name, row, text
+
+    def _mapped(self, span: Span, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
+        assert span.stop is not None, span
+        rows = self._data.select(range(span.start, span.stop))
+        row = span.start
+        tables = self._chosen(rows).with_format("arrow").iter(_ROWS)
+        for table in _reached(self._name, tables):
+            for text in arrow_texts(f"{self._name}: row", row, self._column, table, on_bad_row):
+                yield row, text
+                row += 1
+
+    def _streamed(self, number: int, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
+        file = self._data.shard(num_shards=self._data.num_shards, index=number)
+        for row, values in enumerate(_reached(f"{self._name}: file {number}", file)):
+            self._check(list(values))
+            where = f"{self._name}: file {number}, row {row}"
+            yield row, text_of_row(on_bad_row, pick, where, self._column, values)
+
+    @cached_property
+    def _data(self) -> Any:
+        data = _load(self._config, self._folder)
+        names = data.column_names  # unknown of some streamed ones until they are read
+        if names is not None:
+            self._check(names)
+        return data
+
+    def _row_bytes(self) -> int:
+        """About how much text a row of a folder has."""
+        first = self._chosen(self._data).with_format("arrow")[:_ROWS]
+        return max(1, first.nbytes // max(1, len(first)))
+
+    def _chosen(self, rows: Any) -> Any:
+        """The rows with the columns that are read."""
+        columns = read_columns(self._column)
+        return rows if columns is None else rows.select_columns(columns)
+
+    def _check(self, names: list[str]) -> None:
+        if self._column == ROW:
+            return
+        for name, _ in columns_of(self._column):
+            if name not in names:
+                choices = ", ".join(names)
+                raise UserError(
+                    f"data.text_column: {self._name} has no {name!r}; write one of: {choices}"
+                )
+
+
+def dataset_folder(config: DataConfig) -> Path | None:
+    """data.dataset as a local folder, or None for a hub id.
+
+    Raises:
+        UserError: it is written as a path, and no folder is there.
+    """
+    name = config.dataset or ""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if name.startswith((".", "~", "/")) or path.exists():
+        raise UserError(f"data.dataset: {name} is not a folder; write a folder or a hub id")
+    return None
+
+
+def _reached(where: str, rows: Iterable[Any]) -> Iterator[Any]:
+    """The rows; the library raises a dozen unrelated types, its client's and its readers' too."""
+    try:
+        yield from rows
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{where}: cannot be read: {reason}") from error
+
+
+def _load(config: DataConfig, folder: Path | None) -> Any:
+    datasets = import_optional("datasets", "data.name: huggingface", extra="data")
+    split = config.split or "train"
+    saved = folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists())
+    if saved and config.subset is not None:
+        raise UserError("data.subset: has no effect on a dataset saved to a folder; remove it")
+    try:
+        if not folder:
+            return datasets.load_dataset(config.dataset, config.subset, split=split, streaming=True)
+        if not saved:
+            return datasets.load_dataset(str(folder), config.subset, split=split)
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library raises a dozen unrelated types, its client's too
+        reason = " ".join(str(error).split()) or type(error).__name__
+        what = f"data.dataset: cannot load {config.dataset}, split {split!r}"
+        raise UserError(f"{what}: {reason}") from error
+    splits = loaded if isinstance(loaded, dict) else {str(loaded.split or split): loaded}
+    if split not in splits:
+        raise UserError(f"data.split: no {split!r}; write one of: {', '.join(splits)}")
+    return splits[split]
+
+
+class ShardReader:
+    """The values of one column, in the shards' order."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.files: list[InputFile] = []
+        self.ignored = 0
+        self._column = config.text_column or "text"
+        remote, local = (_below(place, config.split) for place in (config.remote, config.local))
+        self._folder = ShardFolder.open(remote, local, FetchOptions.from_config(config))
+
+    def facts(self) -> list[Any]:
+        """The contents of its index."""
+        return [self._index.fingerprint, self._column]
+
+    def spans(self, longest: int | None) -> list[Span]:
+        """Its shards."""
+        sizes = self._index.raw_bytes.tolist()
+        return [Span(0, n, n + 1, size) for n, size in enumerate(sizes)]
+
+    def read(
+        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[str, int, str]]:
+        """Yield (shard, sample, text).
+
+        Raises:
+            UserError: a shard cannot be had, or has no such column of text.
+        """
+        name = self._index.names[span.start]
+        columns = self._index.columns(span.start).names
+        if self._column not in (*columns, ROW):
+            raise UserError(f"{name}: {no_column(self._column, list(columns))}")
+        with self._folder.pin(self._index.spec(span.start)) as path:
+            shard = MDSShard(path, self._index, span.start)
+            for row in range(len(shard)):
+                where = f"{name}:{row}"
+                text = text_of_row(on_bad_row, self._text, shard, where, row, columns)
+                seen(len(text))
+                yield name, row, text
+
+    def _text(self, shard: MDSShard, where: str, row: int, columns: Iterable[str]) -> str:
+        if self._column == ROW:
+            return row_text(where, {column: shard.read(row, column) for column in columns})
+        return as_text(where, self._column, shard.read(row, self._column))
+
+    @cached_property
+    def _index(self) -> MDSIndex:
+        index = read_index(self._folder)
+        if isinstance(index, StreamIndex):
+            raise UserError(
+                "data.remote: its token shards hold no text to prepare; name MDS shards with a"
+                " column of text"
+            )
+        return with_sample(self._folder, index)
+
+
+def _below(place: str | None, split: str | None) -> str | None:
+    return place if place is None or split is None else f"{place.rstrip('/')}/{split}"
+
+
+_KINDS: dict[str, Callable[[DataConfig], Reader]] = {
+    "python_stdlib": FileReader,
+    "files": FileReader,
+    "huggingface": HubReader,
+    "shards": ShardReader,
+}
+
+_KEY = {
+    "python_stdlib": "data.name: python_stdlib",
+    "files": "data.paths",
+    "huggingface": "data.dataset",
+    "shards": "data",
+}

@@ -1,1 +1,0 @@
-"""Files, datasets and URLs to documents."""

@@ -1,1 +1,0 @@
-"""Documents to shards, in parts, with a manifest."""
