@@ -367,9 +367,6 @@ def instruction_rows(
             Where tools may be called, also {"tools"}.
         split: train, held_out or lengths; the latter has only tasks on lists.
         key: what begins the line of an error.
-
-    Raises:
-        UserError: a task, format or split that there is not.
     """
     names = check_tasks(tasks, split=split, key=key)
     if format not in FORMATS:

@@ -140,11 +140,7 @@ class Loader:
         return self.rows(step).batch(with_layout=self.with_layout)
 
     def rows(self, step: int) -> Rows:
-        """The same as workers hand it on.
-
-        Raises:
-            UserError: a shard cannot be had, is damaged, or has ids that no token has.
-        """
+        """The same as workers hand it on."""
         plan = self._plan_of(step)
         source, places = plan.source[step - plan.step], plan.places[step - plan.step]
         found = [self.streams[n].read(place) for n, place in zip(source, places, strict=True)]

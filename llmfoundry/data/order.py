@@ -366,9 +366,6 @@ class Mixture:
         With the proportions and the batch size of before, the run is the uninterrupted one; with
         others, these hold from `step` on. Sources are known by their names: new ones begin at
         their first sample; what removed ones have given is kept, as they may come back.
-
-        Raises:
-            UserError: a later version wrote the checkpoint.
         """
         if state["version"] > VERSION:
             raise UserError(
@@ -418,9 +415,6 @@ def stream_weights(
 
     Returns:
         The weights, and how many samples an epoch of the mixture has.
-
-    Raises:
-        UserError: no stream has a part.
     """
     parts = [_part(stream, rows) for stream, rows in zip(streams.values(), n_rows, strict=True)]
     if not sum(parts) > 0:

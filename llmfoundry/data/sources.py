@@ -73,11 +73,7 @@ class OrderedStream:
         return self.order.at(samples)
 
     def read(self, place: int) -> Row:
-        """A row by its number.
-
-        Raises:
-            UserError: a shard cannot be had, or is damaged.
-        """
+        """A row by its number."""
         return self.source.row(place)
 
     def where(self, place: int) -> str:
@@ -93,11 +89,7 @@ class OrderedStream:
         return {"fingerprint": self.source.fingerprint, **order_state(self.order)}
 
     def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
-        """Go on with the samples that an earlier `state` describes.
-
-        Raises:
-            UserError: they would be others now.
-        """
+        """Go on with the samples that an earlier `state` describes."""
         check_fingerprint(self.name, state, self.source.fingerprint, allow_changed=allow_changed)
         check_order(self.order, state)
 
@@ -117,11 +109,7 @@ def order_state(order: Order) -> dict[str, Any]:
 
 
 def check_order(order: Order, state: dict[str, Any]) -> None:
-    """Refuse to continue in another order.
-
-    Raises:
-        UserError: the recipe asks for another one.
-    """
+    """Refuse to continue in another order."""
     for fact, value in (("seed", order.seed), ("shuffle", order.shuffle)):
         if state[fact] != value:
             raise _reordered(_KEY[fact], state[fact], value)
@@ -134,11 +122,7 @@ def check_order(order: Order, state: dict[str, Any]) -> None:
 def check_fingerprint(
     name: str, state: dict[str, Any], fingerprint: str, *, allow_changed: bool
 ) -> None:
-    """Refuse to continue with other data.
-
-    Raises:
-        UserError: they changed, and the recipe does not allow it.
-    """
+    """Refuse to continue with other data."""
     if state["fingerprint"] == fingerprint or allow_changed:
         return
     raise UserError(
@@ -202,10 +186,6 @@ def open_source(
         folder: of the shards.
         index: of that folder.
         reading: how rows are made.
-
-    Raises:
-        UserError: its tokens are another tokenizer's, it has no column to read, no rows, or this
-            machine has copies of other data.
     """
     folder.claim(index)
     if isinstance(index, StreamIndex):
@@ -317,11 +297,7 @@ class TokenSource:
         self._lately: dict[int, None] = {}  # shards read since the last prefetch
 
     def row(self, row: int) -> Row:
-        """Row number `row`.
-
-        Raises:
-            UserError: a shard cannot be had, or is damaged.
-        """
+        """Row number `row`."""
         self._lately[bisect_right(self._ends, row)] = None
         return Row(*self.dataset.row(row, self._seq_len, apart=self._apart))
 
@@ -369,11 +345,7 @@ class MDSColumn:
         self._open: OrderedDict[int, _Open] = OrderedDict()  # the least recently read first
 
     def read(self, row: int) -> Any:
-        """The value of sample number `row`; of bytes and arrays a view.
-
-        Raises:
-            UserError: the shard cannot be had, or is damaged.
-        """
+        """The value of sample number `row`; of bytes and arrays a view."""
         n, place = self.place(row)
         shard = self._open.get(n) or self._map(n)
         self._open.move_to_end(n)
@@ -480,11 +452,7 @@ class MDSTokens(_Samples):
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def ids(self, row: int) -> np.ndarray:
-        """All ids of a sample.
-
-        Raises:
-            UserError: the shard cannot be had, or its column does not hold integers.
-        """
+        """All ids of a sample."""
         value = self._column.read(row)
         if isinstance(value, np.ndarray):
             if value.dtype.kind in "iu":
@@ -498,11 +466,7 @@ class MDSTokens(_Samples):
         return np.frombuffer(value, self._dtype)
 
     def row(self, row: int) -> Row:
-        """Row number `row`.
-
-        Raises:
-            UserError: the shard cannot be had, or its column does not hold integers.
-        """
+        """Row number `row`."""
         return self.cut(row, self._seq_len)
 
     def cut(self, row: int, seq_len: int) -> Row:
@@ -535,9 +499,5 @@ class MDSTexts(_Samples):
     """
 
     def text(self, row: int) -> str:
-        """Document number `row`.
-
-        Raises:
-            UserError: the shard cannot be had.
-        """
+        """Document number `row`."""
         return self._column.read(row)

@@ -145,11 +145,7 @@ class PackedStream:
         return samples
 
     def read(self, place: int) -> Row:
-        """Sample number `place`.
-
-        Raises:
-            UserError: a shard cannot be had, or is damaged.
-        """
+        """Sample number `place`."""
         group, row = divmod(place, self.packing.rows)
         return self._group(group)[row]
 
@@ -169,11 +165,7 @@ class PackedStream:
         return {"fingerprint": self.texts.fingerprint, **order_state(self._order), **packing}
 
     def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
-        """Go on with the samples that an earlier `state` describes, packed as they were.
-
-        Raises:
-            UserError: they would be others now.
-        """
+        """Go on with the samples that an earlier `state` describes, packed as they were."""
         check_fingerprint(self.name, state, self.texts.fingerprint, allow_changed=allow_changed)
         check_order(self._order, state)
         before = PackingRatio(**state["packing"])

@@ -133,20 +133,12 @@ class StreamIndex:
 
     @classmethod
     def read(cls, folder: ShardFolder) -> StreamIndex:
-        """The index of a folder.
-
-        Raises:
-            UserError: it is missing, damaged, or of another kind.
-        """
+        """The index of a folder."""
         return cls.from_bytes(folder.read(INDEX), source=INDEX)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> StreamIndex:
-        """An index that was read from `source`.
-
-        Raises:
-            UserError: it is damaged, or of another kind.
-        """
+        """An index that was read from `source`."""
         where = ""
         try:
             head = _decode_head(data)
@@ -281,9 +273,6 @@ class TokenDataset:
             the last, T being `seq_len` or, in a partial last row, what is left; and the lengths of
             the documents, whose sum is T. A document that began in an earlier row counts from this
             row's first token.
-
-        Raises:
-            UserError: a shard cannot be had, or is damaged.
         """
         start = row * seq_len
         stop = min(start + seq_len, self.n_tokens - 1)
@@ -317,11 +306,7 @@ class TokenDataset:
         return [json.loads(line) for file in files for line in file.splitlines()]
 
     def verify(self) -> None:
-        """Read everything and compare checksums.
-
-        Raises:
-            UserError: a shard's bytes have changed since they were written.
-        """
+        """Read everything and compare checksums."""
         for shard in self.index.shards:
             with self._folder.pin(shard.spec(self._dtype)) as path:
                 for algorithm, expected in shard.hashes.items():

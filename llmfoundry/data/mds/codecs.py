@@ -301,21 +301,13 @@ def decompress(
 
 
 def compress(compression: str, data: bytes) -> bytes:
-    """`data`, packed.
-
-    Raises:
-        UserError: an unknown compression, or its library is missing.
-    """
+    """`data`, packed."""
     codec, level = _parse(compression)
     return codec.pack(data, level)
 
 
 def suffix(compression: str) -> str:
-    """What the name of a packed file ends with: `.zstd`, `.gz`, `.br`, `.snappy`, `.bz2`.
-
-    Raises:
-        UserError: an unknown compression.
-    """
+    """What the name of a packed file ends with: `.zstd`, `.gz`, `.br`, `.snappy`, `.bz2`."""
     _parse(compression)
     return f".{compression.partition(':')[0]}"
 
@@ -458,11 +450,7 @@ XXHASH = ("xxh128", "xxh32", "xxh3_128", "xxh3_64", "xxh64")
 
 
 def digest(algorithm: str, chunks: Iterable[bytes | memoryview]) -> str:
-    """The hex digest of the chunks one after another.
-
-    Raises:
-        UserError: no such algorithm, or its package is not installed.
-    """
+    """The hex digest of the chunks one after another."""
     state = _new(algorithm)
     for chunk in chunks:
         state.update(chunk)
@@ -470,11 +458,7 @@ def digest(algorithm: str, chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Whether `digest` can do it.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Whether `digest` can do it."""
     _new(algorithm)
 
 

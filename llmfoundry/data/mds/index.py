@@ -101,11 +101,7 @@ class MDSIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str = "index.json") -> MDSIndex:
-        """Parse `index.json`; `source` is what errors call it.
-
-        Raises:
-            UserError: it is not an MDS index, or specifies something impossible; names the shard.
-        """
+        """Parse `index.json`; `source` is what errors call it."""
         return _Parser(source).parse(data)
 
     @property
@@ -193,11 +189,7 @@ class MDSIndex:
 
     @classmethod
     def load(cls, source: Path | IO[bytes]) -> MDSIndex:
-        """Read the binary form.
-
-        Raises:
-            UserError: it is incomplete, or of another version.
-        """
+        """Read the binary form."""
         try:
             with np.load(source, allow_pickle=False) as arrays:
                 facts = json.loads(arrays["facts"].tobytes())

@@ -55,11 +55,7 @@ class MDSShard:
     """
 
     def __init__(self, path: Path, index: MDSIndex, n: int) -> None:
-        """Map the file of shard `n` of `index`.
-
-        Raises:
-            UserError: the file is missing, or is not what the index specifies.
-        """
+        """Map the file of shard `n` of `index`."""
         self._path = path
         self._n_samples = int(index.sizes[n])
         self.columns = index.columns(n)
@@ -77,18 +73,11 @@ class MDSShard:
         Returns:
             The value; of `bytes` a read-only memoryview, of `ndarray` a read-only array, both
             views of the file.
-
-        Raises:
-            UserError: there is no such column, its encoding is refused, or its bytes are damaged.
         """
         return self.reader(column)(row)
 
     def reader(self, column: str) -> Callable[[int], Any]:
-        """`read` of one column, for many rows: what does not depend on the row is looked up once.
-
-        Raises:
-            UserError: there is no such column.
-        """
+        """`read` of one column, for many rows: what no row changes is looked up once."""
         place = self.columns.position.get(column)
         if place is None:
             names = ", ".join(self.columns.names)
@@ -215,9 +204,6 @@ class MDSWriter:
             hashes: algorithms whose digests the index shall hold, such as xxh64.
             size_limit: bytes of a shard before compression, or "64mb" (of 1024 x 1024); None or 0
                 for one shard. A larger sample gets a shard of its own.
-
-        Raises:
-            UserError: an argument cannot be, or the folder holds a dataset already.
         """
         if not columns:
             raise UserError(f"{folder}: columns: there are none; give each a name and an encoding")
@@ -248,9 +234,6 @@ class MDSWriter:
         """Add a sample: a value for each column; others are left out.
 
         A value that is `bytes` already is taken as encoded, whatever the column's encoding.
-
-        Raises:
-            UserError: a value is missing or does not fit its column.
         """
         encoded = self._encode(sample)
         size = 4 + len(encoded)
@@ -344,11 +327,7 @@ _OURS = re.compile(r"index\.json|shard\.[0-9]+\.mds.*")
 
 
 def merge_index(folder: Path, parts: Iterable[Path]) -> None:
-    """Make `folder` one dataset of its subfolders `parts`, each a dataset, in the order given.
-
-    Raises:
-        UserError: a part is not an MDS dataset, or not within the folder.
-    """
+    """Make `folder` one dataset of its subfolders `parts`, each a dataset, in the order given."""
     with atomic_file(folder / INDEX) as file:
         separator = ""
         file.write(b'{"version": 2, "shards": [')

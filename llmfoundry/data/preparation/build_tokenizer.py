@@ -36,9 +36,6 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
         config: the recipe's tokenizer section.
         data: where `train` finds its text, and where results are kept.
         progress: show on stderr how far the training is.
-
-    Raises:
-        UserError: the tokenizer cannot be found or made.
     """
     config = _with_defaults(config)
     tokenizer = _KINDS[config.name](config, data, progress)

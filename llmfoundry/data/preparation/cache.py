@@ -34,9 +34,6 @@ def build_once(folder: Path, build: Callable[[Path], None], *, keep: str | None 
         build: fills a folder.
         keep: name of a folder that `build` leaves in its own if it can resume from what is there
             when it is called again; removed in the end.
-
-    Raises:
-        UserError: the cache folder cannot be written.
     """
     if folder.is_dir():
         return

@@ -53,9 +53,6 @@ def build_filter(config: FilterConfig) -> Filter:
     """The reason why a text is left out, or None: it stays.
 
     The reason begins with the key of the rule. What is returned is not picklable; the config is.
-
-    Raises:
-        UserError: a library is missing.
     """
     rules = [*_own_rules(config), *_published_rules(config)]
 
@@ -139,9 +136,6 @@ def signatures(texts: Iterable[str], target: Path, *, method: str) -> int:
 
     Returns:
         How many documents there were.
-
-    Raises:
-        UserError: a library that minhash needs is missing.
     """
     hasher, data, n = _HASHERS[method](), bytearray(), 0
     for text in texts:
@@ -321,11 +315,7 @@ def words(text: str) -> list[str]:
 
 
 def minhash_keys() -> Callable[[str], bytes]:
-    """A function from a text to its keys: one of 8 bytes for each band.
-
-    Raises:
-        UserError: a library is missing.
-    """
+    """A function from a text to its keys: one of 8 bytes for each band."""
     where = "data.deduplicate: minhash"
     minhash = import_optional("datasketch", where, extra="filters").MinHash
     word_hash = import_optional("xxhash", where, extra="filters").xxh3_64_intdigest

@@ -80,11 +80,7 @@ def _unseen(n_bytes: int) -> None:
 
 
 class Corpus:
-    """Documents of one recipe, read anew at each iteration.
-
-    Raises:
-        UserError: a path that does not exist, is of no readable kind, or is named twice.
-    """
+    """Documents of one recipe, read anew at each iteration."""
 
     def __init__(self, config: DataConfig) -> None:
         self.config = replace(config)
@@ -102,11 +98,7 @@ class Corpus:
         return self._texts.ignored
 
     def __iter__(self) -> Iterator[Document]:
-        """Every document, blank ones too.
-
-        Raises:
-            UserError: something cannot be read, or no document holds any text.
-        """
+        """Every document, blank ones too."""
         found = False
         for span in self.spans():
             for document in self.read(span):
@@ -116,11 +108,7 @@ class Corpus:
             raise self.holds_no_text()
 
     def spans(self, longest: int | None = None) -> list[Span]:
-        """The corpus in parts, in order, of about `longest` bytes at most where that is possible.
-
-        Raises:
-            UserError: a file must be looked into, and cannot be read.
-        """
+        """The corpus in parts, in order, of about `longest` bytes at most where it can be cut."""
         return self._texts.spans(longest)
 
     def read(
@@ -135,9 +123,6 @@ class Corpus:
             span: the part.
             seen: gets the bytes of input on the way.
             on_bad_row: gets each row that cannot be read, for which a blank document stands.
-
-        Raises:
-            UserError: something cannot be read.
         """
         for source, row, text in self._texts.read(span, seen, on_bad_row):
             document = Document(source, row, text)
@@ -190,11 +175,7 @@ class HubReader:
     """The rows of one split."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Name the dataset; it is looked at when it is first read.
-
-        Raises:
-            UserError: it is written as a path, and no folder is there.
-        """
+        """Name the dataset; it is looked at when it is first read."""
         self.files: list[InputFile] = []
         self.ignored = 0
         self._config = config
@@ -208,11 +189,7 @@ class HubReader:
         return [self._config.dataset, *([file.name, file.size, file.stamp] for file in files)]
 
     def spans(self, longest: int | None) -> list[Span]:
-        """Rows of a folder, or whole files of a hub dataset.
-
-        Raises:
-            UserError: it cannot be loaded, or lacks the column.
-        """
+        """Rows of a folder, or whole files of a hub dataset."""
         if self._folder is None:
             return [Span(0, n, n + 1) for n in range(self._data.num_shards)]
         n_rows, size = len(self._data), self._row_bytes()
@@ -223,11 +200,7 @@ class HubReader:
     def read(
         self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
     ) -> Iterator[tuple[str, int, str]]:
-        """Yield (dataset, row, text); rows of a streamed file are counted within it.
-
-        Raises:
-            UserError: something cannot be read.
-        """
+        """Yield (dataset, row, text); rows of a streamed file are counted within it."""
         if self._folder is None:
             rows = self._streamed(span.start, on_bad_row)
         else:
@@ -283,11 +256,7 @@ class HubReader:
 
 
 def dataset_folder(config: DataConfig) -> Path | None:
-    """data.dataset as a local folder, or None for a hub id.
-
-    Raises:
-        UserError: it is written as a path, and no folder is there.
-    """
+    """data.dataset as a local folder, or None for a hub id."""
     name = config.dataset or ""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -350,11 +319,7 @@ class ShardReader:
     def read(
         self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
     ) -> Iterator[tuple[str, int, str]]:
-        """Yield (shard, sample, text).
-
-        Raises:
-            UserError: a shard cannot be had, or has no such column of text.
-        """
+        """Yield (shard, sample, text)."""
         name = self._index.names[span.start]
         columns = self._index.columns(span.start).names
         if self._column not in (*columns, ROW):

@@ -50,11 +50,7 @@ class InputFile:
 
     @classmethod
     def here(cls, path: Path) -> InputFile:
-        """A file of this machine.
-
-        Raises:
-            UserError: there is none, or something that has no end or no content of its own.
-        """
+        """A file of this machine."""
         with read_errors(path):
             status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -93,11 +89,7 @@ class Input:
         return self.file.name
 
     def open(self) -> IO[bytes]:
-        """The file, seekable.
-
-        Raises:
-            UserError: it cannot be opened.
-        """
+        """The file, seekable."""
         if "://" in self.name:
             return open_url(self.name, self.file.size, self.options)
         with read_errors(self.name):
@@ -120,11 +112,7 @@ class Input:
         return unpack(self) if unpack else self.chunks(place)
 
     def whole(self) -> bytes:
-        """All its bytes, unpacked.
-
-        Raises:
-            UserError: they are more than a row may have.
-        """
+        """All its bytes, unpacked."""
         parts, size = [], 0
         for part in self.unpacked():
             parts.append(part)
@@ -198,11 +186,7 @@ _KINDS: dict[Callable[[int], bool], str] = {
 
 @contextmanager
 def read_errors(name: str | Path) -> Iterator[None]:
-    """The system's error for a file that cannot be read, in a line.
-
-    Raises:
-        UserError: with the file's name.
-    """
+    """The system's error for a file that cannot be read, in a line."""
     try:
         yield
     except OSError as error:
@@ -210,11 +194,7 @@ def read_errors(name: str | Path) -> Iterator[None]:
 
 
 def decode(name: str, data: bytes, encoding: str = "utf-8", *, skipped: int = 0) -> str:
-    """The text of `data`; without the byte-order mark that it may start with.
-
-    Raises:
-        UserError: naming the first byte that is not text, counted from `skipped`.
-    """
+    """The text of `data`; without the byte-order mark that it may start with."""
     if data.startswith(codecs.BOM_UTF8):
         data, skipped = data[3:], skipped + 3
     try:
@@ -344,11 +324,7 @@ def list_url(
 
 
 def open_url(url: str, size: int, options: FetchOptions) -> io.BufferedReader:
-    """A file of known size, to read at any place.
-
-    Raises:
-        UserError: the protocol is not known, or its package or a setting is missing.
-    """
+    """A file of known size, to read at any place."""
     folder, _, name = url.rpartition("/")
     remote = Remote(
         folder,

@@ -178,11 +178,7 @@ class Task:
 
 
 def cut_tasks(corpus: Corpus) -> list[Task]:
-    """All of a corpus, in order.
-
-    Raises:
-        UserError: a file that must be looked into cannot be read.
-    """
+    """All of a corpus, in order."""
     total = sum(file.size for file in corpus.files)
     # A power of two, so that most tasks stay as they are when a file is corrected.
     longest = min(max(_SMALLEST, 1 << (total // _TASKS).bit_length()), _LARGEST)

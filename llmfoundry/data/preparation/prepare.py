@@ -89,10 +89,6 @@ def prepare_corpus(
         tokenizer: what to encode with.
         progress: show a bar on stderr.
         shard_bytes: size of the files at most.
-
-    Raises:
-        UserError: the corpus cannot be read, no training text is left, or the cache is damaged or
-            cannot be written.
     """
     plan = PreparationPlan(
         Corpus(config), tokenizer, token_output(tokenizer, shard_bytes=shard_bytes)
@@ -124,10 +120,6 @@ def prepare_to(
         output: what to write.
         execution: engine and workers.
         about: licence and source of the text, for the manifest.
-
-    Raises:
-        UserError: the corpus cannot be read, no training text is left, or the place holds
-            something else or cannot be written.
     """
     plan = PreparationPlan(Corpus(config), tokenizer, output, about)
     _check_free(place)
@@ -284,11 +276,7 @@ class PreparationPlan:
 def prepare_folder(
     place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions
 ) -> Manifest:
-    """Make what is missing at a place that nobody else writes to.
-
-    Raises:
-        UserError: the corpus cannot be read, or no training text is left.
-    """
+    """Make what is missing at a place that nobody else writes to."""
     corpus = plan.corpus
     before = corpus.fingerprint()
     split = make_split(corpus)
@@ -462,11 +450,7 @@ class Manifest:
 
     @classmethod
     def read(cls, place: OutputFolder) -> Manifest | None:
-        """That of a folder, or None: it has none.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """That of a folder, or None: it has none."""
         data = place.read(MANIFEST)
         if data is None:
             return None

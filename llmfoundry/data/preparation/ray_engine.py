@@ -41,10 +41,6 @@ def ray_engine(workers: int | None) -> Iterator[_Run]:
 
     Args:
         workers: tasks at a time; None: as many as there are cores.
-
-    Raises:
-        UserError: Ray is missing, the cluster does not answer, a machine of it fails again and
-            again; or what a task raised.
     """
     ray = import_optional("ray", "prepare.engine: ray", extra="ray")
     _connect(ray, workers)

@@ -95,9 +95,6 @@ class FileReader:
     Attributes:
         files: in order.
         ignored: files of other kinds that lie in the named folders.
-
-    Raises:
-        UserError: a path that does not exist, is of no readable kind, or is named twice.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -118,11 +115,7 @@ class FileReader:
     def read(
         self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
     ) -> Iterator[tuple[str, FileRow | int | None, str]]:
-        """Yield (file, row, text).
-
-        Raises:
-            UserError: something cannot be read.
-        """
+        """Yield (file, row, text)."""
         name = self.files[span.source].name
         for row, text in read_file(self.input(span, seen, on_bad_row), self._column):
             yield name, row, text
@@ -173,11 +166,7 @@ _NOT_STDLIB = frozenset(
 
 
 def find_files(config: DataConfig) -> tuple[list[InputFile], int]:
-    """The files, and how many of other kinds lie in the named folders.
-
-    Raises:
-        UserError: a path that does not exist, is of no readable kind, or is named twice.
-    """
+    """The files, and how many of other kinds lie in the named folders."""
     return _FILES[config.name](config)
 
 
@@ -324,9 +313,6 @@ def read_file(source: Input, text_column: str) -> Rows:
 
     Row is None for a text file, the line from 1 for .jsonl and .csv, the row from 0 for .parquet,
     the record from 1 for .warc.wet.
-
-    Raises:
-        UserError: the file, or a row of it, cannot be read.
     """
     yield from FILE_TYPES[_types(tuple(FILE_TYPES))[suffix_of(source.name)]].load()(
         source, text_column
@@ -498,11 +484,7 @@ def _parquet(source: Input, text_column: str) -> Rows:
 
 
 def row_groups(source: Input) -> list[int]:
-    """About how many bytes of a parquet file each of its row groups takes.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """About how many bytes of a parquet file each of its row groups takes."""
     with _parquet_file(source) as file:
         groups = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         ends = list(accumulate(groups, initial=0))
@@ -542,11 +524,7 @@ def read_columns(text_column: str) -> list[str] | None:
 
 
 def check_columns(where: object, text_column: str, names: Collection[str]) -> None:
-    """Refuse a file that lacks a column, or has it twice.
-
-    Raises:
-        UserError: naming the column.
-    """
+    """Refuse a file that lacks a column, or has it twice."""
     if text_column == ROW:
         twice = [n for n in names if isinstance(names, list) and names.count(n) > 1]
         if twice:
@@ -560,11 +538,7 @@ def check_columns(where: object, text_column: str, names: Collection[str]) -> No
 
 
 def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
-    """The text of one row, or the JSON of its columns; `str(where)` is what errors begin with.
-
-    Raises:
-        UserError: a column is missing, or does not hold text where text is expected.
-    """
+    """The text of one row, or the JSON of its columns; `str(where)` is what errors begin with."""
     if text_column == ROW:
         return row_text(where, row)
     columns = columns_of(text_column)
@@ -579,11 +553,7 @@ def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
 
 
 def row_text(where: object, row: Mapping[str, Any]) -> str:
-    """The JSON of a whole row; what JSON does not know, such as a date, is written as text.
-
-    Raises:
-        UserError: it has no JSON.
-    """
+    """The JSON of a whole row; what JSON does not know, such as a date, is written as text."""
     try:
         return json.dumps(row, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError) as error:
@@ -620,11 +590,7 @@ def _arrow_text(where: str, names: list[str], values: tuple[Any, ...], text_colu
 
 
 def as_text(where: object, text_column: str, value: Any) -> str:
-    """The value of a column, which must be text.
-
-    Raises:
-        UserError: it is not text.
-    """
+    """The value of a column, which must be text."""
     if isinstance(value, str):
         return value
     raise BadRow(
@@ -685,11 +651,7 @@ _MOST_HEADERS = 1 << 10  # lines of a record; Common Crawl's have about ten
 
 
 def read_wet(source: Input) -> Iterator[tuple[int, str]]:
-    """Yield (number of the record from 1, text of its page).
-
-    Raises:
-        UserError: the file is not WET, ends too early, or has too long a page; names the record.
-    """
+    """Yield (number of the record from 1, text of its page)."""
     record = 0
     with as_file(source.unpacked()) as file:
         while first := file.readline(_LONGEST_LINE):

@@ -117,9 +117,6 @@ def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignor
         job: what all tasks share.
         task: what to read.
         seen: called with the bytes of input on the way.
-
-    Raises:
-        UserError: something cannot be read or written.
     """
     with job.place.scratch(WORK) as folder, _Texts(folder, task.part) as texts:
         reader = _Reader(job, task, seen, texts.keep if job.output.keeps_texts else _forget)

@@ -171,11 +171,7 @@ class _Work:
     def make(
         self, number: int, rows: Callable[[OnBadRow], Iterator[_Read]]
     ) -> tuple[int, StoreFacts]:
-        """Write a part of those of its rows that can be used.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Write a part of those of its rows that can be used."""
         facts = StoreFacts(self.reader.format)
 
         def unreadable(error: BadRow) -> None:
@@ -426,11 +422,7 @@ class Store:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder; its arrays are mapped when they are first read.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """Open a folder; its arrays are mapped when they are first read."""
         self._folder = folder
         try:
             facts = json.loads((folder / "facts.json").read_text())

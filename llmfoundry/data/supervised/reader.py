@@ -59,11 +59,7 @@ class RowReader:
     """
 
     def __init__(self, key: str, source: SourceConfig) -> None:
-        """Read rows of `source`, which the recipe calls `key`.
-
-        Raises:
-            UserError: its preprocess function cannot be found.
-        """
+        """Read rows of `source`, which the recipe calls `key`."""
         self._key = key
         self._columns, self._preprocess = dict(source.columns), source.preprocess
         self._name = source.format

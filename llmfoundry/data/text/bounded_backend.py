@@ -40,9 +40,6 @@ def open_backend(definition: str, file: str) -> AnyBackend:
     Args:
         definition: the content of a tokenizer.json.
         file: its name, for messages.
-
-    Raises:
-        UserError: it is no tokenizer, or takes more than a tokenizer may.
     """
     if is_linear(definition):
         return _checked(_load(definition, file), file)

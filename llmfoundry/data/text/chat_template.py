@@ -98,9 +98,6 @@ class ChatTemplate:
             file: where it is from, for messages.
             is_trusted: it runs in this process, without bounds; unset: whether it is of this
                 package.
-
-        Raises:
-            UserError: it is not a template.
         """
         self.text, self.special_tokens = text, dict(special_tokens)
         self._tools_text, self._file = tools or text, file
@@ -145,9 +142,6 @@ class ChatTemplate:
             add_generation_prompt: end with what an answer begins with.
             tools: JSON schemas of functions that the model may call.
             variables: others that the template reads, such as enable_thinking.
-
-        Raises:
-            UserError: the template refuses the messages, or does what it may not.
         """
         asked = {
             "messages": messages,
@@ -220,9 +214,6 @@ class ChatTemplate:
 
         Where to stop a generation: <|im_end|>, <|eot_id|>, or the tokenizer's end of text; without
         what stands behind the last answer only, as Phi-3's end of text does.
-
-        Raises:
-            UserError: the template shows no answer, or nothing behind it.
         """
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
         _, found, behind = self.render(turn).partition(ANSWER_MARK)
@@ -252,11 +243,7 @@ class ChatTemplate:
             return "nothing ends an answer" not in str(error)
 
     def check_marks(self) -> None:
-        """See that what {% generation %} marks has the end of each answer.
-
-        Raises:
-            UserError: it leaves out answers, or what ends them.
-        """
+        """See that what {% generation %} marks has the end of each answer."""
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
         try:
             whole = self.rendered(turn * 2)
@@ -328,11 +315,7 @@ def _render(template: ChatTemplate, asked: dict[str, Any]) -> Rendered:
 
 
 def template_of(choice: str, *, key: str = "tokenizer.chat_template") -> str:
-    """The Jinja source of a named template, or of a file.
-
-    Raises:
-        UserError: there is no such file, or it holds no text; the line begins with `key`.
-    """
+    """The Jinja source of a named template, or of a file."""
     file = _FOLDER / f"{choice}.jinja" if choice in NAMED else Path(choice).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
@@ -352,9 +335,6 @@ def chosen_templates(value: Any) -> tuple[str, str]:
 
     Args:
         value: a text, or named templates: a list of {name, template}, or a dict.
-
-    Raises:
-        UserError: several, of which none is the default.
     """
     if isinstance(value, str):
         return value, ""

@@ -142,11 +142,7 @@ class Tokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        """How messages become a text; `encode_chat` makes ids of that.
-
-        Raises:
-            UserError: it has no chat template, or one that is not a template.
-        """
+        """How messages become a text; `encode_chat` makes ids of that."""
         template = self._config.get("chat_template")
         if template is None:
             raise UserError(
@@ -170,12 +166,7 @@ class Tokenizer:
         return self.trusts_template
 
     def chat_by(self, choice: str, *, key: str = "tokenizer.chat_template") -> ChatTemplate:
-        """A named template or a file's, with this tokenizer's special tokens and none added.
-
-        Raises:
-            UserError: there is no such template, or it needs tokens that the tokenizer lacks; the
-                line begins with `key`.
-        """
+        """A named template or a file's, with this tokenizer's special tokens and none added."""
         text = template_of(choice, key=key)
         missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
         if missing:
@@ -199,9 +190,6 @@ class Tokenizer:
             choice: chatml, llama3, zephyr or mpt; or a Jinja file.
             room: tokens that the model's embedding can still take up; None: any number.
             is_trusted: run it in this process, without bounds.
-
-        Raises:
-            UserError: there is no such template, or no room for its tokens.
         """
         text = template_of(choice)
         missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
@@ -227,9 +215,6 @@ class Tokenizer:
         Args:
             variables: such as enable_thinking or tools, by name.
             key: of the recipe, for messages.
-
-        Raises:
-            UserError: there is no template, or it does not read one of them.
         """
         chat = self.chat
         for name in variables:
@@ -353,11 +338,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a folder with tokenizer.json, a saved one or another's.
-
-        Raises:
-            UserError: a file is missing or broken, or no end-of-text token is named.
-        """
+        """Read a folder with tokenizer.json, a saved one or another's."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{folder}: holds no tokenizer.json; name a folder that does")
@@ -369,11 +350,7 @@ class Tokenizer:
 
 
 def check_tokenizer(name: str) -> None:
-    """See that transformers can load a tokenizer.json, by a folder or a hub id, without harm.
-
-    Raises:
-        UserError: it is no tokenizer, or takes more than a tokenizer may.
-    """
+    """See that transformers can load a tokenizer.json, by a folder or a hub id, without harm."""
     from transformers.utils import cached_file  # seconds; the caller needs it as well
 
     try:
@@ -478,11 +455,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def read_text(file: Path) -> str:
-    """A file of a tokenizer.
-
-    Raises:
-        UserError: it is no text, or larger than any.
-    """
+    """A file of a tokenizer."""
     size = file.stat().st_size
     if size > _LARGEST_FILE:
         raise UserError(f"{file}: has {size:,} bytes, as no tokenizer has; download it again")
