@@ -409,10 +409,6 @@ def stream_weights(
 ) -> tuple[tuple[float, ...], int]:
     """Each stream's part from the recipe's `proportion`, or from `choose` and `repeat`.
 
-    Args:
-        streams: the recipe's.
-        n_rows: of each stream.
-
     Returns:
         The weights, and how many samples an epoch of the mixture has.
     """

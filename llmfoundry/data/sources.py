@@ -178,15 +178,7 @@ def _below(folder: str | None, split: str | None) -> str | None:
 def open_source(
     name: str, key: str, folder: ShardFolder, index: Index, reading: RowOptions
 ) -> TokenSource | MDSTokens | MDSTexts:
-    """Rows, or texts, of a folder of shards.
-
-    Args:
-        name: of the stream.
-        key: of the recipe, for messages: data or data.streams.NAME.
-        folder: of the shards.
-        index: of that folder.
-        reading: how rows are made.
-    """
+    """Rows, or texts, of a folder of shards."""
     folder.claim(index)
     if isinstance(index, StreamIndex):
         return _open_tokens(name, key, folder, index, reading)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from llmfoundry.data.mds.codecs import decompress
-from llmfoundry.data.mds.shard import MDSIndex, MDSShard, MDSWriter, merge_index
+from llmfoundry.data.mds.shard import MDSIndex, MDSShard, MDSWriter
 
 DTYPES = (
     *("uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32"),
@@ -82,12 +81,6 @@ EMPTY_FIRST_INDEX = golden(
     "e5U0Rr2^w*Y_k5OsxkU2SwYZS{W6ZMI5Z7bhq6EsaDlr^+rYeRJ~YFs;T>bQ1U5Ck%&(y`HxWYcPN+qpHYgJU%CE"
     ">Qv3*|c#Co|MY(%^yT1a%K0YP"
 )
-# merge_index over two folders, a and b, of one int each
-MERGED_INDEX = golden(
-    "c-qZSNe+WB4Ezf6xuVOZ%U3Fd45Y<U7L<f8MEt!Dp(_1A)!b&r<C!?XO;|@p!ztUXGH@;0#xXbtsEzEEE`_d5L;5"
-    "<gK-xpWgR`hni6lIhw4))>heWE*3OC2-UP>k}#wzrTL2)1xExI<DqQ~OBY|ta)02MkBlj1b4r;hn1zI^spPd{0=`"
-    "{Qy`7{~Z0RGmz6L|m<uq{x4|eBWT8?j0R<Uh%KDsD6HnVtfI@HL~9"
-)
 
 
 def test_a_shard_of_mosaicml_streaming_is_read(tmp_path: Path) -> None:
@@ -149,16 +142,3 @@ def test_a_first_sample_above_the_limit_comes_after_an_empty_shard(tmp_path: Pat
         shard = MDSShard(path, theirs, n)
         texts.append([shard.read(row, "text") for row in range(len(shard))])
     assert texts == [[], ["a" * 60], ["b", "c"]]
-
-
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_folders_are_merged_like_mosaicml_streamings(order: str, tmp_path: Path) -> None:
-    for name in order:
-        with MDSWriter(tmp_path / name, columns={"x": "int"}, size_limit=None) as writer:
-            writer.write({"x": 1})
-    merge_index(tmp_path, [tmp_path / name for name in order])
-    merged = (tmp_path / "index.json").read_bytes()
-    assert (merged == MERGED_INDEX) == (order == "ab")
-    index = MDSIndex.from_bytes(merged)
-    assert [index.spec(n).name for n in range(2)] == [f"{name}/shard.00000.mds" for name in order]
-    assert [len(MDSShard(tmp_path / index.spec(n).name, index, n)) for n in range(2)] == [1, 1]

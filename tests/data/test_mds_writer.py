@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llmfoundry.data.mds import shard as mds_writer
-from llmfoundry.data.mds.shard import MDSIndex, MDSShard, MDSWriter, merge_index
+from llmfoundry.data.mds.shard import MDSIndex, MDSShard, MDSWriter
 from llmfoundry.errors import UserError
 
 
@@ -186,43 +186,3 @@ def test_an_argument_that_cannot_be_is_refused_before_anything_is_written(
         MDSWriter(tmp_path / "set", **arguments)
     assert line in str(raised.value)
     assert not (tmp_path / "set").exists()
-
-
-def test_merged_folders_are_one_dataset_in_their_order(tmp_path: Path) -> None:
-    write(tmp_path / "b", "1", "2", size_limit=190, hashes=["md5"])
-    write(tmp_path / "deep/a", "3", compression=None)
-    write(tmp_path / "empty")
-    parts = [tmp_path / name for name in ("b", "empty", "deep/a", "b")]
-    merge_index(tmp_path, parts)
-    assert texts(tmp_path) == [["1"], ["2"], ["3"]]
-    assert [index_of(tmp_path).spec(n).name for n in range(3)] == [
-        "b/shard.00000.mds",
-        "b/shard.00001.mds",
-        "deep/a/shard.00000.mds",
-    ]
-    assert index_of(tmp_path).spec(0).hashes == index_of(tmp_path / "b").spec(0).hashes
-
-
-def test_packed_files_are_merged_by_both_their_names(tmp_path: Path) -> None:
-    write(tmp_path / "a", "1", compression="gz")
-    merge_index(tmp_path, [tmp_path / "a"])
-    packed = index_of(tmp_path).spec(0).packed
-    assert packed is not None
-    assert (tmp_path / packed.name).is_file()
-
-
-def test_a_part_that_cannot_be_merged_is_named_and_nothing_is_written(tmp_path: Path) -> None:
-    write(tmp_path / "set/a", "1")
-    (tmp_path / "set/b").mkdir()
-    (tmp_path / "set/c").mkdir()
-    (tmp_path / "set/c/index.json").write_text('{"version": 2, "shards": [{"raw_data": 5}]}')
-    for part, line in {
-        "set/b": "set/b/index.json: missing; write that part again",
-        "set/c": "set/c/index.json: shard 0: raw_data: Expected `object`",
-        "set": "set: not within",
-        "elsewhere": "elsewhere: not within",
-    }.items():
-        with pytest.raises(UserError) as raised:
-            merge_index(tmp_path / "set", [tmp_path / "set/a", tmp_path / part])
-        assert line in str(raised.value)
-    assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["a", "b", "c"]

@@ -17,7 +17,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from llmfoundry.data.mds.codecs import (
 )
 from llmfoundry.data.mds.index import Columns, MDSIndex
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_file, atomic_write
+from llmfoundry.files import atomic_write
 
 __all__ = ["MDSIndex", "MDSShard"]
 
@@ -324,35 +324,6 @@ class MDSWriter:
 
 
 _OURS = re.compile(r"index\.json|shard\.[0-9]+\.mds.*")
-
-
-def merge_index(folder: Path, parts: Iterable[Path]) -> None:
-    """Make `folder` one dataset of its subfolders `parts`, each a dataset, in the order given."""
-    with atomic_file(folder / INDEX) as file:
-        separator = ""
-        file.write(b'{"version": 2, "shards": [')
-        for part in dict.fromkeys(parts):
-            for shard in _moved_shards(folder, part):
-                file.write((separator + json.dumps(shard)).encode())
-                separator = ", "
-        file.write(b"]}")
-
-
-def _moved_shards(folder: Path, part: Path) -> Iterator[dict[str, Any]]:
-    """A part's shards, named as seen from `folder`."""
-    path = part / INDEX
-    if folder == part or not part.is_relative_to(folder):
-        raise UserError(f"{part}: not within {folder}, where the merged index goes; move it there")
-    if not path.is_file():
-        raise UserError(f"{path}: missing; write that part again")
-    data = path.read_bytes()
-    MDSIndex.from_bytes(data, source=str(path))
-    prefix = part.relative_to(folder).as_posix()
-    for shard in json.loads(data)["shards"]:
-        for key in ("raw_data", "zip_data"):
-            if shard.get(key):
-                shard[key]["basename"] = f"{prefix}/{shard[key]['basename']}"
-        yield shard
 
 
 def _find_encoding(column: str, name: str) -> Encoding:

@@ -143,10 +143,6 @@ class BadRows:
     def check(self, key: str, rows: int) -> None:
         """Refuse them all at once.
 
-        Args:
-            key: of the source in the recipe.
-            rows: how many were read, these with them.
-
         Raises:
             BadRowsError: there are any; a line for each kind, the most frequent first.
         """

@@ -30,13 +30,7 @@ _VERSION = 1  # of what is learned from a corpus; raised when the sample or the 
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool) -> Tokenizer:
-    """The tokenizer that a recipe asks for; `train` learns it from the corpus, once.
-
-    Args:
-        config: the recipe's tokenizer section.
-        data: where `train` finds its text, and where results are kept.
-        progress: show on stderr how far the training is.
-    """
+    """The tokenizer that a recipe asks for; `train` learns it from the corpus, once."""
     config = _with_defaults(config)
     tokenizer = _KINDS[config.name](config, data, progress)
     tokenizer.split_special_tokens = config.split_special_tokens

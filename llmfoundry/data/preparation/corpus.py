@@ -27,7 +27,7 @@ from llmfoundry.data.preparation.bad_rows import (
     text_of_row,
 )
 from llmfoundry.data.preparation.choose import Filter, build_filter
-from llmfoundry.data.preparation.files import InputFile
+from llmfoundry.data.preparation.files import InputFile, ignore
 from llmfoundry.data.preparation.readers import (
     ROW,
     FileReader,
@@ -75,27 +75,21 @@ class Document:
         return not self.text or self.text.isspace()
 
 
-def _unseen(n_bytes: int) -> None:
-    """Report no progress."""
-
-
 class Corpus:
-    """Documents of one recipe, read anew at each iteration."""
+    """Documents of one recipe, read anew at each iteration.
+
+    Attributes:
+        config: the recipe's data section, filled.
+        files: those behind it, in order; empty for a dataset.
+        ignored: files of other kinds that lie in the named folders.
+    """
 
     def __init__(self, config: DataConfig) -> None:
         self.config = replace(config)
         self.config.fill()
-        self._texts = _KINDS[self.config.name](self.config)
-
-    @property
-    def files(self) -> list[InputFile]:
-        """The files behind it, in order; empty for a dataset."""
-        return self._texts.files
-
-    @property
-    def ignored(self) -> int:
-        """Files of other kinds that lie in the named folders."""
-        return self._texts.ignored
+        kind, self._key = _KINDS[self.config.name]
+        self._reader = kind(self.config)
+        self.files, self.ignored = self._reader.files, self._reader.ignored
 
     def __iter__(self) -> Iterator[Document]:
         """Every document, blank ones too."""
@@ -109,12 +103,12 @@ class Corpus:
 
     def spans(self, longest: int | None = None) -> list[Span]:
         """The corpus in parts, in order, of about `longest` bytes at most where it can be cut."""
-        return self._texts.spans(longest)
+        return self._reader.spans(longest)
 
     def read(
         self,
         span: Span,
-        seen: Callable[[int], None] = _unseen,
+        seen: Callable[[int], None] = ignore,
         on_bad_row: OnBadRow = raise_bad_row,
     ) -> Iterator[Document]:
         """The documents of a part, blank ones too.
@@ -124,7 +118,7 @@ class Corpus:
             seen: gets the bytes of input on the way.
             on_bad_row: gets each row that cannot be read, for which a blank document stands.
         """
-        for source, row, text in self._texts.read(span, seen, on_bad_row):
+        for source, row, text in self._reader.read(span, seen, on_bad_row):
             document = Document(source, row, text)
             checked = text_of_row(on_bad_row, _checked_text, document)
             yield document if checked == text else replace(document, text=checked)
@@ -135,7 +129,7 @@ class Corpus:
 
     def holds_no_text(self) -> UserError:
         """What to say where not one document is left."""
-        return UserError(f"{_KEY[self.config.name]}: holds no text; name a corpus that does")
+        return UserError(f"{self._key}: holds no text; name a corpus that does")
 
     def fingerprint(self) -> str:
         """Names the corpus' content without reading it: paths, sizes and times of its files.
@@ -144,7 +138,7 @@ class Corpus:
         """
         config = self.config
         facts: list[Any] = [config.name, config.text_column, config.subset, config.split]
-        facts += self._texts.facts()
+        facts += self._reader.facts()
         if config.filter != FilterConfig():
             facts.append(asdict(config.filter))
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
@@ -201,11 +195,8 @@ class HubReader:
         self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
     ) -> Iterator[tuple[str, int, str]]:
         """Yield (dataset, row, text); rows of a streamed file are counted within it."""
-        if self._folder is None:
-            rows = self._streamed(span.start, on_bad_row)
-        else:
-            rows = self._mapped(span, on_bad_row)
-        for row, text in rows:
+        read = self._mapped if self._folder else self._streamed
+        for row, text in read(span, on_bad_row):
             seen(len(text))
             yield self._name, row, text
 
@@ -219,7 +210,8 @@ class HubReader:
                 yield row, text
                 row += 1
 
-    def _streamed(self, number: int, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
+    def _streamed(self, span: Span, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
+        number = span.start
         file = self._data.shard(num_shards=self._data.num_shards, index=number)
         for row, values in enumerate(_reached(f"{self._name}: file {number}", file)):
             self._check(list(values))
@@ -352,16 +344,10 @@ def _below(place: str | None, split: str | None) -> str | None:
     return place if place is None or split is None else f"{place.rstrip('/')}/{split}"
 
 
-_KINDS: dict[str, Callable[[DataConfig], Reader]] = {
-    "python_stdlib": FileReader,
-    "files": FileReader,
-    "huggingface": HubReader,
-    "shards": ShardReader,
+_KINDS: dict[str, tuple[Callable[[DataConfig], Reader], str]] = {
+    "python_stdlib": (FileReader, "data.name: python_stdlib"),
+    "files": (FileReader, "data.paths"),
+    "huggingface": (HubReader, "data.dataset"),
+    "shards": (ShardReader, "data"),
 }
-
-_KEY = {
-    "python_stdlib": "data.name: python_stdlib",
-    "files": "data.paths",
-    "huggingface": "data.dataset",
-    "shards": "data",
-}
+"""By data.name: what reads it, and what to call it where it holds no text."""

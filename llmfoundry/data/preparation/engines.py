@@ -29,9 +29,6 @@ _PRELOAD = ["llmfoundry.data.preparation.write"]
 def local_engine(workers: int | None) -> Iterator[Run]:
     """Processes of this machine; a single task, or a single worker, runs in this one.
 
-    Args:
-        workers: tasks at a time; None: one a core.
-
     Raises:
         UserError: what a task raised, or a process was killed.
     """

@@ -34,6 +34,10 @@ _ZSTD_CHUNK = 1 << 10  # becomes 32 MiB at most: four bytes are a block of 128 K
 _ZSTD_WINDOW = 1 << 31  # bytes; of zstd --long=31, the largest
 
 
+def ignore(n_bytes: int) -> None:
+    """Report no progress."""
+
+
 @dataclass(frozen=True)
 class InputFile:
     """A file of a corpus.
@@ -79,7 +83,7 @@ class Input:
     stop: int | None = None
     n_bytes: int = 0
     longest: int = _LONGEST
-    seen: Callable[[int], None] = lambda n_bytes: None
+    seen: Callable[[int], None] = ignore
     options: FetchOptions = field(default_factory=FetchOptions)
     on_bad_row: OnBadRow = raise_bad_row
 
@@ -280,11 +284,6 @@ def list_url(
     url: str, options: FetchOptions, *, key: str = "data.paths"
 ) -> tuple[bool, list[tuple[str, int, str]]]:
     """What a URL of a file, a folder or a glob names.
-
-    Args:
-        url: see above.
-        options: how it is asked for.
-        key: what the recipe calls it.
 
     Returns:
         Whether it is one file; and of each file, sorted by name, its URL, size and version.

@@ -29,6 +29,7 @@ from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.choose import deduplicate
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import ENGINES, Run
+from llmfoundry.data.preparation.files import ignore
 from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
 from llmfoundry.data.preparation.plan import Task, cut_tasks, make_split
 from llmfoundry.data.preparation.write import (
@@ -40,7 +41,6 @@ from llmfoundry.data.preparation.write import (
     PartSettings,
     StreamCounts,
     find_part,
-    ignore,
     make_part,
     sign_part,
     signature_file,
@@ -82,14 +82,7 @@ class Prepared:
 def prepare_corpus(
     config: DataConfig, tokenizer: Tokenizer, *, progress: bool, shard_bytes: int = 64 << 20
 ) -> Prepared:
-    """The corpus in tokens, from the cache where it is there.
-
-    Args:
-        config: the recipe's data section.
-        tokenizer: what to encode with.
-        progress: show a bar on stderr.
-        shard_bytes: size of the files at most.
-    """
+    """The corpus in tokens, from the cache where it is there."""
     plan = PreparationPlan(
         Corpus(config), tokenizer, token_output(tokenizer, shard_bytes=shard_bytes)
     )
@@ -111,16 +104,7 @@ def prepare_to(
     execution: ExecutionOptions,
     about: Mapping[str, str],
 ) -> Manifest:
-    """The corpus in shards at a place; resumes from what an interrupted call left there.
-
-    Args:
-        place: the folder.
-        config: the recipe's data section.
-        tokenizer: what to encode with; saved beside the shards.
-        output: what to write.
-        execution: engine and workers.
-        about: licence and source of the text, for the manifest.
-    """
+    """The corpus in shards at a place; resumes from what an interrupted call left there."""
     plan = PreparationPlan(Corpus(config), tokenizer, output, about)
     _check_free(place)
     with _writing(place):

@@ -18,9 +18,9 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -39,6 +39,7 @@ from llmfoundry.data.preparation.files import (
     InputFile,
     as_file,
     decode,
+    ignore,
     list_url,
 )
 from llmfoundry.errors import UserError, import_optional, one_line
@@ -90,12 +91,7 @@ class Reader(Protocol):
 
 
 class FileReader:
-    """The documents of a list of files.
-
-    Attributes:
-        files: in order.
-        ignored: files of other kinds that lie in the named folders.
-    """
+    """The documents of files, here and at URLs, each by the `FILE_TYPES` of its suffix."""
 
     def __init__(self, config: DataConfig) -> None:
         self.files, self.ignored = find_files(config)
@@ -105,58 +101,48 @@ class FileReader:
 
     def facts(self) -> list[Any]:
         """Paths, sizes and times; and the code of plugins that read them."""
-        codes = {code_of(file.name) for file in self.files} - {""}
+        kinds = {_kinds(tuple(FILE_TYPES))[suffix_of(file.name)] for file in self.files}
+        codes = {FILE_TYPES.origins[kind].code for kind in kinds} - {""}
         return [*([file.name, file.size, file.stamp] for file in self.files), *sorted(codes)]
 
     def spans(self, longest: int | None) -> list[Span]:
         """Lines can be cut anywhere, parquet between row groups; compressed files, CSV not."""
-        return [span for n, file in enumerate(self.files) for span in self._cut(n, file, longest)]
+        found = []
+        for number, file in enumerate(self.files):
+            kind = FILE_TYPES.get(suffix_of(file.name))  # none: a compressed file
+            if longest is None or file.size <= longest or kind is None or kind.cut is None:
+                found.append(Span(number, n_bytes=file.size))
+            else:
+                parts = kind.cut(self._input(Span(number, n_bytes=file.size)), longest)
+                found += [Span(number, *part) for part in parts]
+        return found
 
     def read(
-        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
+        self,
+        span: Span,
+        seen: Callable[[int], None] = ignore,
+        on_bad_row: OnBadRow = raise_bad_row,
     ) -> Iterator[tuple[str, FileRow | int | None, str]]:
-        """Yield (file, row, text)."""
-        name = self.files[span.source].name
-        for row, text in read_file(self.input(span, seen, on_bad_row), self._column):
-            yield name, row, text
+        """Yield (file, row, text).
 
-    def input(
-        self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow = raise_bad_row
-    ) -> Input:
-        """The bytes of a span."""
+        Row is None of a text file, the line from 1 of .jsonl and .csv, the row from 0 of .parquet,
+        the record from 1 of .warc.wet.
+        """
+        source = replace(self._input(span), seen=seen, on_bad_row=on_bad_row)
+        kind = file_type(source.name)
+        assert kind is not None, source.name
+        for row, text in kind.load()(source, self._column):
+            yield source.name, row, text
+
+    def _input(self, span: Span) -> Input:
         return Input(
             file=self.files[span.source],
             start=span.start,
             stop=span.stop,
             n_bytes=span.n_bytes or 0,
             longest=self._longest,
-            seen=seen,
             options=self._options,
-            on_bad_row=on_bad_row,
         )
-
-    def _cut(self, number: int, file: InputFile, longest: int | None) -> Iterator[Span]:
-        suffix, size = suffix_of(file.name), file.size
-        whole = Span(number, n_bytes=size)
-        if longest is None or size <= longest or suffix not in (".jsonl", ".parquet"):
-            yield whole
-        elif suffix == ".jsonl":
-            parts = -(-size // longest)
-            for start, stop in pairwise(size * n // parts for n in range(parts + 1)):
-                yield Span(number, start, stop, stop - start)
-        else:
-            groups = row_groups(self.input(whole, lambda n_bytes: None))
-            yield from _cut_row_groups(number, groups, longest)
-
-
-def _cut_row_groups(number: int, sizes: list[int], longest: int) -> Iterator[Span]:
-    """Row groups of these sizes in runs of at most `longest` bytes, or one each."""
-    ends = list(accumulate(sizes, initial=0))
-    start = 0
-    for stop in range(1, len(ends)):
-        if stop == len(sizes) or ends[stop + 1] - ends[start] > longest:
-            yield Span(number, start, stop, ends[stop] - ends[start])
-            start = stop
 
 
 # Tests of the standard library hold deliberately broken sources; the packages are not part of it.
@@ -167,7 +153,7 @@ _NOT_STDLIB = frozenset(
 
 def find_files(config: DataConfig) -> tuple[list[InputFile], int]:
     """The files, and how many of other kinds lie in the named folders."""
-    return _FILES[config.name](config)
+    return _stdlib_files() if config.name == "python_stdlib" else _named_files(config)
 
 
 def files_below(folder: Path, *, leave_out: frozenset[str] = frozenset()) -> list[Path]:
@@ -190,7 +176,7 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
 
 
-def _stdlib_files(config: DataConfig) -> tuple[list[InputFile], int]:
+def _stdlib_files() -> tuple[list[InputFile], int]:
     root = Path(sysconfig.get_path("stdlib"))
     below = files_below(root, leave_out=_NOT_STDLIB)
     return [InputFile.here(file) for file in below if file.suffix == ".py" and file.is_file()], 0
@@ -207,7 +193,11 @@ def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
             if is_folder:
                 ignored += len(below) - len(read)
             elif not read:
-                raise UserError(f"data.paths: {below[0].name}: {_unreadable(below[0].name, reads)}")
+                suffix = suffix_of(below[0].name)
+                why = f"cannot read {suffix} files" if suffix else "has no suffix"
+                raise UserError(
+                    f"data.paths: {below[0].name}: {why}; convert it to one of: {reads}"
+                )
             for file in read:
                 real = file.name if "://" in file.name else os.path.realpath(file.name)
                 if (first := places.setdefault(real, place)) != place:
@@ -266,18 +256,6 @@ def _keep_cache_out(config: DataConfig, path: Path) -> None:
         )
 
 
-def _unreadable(name: str, reads: str) -> str:
-    suffix = suffix_of(name)
-    what = f"cannot read {suffix} files" if suffix else "has no suffix"
-    return f"{what}; convert it to one of: {reads}"
-
-
-_FILES: dict[str, Callable[[DataConfig], tuple[list[InputFile], int]]] = {
-    "python_stdlib": _stdlib_files,
-    "files": _named_files,
-}
-
-
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
 _SHOWN = 500  # characters of a file's column names
 ROW = "*"
@@ -308,37 +286,27 @@ class _Place:
 Rows = Iterator[tuple[FileRow | int | None, str]]
 
 
-def read_file(source: Input, text_column: str) -> Rows:
-    """Yield (row, text) of one file, or of a part of it.
-
-    Row is None for a text file, the line from 1 for .jsonl and .csv, the row from 0 for .parquet,
-    the record from 1 for .warc.wet.
-    """
-    yield from FILE_TYPES[_types(tuple(FILE_TYPES))[suffix_of(source.name)]].load()(
-        source, text_column
-    )
-
-
 def is_readable(name: str, text_column: str | None) -> bool:
     """Whether there is a reader for a file: of documents, or of rows of any columns."""
-    kind = _types(tuple(FILE_TYPES)).get(suffix_of(name))
-    return kind is not None and FILE_TYPES[kind].serves(text_column)
+    kind = file_type(name)
+    return kind is not None and kind.serves(text_column)
+
+
+def file_type(name: str) -> FileType | None:
+    """What reads a file, by its suffix."""
+    kind = _kinds(tuple(FILE_TYPES)).get(suffix_of(name))
+    return None if kind is None else FILE_TYPES[kind]
 
 
 def suffix_of(name: str) -> str:
     """What chooses a reader: the suffix, .gz and .zst with the one before; may be missing in it."""
-    name, known = name[name.rfind("/") + 1 :].lower(), _types(tuple(FILE_TYPES))
+    name, known = name[name.rfind("/") + 1 :].lower(), _kinds(tuple(FILE_TYPES))
     longest = max((suffix for suffix in known if name.endswith(suffix)), key=len, default=None)
     return longest or name[name.rfind(".") :] if "." in name else ""
 
 
-def code_of(name: str) -> str:
-    """What names the code of a plugin that reads a file; "" for ours."""
-    return FILE_TYPES.origins[_types(tuple(FILE_TYPES))[suffix_of(name)]].code
-
-
 @functools.cache
-def _types(names: tuple[str, ...]) -> dict[str, str]:
+def _kinds(names: tuple[str, ...]) -> dict[str, str]:
     """The kind of file by its suffix, with .gz and .zst and without."""
     packed = {name: PACKED if FILE_TYPES[name].packed else ("",) for name in names}
     return {f"{name}{end}": name for name in names for end in packed[name]}
@@ -368,13 +336,25 @@ def _python(source: Input, text_column: str) -> Rows:
 
 
 def _jsonl(source: Input, text_column: str) -> Rows:
-    for number, data in enumerate(source.lines(), start=1):
-        line = FileRow(source, number)
-        if data.strip():
-            place = _Place(line)
-            yield line, text_of_row(source.on_bad_row, _jsonl_text, place, data, text_column)
+    yield from _line_texts(source, source.lines(), text_column)
+
+
+def _line_texts(source: Input, lines: Iterable[bytes], text_column: str) -> Rows:
+    for number, line in enumerate(lines, start=1):
+        row = FileRow(source, number)
+        if line.strip():
+            place = _Place(row)
+            yield row, text_of_row(source.on_bad_row, _jsonl_text, place, line, text_column)
         else:
-            yield line, ""
+            yield row, ""
+
+
+def _cut_lines(source: Input, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Equal parts of a file of lines: where each begins and ends, and its bytes."""
+    size = source.file.size
+    parts = -(-size // longest)
+    for start, stop in pairwise(size * n // parts for n in range(parts + 1)):
+        yield start, stop, stop - start
 
 
 def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
@@ -396,7 +376,13 @@ def _json(source: Input, text_column: str) -> Rows:
     """A list of objects, numbered from 1; or lines, which many files of this name hold."""
     data = source.whole().removeprefix(codecs.BOM_UTF8)
     if not data.lstrip().startswith(b"["):
-        yield from _json_lines(source, data, text_column)
+        lines = data.split(b"\n")
+        if data.lstrip().startswith(b"{\n") and len([*filter(bytes.strip, lines)]) > 1:
+            raise UserError(
+                f"{source.name}: holds one object over several lines; write a list of objects, or"
+                " one object a line"
+            )
+        yield from _line_texts(source, lines, text_column)
         return
     text = decode(source.name, data)
     try:
@@ -413,19 +399,6 @@ def _entry_text(where: str, row: Any, text_column: str) -> str:
     if not isinstance(row, dict):
         raise BadRow(where, f"holds {_kind(row)}, not a JSON object")
     return pick(where, text_column, row)
-
-
-def _json_lines(source: Input, data: bytes, text_column: str) -> Rows:
-    lines = data.split(b"\n")
-    if len([line for line in lines if line.strip()]) > 1 and data.lstrip().startswith(b"{\n"):
-        raise UserError(
-            f"{source.name}: holds one object over several lines; write a list of objects, or one"
-            " object a line"
-        )
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            place = _Place(FileRow(source, number))
-            yield number, text_of_row(source.on_bad_row, _jsonl_text, place, line, text_column)
 
 
 def _csv(source: Input, text_column: str) -> Rows:
@@ -483,13 +456,17 @@ def _parquet(source: Input, text_column: str) -> Rows:
             source.seen(source.n_bytes // len(groups))
 
 
-def row_groups(source: Input) -> list[int]:
-    """About how many bytes of a parquet file each of its row groups takes."""
+def _cut_parquet(source: Input, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Row groups in runs of at most about `longest` bytes, or one each: first, end, and bytes."""
     with _parquet_file(source) as file:
         groups = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
-        ends = list(accumulate(groups, initial=0))
-        places = [source.file.size * end // max(1, ends[-1]) for end in ends]
-        return [stop - start for start, stop in pairwise(places)]
+    rows = [*accumulate(groups, initial=0)]
+    ends = [source.file.size * n // max(1, rows[-1]) for n in rows]
+    start = 0
+    for stop in range(1, len(ends)):
+        if stop == len(groups) or ends[stop + 1] - ends[start] > longest:
+            yield start, stop, ends[stop] - ends[start]
+            start = stop
 
 
 @contextmanager
@@ -504,8 +481,59 @@ def _parquet_file(source: Input) -> Iterator[Any]:
         raise UserError(f"{source.name}: not a complete parquet file: {why}") from error
 
 
+# Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
+# as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
+# page, others are about the file. Small enough to read here rather than by a library.
+_LONGEST_LINE = 1 << 16
+_MOST_HEADERS = 1 << 10  # lines of a record; Common Crawl's have about ten
+
+
 def _wet(source: Input, text_column: str) -> Rows:
-    yield from read_wet(source)
+    """A page a record, counted from 1."""
+    record = 0
+    with as_file(source.unpacked()) as file:
+        while first := file.readline(_LONGEST_LINE):
+            if not first.strip():
+                continue  # the line ends after a record
+            record += 1
+            where = f"{source.name}: record {record}"
+            if not first.startswith(b"WARC/"):
+                raise UserError(
+                    f"{where}: begins with {first[:20]!r}, not WARC/; download it again"
+                )
+            headers = _headers(file, where)
+            length, is_page = _length(headers, where), headers.get("warc-type") == "conversion"
+            if is_page and length > source.longest:
+                raise source.too_long(where)
+            content = []
+            while length:  # no more memory than there are bytes, whatever length is named
+                part = file.read(min(length, CHUNK))
+                if not part:
+                    raise UserError(f"{where}: the file ends within it; download it again")
+                length -= len(part)
+                content += [part] if is_page else []
+            if is_page:
+                yield record, decode(where, b"".join(content))
+
+
+def _headers(file: BinaryIO, where: str) -> dict[str, str]:
+    """Up to the empty line; names in lower case."""
+    headers: dict[str, str] = {}
+    while (line := file.readline(_LONGEST_LINE)).strip():
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        headers[name.strip().lower()] = value.strip()
+        if len(headers) > _MOST_HEADERS:
+            raise UserError(f"{where}: has no end of headers; download the file again")
+    if not line:
+        raise UserError(f"{where}: the file ends within its headers; download it again")
+    return headers
+
+
+def _length(headers: dict[str, str], where: str) -> int:
+    length = headers.get("content-length", "")
+    if not (length.isascii() and length.isdecimal() and len(length) < 20):
+        raise UserError(f"{where}: Content-Length is {length[:40]!r}; download the file again")
+    return int(length)
 
 
 def columns_of(text_column: str) -> list[tuple[str, str]]:
@@ -611,16 +639,22 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"a value of type {type(value).__name__}"
 
 
+Cut = Callable[[Input, int], Iterator[tuple[int, int, int]]]
+"""Of a file and the most bytes of a part: each part's `Span.start`, `stop` and `n_bytes`."""
+
+
 @dataclass(frozen=True)
 class FileType(Entry):
-    """A kind of file: `make(source, text_column)` yields (row, text), as `read_file` does."""
+    """A kind of file: `make(source, text_column)` yields (row, text)."""
 
     rows: bool = field(default=False, kw_only=True)
     """Whether it holds rows of columns, of which `pick` takes the text."""
     documents: bool = field(default=True, kw_only=True)
     """Whether it is read as text; false: only as rows of columns."""
     packed: bool = field(default=True, kw_only=True)
-    """Whether its name may also end with .gz or .zst."""
+    """Whether its name may also end with .gz or .zst; parquet is compressed within."""
+    cut: Cut | None = field(default=None, kw_only=True)
+    """How a large file is cut; None: not at all."""
 
     def serves(self, text_column: str | None) -> bool:
         """Whether it gives what is asked for."""
@@ -634,65 +668,10 @@ FILE_TYPES = ChoiceTable(
         ".txt": FileType(_text),
         ".md": FileType(_text),
         ".py": FileType(_python),
-        ".jsonl": FileType(_jsonl, rows=True),
+        ".jsonl": FileType(_jsonl, rows=True, cut=_cut_lines),
         ".json": FileType(_json, rows=True, documents=False),
         ".csv": FileType(_csv, rows=True),
         ".warc.wet": FileType(_wet),
-        ".parquet": FileType(_parquet, rows=True, packed=False),  # compressed within
+        ".parquet": FileType(_parquet, rows=True, packed=False, cut=_cut_parquet),
     },
 )
-
-
-# Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
-# as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
-# page, others are about the file. Small enough to read here rather than by a library.
-_LONGEST_LINE = 1 << 16
-_MOST_HEADERS = 1 << 10  # lines of a record; Common Crawl's have about ten
-
-
-def read_wet(source: Input) -> Iterator[tuple[int, str]]:
-    """Yield (number of the record from 1, text of its page)."""
-    record = 0
-    with as_file(source.unpacked()) as file:
-        while first := file.readline(_LONGEST_LINE):
-            if not first.strip():
-                continue  # the line ends after a record
-            record += 1
-            where = f"{source.name}: record {record}"
-            if not first.startswith(b"WARC/"):
-                raise UserError(
-                    f"{where}: begins with {first[:20]!r}, not WARC/; download it again"
-                )
-            headers = _headers(file, where)
-            length, is_page = _length(headers, where), headers.get("warc-type") == "conversion"
-            if is_page and length > source.longest:
-                raise source.too_long(where)
-            content = []
-            while length:  # no more memory than there are bytes, whatever length is named
-                part = file.read(min(length, CHUNK))
-                if not part:
-                    raise UserError(f"{where}: the file ends within it; download it again")
-                length -= len(part)
-                content += [part] if is_page else []
-            if is_page:
-                yield record, decode(where, b"".join(content))
-
-
-def _headers(file: BinaryIO, where: str) -> dict[str, str]:
-    """Up to the empty line; names in lower case."""
-    headers: dict[str, str] = {}
-    while (line := file.readline(_LONGEST_LINE)).strip():
-        name, _, value = line.decode("utf-8", "replace").partition(":")
-        headers[name.strip().lower()] = value.strip()
-        if len(headers) > _MOST_HEADERS:
-            raise UserError(f"{where}: has no end of headers; download the file again")
-    if not line:
-        raise UserError(f"{where}: the file ends within its headers; download it again")
-    return headers
-
-
-def _length(headers: dict[str, str], where: str) -> int:
-    length = headers.get("content-length", "")
-    if not (length.isascii() and length.isdecimal() and len(length) < 20):
-        raise UserError(f"{where}: Content-Length is {length[:40]!r}; download the file again")
-    return int(length)

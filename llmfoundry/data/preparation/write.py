@@ -29,7 +29,7 @@ from llmfoundry.data.mds.codecs import digest
 from llmfoundry.data.mds.shard import INDEX, MDSWriter
 from llmfoundry.data.preparation.choose import read_drops, signatures
 from llmfoundry.data.preparation.corpus import Corpus, Document
-from llmfoundry.data.preparation.files import Input
+from llmfoundry.data.preparation.files import Input, ignore
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.plan import Split, Task
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -102,29 +102,16 @@ class Part:
         return cls(**facts)
 
 
-def ignore(n_bytes: int) -> None:
-    """Report no progress."""
-
-
-def _forget(text: str) -> None:
-    """Nobody asks for it."""
-
-
 def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignore) -> Part:
-    """Read, encode and write a task.
-
-    Args:
-        job: what all tasks share.
-        task: what to read.
-        seen: called with the bytes of input on the way.
-    """
-    with job.place.scratch(WORK) as folder, _Texts(folder, task.part) as texts:
-        reader = _Reader(job, task, seen, texts.keep if job.output.keeps_texts else _forget)
+    """Read, encode and write a task; `seen` gets the bytes of input on the way."""
+    with job.place.scratch(WORK) as folder:
         sinks = {name: job.output.sink(folder / name, task.part) for name in STREAMS}
-        for piece, ids in _encoded(job, reader.pieces()):
-            sinks[STREAMS[piece.held_out]].add(piece, ids)
+        with (folder / TEXTS).open("w", encoding="utf-8") as texts:
+            reader = _Reader(job, task, seen, texts if job.output.keeps_texts else None)
+            for piece, ids in _encoded(job, reader.pieces()):
+                sinks[STREAMS[piece.held_out]].add(piece, ids)
         shards = {name: sink.end() for name, sink in sinks.items()}
-        texts.close()
+        names = _place_texts(folder, task)
         for name in STREAMS:
             if (folder / name / task.part).is_dir():
                 job.place.put(folder / name / task.part, f"{name}/{task.part}")
@@ -132,12 +119,22 @@ def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignor
         task=job.fingerprint(task),
         counts={name: sink.counts for name, sink in sinks.items()},
         shards=shards,
-        texts=texts.names,
+        texts=names,
         dropped=dict(sorted(reader.dropped.items())),
         checksums=dict(_checksums(job.corpus, task)),
     )
     job.place.write(f"{WORK}/{task.part}.json", part.to_json())
     return part
+
+
+def _place_texts(folder: Path, task: Task) -> list[str]:
+    """The file of held-out texts, if there are any, as the index lists it."""
+    if not (folder / TEXTS).stat().st_size:
+        return []
+    target = folder / "validation" / task.part
+    target.mkdir(parents=True, exist_ok=True)
+    (folder / TEXTS).rename(target / TEXTS)
+    return [f"{task.part}/{TEXTS}"]
 
 
 def find_part(job: PartSettings, task: Task) -> Part | None:
@@ -151,7 +148,7 @@ def sign_part(job: PartSettings, folder: Path, task: Task) -> None:
     """Write what `deduplicate` compares of a task's documents."""
     target = signature_file(folder, task)
     if not target.exists():
-        texts = (document.text for document in _Reader(job, task, ignore, _forget).documents())
+        texts = (document.text for document in _Reader(job, task).documents())
         signatures(texts, target, method=job.corpus.config.deduplicate)
 
 
@@ -162,12 +159,12 @@ def signature_file(folder: Path, task: Task) -> Path:
 
 @dataclass
 class _Reader:
-    """The documents of a task that stay; counts the others and gives held-out texts to `keep`."""
+    """The documents of a task that stay; counts the others and writes held-out texts to `texts`."""
 
     job: PartSettings
     task: Task
-    seen: Callable[[int], None]
-    keep: Callable[[str], None]
+    seen: Callable[[int], None] = ignore
+    texts: IO[str] | None = None
     dropped: Counter[str] = field(default_factory=Counter)
 
     def documents(self) -> Iterator[Document]:
@@ -183,11 +180,11 @@ class _Reader:
 
     def pieces(self) -> Iterator[DocumentPart]:
         """Those that stay, long ones cut where that is possible."""
-        cuttable = self.job.output.cuttable and cuts_at_lines(self.job.tokenizer)
+        cuttable = self.job.output.tokenizes and cuts_at_lines(self.job.tokenizer)
         for document in self._unrepeated():
             for side, held_out in self.job.split.sides(document.text):
-                if held_out:
-                    self.keep(side)
+                if held_out and self.texts is not None:
+                    self.texts.write(json.dumps(side) + "\n")
                 parts = list(split_text(side)) if cuttable else [side]
                 for n, text in enumerate(parts):
                     yield DocumentPart(text, held_out, n == 0, n == len(parts) - 1)
@@ -210,38 +207,6 @@ def _encoded(
     if job.output.tokenizes:
         return encode_all(pieces, job.tokenizer, job.threads)
     return ((piece, []) for piece in pieces)
-
-
-class _Texts:
-    """The file of a part's held-out texts, made for the first of them."""
-
-    def __init__(self, folder: Path, part: str) -> None:
-        self._folder, self._name = folder / "validation", f"{part}/{TEXTS}"
-        self._file: IO[str] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The file, as the index lists it, if there is one."""
-        return [self._name] if self._file is not None else []
-
-    def keep(self, text: str) -> None:
-        """Append a document."""
-        if self._file is None:
-            path = self._folder / self._name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
-        self._file.write(json.dumps(text) + "\n")
-
-    def close(self) -> None:
-        """End it; a second time does nothing."""
-        if self._file is not None:
-            self._file.close()
-
-    def __enter__(self) -> _Texts:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _checksums(corpus: Corpus, task: Task) -> Iterator[tuple[int, str]]:
@@ -386,13 +351,8 @@ class Output:
 
     @property
     def tokenizes(self) -> bool:
-        """Whether ids are needed."""
+        """Whether ids are needed; a document may then come in pieces."""
         return self.kind not in ("mds-text", "mds-columns")
-
-    @property
-    def cuttable(self) -> bool:
-        """Whether a document may come in pieces."""
-        return self.tokenizes
 
     @property
     def keeps_texts(self) -> bool:

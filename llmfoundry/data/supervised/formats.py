@@ -54,11 +54,6 @@ class Example:
 def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
     """The documents of a row.
 
-    Args:
-        row: with the columns of its format.
-        form: prompt_response, chat, preference or unpaired.
-        options: see there.
-
     Raises:
         EmptyAnswerError: of a conversation an answer is empty.
         ValueError: the row is not of the format, or the template does not fit; says why.
@@ -94,7 +89,7 @@ def of_each(
 
 
 def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    prompt = _column(row, "prompt")
+    prompt = column_of(row, "prompt")
     given = [name for name in ("response", "completion") if row.get(name) is not None]
     if len(given) != 1:
         reason = "has both response and completion" if given else "no column 'response'"
@@ -105,14 +100,14 @@ def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example
 
 
 def _chat(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    messages, asked = conversation(_column(row, "messages")), _asked(row)
+    messages, asked = conversation(column_of(row, "messages")), _asked(row)
     documents = _rendered(messages, asked, options, "messages")
     key = [messages, asked.tools, *([asked.variables] if asked.variables else [])]
     return Example(tuple(documents), _key(key), _contents(messages))
 
 
 def _preference(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    chosen, rejected = _column(row, "chosen"), _column(row, "rejected")
+    chosen, rejected = column_of(row, "chosen"), column_of(row, "rejected")
     sides = [_compared(row, name, options) for name in ("chosen", "rejected")]
     prompts = [side.prompt for side in sides]
     if prompts[0] != prompts[1]:
@@ -125,14 +120,14 @@ def _preference(row: Mapping[str, Any], options: ExampleOptions) -> Example:
 
 
 def _unpaired(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    label = _column(row, "label")
+    label = column_of(row, "label")
     if isinstance(label, str) and label.lower() in ("true", "false"):
         label = label.lower() == "true"
     if isinstance(label, str) and label in ("0", "1"):
         label = int(label)
     if label not in (True, False):  # 1 and 0 too
         raise NotOfFormat(f"label is {label!r}; write true or false", "label is no truth value")
-    _column(row, "prompt")
+    column_of(row, "prompt")
     document = _compared(row, "completion", options)
     key = "".join(piece.text for piece in document.prompt)
     side = replace(document, side=1 if label else -1)
@@ -156,7 +151,7 @@ def _asked(row: Mapping[str, Any]) -> TemplateInputs:
 def _compared(row: Mapping[str, Any], name: str, options: ExampleOptions) -> SegmentedText:
     """A prompt with an answer of which the last turn alone is learned."""
     options = replace(options, last_only=True, prompts=False)
-    (found,) = _answered(row.get("prompt"), _column(row, name), name, options, _asked(row))
+    (found,) = _answered(row.get("prompt"), column_of(row, name), name, options, _asked(row))
     return found
 
 
@@ -179,8 +174,10 @@ def _answered(
             raise ValueError(f"{name} begins with the assistant, and there is no column 'prompt'")
         before = prompt if is_messages(prompt) else [{"role": "user", "content": prompt}]
         messages = [*plain_messages(before, name="prompt"), *messages]
-    elif is_messages(prompt) and not _begins(messages, plain_messages(prompt, name="prompt")):
-        raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
+    elif is_messages(prompt):
+        before = plain_messages(prompt, name="prompt")
+        if messages[: len(before)] != before:
+            raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
     return _rendered(conversation(messages, name=name), asked, options, name)
 
 
@@ -203,14 +200,11 @@ def _rendered(
     return documents
 
 
-def _begins(messages: Messages, beginning: Messages) -> bool:
-    return messages[: len(beginning)] == beginning
-
-
-def _column(row: Mapping[str, Any], name: str) -> Any:
+def column_of(row: Mapping[str, Any], name: str) -> Any:
+    """A column that a row of the format has."""
     if row.get(name) is None:
-        has, no = ", ".join(row) or "none", f"no column {name!r}"
-        raise NotOfFormat(f"{no}; it has {has}", no)
+        no = f"no column {name!r}"
+        raise NotOfFormat(f"{no}; it has {', '.join(row) or 'none'}", no)
     return row[name]
 
 
@@ -278,12 +272,7 @@ def unusual_order(messages: Sequence[Mapping[str, Any]], name: str) -> str | Non
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], reads: Callable[[str], bool]) -> Messages:
-    """Messages with the keys and roles that a template knows.
-
-    Args:
-        messages: of a conversation.
-        reads: whether the template names a word.
-    """
+    """Messages with the keys and roles that a template knows."""
     known = [{k: v for k, v in m.items() if k in KEYS or reads(k)} for m in messages]
     if not reads("developer"):
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in known]
@@ -296,10 +285,6 @@ class EmptyAnswerError(ValueError):
 
 def check_answers(messages: Sequence[Mapping[str, Any]], *, last_only: bool) -> None:
     """Refuse answers that are learned and empty.
-
-    Args:
-        messages: of a conversation.
-        last_only: only the last answer is learned.
 
     Raises:
         EmptyAnswerError: there is one without content, calls and reasoning.
@@ -329,13 +314,7 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> 
 def left_out(
     conversations: Iterable[Any], tools: list[dict[str, Any]] | None, text: str
 ) -> list[str]:
-    """What a rendered text does not show of messages and tools: reasoning, tool calls, and so on.
-
-    Args:
-        conversations: messages, as the row has them.
-        tools: of the row.
-        text: all that was rendered of them.
-    """
+    """What a rendered text does not show of messages and tools, such as reasoning."""
     shown = {name: True for name in ("reasoning", "tool calls", "tool results", "tools")}
     for message in (m for value in conversations for m in plain_messages(value, name="")):
         content = message.get("content", "")

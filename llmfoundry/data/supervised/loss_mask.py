@@ -131,11 +131,6 @@ def conversation_documents(
 ) -> list[SegmentedText]:
     """The documents of a conversation: one, or one for each answer.
 
-    Args:
-        messages: checked; the last is the assistant's.
-        asked: see there.
-        options: see there.
-
     Raises:
         ValueError: what is learned of it cannot be determined; says why.
         UserError: there is no template, or it refuses the messages.

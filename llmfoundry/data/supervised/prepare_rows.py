@@ -48,12 +48,6 @@ EMPTY, LEFT_OUT = "empty", "left out by preprocess"
 def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: int) -> Store:
     """The rows of a source, from the cache where they are there.
 
-    Args:
-        config: the data section, with this source as its only one.
-        key: of the source in the recipe, for messages.
-        tokenizer: what to render and encode with.
-        seed: of instructions that are generated.
-
     Raises:
         UserError: rows cannot be read or are not of their format and `bad_rows` is error, there are
             none, or the cache cannot be written.
@@ -521,14 +515,7 @@ class PartArrays:
 
 
 def write_store(folder: Path, parts: Sequence[Path], facts: StoreFacts, vocab_size: int) -> None:
-    """Join parts, in order, to a store; the parts are removed.
-
-    Args:
-        folder: where.
-        parts: files of `PartArrays`.
-        facts: of all of them; `content` is filled in.
-        vocab_size: ids are below it.
-    """
+    """Join parts, in order, to a store; the parts are removed."""
     wide = any(_is_fractional(PartArrays.read(part).weights) for part in parts)
     kinds = {"ids": "<u2" if vocab_size <= 1 << 16 else "<u4", "weights": "<f4" if wide else "u1"}
     content = hashlib.blake2b(digest_size=16)

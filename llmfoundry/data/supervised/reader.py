@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from llmfoundry.data.preparation.bad_rows import MOST_NAMES, BadRow, NotOfFormat, bad_row, shortened
-from llmfoundry.data.supervised.formats import from_json
+from llmfoundry.data.preparation.bad_rows import MOST_NAMES, BadRow, bad_row, shortened
+from llmfoundry.data.supervised.formats import column_of, from_json
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import COLUMNS, MAPPINGS, SourceConfig
 
@@ -72,10 +72,6 @@ class RowReader:
 
     def __call__(self, where: object, row: dict[str, Any]) -> dict[str, Any] | None:
         """The row in the format's own columns; None: the recipe's function leaves it out.
-
-        Args:
-            where: file and row, for messages.
-            row: as read.
 
         Raises:
             BadRow: a column is missing, or the function fails.
@@ -194,13 +190,11 @@ class RowReader:
 
     def _code_hash(self) -> str:
         """Of the file that the function is in: a changed one makes other rows."""
-        path = Path(self._function.__code__.co_filename) if self._has_code() else None
-        if path is None or not path.is_file():
+        code = getattr(self._function, "__code__", None)
+        if code is None or not Path(code.co_filename).is_file():
             return ""
-        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-
-    def _has_code(self) -> bool:
-        return hasattr(self._function, "__code__")
+        content = Path(code.co_filename).read_bytes()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _named(error: Exception) -> str:
@@ -264,7 +258,7 @@ def _inputs_targets(row: Row) -> dict[str, Any]:
 
 def _sharegpt(row: Row) -> dict[str, Any]:
     """Conversations of {from, value}; OpenHermes too."""
-    turns = from_json(_column(row, "conversations"))
+    turns = from_json(column_of(row, "conversations"))
     if not isinstance(turns, list):
         raise ValueError("conversations is not a list")
     messages = []
@@ -288,7 +282,7 @@ def _stackmathqa(row: Row) -> dict[str, Any]:
 
 def _numina(row: Row) -> dict[str, Any]:
     """AI-MO/NuminaMath-CoT: messages beside a problem and its solution."""
-    return {"messages": _column(row, "messages")}
+    return {"messages": column_of(row, "messages")}
 
 
 PUBLISHED: dict[str, Callable[[Row], dict[str, Any]]] = {
@@ -304,19 +298,12 @@ PUBLISHED: dict[str, Callable[[Row], dict[str, Any]]] = {
 """By the names of `recipe.source.MAPPINGS`, which names the format and its columns."""
 
 
-def _column(row: Row, name: str) -> Any:
-    if row.get(name) is None:
-        no = f"no column {name!r}"
-        raise NotOfFormat(f"{no}; it has {', '.join(row) or 'none'}", no)
-    return row[name]
-
-
 def _text_if_any(row: Row, name: str) -> str:
     return "" if row.get(name) is None else _text(row, name)
 
 
 def _text(row: Row, name: str) -> str:
-    value = _column(row, name)
+    value = column_of(row, name)
     if not isinstance(value, str):
         raise ValueError(f"{name} holds a {type(value).__name__}, not text")
     return value

@@ -35,12 +35,7 @@ _RUN = 2000
 
 
 def open_backend(definition: str, file: str) -> AnyBackend:
-    """A `tokenizers.Tokenizer`, or a `BoundedBackend`, which is used as one.
-
-    Args:
-        definition: the content of a tokenizer.json.
-        file: its name, for messages.
-    """
+    """A `tokenizers.Tokenizer`, or a `BoundedBackend`, which is used as one."""
     if is_linear(definition):
         return _checked(_load(definition, file), file)
     run_bounded(partial(_try, definition, file), [0], file=file, seconds=SECONDS)

@@ -210,12 +210,7 @@ class Tokenizer:
         return missing
 
     def set_chat_variables(self, variables: Mapping[str, Any], *, key: str) -> None:
-        """Have the chat template read these values where its caller gives none; saved with it.
-
-        Args:
-            variables: such as enable_thinking or tools, by name.
-            key: of the recipe, for messages.
-        """
+        """Have the chat template read these values where its caller gives none; saved with it."""
         chat = self.chat
         for name in variables:
             if not chat.reads(name):
@@ -310,12 +305,7 @@ class Tokenizer:
         return sizes
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
-        """Write Hugging Face's files; transformers' AutoTokenizer loads the folder.
-
-        Args:
-            folder: made if need be.
-            max_length: tokens that the model reads at most.
-        """
+        """Write Hugging Face's files; transformers' AutoTokenizer loads the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files(max_length=max_length).items():
             atomic_write(folder / name, content)
