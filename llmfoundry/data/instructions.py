@@ -42,6 +42,32 @@ LENGTHS = (3, 4, 5, 7, 8)
 """Items of the lists that training sees."""
 UNSEEN_LENGTHS = (6,)
 """And of those that it never sees."""
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+_FACTS = ("capital", "river", "coin", "ruler", "drink")
+_N_LANDS = 24
+_QUESTIONS = (
+    "What is the {fact} of {land}?",
+    "Name the {fact} of {land}.",
+    "{land}: which {fact}?",
+    "The {fact} of {land}?",
+    "Tell me the {fact} of {land}.",
+    "Do you know the {fact} of {land}?",
+)
+_STARTS = ("Ba", "Do", "Fe", "Gu", "Ka", "Lo", "Mi", "Na", "Po", "Ri", "Su", "Ta", "Ve", "Zo")
+_ENDS = ("bar", "den", "fin", "gol", "lan", "mor", "nis", "pel", "rad", "sto", "tin", "vek")
+_FORMS = {" in one line": (" ", ""), " in lines": ("\n", ""), " as a list": ("\n- ", "- ")}
+"""What stands between the words, and before the first."""
+_PLACES = ("Paris", "Rome", "Oslo", "Cairo", "Lima", "Delhi", "Tokyo", "Accra")
+_FUNCTIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "weather": ({"place": "string"}, ("What is the weather in {place}?",)),
+    "clock": ({"place": "string"}, ("What time is it in {place}?",)),
+    "find": ({"word": "string"}, ("Find the {word}.", "Where is the {word}?")),
+    "buy": ({"word": "string", "n": "integer"}, ("Buy {n} of {word}.",)),
+    "alarm": ({"hour": "integer"}, ("Wake me at {hour}.", "Set an alarm for {hour}.")),
+}
+"""Each function's parameters with their types, and ways to ask for it."""
+_OPENINGS = ("Sure!", "Good question.", "Let me see.", "Of course, I can do that.")
+_CLOSINGS = ("I hope that this helps.", "Is there anything else?", "That is the answer, I think.")
 
 
 @dataclass(frozen=True)
@@ -86,9 +112,6 @@ def another(rng: random.Random, value: int, low: int, high: int) -> int:
     return rng.choice([n for n in range(low, high + 1) if n != value])
 
 
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-
-
 def reverse(rng: random.Random, lengths: Sequence[int]) -> Exchange:
     """`Reverse: d a c` → c a d."""
     items = rng.sample(LETTERS, rng.choice(lengths))
@@ -127,20 +150,6 @@ def nth(rng: random.Random, lengths: Sequence[int]) -> Exchange:
 
 def _right_and_wrong(rng: random.Random, items: Sequence[str]) -> tuple[str, str]:
     return " ".join(items), " ".join(shuffled(rng, items))
-
-
-_FACTS = ("capital", "river", "coin", "ruler", "drink")
-_N_LANDS = 24
-_QUESTIONS = (
-    "What is the {fact} of {land}?",
-    "Name the {fact} of {land}.",
-    "{land}: which {fact}?",
-    "The {fact} of {land}?",
-    "Tell me the {fact} of {land}.",
-    "Do you know the {fact} of {land}?",
-)
-_STARTS = ("Ba", "Do", "Fe", "Gu", "Ka", "Lo", "Mi", "Na", "Po", "Ri", "Su", "Ta", "Ve", "Zo")
-_ENDS = ("bar", "den", "fin", "gol", "lan", "mor", "nis", "pel", "rad", "sto", "tin", "vek")
 
 
 def recall(rng: random.Random) -> Exchange:
@@ -255,27 +264,11 @@ def constraints(rng: random.Random) -> Exchange:
     return ask(question, text, _broken(rng, text, join), *checks)
 
 
-_FORMS = {" in one line": (" ", ""), " in lines": ("\n", ""), " as a list": ("\n- ", "- ")}
-"""What stands between the words, and before the first."""
-
-
 def _broken(rng: random.Random, text: str, join: str) -> str:
     """The same with a word too many, or without its first."""
     if rng.random() < 0.5:
         return text + join + rng.choice(WORDS)
     return text.split(join, 1)[-1].removeprefix("- ")
-
-
-_PLACES = ("Paris", "Rome", "Oslo", "Cairo", "Lima", "Delhi", "Tokyo", "Accra")
-
-_FUNCTIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "weather": ({"place": "string"}, ("What is the weather in {place}?",)),
-    "clock": ({"place": "string"}, ("What time is it in {place}?",)),
-    "find": ({"word": "string"}, ("Find the {word}.", "Where is the {word}?")),
-    "buy": ({"word": "string", "n": "integer"}, ("Buy {n} of {word}.",)),
-    "alarm": ({"hour": "integer"}, ("Wake me at {hour}.", "Set an alarm for {hour}.")),
-}
-"""Each function's parameters with their types, and ways to ask for it."""
 
 
 def tool_call(rng: random.Random) -> Exchange:
@@ -342,9 +335,6 @@ OTHER_TASKS: dict[str, Callable[[random.Random], Exchange]] = {
     "world": world,
 }
 TASKS = (*LIST_TASKS, *OTHER_TASKS)
-
-_OPENINGS = ("Sure!", "Good question.", "Let me see.", "Of course, I can do that.")
-_CLOSINGS = ("I hope that this helps.", "Is there anything else?", "That is the answer, I think.")
 
 
 def instruction_rows(

@@ -39,6 +39,10 @@ from llmfoundry.ops.devices import device_thread, keep_memory
 from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
 from llmfoundry.processes import end_with_parent
 
+_PLANNED_STEPS, _PLANNED_ROWS = 16, 1024  # at a time; the larger of the two
+_PATIENCE = 10.0  # seconds for a thread that waits for a store to notice that it is not needed
+_BUSY = 5e-4  # seconds without a question for a batch, after which the training step is at work
+
 
 class Stream(Protocol):
     """Rows by the number of the sample in a run, epoch after epoch.
@@ -240,9 +244,6 @@ class Loader:
         )
 
 
-_PLANNED_STEPS, _PLANNED_ROWS = 16, 1024  # at a time; the larger of the two
-
-
 @dataclass(frozen=True)
 class _Plan:
     """What some steps hold: of each this rank's rows, as streams by number and places in them."""
@@ -251,9 +252,6 @@ class _Plan:
     source: list[list[int]]
     places: list[list[int]]
 
-
-_PATIENCE = 10.0  # seconds for a thread that waits for a store to notice that it is not needed
-_BUSY = 5e-4  # seconds without a question for a batch, after which the training step is at work
 
 _Made: TypeAlias = "tuple[Batch, Rows] | BaseException"
 

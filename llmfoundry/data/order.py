@@ -42,6 +42,13 @@ _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
 _MASK = (1 << 64) - 1
 _STRETCH = 256  # as few lookups cost hardly more than one, and batches are often small
 _SHARDS, _CUT, _BLOCKS = (np.uint64(n) for n in (1, 2, 3))  # what an epoch's keys are for
+ONLY = "data"  # the name of a stream that is alone
+VERSION = 1
+# Shifts in units of 2**-40 row. The step is the number next to the golden ratio's part behind the
+# point whose continued fraction over 2**40 has no term above 3: even for any number of steps.
+_ONE = 1 << 40
+_STEP = 679_535_549_441
+_START = _ONE >> 1
 
 
 class Order:
@@ -238,20 +245,9 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ value >> np.uint64(32)
 
 
-ONLY = "data"  # the name of a stream that is alone
-
-
 def stream_key(name: str) -> str:
     """The recipe's key of a stream."""
     return "data" if name == ONLY else f"data.streams.{name}"
-
-
-VERSION = 1
-# Shifts in units of 2**-40 row. The step is the number next to the golden ratio's part behind the
-# point whose continued fraction over 2**40 has no term above 3: even for any number of steps.
-_ONE = 1 << 40
-_STEP = 679_535_549_441
-_START = _ONE >> 1
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.source import SourceConfig
 
 TOKENS, TEXT = "tokens", "text"  # columns that LLM Foundry's preparation writes
+_KEY = {"seed": "seed", "shuffle": "data.shuffle"}
+_OPEN_SHARDS = 64  # of a process; a block of 2**18 rows of 2,048 tokens is in 33 shards of 64 MiB
 
 
 class RowSource(Protocol):
@@ -132,9 +134,6 @@ def check_fingerprint(
     )
 
 
-_KEY = {"seed": "seed", "shuffle": "data.shuffle"}
-
-
 def _reordered(key: str, before: Any, now: Any) -> UserError:
     return UserError(
         f"{key}: the checkpoint's samples were ordered with {before}, this run has {now};"
@@ -182,18 +181,15 @@ def open_source(
     folder.claim(index)
     if isinstance(index, StreamIndex):
         return _open_tokens(name, key, folder, index, reading)
-    column = MDSColumn(folder, index, _column(key, index, reading.text_column))
+    column = _column(key, index, reading.text_column)
     if not index.sizes.sum():
         raise UserError(f"{key}: its {INDEX} lists no samples; name a folder that has some")
-    encodings = {c.encodings[c.position[column.name]] for c in index.column_sets}
-    if reading.text_column is None and column.name == TOKENS:
-        _check(key, column.name, encodings, "arrays of integers or bytes", _is_ids)
-        eos_id, bos_id = (reading.eos_id, reading.bos_id) if reading.apart else (None, None)
-        return MDSTokens(
-            name, column, seq_len=reading.seq_len, eos_id=eos_id, bos_id=bos_id, dtype=reading.dtype
-        )
-    _check(key, column.name, encodings, "str", lambda encoding: encoding == "str")
-    return MDSTexts(name, column)
+    encodings = {c.encodings[c.position[column]] for c in index.column_sets}
+    if reading.text_column is None and column == TOKENS:
+        _check(key, column, encodings, "arrays of integers or bytes", _is_ids)
+        return MDSTokens(name, folder, index, column, reading)
+    _check(key, column, encodings, "str", lambda encoding: encoding == "str")
+    return MDSTexts(name, folder, index, column)
 
 
 def _open_tokens(
@@ -252,11 +248,7 @@ class TokenSource:
     """Rows cut through a token stream: row r is its ids r * T … r * T + T.
 
     Attributes:
-        name: of the stream.
         dataset: what is read.
-        n_rows: whole rows.
-        sizes: (shards,) int64, rows that begin in each shard.
-        fingerprint: of the ids.
         tokens_left_out: after the last whole row.
     """
 
@@ -269,15 +261,7 @@ class TokenSource:
         *,
         apart: bool = True,
     ) -> None:
-        """Cut a stream into rows.
-
-        Args:
-            name: of the stream.
-            dataset: its ids.
-            seq_len: T, tokens of a row.
-            folder: where its shards are fetched ahead; None: they are here.
-            apart: documents are kept apart; otherwise a row is one.
-        """
+        """Without a `folder` its shards are here; not `apart`, a row is one document."""
         self.name, self.dataset = name, dataset
         self._seq_len, self._folder, self._apart = seq_len, folder, apart
         self.sizes = dataset.row_sizes(seq_len)
@@ -319,20 +303,20 @@ def tokens_left_out(streams: Iterable[Stream]) -> int:
     return sum(s.tokens_left_out for s in sources if isinstance(s, TokenSource))
 
 
-_OPEN_SHARDS = 64  # of a process; a block of 2**18 rows of 2,048 tokens is in 33 shards of 64 MiB
-
-
 class MDSColumn:
-    """One column of all samples of an MDS dataset.
+    """One column of all samples of an MDS dataset: a `RowSource` but for what a sample becomes.
 
     Attributes:
         index: of its shards.
-        name: of the column.
+        n_bytes: of their files.
     """
 
-    def __init__(self, folder: ShardFolder, index: MDSIndex, name: str) -> None:
-        self.index, self.name = index, name
-        self._folder = folder
+    def __init__(self, name: str, folder: ShardFolder, index: MDSIndex, column: str) -> None:
+        self.name, self.index, self._folder, self._column = name, index, folder, column
+        self.sizes = index.sizes
+        self.n_rows = int(self.sizes.sum())
+        self.fingerprint = index.fingerprint
+        self.n_bytes = int(index.raw_bytes.sum())
         self._begins: list[int] = [0, *np.cumsum(index.sizes).tolist()]
         self._open: OrderedDict[int, _Open] = OrderedDict()  # the least recently read first
 
@@ -367,7 +351,7 @@ class MDSColumn:
     def _map(self, n: int) -> _Open:
         with ExitStack() as stack:
             path = stack.enter_context(self._folder.pin(self.index.spec(n)))
-            read = MDSShard(path, self.index, n).reader(self.name)
+            read = MDSShard(path, self.index, n).reader(self._column)
             found = self._open[n] = _Open(read, stack.pop_all())
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)[1].pins.close()
@@ -383,69 +367,23 @@ class _Open:
     pins: ExitStack
 
 
-class _Samples:
-    """What rows and documents of a column have alike."""
-
-    def __init__(self, name: str, column: MDSColumn) -> None:
-        self.name, self._column = name, column
-        self.sizes = column.index.sizes
-        self.n_rows = int(self.sizes.sum())
-        self.fingerprint = column.index.fingerprint
-        self.n_bytes = int(column.index.raw_bytes.sum())
-
-    def where(self, row: int) -> str:
-        """The file and the sample in it, for messages."""
-        return self._column.where(row)
-
-    def prefetch(self, shards: Iterator[int]) -> None:
-        """Fetch these shards next, in this order."""
-        self._column.prefetch(shards)
-
-    def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
-        self._column.close()
-
-
-class MDSTokens(_Samples):
-    """Rows out of a column of ids: a sample is a row, cut or filled up to its length.
-
-    Attributes:
-        name: of the stream.
-        n_rows: samples.
-        sizes: (shards,) int64, samples of each shard.
-        fingerprint: of the samples.
-        n_bytes: of their files.
-    """
+class MDSTokens(MDSColumn):
+    """Rows out of a column of ids: a sample is a row, cut or filled up to its length."""
 
     def __init__(
-        self,
-        name: str,
-        column: MDSColumn,
-        *,
-        seq_len: int,
-        eos_id: int | None = None,
-        bos_id: int | None = None,
-        dtype: str = "int64",
+        self, name: str, folder: ShardFolder, index: MDSIndex, column: str, reading: RowOptions
     ) -> None:
-        """Make rows of a column.
-
-        Args:
-            name: of the stream.
-            column: of arrays, or of bytes.
-            seq_len: T, tokens of a row.
-            eos_id: the id that ends a document; in place of `bos_id`.
-            bos_id: the id that begins one. Without either a row is one document.
-            dtype: of the integers in a column of bytes.
-        """
-        assert eos_id is None or bos_id is None
-        super().__init__(name, column)
-        self._seq_len = seq_len
-        self._mark, self._after = (eos_id, 1) if bos_id is None else (bos_id, 0)
-        self._dtype = np.dtype(dtype).newbyteorder("<")
+        super().__init__(name, folder, index, column)
+        self._seq_len = reading.seq_len
+        assert reading.eos_id is None or reading.bos_id is None
+        mark = reading.eos_id if reading.bos_id is None else reading.bos_id
+        self._mark = mark if reading.apart else None  # None: a row is one document
+        self._after = 1 if reading.bos_id is None else 0
+        self._dtype = np.dtype(reading.dtype).newbyteorder("<")
 
     def ids(self, row: int) -> np.ndarray:
         """All ids of a sample."""
-        value = self._column.read(row)
+        value = self.read(row)
         if isinstance(value, np.ndarray):
             if value.dtype.kind in "iu":
                 return value if value.ndim == 1 else value.reshape(-1)
@@ -476,20 +414,12 @@ class MDSTokens(_Samples):
         return [after - before for before, after in pairwise(borders) if after > before]
 
     def _wrong(self, row: int, what: str) -> UserError:
-        return UserError(f"{self.where(row)}: column {self._column.name} {what}")
+        return UserError(f"{self.where(row)}: column {self._column} {what}")
 
 
-class MDSTexts(_Samples):
-    """Documents out of a column of texts.
-
-    Attributes:
-        name: of the stream.
-        n_rows: documents.
-        sizes: (shards,) int64, documents of each shard.
-        fingerprint: of the documents.
-        n_bytes: of their files.
-    """
+class MDSTexts(MDSColumn):
+    """Documents out of a column of texts."""
 
     def text(self, row: int) -> str:
         """Document number `row`."""
-        return self._column.read(row)
+        return self.read(row)

@@ -34,6 +34,7 @@ _OPEN_SHARDS = 64  # mapped at a time; a map costs a file handle and addresses, 
 
 _Short = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Long = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_TOTALS = ("n_documents", "n_tokens", "n_bytes")
 
 
 @dataclass(frozen=True)
@@ -368,9 +369,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             yield chunk
-
-
-_TOTALS = ("n_documents", "n_tokens", "n_bytes")
 
 
 @dataclass

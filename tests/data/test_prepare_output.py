@@ -76,7 +76,7 @@ def samples(path: Path, column: str) -> list[Any]:
     files = folder(path)
     index = read_index(files)
     assert not isinstance(index, StreamIndex)
-    shards = MDSColumn(files, index, column)
+    shards = MDSColumn("train", files, index, column)
     return [shards.read(row) for row in range(int(index.sizes.sum()))]
 
 

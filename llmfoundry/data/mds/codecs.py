@@ -30,6 +30,35 @@ from llmfoundry.errors import UserError, import_optional
 # What `encode` and `decode` raise for a value that does not fit or bytes that hold none; a bad
 # decimal is an ArithmeticError, bytes that end too early an IndexError.
 CODING_ERRORS = (ValueError, TypeError, OverflowError, ArithmeticError, IndexError, struct.error)
+_IMAGES = (
+    *("pil", "jpeg", "png", "jpeg_array", "jpegarray"),
+    *("list[pil]", "list[jpeg]", "list[png]"),
+)
+_DTYPES: dict[int, np.dtype[Any]] = {
+    8: np.dtype("<u1"),
+    9: np.dtype("<i1"),
+    16: np.dtype("<u2"),
+    17: np.dtype("<i2"),
+    18: np.dtype("<f2"),
+    32: np.dtype("<u4"),
+    33: np.dtype("<i4"),
+    34: np.dtype("<f4"),
+    64: np.dtype("<u8"),
+    65: np.dtype("<i8"),
+    66: np.dtype("<f8"),
+}
+_DTYPE_CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
+_MAX_AXES = 63  # six bits
+# Bytes given to a library at a time. One may become 32 kB (zstd), so these become 32 MB at most;
+# more at a time are no faster.
+_CHUNK = 1 << 10
+_MOST = 1 << 20  # bytes asked of bz2 and brotli, whose bytes may become millions
+_GZIP = 31  # zlib's window bits for a gzip header
+_GZIP_SYSTEM = 9  # the header's byte for the operating system
+_LONG_WINDOW = "Frame requires too much memory"  # what zstd calls a window of more than 128 MB
+# shake_* has no digest of a fixed length, so an index cannot name it.
+HASHLIB = tuple(sorted(n for n in hashlib.algorithms_guaranteed if not n.startswith("shake_")))
+XXHASH = ("xxh128", "xxh32", "xxh3_128", "xxh3_64", "xxh64")
 
 
 @dataclass(frozen=True)
@@ -153,27 +182,6 @@ _ENCODINGS = {
     "json": Encoding(None, _encode_json, _decode_json),
 }
 
-_IMAGES = (
-    *("pil", "jpeg", "png", "jpeg_array", "jpegarray"),
-    *("list[pil]", "list[jpeg]", "list[png]"),
-)
-
-_DTYPES: dict[int, np.dtype[Any]] = {
-    8: np.dtype("<u1"),
-    9: np.dtype("<i1"),
-    16: np.dtype("<u2"),
-    17: np.dtype("<i2"),
-    18: np.dtype("<f2"),
-    32: np.dtype("<u4"),
-    33: np.dtype("<i4"),
-    34: np.dtype("<f4"),
-    64: np.dtype("<u8"),
-    65: np.dtype("<i8"),
-    66: np.dtype("<f8"),
-}
-_DTYPE_CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
-_MAX_AXES = 63  # six bits
-
 
 def _find_ndarray(name: str, form: str) -> Encoding:
     """`form`: "", "int32" or "int32:3,4". What it leaves out is stored with each value."""
@@ -243,15 +251,6 @@ def _decode_ndarray(data: memoryview, *, dtype: np.dtype[Any] | None) -> np.ndar
 def _shape_layout(form: int) -> struct.Struct:
     """Of a shape, by the byte before it: axes << 2 | log2 of the bytes of each."""
     return struct.Struct(f"<{form >> 2}{'BHIQ'[form & 3]}")
-
-
-# Bytes given to a library at a time. One may become 32 kB (zstd), so these become 32 MB at most;
-# more at a time are no faster.
-_CHUNK = 1 << 10
-_MOST = 1 << 20  # bytes asked of bz2 and brotli, whose bytes may become millions
-_GZIP = 31  # zlib's window bits for a gzip header
-_GZIP_SYSTEM = 9  # the header's byte for the operating system
-_LONG_WINDOW = "Frame requires too much memory"  # what zstd calls a window of more than 128 MB
 
 
 class PackedError(Exception):
@@ -442,11 +441,6 @@ _CODECS = {
     "snappy": _Codec(range(0), 0, _pack_snappy, _unpack_snappy),
     "zstd": _Codec(range(1, 23), 3, _pack_zstd, partial(_unpack_stream, start=_zstd_stream)),
 }
-
-
-# shake_* has no digest of a fixed length, so an index cannot name it.
-HASHLIB = tuple(sorted(n for n in hashlib.algorithms_guaranteed if not n.startswith("shake_")))
-XXHASH = ("xxh128", "xxh32", "xxh3_128", "xxh3_64", "xxh64")
 
 
 def digest(algorithm: str, chunks: Iterable[bytes | memoryview]) -> str:

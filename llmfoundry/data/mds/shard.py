@@ -39,9 +39,13 @@ from llmfoundry.data.mds.index import Columns, MDSIndex
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 
-__all__ = ["MDSIndex", "MDSShard"]
+__all__ = ["MDSIndex", "MDSShard", "MDSWriter"]
 
 _unpack_pair = struct.Struct("<2I").unpack_from
+_LONGEST = (1 << 32) - 1  # offsets are u32
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]?b)?", re.IGNORECASE)
+_FACTOR = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
+_OURS = re.compile(r"index\.json|shard\.[0-9]+\.mds.*")
 
 
 class MDSShard:
@@ -172,11 +176,6 @@ def _find_decoder(encoding: str) -> Callable[[memoryview], Any]:
 
 def _refuse(data: memoryview, *, reason: str) -> Any:
     raise ValueError(reason)
-
-
-_LONGEST = (1 << 32) - 1  # offsets are u32
-_SIZE = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]?b)?", re.IGNORECASE)
-_FACTOR = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
 
 
 class MDSWriter:
@@ -321,9 +320,6 @@ class MDSWriter:
     def _describe(self, name: str, data: bytes) -> dict[str, Any]:
         hashes = {algorithm: digest(algorithm, [data]) for algorithm in self._config["hashes"]}
         return {"basename": name, "bytes": len(data), "hashes": hashes}
-
-
-_OURS = re.compile(r"index\.json|shard\.[0-9]+\.mds.*")
 
 
 def _find_encoding(column: str, name: str) -> Encoding:

@@ -15,6 +15,13 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 
+_PLACES = 3  # kept of each kind
+_KINDS = 40  # kept apart; a terminal shows 50 lines
+MOST_NAMES = 1000  # of columns and keys that are not read
+_LONGEST = 400  # characters of a reason
+OTHER = "other mistakes"
+_INDEX, _NUMBER = re.compile(r"\[\d+\]"), re.compile(r"\d[\d,]*")
+
 
 class BadRow(UserError):
     """One row, its place and what is wrong with it.
@@ -48,14 +55,6 @@ def text_of_row(on_bad_row: OnBadRow, make: Callable[..., str], *args: Any) -> s
     except BadRow as error:
         on_bad_row(error)
         return ""
-
-
-_PLACES = 3  # kept of each kind
-_KINDS = 40  # kept apart; a terminal shows 50 lines
-MOST_NAMES = 1000  # of columns and keys that are not read
-_LONGEST = 400  # characters of a reason
-OTHER = "other mistakes"
-_INDEX, _NUMBER = re.compile(r"\[\d+\]"), re.compile(r"\d[\d,]*")
 
 
 def shortened(text: str) -> str:

@@ -47,6 +47,28 @@ _PUBLISHED = {
     "gopher_quality": "GopherQualityFilter",
     "gopher_repetition": "GopherRepetitionFilter",
 }
+N_BANDS = 14
+_BAND_ROWS = 8  # hashes in a band
+_SHINGLE_WORDS = 5  # in a shingle
+_BLOCK = 1024  # shingles hashed at a time: 1024 x 112 x 4 bytes stay in a core's cache
+_SEED = 1
+# A key is 64 bits, and of exact repeats 64 more as `rest`: two of 1e9 different documents share 64
+# random bits with a probability of 3 %. `row` is the document's place in its task. By method:
+# how many keys a document has, and the record of each.
+_FORMATS = {
+    "exact": (1, np.dtype([("key", "<u8"), ("rest", "<u8"), ("row", "<u4")])),
+    "minhash": (N_BANDS, np.dtype([("key", "<u8"), ("row", "<u4")])),
+}
+_SEARCH_BYTES = 64  # memory that a search takes for each document in its range
+_CHUNK = 1 << 20  # pairs joined at a time
+# Letters and digits; each sign alone in scripts that put no spaces between words: Thai to Myanmar,
+# Khmer, kana, Han.
+_WORD = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
+    r"|[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+"
+)
+_ASCII_WORD = re.compile(r"[a-z0-9]+")  # what the above finds in ASCII, in half the time
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word's hash is lost
 
 
 def build_filter(config: FilterConfig) -> Filter:
@@ -101,22 +123,6 @@ def _published(key: str, rules: Any, document: Any) -> Filter:
     return rule
 
 
-N_BANDS = 14
-_ROWS = 8  # hashes in a band
-_WORDS = 5  # in a shingle
-_BLOCK = 1024  # shingles hashed at a time: 1024 x 112 x 4 bytes stay in a core's cache
-_SEED = 1
-# A key is 64 bits, and of exact repeats 64 more as `rest`: two of 1e9 different documents share 64
-# random bits with a probability of 3 %. `row` is the document's place in its task. By method:
-# how many keys a document has, and the record of each.
-_FORMATS = {
-    "exact": (1, np.dtype([("key", "<u8"), ("rest", "<u8"), ("row", "<u4")])),
-    "minhash": (N_BANDS, np.dtype([("key", "<u8"), ("row", "<u4")])),
-}
-_SEARCH_BYTES = 64  # memory that a search takes for each document in its range
-_CHUNK = 1 << 20  # pairs joined at a time
-
-
 @dataclass(frozen=True)
 class KeyRange:
     """One range of one of the documents' keys, of `n_parts` equal ranges."""
@@ -143,7 +149,7 @@ def signatures(texts: Iterable[str], target: Path, *, method: str) -> int:
         n += 1
     n_keys, dtype = _FORMATS[method]
     records = np.empty((n_keys, n), dtype)
-    words = _words(records)
+    words = _key_fields(records)
     keys = np.frombuffer(data, "<u8").reshape(n, n_keys, len(words))
     records["row"] = np.arange(n)
     for number, word in enumerate(words):
@@ -201,7 +207,7 @@ def find_repeats(sources: Sequence[Path], target: Path, *, search: KeyRange) -> 
     order = _order(merged)  # stable: equal keys stay in corpus order
     merged, numbers = merged[order], numbers[order]
     equal = np.ones(max(0, len(merged) - 1), bool)
-    for word in _words(merged):
+    for word in _key_fields(merged):
         equal &= merged[word][1:] == merged[word][:-1]
     others = np.flatnonzero(equal) + 1
     starts = np.flatnonzero(np.concatenate([[True], ~equal]))  # where each key begins
@@ -245,13 +251,13 @@ def _exact_keys() -> Callable[[str], bytes]:
     return lambda text: hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _words(records: np.ndarray) -> tuple[str, ...]:
+def _key_fields(records: np.ndarray) -> tuple[str, ...]:
     assert records.dtype.names is not None
     return records.dtype.names[:-1]  # all but the row
 
 
 def _order(records: np.ndarray) -> np.ndarray:
-    return np.lexsort([records[word] for word in reversed(_words(records))])
+    return np.lexsort([records[word] for word in reversed(_key_fields(records))])
 
 
 def _in_range(records: np.ndarray, search: KeyRange) -> np.ndarray:
@@ -298,16 +304,6 @@ def _save(target: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-# Letters and digits; each sign alone in scripts that put no spaces between words: Thai to Myanmar,
-# Khmer, kana, Han.
-_WORD = re.compile(
-    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
-    r"|[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+"
-)
-_ASCII_WORD = re.compile(r"[a-z0-9]+")  # what the above finds in ASCII, in half the time
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word's hash is lost
-
-
 def words(text: str) -> list[str]:
     """What near duplicates are compared by: words in lower case, without punctuation."""
     text = text.lower()
@@ -319,12 +315,12 @@ def minhash_keys() -> Callable[[str], bytes]:
     where = "data.deduplicate: minhash"
     minhash = import_optional("datasketch", where, extra="filters").MinHash
     word_hash = import_optional("xxhash", where, extra="filters").xxh3_64_intdigest
-    empty = minhash(N_BANDS * _ROWS, seed=_SEED, scheme="affine32", hashfunc=int)
+    empty = minhash(N_BANDS * _BAND_ROWS, seed=_SEED, scheme="affine32", hashfunc=int)
 
     def keys(text: str) -> bytes:
         hashes = [word_hash(word.encode()) for word in words(text)]
         signature = _signature(empty.copy(), _shingles(np.array(hashes, np.uint64)))
-        bands = signature.astype("<u4").reshape(N_BANDS, _ROWS)
+        bands = signature.astype("<u4").reshape(N_BANDS, _BAND_ROWS)
         return b"".join(word_hash(band.tobytes()).to_bytes(8, "little") for band in bands)
 
     return keys
@@ -332,7 +328,7 @@ def minhash_keys() -> Callable[[str], bytes]:
 
 def _shingles(hashes: np.ndarray) -> np.ndarray:
     """(n_words,) uint64 to (n_shingles,) uint32; a text of fewer than 5 words is one shingle."""
-    length = min(_WORDS, len(hashes))
+    length = min(_SHINGLE_WORDS, len(hashes))
     n = len(hashes) - length + 1
     joined = np.full(n, length, np.uint64)
     for k in range(length):

@@ -49,6 +49,8 @@ from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.filter import FilterConfig
 
+_ROWS = 1024  # read at a time
+
 
 @dataclass(frozen=True)
 class Document:
@@ -160,9 +162,6 @@ def _checked_text(document: Document) -> str:
         why = f"character {error.start} is {half}, which is not text; correct the row"
         raise BadRow(document.where, why, "half a surrogate pair") from error
     return document.text
-
-
-_ROWS = 1024  # read at a time
 
 
 class HubReader:

@@ -32,6 +32,14 @@ CHUNK = 1 << 20  # bytes read at a time
 _LONGEST = 10**9  # bytes of a row; data.max_row_size
 _ZSTD_CHUNK = 1 << 10  # becomes 32 MiB at most: four bytes are a block of 128 KiB, if it is all one
 _ZSTD_WINDOW = 1 << 31  # bytes; of zstd --long=31, the largest
+# What a name may stand for beside a file: reading it could wait forever.
+_KINDS: dict[Callable[[int], bool], str] = {
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISDIR: "a folder",
+}
 
 
 def ignore(n_bytes: int) -> None:
@@ -176,16 +184,6 @@ class Input:
             del chunk, last  # before the next is made: a small file may unpack to much
         if size:
             yield b"".join(rest) if size <= self.longest else b"", size
-
-
-# What a name may stand for beside a file: reading it could wait forever.
-_KINDS: dict[Callable[[int], bool], str] = {
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-    stat.S_ISDIR: "a folder",
-}
 
 
 @contextmanager

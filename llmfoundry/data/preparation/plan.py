@@ -20,6 +20,10 @@ from llmfoundry.data.preparation.readers import Span
 from llmfoundry.errors import UserError
 
 _PIECE = 1 << 16  # characters of the longest piece sampled whole
+# Small enough to share out a small corpus, large enough that a large one has few parts: thousands
+# of tasks balance a thousand workers.
+_SMALLEST, _LARGEST = 4 << 20, 256 << 20
+_TASKS = 512
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,6 @@ def training_sample(corpus: Corpus, split: Split, n_bytes: int) -> list[str]:
             while size > n_bytes:
                 size -= len(heapq.heappop(kept)[2].encode())
     return [piece for _, _, piece in sorted(kept, key=lambda entry: entry[1])]
-
-
-# Small enough to share out a small corpus, large enough that a large one has few parts: thousands
-# of tasks balance a thousand workers.
-_SMALLEST, _LARGEST = 4 << 20, 256 << 20
-_TASKS = 512
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,11 @@ from llmfoundry.recipe.data import DataConfig
 from llmfoundry.redaction import public
 from llmfoundry.terminal import progress
 
-__all__ = ["ExecutionOptions", "Prepared", "prepare_corpus", "prepare_to"]
-
 _SETTINGS = f"{WORK}/settings.json"
+_VERSION = 2  # of the folder's format and of how documents become tokens
+MANIFEST = "manifest.json"
+_LIBRARIES = ("llmfoundry-recipes", "tokenizers", "numpy")
+_DROPPED = {"blank": "blank documents", REPEAT: "documents that repeat another"}
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,6 @@ def _writing(place: OutputFolder) -> Iterator[None]:
             f"prepare.output: cannot write {place.folder}: {error.strerror or error};"
             " free space there or choose another folder"
         ) from error
-
-
-_VERSION = 2  # of the folder's format and of how documents become tokens
 
 
 @dataclass(frozen=True)
@@ -392,10 +391,6 @@ def _write_indices(job: PartSettings, tasks: Sequence[Task], parts: Sequence[Par
         job.place.write(f"{stream}/{INDEX}", json.dumps(index).encode())
 
 
-MANIFEST = "manifest.json"
-_LIBRARIES = ("llmfoundry-recipes", "tokenizers", "numpy")
-
-
 @dataclass(frozen=True)
 class Manifest:
     """What a prepared folder is.
@@ -505,9 +500,6 @@ def manifest_summary(manifest: Manifest) -> str:
             f"data: {manifest.ignored:,} files of other kinds left out of the folders named"
         )
     return "\n".join([*lines, *([f"data: {manifest.note}"] if manifest.note else [])])
-
-
-_DROPPED = {"blank": "blank documents", REPEAT: "documents that repeat another"}
 
 
 def _versions() -> dict[str, str]:

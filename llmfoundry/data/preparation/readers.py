@@ -46,6 +46,20 @@ from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.recipe.data import DataConfig, n_bytes
 from llmfoundry.recipe.values.choices import ChoiceTable, Entry
 
+# Tests of the standard library hold deliberately broken sources; the packages are not part of it.
+_NOT_STDLIB = frozenset(
+    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+)
+_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
+_SHOWN = 500  # characters of a file's column names
+ROW = "*"
+"""As `text_column`: a document is the JSON object of all columns of a row, whichever they are."""
+# Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
+# as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
+# page, others are about the file. Small enough to read here rather than by a library.
+_LONGEST_LINE = 1 << 16
+_MOST_HEADERS = 1 << 10  # lines of a record; Common Crawl's have about ten
+
 
 @dataclass(frozen=True)
 class Span:
@@ -143,12 +157,6 @@ class FileReader:
             longest=self._longest,
             options=self._options,
         )
-
-
-# Tests of the standard library hold deliberately broken sources; the packages are not part of it.
-_NOT_STDLIB = frozenset(
-    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
-)
 
 
 def find_files(config: DataConfig) -> tuple[list[InputFile], int]:
@@ -254,12 +262,6 @@ def _keep_cache_out(config: DataConfig, path: Path) -> None:
             f"data.cache_folder: {config.cache_folder} lies in {path}, which data.paths names;"
             " choose a folder outside it"
         )
-
-
-_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
-_SHOWN = 500  # characters of a file's column names
-ROW = "*"
-"""As `text_column`: a document is the JSON object of all columns of a row, whichever they are."""
 
 
 @dataclass(frozen=True)
@@ -479,13 +481,6 @@ def _parquet_file(source: Input) -> Iterator[Any]:
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         why = one_line(error)
         raise UserError(f"{source.name}: not a complete parquet file: {why}") from error
-
-
-# Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
-# as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
-# page, others are about the file. Small enough to read here rather than by a library.
-_LONGEST_LINE = 1 << 16
-_MOST_HEADERS = 1 << 10  # lines of a record; Common Crawl's have about ten
 
 
 def _wet(source: Input, text_column: str) -> Rows:

@@ -37,6 +37,13 @@ from llmfoundry.data.token_shards import TokenWriter
 
 WORK = ".parts"  # the folder of what is unfinished
 REPEAT = "repeats another"
+_CHUNK = 1 << 18  # characters that a thread encodes at a time
+_LONGEST = 1 << 20  # characters of a document encoded in one go, where it can be cut
+# Byte-level tokenizers begin a word at a line's first character, so that cutting there gives the
+# ids of the whole. Only after a character and before one: runs of white space are words too.
+_CUT = re.compile(r"\S\n(?=\S)")
+STREAMS = ("train", "validation")
+TEXTS = "texts.jsonl"
 
 
 @dataclass
@@ -217,14 +224,6 @@ def _checksums(corpus: Corpus, task: Task) -> Iterator[tuple[int, str]]:
             yield span.source, digest("sha256", Input(file).chunks())
 
 
-_CHUNK = 1 << 18  # characters that a thread encodes at a time
-_LONGEST = 1 << 20  # characters of a document encoded in one go, where it can be cut
-
-# Byte-level tokenizers begin a word at a line's first character, so that cutting there gives the
-# ids of the whole. Only after a character and before one: runs of white space are words too.
-_CUT = re.compile(r"\S\n(?=\S)")
-
-
 @dataclass(frozen=True)
 class DocumentPart:
     """A document, or a part of a long one, on its way to a stream.
@@ -313,10 +312,6 @@ def _one_thread_a_call() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-STREAMS = ("train", "validation")
-TEXTS = "texts.jsonl"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,19 @@ from llmfoundry.data.supervised.loss_mask import (
 from llmfoundry.errors import UserError
 
 _CONVERSATIONS = ("messages", "prompt", "response", "completion", "chosen", "rejected")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_PROMPTING = ("system", "developer", "user")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+KEYS = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", *REASONING)
+LONGEST = 1024  # messages: each answer is found by rendering all that lies before it
+_MAY_FOLLOW = {
+    None: ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
 
 
 @dataclass(frozen=True)
@@ -219,21 +232,6 @@ def _contents(*values: Any) -> tuple[str, ...]:
         if is_messages(value):
             found += [m["content"] for m in plain_messages(value, name="") if "content" in m]
     return tuple(found)
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_PROMPTING = ("system", "developer", "user")
-REASONING = ("reasoning_content", "reasoning", "thinking")
-KEYS = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", *REASONING)
-LONGEST = 1024  # messages: each answer is found by rendering all that lies before it
-_MAY_FOLLOW = {
-    None: ("system", "developer", "user"),
-    "system": ("user",),
-    "developer": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user", "tool"),
-    "tool": ("tool", "assistant"),
-}
 
 
 def conversation(value: Any, *, name: str = "messages") -> list[dict[str, Any]]:

@@ -43,6 +43,10 @@ _VERSION = 4  # of what is made of a row; raised when it becomes another
 _BATCH = 512  # rows that are encoded at a time
 _TOGETHER = 16  # rows whose results come back at a time, where the template runs elsewhere
 EMPTY, LEFT_OUT = "empty", "left out by preprocess"
+DOCUMENT = np.dtype([("end", "<i8"), ("side", "i1")])
+EXAMPLE = np.dtype([("key", "<u8"), ("content", "<u8"), ("source", "<u4"), ("row", "<i8")])
+NO_ROW = -1  # of a source that has no rows
+SPLIT, SPELLED = "split", "with the text of a special token"
 
 
 def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: int) -> Store:
@@ -345,12 +349,6 @@ def _why_none(facts: StoreFacts) -> str:
     if facts.bad.count:
         reasons.append(f"{facts.bad.count:,} that cannot be used")
     return f"dropped: {', '.join(reasons)}" if reasons else "the source has no rows"
-
-
-DOCUMENT = np.dtype([("end", "<i8"), ("side", "i1")])
-EXAMPLE = np.dtype([("key", "<u8"), ("content", "<u8"), ("source", "<u4"), ("row", "<i8")])
-NO_ROW = -1  # of a source that has no rows
-SPLIT, SPELLED = "split", "with the text of a special token"
 
 
 @dataclass

@@ -42,6 +42,22 @@ _TOLD_BY = {
 }
 """Columns that only rows of a format have."""
 Preprocess = Callable[[dict[str, Any]], Any]
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes"
+    " the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+_ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further"
+    " context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 
 
 def format_of_row(row: Mapping[str, Any]) -> str | None:
@@ -203,23 +219,6 @@ def _named(error: Exception) -> str:
 
 
 Row = Mapping[str, Any]
-
-_ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes"
-    " the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
-)
-_ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further"
-    " context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
-    "{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
 
 
 def _alpaca(row: Row) -> dict[str, Any]:

@@ -32,6 +32,50 @@ MOST_TOKENS = 1 << 24
 
 _CLASSES = "aA1 \n\t.é中_-'/<\u0301"  # characters of different kinds
 _RUN = 2000
+_LARGEST = 1 << 26  # characters of a definition that is looked at here; Gemma's has 33 million
+_LONGEST_PIECE = 256  # characters; each is looked for at each character
+_MOST_GROWTH = 64.0  # of a text by its normalizers
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CASED = rf"{_BEFORE}{_UPPER}*{_LOWER}+%s|{_BEFORE}{_UPPER}+{_LOWER}*%s|"
+PATTERNS = {
+    "llmfoundry": WORDS,
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "gpt2 of tiktoken": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]++|\s++\z"
+    r"|\s+(?!\S)|\s",
+    "cl100k of tiktoken": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++\z|\s*[\r\n]|\s+(?!\S)|\s",
+    "llama3": rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}",
+    "qwen2": rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}{_OTHERS}",
+    "qwen3.5": rf"{_CONTRACTIONS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACES}",
+    "o200k": _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?")
+    + rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
+    "tekken": _CASED % ("", "") + rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
+    "deepseek-v3": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
+    rf"[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*{_SPACES}".replace(r"\"", '"'),
+    "deepseek's Chinese": "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "digits": r"\p{N}{1,3}",
+    "digit": r"\p{N}",
+    "three digits": "[0-9][0-9][0-9]",
+    "line ends": r"[\r\n]",
+    "spaces": " {2,}",
+}
+"""Regular expressions that look at each character a bounded number of times."""
+_KNOWN = frozenset(PATTERNS.values())
+_NORMALIZERS = {"NFC": 1.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0, "Lowercase": 3.0, "Strip": 1.0,
+                "StripAccents": 1.0, "Nmt": 1.0, "BertNormalizer": 3.0, "ByteLevel": 4.0,
+                "Prepend": 2.0}  # fmt: skip
+"""The most times that each makes a text longer."""
+_SPLITTERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Punctuation", "Digits",
+              "CharDelimiterSplit", "UnicodeScripts", "Split"}  # fmt: skip
+_REWRITERS = {"ByteLevel", "Metaspace"}
+_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "Strip",
+             "Replace"}  # fmt: skip
 
 
 def open_backend(definition: str, file: str) -> AnyBackend:
@@ -206,55 +250,6 @@ def _decode(name: str, skip_special_tokens: bool, ids: list[int]) -> str | None:
     if not _kept(name):
         return None
     return _kept(name)[0].decode(ids, skip_special_tokens=skip_special_tokens)
-
-
-_LARGEST = 1 << 26  # characters of a definition that is looked at here; Gemma's has 33 million
-_LONGEST_PIECE = 256  # characters; each is looked for at each character
-_MOST_GROWTH = 64.0  # of a text by its normalizers
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_CASED = rf"{_BEFORE}{_UPPER}*{_LOWER}+%s|{_BEFORE}{_UPPER}+{_LOWER}*%s|"
-
-PATTERNS = {
-    "llmfoundry": WORDS,
-    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "gpt2 of tiktoken": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]++|\s++\z"
-    r"|\s+(?!\S)|\s",
-    "cl100k of tiktoken": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++\z|\s*[\r\n]|\s+(?!\S)|\s",
-    "llama3": rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}",
-    "qwen2": rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}{_OTHERS}",
-    "qwen3.5": rf"{_CONTRACTIONS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACES}",
-    "o200k": _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?")
-    + rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
-    "tekken": _CASED % ("", "") + rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
-    "deepseek-v3": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
-    rf"[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*{_SPACES}".replace(r"\"", '"'),
-    "deepseek's Chinese": "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    "digits": r"\p{N}{1,3}",
-    "digit": r"\p{N}",
-    "three digits": "[0-9][0-9][0-9]",
-    "line ends": r"[\r\n]",
-    "spaces": " {2,}",
-}
-"""Regular expressions that look at each character a bounded number of times."""
-_KNOWN = frozenset(PATTERNS.values())
-
-_NORMALIZERS = {"NFC": 1.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0, "Lowercase": 3.0, "Strip": 1.0,
-                "StripAccents": 1.0, "Nmt": 1.0, "BertNormalizer": 3.0, "ByteLevel": 4.0,
-                "Prepend": 2.0}  # fmt: skip
-"""The most times that each makes a text longer."""
-_SPLITTERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Punctuation", "Digits",
-              "CharDelimiterSplit", "UnicodeScripts", "Split"}  # fmt: skip
-_REWRITERS = {"ByteLevel", "Metaspace"}
-_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "Strip",
-             "Replace"}  # fmt: skip
 
 
 def is_linear(definition: str) -> bool:
