@@ -391,14 +391,7 @@ def lengths_of(store: Store, examples: Sequence[int] | np.ndarray, seq_len: int)
 
 
 class SupervisedSource:
-    """The rows of a run, for `OrderedStream`.
-
-    Attributes:
-        name: of the stream.
-        n_rows: of an epoch.
-        sizes: (1,) int64; all lie in one place.
-        fingerprint: of the rows.
-    """
+    """The rows of a run: a `RowSource` of which all lie in one place."""
 
     def __init__(
         self,

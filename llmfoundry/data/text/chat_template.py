@@ -55,6 +55,10 @@ _LONGEST = 1 << 22  # characters of a rendered conversation, or
 _GROWTH = 10  # times those of its messages
 _SANDBOX = "llmfoundry.data.text.chat_sandbox"  # whose jinja2 is slow to import
 ANSWER_MARK = "\ue000answer\ue001"  # stands for an answer that no template has in it
+_TURN: list[Message] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": ANSWER_MARK},
+]
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -111,21 +115,9 @@ class ChatTemplate:
             said = str(error).removeprefix(f"{file}:").removeprefix("tokenizer.chat_template:")
             raise UserError(f"{file}:{said}") from error
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Message], **asked: Any) -> str:
         """The text of some messages; see `rendered`."""
-        return self.rendered(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            variables=variables,
-        ).text
+        return self.rendered(messages, **asked).text
 
     def rendered(
         self,
@@ -161,41 +153,6 @@ class ChatTemplate:
             return [function(item) for item in items]
         return run_bounded(function, items, file=self._file, imports=_SANDBOX)
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
-    ) -> Rendered:
-        from jinja2.exceptions import TemplateError
-
-        template = _compiled(self._tools_text if tools else self.text)
-        try:
-            text = template.render(
-                {
-                    **self.special_tokens,
-                    "tools": list(tools) if tools else None,
-                    "documents": None,
-                    **(variables or {}),
-                    "messages": [_with_reasoning(message) for message in messages],
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except TemplateError as error:
-            raise UserError(f"the chat template refuses it: {_line(error)}") from error
-        except MemoryError:  # the bound of the child
-            raise
-        except (RecursionError, OverflowError) as error:
-            raise UserError(f"the chat template has no end: {type(error).__name__}") from error
-        except Exception as error:  # a template may raise whatever its expressions do
-            reason = f"{type(error).__name__}: {_line(error)}"
-            raise UserError(f"the chat template fails: {reason}") from error
-        if len(text) > _LONGEST and len(text) > _GROWTH * len(str([messages, tools])):
-            raise UserError(f"the chat template makes more than {_LONGEST:,} characters")
-        return _unmarked(text)
-
     def has_marks(self, *, tools: bool = False) -> bool:
         """Whether {% generation %} marks what is learned; `tools`: in the source used with them."""
         return _GENERATION.search(self._tools_text if tools else self.text) is not None
@@ -215,15 +172,14 @@ class ChatTemplate:
         Where to stop a generation: <|im_end|>, <|eot_id|>, or the tokenizer's end of text; without
         what stands behind the last answer only, as Phi-3's end of text does.
         """
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
-        _, found, behind = self.render(turn).partition(ANSWER_MARK)
+        _, found, behind = self.render(_TURN).partition(ANSWER_MARK)
         if not found or not behind.strip():
             raise UserError(
                 "tokenizer.chat_template: nothing ends an answer in it, so that a model could not"
                 " learn to stop; write one that ends turns, such as zephyr"
             )
         try:
-            followed = self.render([*turn, turn[0]]).partition(ANSWER_MARK)[2]
+            followed = self.render([*_TURN, _TURN[0]]).partition(ANSWER_MARK)[2]
         except OutOfBounds:
             raise
         except UserError:  # takes no message behind an answer
@@ -244,9 +200,8 @@ class ChatTemplate:
 
     def check_marks(self) -> None:
         """See that what {% generation %} marks has the end of each answer."""
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
         try:
-            whole = self.rendered(turn * 2)
+            whole = self.rendered(_TURN * 2)
         except OutOfBounds:
             raise
         except UserError:  # takes no such conversation; each row is looked at by itself
@@ -266,12 +221,13 @@ class ChatTemplate:
 
         Reads their files: never called in the bounded child.
         """
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER_MARK}]
         named = {name: ChatTemplate(template_of(name), self.special_tokens) for name in NAMED}
-        with suppress(UserError):  # of a template that rendered `turn * 2`
-            own, asked = self.render(turn), self.render(turn[:1], add_generation_prompt=True)
-            alike = [name for name, template in named.items() if template.render(turn) == own]
-            alike.sort(key=lambda n: named[n].render(turn[:1], add_generation_prompt=True) != asked)
+        with suppress(UserError):  # of a template that rendered `_TURN * 2`
+            own, asked = self.render(_TURN), self.render(_TURN[:1], add_generation_prompt=True)
+            alike = [name for name, template in named.items() if template.render(_TURN) == own]
+            alike.sort(
+                key=lambda n: named[n].render(_TURN[:1], add_generation_prompt=True) != asked
+            )
             if alike:
                 return alike[0]
         return f"one of {', '.join(NAMED)}"
@@ -310,8 +266,35 @@ def _variables(template: ChatTemplate) -> set[str]:
     return set().union(*(_compiled(text).environment.variables_of(text) for text in texts))
 
 
-def _render(template: ChatTemplate, asked: dict[str, Any]) -> Rendered:
-    return template._render(**asked)
+def _render(template: ChatTemplate, asked: Mapping[str, Any]) -> Rendered:
+    """What `rendered` is asked for; in the child with bounds, or here if trusted."""
+    from jinja2.exceptions import TemplateError
+
+    messages, tools = asked["messages"], asked["tools"]
+    source = _compiled(template._tools_text if tools else template.text)
+    try:
+        text = source.render(
+            {
+                **template.special_tokens,
+                "tools": list(tools) if tools else None,
+                "documents": None,
+                **(asked["variables"] or {}),
+                "messages": [_with_reasoning(message) for message in messages],
+                "add_generation_prompt": asked["add_generation_prompt"],
+            }
+        )
+    except TemplateError as error:
+        raise UserError(f"the chat template refuses it: {_line(error)}") from error
+    except MemoryError:  # the bound of the child
+        raise
+    except (RecursionError, OverflowError) as error:
+        raise UserError(f"the chat template has no end: {type(error).__name__}") from error
+    except Exception as error:  # a template may raise whatever its expressions do
+        reason = f"{type(error).__name__}: {_line(error)}"
+        raise UserError(f"the chat template fails: {reason}") from error
+    if len(text) > _LONGEST and len(text) > _GROWTH * len(str([messages, tools])):
+        raise UserError(f"the chat template makes more than {_LONGEST:,} characters")
+    return _unmarked(text)
 
 
 def template_of(choice: str, *, key: str = "tokenizer.chat_template") -> str:
