@@ -118,12 +118,6 @@ class BadRows:
 
     kinds: dict[str, BadKind] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Read what JSON keeps."""
-        for name, kind in self.kinds.items():
-            if isinstance(kind, dict):
-                self.kinds[name] = BadKind(**kind)
-
     def __call__(self, error: BadRow) -> None:
         """Count a row."""
         kind = _NUMBER.sub("N", _INDEX.sub("[]", shortened(error.kind)))

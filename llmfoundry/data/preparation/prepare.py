@@ -23,6 +23,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.shard import INDEX
 from llmfoundry.data.preparation.cache import build_once, cache_key
@@ -434,12 +436,8 @@ class Manifest:
         if data is None:
             return None
         try:
-            facts = json.loads(data)
-            facts["counts"] = {
-                name: StreamCounts(**counts) for name, counts in facts["counts"].items()
-            }
-            return cls(**facts)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.DecodeError as error:
             raise UserError(
                 f"{place.folder}/{MANIFEST}: is damaged: {error!r}; delete {place.folder}, it will"
                 " be made again"

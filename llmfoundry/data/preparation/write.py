@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from llmfoundry.data.mds.codecs import digest
@@ -103,10 +104,7 @@ class Part:
     @classmethod
     def from_json(cls, data: bytes) -> Part:
         """From its file."""
-        facts = json.loads(data)
-        facts["counts"] = {name: StreamCounts(**counts) for name, counts in facts["counts"].items()}
-        facts["checksums"] = {int(number): sha for number, sha in facts["checksums"].items()}
-        return cls(**facts)
+        return msgspec.json.decode(data, type=cls)
 
 
 def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignore) -> Part:

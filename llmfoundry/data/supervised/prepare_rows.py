@@ -21,6 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from llmfoundry.bounded import OutOfBounds
@@ -417,13 +418,13 @@ class Store:
         """Open a folder; its arrays are mapped when they are first read."""
         self._folder = folder
         try:
-            facts = json.loads((folder / "facts.json").read_text())
-            self.facts = StoreFacts(**facts | {"bad": BadRows(**facts["bad"])})
+            facts = (folder / "facts.json").read_bytes()
+            self.facts = msgspec.json.decode(facts, type=StoreFacts)
             if len(self.examples) * self.facts.per_example != len(self.documents):
                 raise ValueError("rows and documents do not agree")
             if len(self.ids) != self._n_ids or len(self.weights) != self._n_ids:
                 raise ValueError("tokens are missing")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, msgspec.DecodeError) as error:
             raise UserError(
                 f"{folder}: prepared rows are damaged: {error}; delete it, it will be made again"
             ) from error

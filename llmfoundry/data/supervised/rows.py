@@ -10,12 +10,12 @@ mixtures are those of every other source. `SupervisedSource` and `SupervisedHeld
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from llmfoundry.data.loader import Row
@@ -126,10 +126,10 @@ def open_rows(
     folder = Path(cache_folder).expanduser() / "supervised" / f"rows-{key}"
     build_once(folder, lambda partial: _build(partial, store, options, token_bytes))
     try:
-        facts = json.loads((folder / "counts.json").read_text())
+        counts = msgspec.json.decode((folder / "counts.json").read_bytes(), type=ExampleCounts)
         members, ends, held_out = (np.load(folder / f"{n}.npy") for n in _ARRAYS)
-        return PackedExamples(members, ends, held_out, ExampleCounts(**facts), key)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return PackedExamples(members, ends, held_out, counts, key)
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         raise UserError(
             f"{folder}: packed rows are damaged: {error}; delete it, it will be made again"
         ) from error
