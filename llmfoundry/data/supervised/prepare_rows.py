@@ -454,11 +454,6 @@ class Store:
         """(documents,) int64: tokens of each."""
         return np.diff(self.documents["end"], prepend=0)
 
-    def span(self, document: int) -> tuple[int, int]:
-        """Where a document begins and ends in `ids`."""
-        ends = self.documents["end"]
-        return int(ends[document - 1]) if document else 0, int(ends[document])
-
     def where(self, example: int) -> str:
         """The file and row that a row was read from."""
         found = self.examples[example]

@@ -501,9 +501,9 @@ class SupervisedHeldOut:
         """The first `n` examples (of a pair the chosen one), cut where the last answer begins."""
         found = []
         for example in self._examples[:n].tolist():
-            begin, end = self._store.span(example * self._store.facts.per_example)
-            ids = np.asarray(self._store.ids[begin:end])
-            learned = np.asarray(self._store.weights[begin:end]) > 0
+            span = _span(self._store.documents["end"], example * self._store.facts.per_example)
+            ids = np.asarray(self._store.ids[span])
+            learned = np.asarray(self._store.weights[span]) > 0
             places = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
             if len(places):
                 found.append(HeldOutPrompt(ids[: places[-1]], ids[places[-1] :]))
@@ -522,13 +522,12 @@ class SupervisedHeldOut:
         return (self._examples[:, None] * n + np.arange(n)).ravel().tolist()
 
     def _ids(self, document: int) -> np.ndarray:
-        begin, end = self._store.span(document)
-        return np.asarray(self._store.ids[begin:end])
+        return np.asarray(self._store.ids[_span(self._store.documents["end"], document)])
 
 
-def _span(ends: np.ndarray, row: int) -> slice:
-    """The places of a row's members."""
-    return slice(int(ends[row - 1]) if row else 0, int(ends[row]))
+def _span(ends: np.ndarray, number: int) -> slice:
+    """Where a row lies in `members`, or a document in a store's ids, by where each ends."""
+    return slice(int(ends[number - 1]) if number else 0, int(ends[number]))
 
 
 def brings_others(store: Store, config: SupervisedConfig) -> bool:
@@ -546,21 +545,22 @@ class _Maker:
         self, examples: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray = ()
     ) -> Row:
         """Their documents one after another, and `other`'s where an answer of it fits behind."""
-        store, n = self._store, self._store.facts.per_example
+        store, n, ends = self._store, self._store.facts.per_example, self._store.documents["end"]
         ids, weights, lengths, sides, dropped = [], [], [], [], 0
         for example in np.asarray(examples).tolist():
-            spans = [store.span(example * n + k) for k in range(n)]
-            whole = np.array([end - begin for begin, end in spans], np.int64)
+            spans = [_span(ends, example * n + k) for k in range(n)]
+            whole = np.array([span.stop - span.start for span in spans], np.int64)
             cut = cut_lengths(whole, n, self._seq_len).tolist()
-            for k, ((begin, _), size) in enumerate(zip(spans, cut, strict=True)):
-                ids.append(store.ids[begin : begin + size])
-                weights.append(self._weighed(store.weights[begin : begin + size]))
+            for k, (span, size) in enumerate(zip(spans, cut, strict=True)):
+                kept = slice(span.start, span.start + size)
+                ids.append(store.ids[kept])
+                weights.append(self._weighed(store.weights[kept]))
                 sides.append(int(store.documents["side"][example * n + k]))
             lengths += cut
             dropped += int(whole.sum()) - sum(cut)
         for example in np.asarray(other, np.int64).tolist():
-            begin, end = store.span(example)
-            end = min(end, begin + self._seq_len - sum(lengths))
+            span = _span(ends, example)
+            begin, end = span.start, min(span.stop, span.start + self._seq_len - sum(lengths))
             if np.any(store.weights[begin + 1 : max(begin + 1, end)]):
                 ids.append(store.ids[begin:end])
                 weights.append(self._weighed(store.weights[begin:end]))
