@@ -20,8 +20,8 @@ from llmfoundry.distributed.launch import World, join, relaunch
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, SAVED, record_end
 from llmfoundry.files import atomic_write
-from llmfoundry.loggers.pages.before_after import changes, console_lines
 from llmfoundry.loggers.pages.report import metric_rows, read_evaluations
+from llmfoundry.loggers.pages.scores import changes, console_lines
 from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.recipe.front.called import command_line
 from llmfoundry.recipe.front.typed import to_yaml

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from llmfoundry.events import is_restart, names_in, read_events
 from llmfoundry.loggers.console import short_count
-from llmfoundry.loggers.metrics import find_lacking
+from llmfoundry.loggers.metrics import find_lacking, milliseconds
 from llmfoundry.recipe.front.called import command_line
 from llmfoundry.redaction import public
 from llmfoundry.retry import backoff, retry
@@ -109,11 +109,6 @@ class LogTarget:
     patience_while_away: float = PATIENCE_WHILE_AWAY
     tag: Callable[[Any, Mapping[str, str]], None] | None = None
     is_store: bool = True
-
-
-def milliseconds() -> int:
-    """Since 1970."""
-    return int(time.time() * 1000)
 
 
 def describe(error: Exception) -> str:

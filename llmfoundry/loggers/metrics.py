@@ -15,6 +15,7 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
@@ -29,6 +30,11 @@ WALL = "time/unix_ms"  # when a line was written: milliseconds since 1970
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_WAITING = 256 * 2**20  # bytes of lines kept while the disk is full
 _APPEND = "to be appended when there is room, before the run continues"
+
+
+def milliseconds() -> int:
+    """Since 1970."""
+    return int(time.time() * 1000)
 
 
 class JsonLines:

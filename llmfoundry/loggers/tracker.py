@@ -9,7 +9,10 @@ sends a run that has ended to the same places.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,14 @@ from llmfoundry.loggers.background_queue import (
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
+from llmfoundry.loggers.pages.charts import TRAIN_LOSS
 from llmfoundry.loggers.pages.report import STATUS, read_json_if_there, write_report
-from llmfoundry.loggers.pages.report_charts import TRAIN_LOSS
 from llmfoundry.loggers.writers import close_all, make_writers, stores
 from llmfoundry.recipe.front.typed import as_written, flat
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.redaction import public, public_texts
 
+_REPORT_SECONDS, _REPORT_SHARE = 15.0, 0.01  # between reports of a run under way, at least
 _A_DAY = 86_400.0  # seconds for a record that is sent by a command
 
 
@@ -61,6 +65,7 @@ class Tracker:
         self._params, self._began = flatten(recipe), milliseconds()
         self._first, self._total = 0, 0
         self._is_open = False
+        self._report_due, self._reporting = 0.0, threading.Thread()
         self.page: Path | None = None  # the report, once the record is closed
         self._in_background = False  # versions are asked for and the loggers' threads run
         self.history: dict[str, list[tuple[int, float]]] = {}
@@ -89,7 +94,7 @@ class Tracker:
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
         self._run["summary"] = {"status": "running"}
-        self._is_open = True
+        self._is_open, self._report_due = True, time.monotonic() + _REPORT_SECONDS
         self._write_run()
 
     def rewind(self, batch: int) -> None:
@@ -123,6 +128,9 @@ class Tracker:
                 self.history.setdefault(name, []).append((batch, value))
         if batch > self._first and not self._in_background:
             self._begin_background()
+        if time.monotonic() >= self._report_due and not self._reporting.is_alive():
+            self._reporting = threading.Thread(target=self._refresh, name="report", daemon=True)
+            self._reporting.start()
 
     def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
         """Record the load of every expert of every layer, for the report's heat maps."""
@@ -186,6 +194,14 @@ class Tracker:
             self.console.warn(f"report.html was not written: {type(error).__name__}: {error}")
             return None
 
+    def _refresh(self) -> None:
+        """Rewrite report.html beside the training, for a hundredth of the time at most."""
+        began = time.monotonic()
+        with suppress(Exception):  # which is reported at the end, if it lasts
+            write_report(self._folder)
+        ended = time.monotonic()
+        self._report_due = ended + max(_REPORT_SECONDS, (ended - began) / _REPORT_SHARE)
+
     def close(self, status: str, final: Mapping[str, Any] | None = None) -> None:
         """End the record: `status` is finished, failed or killed; `final` goes into the report.
 
@@ -195,6 +211,8 @@ class Tracker:
         if not self._is_open:
             return
         self._is_open = False
+        if self._reporting.ident is not None:
+            self._reporting.join()
         self._metrics.close()
         self._samples.close()
         self._routing.close()

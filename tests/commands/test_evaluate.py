@@ -111,7 +111,7 @@ def test_a_run_and_its_export_have_the_same_rows_side_by_side(folder: Path) -> N
         *ways,
         "harness prompts, nothing before each text",
     ]
-    assert done.stdout.count(f"asked: {ways[0]}") == 3 and "How they were asked" in page
+    assert done.stdout.count(f"asked: {ways[0]}") == 3 and "Prompt format" in page
     assert "comparable" not in page, "the same texts"
     assert 'href="../runs/asked/report.html"' in page and 'href="2/gauntlet.html"' in page
     assert_close(first, lines(folder / "both/3"))  # exported, and imported again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,11 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from llmfoundry.loggers.pages.eval_page import eval_page, score_table, task_table, write_eval_page
-from llmfoundry.loggers.pages.frame import WIDTH
-from llmfoundry.loggers.pages.score_charts import (
-    BAR,
-    LEFT,
-    RIGHT,
+from llmfoundry.loggers.pages.scores import (
     ShownScore,
     TaskDots,
     accuracy_bar,
@@ -53,21 +48,29 @@ def result(*tasks: dict[str, Any], **keys: Any) -> dict[str, Any]:
     }
 
 
-def svg(figure: str) -> ElementTree.Element:
-    return ElementTree.fromstring(figure)
+def lanes(figure: str, kind: str) -> list[ElementTree.Element]:
+    return [
+        lane
+        for group in ElementTree.fromstring(figure).findall(f".//div[@class='group {kind}']")
+        for lane in group.findall("div")
+    ]
 
 
-def drawn(figure: str) -> ElementTree.Element:
-    found = svg(figure).find(".//svg[@role]")
-    assert found is not None
-    return found
+def style(element: ElementTree.Element | None) -> dict[str, float]:
+    """Percents of a part's place."""
+    assert element is not None
+    found = re.findall(r"(left|width):(-?[\d.]+)%", element.attrib["style"])
+    return {name: float(value) for name, value in found}
+
+
+def within(lane: ElementTree.Element, kind: str) -> ElementTree.Element | None:
+    return lane.find(f"i[@class='{kind}']")
 
 
 def ticks(figure: str) -> list[tuple[float, float]]:
-    """(value, x) of the axis of bars."""
-    low = float(drawn(figure).attrib["viewBox"].split()[3]) - 24
-    texts = [t for t in drawn(figure).findall("text") if float(t.attrib["y"]) > low]
-    return [(float(t.text or ""), float(t.attrib["x"])) for t in texts]
+    """(value, percent) of the axis of bars."""
+    spans = ElementTree.fromstring(figure).findall(".//div[@class='ticks']/span")
+    return [(float(span.text or ""), style(span)["left"]) for span in spans]
 
 
 def test_the_page_is_well_formed_and_loads_nothing() -> None:
@@ -106,7 +109,7 @@ def test_models_stand_side_by_side_in_their_order_even_with_one_name() -> None:
     second = result(entry("copa", 0.62), averages={"core_average": 0.3})
     page = Page(eval_page([("same", first), ("same", second)]))
     assert "2 models, 2 tasks" in page.text
-    assert re.search(r"copa 3 51\.0% ± 5\.0 .*? 62\.0% ± 5\.0 .*? 100 25\.0% 31\.0%", page.text)
+    assert re.search(r"copa 3 51\.0% ± 5\.0 62\.0% ± 5\.0 100 25\.0% 31\.0%", page.text)
     assert re.search(r"only_first .* not asked", page.text)
     assert "core_average 0.2000 ± 0.0123 0.3000 ± 0.0123" in page.text
 
@@ -179,54 +182,44 @@ def test_a_bar_is_as_long_as_its_score_and_its_whisker_as_its_error() -> None:
     scores[1][2] = ShownScore(None)
     figure = bars("t", names, ["a", "b", "c"], scores)
     (v0, x0), (v1, x1) = ticks(figure)[0], ticks(figure)[-1]
-    assert [x0, x1] == [LEFT, WIDTH - RIGHT]
+    assert [x0, x1] == [0, 100]
 
     def place(value: float) -> float:
         return x0 + (value - v0) * (x1 - x0) / (v1 - v0)
 
-    found = iter(drawn(figure).findall("rect[@class='value']"))
-    whiskers = iter(drawn(figure).findall("path[@class='whisker']"))
+    found = lanes(figure, "bars")
+    assert len(found) == 12
     for row in range(len(names)):
         for model in range(3):
+            lane = found[3 * row + model]
             value, error, _ = scores[model][row]
             if value is None or error is None:
+                assert within(lane, "value") is None and lane.findtext("span") == "n/a"
                 continue
-            bar = {
-                k: float(v) for k, v in next(found).attrib.items() if k not in ("class", "style")
-            }
+            bar, whisker = style(within(lane, "value")), style(within(lane, "whisker"))
             left, right = sorted((place(0), place(value)))
-            assert bar["x"] == pytest.approx(left, abs=0.1)
-            assert bar["x"] + bar["width"] == pytest.approx(right, abs=0.15)
-            assert x0 - 0.1 <= left and right <= x1 + 0.1
-            ends = re.match(r"M(\S+) \S+H([^M]+)M", next(whiskers).attrib["d"])
-            assert ends is not None
-            assert float(ends[1]) == pytest.approx(place(value - error), abs=0.1)
-            assert float(ends[2]) == pytest.approx(place(value + error), abs=0.1)
-    assert list(found) == list(whiskers) == []
-    assert "n/a" in [t.text for t in drawn(figure).findall("text")]
+            assert bar["left"] == pytest.approx(left, abs=0.02)
+            assert bar["left"] + bar["width"] == pytest.approx(right, abs=0.03)
+            assert whisker["left"] == pytest.approx(place(value - error), abs=0.02)
+            ends = whisker["left"] + whisker["width"]
+            assert ends == pytest.approx(place(value + error), abs=0.03)
 
 
-def test_bars_of_a_group_have_their_models_colors_and_do_not_overlap() -> None:
+def test_bars_of_a_group_have_their_models_colors_and_numbers() -> None:
     figure = bars("t", ["x", "y"], ["a", "b"], [[ShownScore(0.1), ShownScore(0.2)]] * 2)
-    found = drawn(figure).findall("rect[@class='value']")
-    colors = [re.search(r"--s\d", bar.attrib["style"]) for bar in found]
+    found = lanes(figure, "bars")
+    colors = [re.search(r"--s\d", within(lane, "value").attrib["style"]) for lane in found]  # type: ignore[union-attr]
     assert [c and c[0] for c in colors] == ["--s0", "--s1", "--s0", "--s1"]
-    tops = [float(bar.attrib["y"]) for bar in found]
-    assert tops == sorted(tops) and all(b - a >= BAR for a, b in pairwise(tops))
-    assert [t.text for t in svg(figure).findall(".//span")] == [
-        "95% interval; 0: guessing",
-        None,
-        None,
-    ]
+    assert [lane.findtext("b") for lane in found] == ["1", "2", "1", "2"]
+    assert "95% interval; 0: guessing" in figure
     assert "legend" not in bars("t", ["x"], ["a"], [[ShownScore(0.1)]])
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.4, 1e-4])
 def test_any_single_score_can_be_drawn(value: float) -> None:
-    figure = bars("t", ["x"], ["a"], [[ShownScore(value, 0.0)]])
-    (bar,) = drawn(figure).findall("rect[@class='value']")
-    left = float(bar.attrib["x"])
-    assert left >= LEFT - 0.1 and left + float(bar.attrib["width"]) <= WIDTH - RIGHT + 0.1
+    (lane,) = lanes(bars("t", ["x"], ["a"], [[ShownScore(value, 0.0)]]), "bars")
+    bar = style(within(lane, "value"))
+    assert bar["left"] >= 0 and bar["left"] + bar["width"] <= 100.01
     assert bars("t", [], ["a"], [[]]) == ""
     assert "n/a" in bars("t", ["x"], ["a"], [[ShownScore(None)]])
 
@@ -236,21 +229,18 @@ def test_accuracies_are_dots_at_their_share_beside_chance() -> None:
         TaskDots("copa, 3-shot", 0.5, 0.55, [ShownScore(0.25, 0.05), ShownScore(0.75)]),
         TaskDots("svamp, 0-shot", 0.0, 0.1, [ShownScore(None), ShownScore(0.0)]),
     ]
-    figure = drawn(dots("t", asked, ["a", "b"]))
-
-    def place(share: float) -> float:
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
-
-    found = list(figure.iter("circle"))
-    assert [float(d.attrib["cx"]) for d in found] == pytest.approx(
-        [place(0.25), place(0.75), place(0.0)], abs=0.1
-    )
-    assert ["--s0" in d.attrib["style"] for d in found] == [True, False, False]
-    assert found[0].findtext("title") == "a, copa, 3-shot: 25.0% ± 5.0; chance 50.0%"
-    strokes = [float(m.attrib["x1"]) for m in figure.findall("line[@class='mark']")]
-    assert strokes == pytest.approx([place(0.5), place(0.55), place(0.0), place(0.1)], abs=0.1)
-    heights = [float(d.attrib["cy"]) for d in found]
-    assert heights == sorted(heights) and len(set(heights)) == 3, "none hides another"
+    figure = dots("t", asked, ["a", "b"])
+    found = lanes(figure, "dots")
+    shown = [(i, within(lane, "dot")) for i, lane in enumerate(found)]
+    assert [(i, style(dot)["left"]) for i, dot in shown if dot is not None] == [
+        (0, 25.0), (1, 75.0), (3, 0.0)
+    ]  # fmt: skip
+    kinds = ["--s0" in dot.attrib["style"] for _, dot in shown if dot is not None]
+    assert kinds == [True, False, False]
+    assert found[0].attrib["title"] == "a, copa, 3-shot: 25.0% ± 5.0; chance 50.0%"
+    marks = ElementTree.fromstring(figure).findall(".//i")
+    strokes = [style(m)["left"] for m in marks if m.attrib.get("class", "").startswith("mark")]
+    assert strokes == [50, 55, 0, 10]
     assert dots("t", [], ["a"]) == ""
 
 
@@ -265,7 +255,7 @@ def test_scores_at_chance_do_not_fill_the_frame() -> None:
 def test_ten_models_are_distinguished_by_number_and_color() -> None:
     results = [(f"model-{i}", result(entry("copa", 0.5))) for i in range(10)]
     html = eval_page(results)
-    styles = re.findall(r'<circle class="dot" style="(.*?)"', html)
+    styles = re.findall(r'<i class="dot" style="[^"]*?(background.*?)"', html)
     assert len(set(styles)) == len(styles) == 10
     assert "10 model-9" in Page(html).text
     assert 'class="tiles"' not in html, "ten averages are a table"
@@ -290,16 +280,15 @@ def test_models_lead_to_their_pages(tmp_path: Path) -> None:
 
 
 def test_the_small_bar_marks_chance_and_majority() -> None:
-    bar = svg(accuracy_bar(ShownScore(0.75, 0.05), chance=0.25, majority=0.4, model=11))
-    track, value = bar.findall("rect")
-    chance, majority = bar.findall("line")
-    assert (track.attrib["width"], value.attrib["width"]) == ("120", "90.0")
-    assert float(chance.attrib["x1"]) == 30 and float(majority.attrib["x1"]) == 48
-    assert "stroke-dasharray" in majority.attrib and "stroke-dasharray" not in chance.attrib
-    assert "M84.0 6H96.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
-    assert "--s1" in value.attrib["style"]
-    assert bar.findtext("title") == "75.0% ± 5.0; chance 25.0%, majority 40.0%"
-    assert "path" not in accuracy_bar(ShownScore(0.75), chance=0, majority=0, model=0)
+    drawn = accuracy_bar(ShownScore(0.75, 0.05), chance=0.25, majority=0.4, model=11)
+    bar = ElementTree.fromstring(drawn)
+    value, whisker, chance, majority = bar.findall("i")
+    assert style(value) == {"width": 75.0} and "--s1" in value.attrib["style"]
+    assert style(whisker) == {"left": 70.0, "width": 10.0}
+    assert (style(chance)["left"], style(majority)["left"]) == (25, 40)
+    assert chance.attrib["class"] == "mark" and majority.attrib["class"] == "mark dashed"
+    assert bar.attrib["title"] == "75.0% ± 5.0; chance 25.0%, majority 40.0%"
+    assert "whisker" not in accuracy_bar(ShownScore(0.75), chance=0, majority=0, model=0)
 
 
 def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> None:
@@ -316,11 +305,13 @@ def test_intervals_that_are_not_symmetric_are_what_is_written_and_drawn() -> Non
     ):
         assert text in Page(page).text, text
     asked = [TaskDots("copa", 0.25, 0.31, [ShownScore(0.0, 0.0, (0.0, 0.1611))])]
-    (line,) = drawn(dots("t", asked, ["m"])).findall("path[@class='line']")
-    begin, end = (float(x) for x in re.findall(r"[MH]([\d.]+)", line.attrib["d"]))
-    assert (end - begin) / (WIDTH - LEFT - RIGHT) == pytest.approx(0.1611, abs=1e-3)
-    bar = svg(accuracy_bar(ShownScore(1.0, 0.0, (0.8389, 1.0)), chance=0, majority=0))
-    assert "M100.7 6H120.0" in bar.find("path").attrib["d"]  # type: ignore[union-attr]
+    (lane,) = lanes(dots("t", asked, ["m"]), "dots")
+    assert style(lane.find("i[@class='whisker']"))["width"] == pytest.approx(16.11)
+    bar = accuracy_bar(ShownScore(1.0, 0.0, (0.8389, 1.0)), chance=0, majority=0)
+    assert style(ElementTree.fromstring(bar).find("i[@class='whisker']")) == {
+        "left": 83.89,
+        "width": 16.11,
+    }
 
 
 def test_a_page_of_one_task_has_no_empty_heading_and_names_its_model_once() -> None:
@@ -328,7 +319,7 @@ def test_a_page_of_one_task_has_no_empty_heading_and_names_its_model_once() -> N
     page = Page(eval_page([("quickstart", result(entry("copa", 0.5), **alone))]))
     assert "1 model, 1 task Accuracy Accuracy in each task" in page.text
     assert "verages" not in page.text and "ategories" not in page.text
-    assert "How they were asked as trained Cost" in page.text
+    assert "Prompt format as trained Cost" in page.text
     assert "tokens computed tokens unshared unshared over computed time 46.0M" in page.text
     (heads,) = re.findall(r"<tr>(<th>task.*?)</tr>", task_table([("m", result(entry("a", 0.5)))]))
     assert re.findall(r">([^<>]+)<", heads)[:3] == ["task", "shots", "m"]  # what a phone shows

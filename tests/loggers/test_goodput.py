@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.loggers.pages.goodput import goodput, goodput_tile
+from llmfoundry.loggers.pages.run_time import goodput, goodput_tile
 
 
 def start(time: float, attempt: int) -> dict[str, Any]:

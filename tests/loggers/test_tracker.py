@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
+from llmfoundry.loggers import tracker as tracker_module
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.metrics import WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker, flatten
@@ -197,3 +198,20 @@ def test_an_evaluation_that_cannot_be_kept_is_said_and_ends_nothing(tmp_path: Pa
     tracker.close("finished")
     assert "ba0000001.json was not written: File exists" in stream.getvalue()
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["time/token"] == 8
+
+
+def test_the_report_is_there_while_the_run_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_module, "_REPORT_SECONDS", 0.0)
+    recipe = TrainRecipe(run_name="live", save_folder=str(tmp_path))
+    recipe.logger.mlflow = False
+    recipe.fill()
+    record = Tracker(recipe, tmp_path, is_main=True, console=Console(stream=io.StringIO()))
+    record.start(0, total=3)
+    record.log(1, 8, {"loss/train/total": 2.0})
+    record._reporting.join()
+    html = (tmp_path / "report.html").read_text()
+    assert 'data-written="' in html and "1 batches" in html
+    record.close("finished")
+    assert 'data-written="' not in (tmp_path / "report.html").read_text()

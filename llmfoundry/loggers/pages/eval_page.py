@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import duration, number, short_count
-from llmfoundry.loggers.pages.page import Tile, page, table
-from llmfoundry.loggers.pages.score_charts import (
+from llmfoundry.loggers.pages.page import Tile, page, part, table, together
+from llmfoundry.loggers.pages.scores import (
     ShownScore,
     TaskDots,
     accuracy_bar,
@@ -26,7 +27,6 @@ from llmfoundry.loggers.pages.score_charts import (
     dots,
     in_parts,
     percents,
-    swatch,
     whiskers_of,
     written,
 )
@@ -91,7 +91,7 @@ def eval_page(
         (_scores_title(results), score_charts(results) + score_table(results)),
         ("Tasks", task_table(results)),
         ("Problems", problem_list(results)),
-        ("How they were asked", ways(results)),
+        ("Prompt format", ways(results)),
         ("Cost", cost_table(results)),
         ("Every metric", metric_tables(results)),
     ]
@@ -100,7 +100,7 @@ def eval_page(
         status="finished" if whole else "not complete",
         reached=f"{_count(n, 'model')}, {_count(n_tasks, 'task')}",
         tiles=average_tiles(results) if n == 1 else [],
-        sections=[(name, body) for name, body in sections if body],
+        sections=sections,
     )
 
 
@@ -119,23 +119,25 @@ def average_tiles(results: Results) -> list[Tile]:
     return found
 
 
-def models_table(results: Results, links: Sequence[Mapping[str, str]]) -> str:
+def models_table(results: Results, links: Sequence[Mapping[str, str]]) -> Markup:
     """A row for each model: its number and color in the pictures, averages, and its pages."""
     averages = _names(results, "averages")
     columns = _scores(results, "averages", averages)
     rows = []
     for i, (name, _) in enumerate(results):
         to = links[i].items() if links else ()
-        pages = " · ".join(f'<a href="{escape(at)}">{escape(words)}</a>' for words, at in to)
-        label = f'{swatch(i)}<b>{i + 1}</b> {escape(name)} <span class="hint">{pages}</span>'
-        rows.append((label if len(results) > 1 else pages, *map(written, columns[i])))
+        anchor = Markup('<a href="{}">{}</a>')
+        pages = Markup(" · ").join(anchor.format(at, words) for words, at in to)
+        label = Markup('{}<b>{}</b> {} <span class="hint">{}</span>')
+        first = label.format(part("swatch", i), i + 1, name, pages)
+        rows.append((first if len(results) > 1 else pages, *map(written, columns[i])))
     if len(results) == 1:
-        return f"<p>{rows[0][0]}</p>" if rows[0][0] else ""
+        return Markup("<p>{}</p>").format(rows[0][0]) if rows[0][0] else Markup()
     head = ("model", *averages)
-    return table(head, rows, right=range(1, len(head)), raw=(0,))
+    return table(head, rows, right=range(1, len(head)))
 
 
-def not_comparable(results: Results) -> str:
+def not_comparable(results: Results) -> Markup:
     """Said once for each reason, with the tasks that it concerns."""
     reasons: dict[str, list[str]] = {}
     asked = _tasks(results)
@@ -145,17 +147,14 @@ def not_comparable(results: Results) -> str:
     lines = []
     for words, tasks in reasons.items():
         which = "all tasks" if len(tasks) == len(asked) else _count(len(tasks), "task")
-        listed = escape(", ".join(tasks))
-        lines.append(f"<li>{words} differ between the models in {which}: {listed}</li>")
+        lines.append(f"{words} differ between the models in {which}: {', '.join(tasks)}")
     if not lines:
-        return ""
-    return (
-        f"<p>Neither these tasks nor what is made of them compares; {_APART} marks them below.</p>"
-        f'<ul class="problems">{"".join(lines)}</ul>'
-    )
+        return Markup()
+    words = "Neither these tasks nor what is made of them compares"
+    return Markup(f"<p>{words}; {_APART} marks them below.</p>") + part("listed", lines)
 
 
-def score_charts(results: Results) -> str:
+def score_charts(results: Results) -> Markup:
     """Averages and categories as bars, tasks as dots beside chance."""
     models = [name for name, _ in results]
     averages, categories = _names(results, "averages"), _names(results, "categories")
@@ -168,14 +167,14 @@ def score_charts(results: Results) -> str:
         accuracies = [_accuracy_of(e) if e else ShownScore(None) for e in entries]
         name = f"{label}, {shots}-shot"
         tasks.append(TaskDots(name, first["chance"], first["majority"], accuracies))
-    parts = [
+    drawn = [
         bars("Averages and categories", [*averages, *categories], models, both),
         dots("Accuracy in each task", tasks, models),
     ]
-    return f'<div class="charts apart">{"".join(parts)}</div>' if any(parts) else ""
+    return together(drawn, "charts apart")
 
 
-def score_table(results: Results) -> str:
+def score_table(results: Results) -> Markup:
     """Averages, then categories: a row each, a column for each model."""
     rows = []
     asked = _tasks(results).items()
@@ -188,11 +187,11 @@ def score_table(results: Results) -> str:
             marked = _marked(name, apart=bool(members & apart))
             rows.append((marked, *(written(column[i]) for column in columns)))
     head = ("", *_heads(results))
-    listed = table(head, rows, right=range(1, len(head)), raw=(0,), is_wide=True)
-    return f"<p></p>{listed}" if rows else ""
+    listed = table(head, rows, right=range(1, len(head)), is_wide=True)
+    return Markup("<p></p>") + listed if rows else Markup()
 
 
-def task_table(results: Results) -> str:
+def task_table(results: Results) -> Markup:
     """A row for each task with its shots, a column for each model: first, as phones show few."""
     head = ("task", "shots", *_heads(results), "n", "chance", "majority")
     rows = []
@@ -202,33 +201,31 @@ def task_table(results: Results) -> str:
         baselines = (f"{100 * first['chance']:.1f}%", f"{100 * first['majority']:.1f}%")
         marked = _marked(label, apart=any(_differing(entries)))
         rows.append((marked, str(shots), *cells, _asked(first), *baselines))
-    raw = (0, *range(2, 2 + len(results)))
     estimates = [_accuracy_of(e) for found in _tasks(results).values() for e in found if e]
     hint = f"Lines: chance (solid), majority class (dashed); whiskers: {whiskers_of(estimates)}."
-    listed = table(head, rows, right=(1, *range(len(head) - 3, len(head))), raw=raw, is_wide=True)
-    return f'{listed}<p class="hint">{hint}</p>' if rows else ""
+    listed = table(head, rows, right=(1, *range(len(head) - 3, len(head))), is_wide=True)
+    return listed + Markup(f'<p class="hint">{hint}</p>') if rows else Markup()
 
 
-def problem_list(results: Results) -> str:
+def problem_list(results: Results) -> Markup:
     """What a reader must know, model by model."""
     parts = []
     for name, result in results:
-        lines = "".join(f"<li>{escape(str(p))}</li>" for p in result.get("problems", []))
-        if lines:
-            heading = f"<p>{escape(name)}</p>" if len(results) > 1 else ""
-            parts.append(f'{heading}<ul class="problems">{lines}</ul>')
-    return "".join(parts)
+        if problems := result.get("problems"):
+            parts += [Markup("<p>{}</p>").format(name)] if len(results) > 1 else []
+            parts.append(part("listed", problems))
+    return Markup().join(parts)
 
 
-def ways(results: Results) -> str:
+def ways(results: Results) -> Markup:
     """A row for each model that says how questions became its tokens."""
     rows = [(name, result["asked"]) for name, result in results if result.get("asked")]
     if len(results) == 1:  # which the title names
-        return f"<p>{escape(rows[0][1])}</p>" if rows else ""
-    return table(("", "prompts and special tokens"), rows) if rows else ""
+        return Markup("<p>{}</p>").format(rows[0][1]) if rows else Markup()
+    return table(("", "prompts and special tokens"), rows)
 
 
-def cost_table(results: Results) -> str:
+def cost_table(results: Results) -> Markup:
     """Tokens and time of each model, where they were measured."""
     rows = []
     for name, result in results:
@@ -247,23 +244,22 @@ def cost_table(results: Results) -> str:
     return table(head, rows, right=range(1, 5))
 
 
-def metric_tables(results: Results) -> str:
+def metric_tables(results: Results) -> Markup:
     """Every metric of every task, and of the categories of its rows, folded."""
     parts = []
     head = ("", "metric", *(name for name, _ in results))
     for (label, shots), entries in _tasks(results).items():
         groups = {"": [entry or {} for entry in entries]}
-        for part in dict.fromkeys(p for e in groups[""] for p in e.get("by_category", {})):
-            groups[part] = [(e or {}).get("by_category", {}).get(part, {}) for e in entries]
+        for kind in dict.fromkeys(p for e in groups[""] for p in e.get("by_category", {})):
+            groups[kind] = [(e or {}).get("by_category", {}).get(kind, {}) for e in entries]
         rows = []
-        for part, owners in groups.items():
+        for kind, owners in groups.items():
             for metric in dict.fromkeys(m for owner in owners for m in owner.get("metrics", {})):
-                rows.append((part, metric, *(_metric(owner, metric) for owner in owners)))
+                rows.append((kind, metric, *(_metric(owner, metric) for owner in owners)))
         if rows:
             body = table(head, rows, right=range(2, len(head)))
-            name = escape(f"{label}/{shots}-shot")
-            parts.append(f"<details><summary>{name}</summary>{body}</details>")
-    return "".join(parts)
+            parts.append(part("folded", f"{label}/{shots}-shot", body))
+    return Markup().join(parts)
 
 
 def _tasks(results: Results) -> dict[tuple[str, int], list[Result | None]]:
@@ -309,16 +305,16 @@ def _all_scores(result: Result) -> list[float | None]:
 
 
 def _accuracy(entry: Result | None, model: int) -> str:
-    """HTML of a model's cell."""
+    """A model's cell, perhaps HTML."""
     if entry is None:
         return "not asked"
-    notes = escape(", ".join(_notes(entry)))
-    hint = f'<span class="hint">{notes}</span>' if notes else ""
+    notes = ", ".join(_notes(entry))
+    hint = Markup('<span class="hint">{}</span>').format(notes) if notes else Markup()
     accuracy = _accuracy_of(entry)
     if accuracy.value is None:
-        return f"n/a {hint}"
+        return Markup("n/a ") + hint
     drawn = accuracy_bar(accuracy, chance=entry["chance"], majority=entry["majority"], model=model)
-    return f"{percents(accuracy)}{drawn}{hint}"
+    return percents(accuracy) + drawn + hint
 
 
 def _asked(entry: Result) -> str:
@@ -363,9 +359,9 @@ def _heads(results: Results) -> list[str]:
 
 
 def _marked(name: str, *, apart: bool) -> str:
-    """HTML of a name, with the mark of what does not compare."""
-    mark = f' <span title="not comparable between the models">{_APART}</span>' if apart else ""
-    return escape(name) + mark
+    """A name, with the mark of what does not compare."""
+    mark = Markup(f' <span title="not comparable between the models">{_APART}</span>')
+    return name + mark if apart else name
 
 
 def _count(n: int, word: str) -> str:

@@ -1,16 +1,26 @@
-"""The pages' frame: style sheet, tiles and tables as HTML text.
+"""What all pages share: Jinja2's templates, and the tables and heat maps that stand in them.
 
-`report` and `eval_page` fill it. Everything is inline and nothing is loaded, so the page works from
-a mail or a USB stick. `page.css` has a value of each color for light and one for dark. `charts.js`
-is our own and only adds to what is there: without it the page has the same pictures and numbers.
+The run's report, the gauntlet's page, the health check's and the GPU check's are made with it. The
+idea: whatever comes from a run, names, prompts, samples, is text, which the templates escape; only
+`Markup`, which other templates made, is HTML. A page is one file that loads nothing, so it works
+from a mail or a USB stick; only a report has scripts, `templates/charts.js` and uPlot, which draw
+its lines. `page.css` has a value of each color for light and one for dark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+_FOLDER = Path(__file__).parent
+COLORS = 10  # --s0 … --s9 of the page
+_DASHES = ("solid", "dashed", "dotted")
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,8 @@ def page(
     reached: str,
     tiles: Sequence[Tile],
     sections: Sequence[tuple[str, str]],
-    is_live: bool = False,
+    has_charts: bool = False,
+    written: int = 0,
 ) -> str:
     """The whole document.
 
@@ -38,34 +49,19 @@ def page(
         status: in words; its first is a class of the style sheet.
         reached: how far it is.
         tiles: the numbers to read first.
-        sections: (heading, HTML).
-        is_live: whether there are charts that the reader may zoom.
+        sections: (heading, HTML); those without HTML are left out.
+        has_charts: whether there are line charts.
+        written: of a run under way, milliseconds since 1970: an open page then reloads itself.
     """
-    body = "".join(f"<section><h2>{escape(name)}</h2>{html}</section>" for name, html in sections)
-    kind = status.split()[0]
-    so_far = f" · {escape(reached)}" if reached else ""
-    script = f"<script>{_read('charts.js')}</script>" if is_live else ""
-    document = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_read('page.css')}</style></head>\n<body><main><header>"
-        f'<h1>{escape(title)}</h1><p><span class="status {kind}">{escape(status)}</span>{so_far}'
-        f"</p></header>{_tiles(tiles)}{body}</main>{script}</body></html>\n"
-    )
+    values: dict[str, Any] = {"title": title, "status": status, "reached": reached, "tiles": tiles}
+    values |= {"sections": sections, "has_charts": has_charts, "written": written}
+    document = _templates().get_template("page.html").render(values)
     return document.encode(errors="replace").decode()  # half a surrogate pair cannot be written
 
 
-def _tiles(tiles: Sequence[Tile]) -> str:
-    cards = (
-        f"<div><b>{escape(tile.value)}</b><span>{escape(tile.label)}</span>"
-        + (f"<i>{escape(tile.detail)}</i></div>" if tile.detail else "</div>")
-        for tile in tiles
-    )
-    return f'<div class="tiles">{"".join(cards)}</div>' if tiles else ""
-
-
-def _read(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def part(name: str, *values: Any, **named: Any) -> Markup:
+    """What a macro of parts.html makes."""
+    return Markup(getattr(_templates().get_template("parts.html").module, name)(*values, **named))
 
 
 def table(
@@ -73,32 +69,87 @@ def table(
     rows: Sequence[Sequence[str]],
     *,
     right: Sequence[int] = (),
-    raw: Sequence[int] = (),
     is_wide: bool = False,
-) -> str:
-    """A table of texts, empty without rows.
+) -> Markup:
+    """A table, empty without rows; columns in `right` hold numbers.
 
-    Args:
-        head: names of the columns.
-        rows: their texts.
-        right: columns that hold numbers.
-        raw: columns that hold HTML.
-        is_wide: it is likely to be scrolled: the first column stays.
+    `is_wide`: it is likely to be scrolled, and the first column stays.
     """
-    if not rows:
-        return ""
-    kinds = [' class="n"' if i in right else "" for i in range(len(head))]
-    top = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, head, strict=True))
-    lines = []
-    for row in rows:
-        cells = [text if i in raw else escape(text) for i, text in enumerate(row)]
-        lines.append("".join(f"<td{k}>{c}</td>" for k, c in zip(kinds, cells, strict=True)))
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    kind = ' class="wide"' if is_wide else ""
-    return f'<div class="scroll"><table{kind}><tr>{top}</tr>{body}</table></div>'
+    return part("table", head, rows, right, is_wide) if rows else Markup()
 
 
-def pairs(rows: Iterable[tuple[str, str]]) -> str:
+def pairs(rows: Iterable[tuple[str, str]]) -> Markup:
     """A list of label and value; empty without rows."""
-    body = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in rows)
-    return f'<div class="scroll"><table class="pairs">{body}</table></div>' if body else ""
+    listed = list(rows)
+    return part("pairs", listed) if listed else Markup()
+
+
+def together(parts: Iterable[str], kind: str) -> Markup:
+    """Parts in a <div> of a class of the style sheet; empty where all are."""
+    shown = [part for part in parts if part]
+    return part("together", shown, kind) if shown else Markup()
+
+
+Cell = tuple[int, int]  # column, row, from the upper left
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Cells of one width and one height, in paths of one color each, so that a map stays small.
+
+    `rows` and `columns` are labels: percent of the height or width, text. `titled`: column, row,
+    width, height and the words that a pointer finds there.
+    """
+
+    title: str
+    hint: str
+    width: int
+    height: int
+    paths: Sequence[tuple[str, str, str]]
+    rows: Sequence[tuple[float, str]]
+    columns: Sequence[tuple[float, str]]
+    titled: Sequence[tuple[int, int, int, int, str]]
+    is_square: bool = False
+
+    def drawn(self) -> Markup:
+        """The <figure>."""
+        return part("heat_map", self)
+
+
+def paths(cells: Mapping[tuple[str, float], Iterable[Cell]]) -> list[tuple[str, str, str]]:
+    """For a `HeatMap`: the cells of each color of the page and opacity."""
+    return [
+        (color, f"{opacity:.2f}", "".join(f"M{x} {y}h1v1h-1z" for x, y in places))
+        for (color, opacity), places in sorted(cells.items())
+    ]
+
+
+def fill(number: int) -> str:
+    """The color of a model or a part, paler where colors begin again."""
+    opacity = max(30, 100 - 35 * (number // COLORS))
+    color = f"var(--s{number % COLORS})"
+    return color if opacity == 100 else f"color-mix(in srgb,{color} {opacity}%,transparent)"
+
+
+def _color(number: int) -> str:
+    """Color and dashes of a line in a legend, as charts.js draws it."""
+    dashes = _DASHES[number // COLORS % len(_DASHES)]
+    return f"border-top:2px {dashes} var(--s{number % COLORS})"
+
+
+def _file(name: str) -> Markup:
+    return Markup((_FOLDER / name).read_text(encoding="utf-8"))
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    made.globals |= {"file": _file, "fill": fill, "color": _color}
+    return made

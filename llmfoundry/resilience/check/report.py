@@ -12,15 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import RunFailure, one_line
 from llmfoundry.files import atomic_write, write_json
 from llmfoundry.loggers.console import duration
-from llmfoundry.loggers.pages.frame import WIDTH, figure, svg, text
-from llmfoundry.loggers.pages.page import Tile, page, table
+from llmfoundry.loggers.pages.page import HeatMap, Tile, page, paths, table, together
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.resilience.check.findings import (
     BAD,
@@ -42,7 +40,6 @@ MOST_ROWS = 100  # of a table on the page
 MOST_LABELS = 16  # of the map
 MOST_TITLED = 64  # units of a map whose cells have titles
 SHADES = 6  # of slow
-LEFT, TOP, RIGHT = 96.0, 8.0, 8.0  # of the map's edges to its cells
 
 
 def write_check(report: Report, folder: Path) -> Path:
@@ -130,8 +127,8 @@ def check_page(report: Report) -> str:
         if found
     ]
     maps = (pair_map(report.units, size, rows) for size, rows in sorted(report.pairs.items()))
-    if drawn := "".join(maps):
-        sections.insert(1 if by_level[BAD] else 0, ("Pairs", f'<div class="charts">{drawn}</div>'))
+    if drawn := together(maps, "charts"):
+        sections.insert(1 if by_level[BAD] else 0, ("Pairs", drawn))
     if report.speeds:
         sections.append(("Devices", speeds_table(report.speeds)))
     return page(
@@ -192,13 +189,25 @@ def pair_map(units: Sequence[str], n_bytes: int, rows: Sequence[tuple[int, int, 
     known = sorted(rate for *_, rate in rows if rate > 0)
     reference = known[3 * len(known) // 4] if known else 0.0
     n = len(units)
-    side = (WIDTH - LEFT - RIGHT) / n
-    parts = [*_cells(rates, reference, n, side), *_labels(units, side)]
-    if n <= MOST_TITLED:
-        parts += _titles(units, rates, reference, side)
-    drawn = svg("bus bandwidth of pairs", parts, height=TOP + side * n + 24)
-    hint = f"orange: slower than the faster quarter ({reference:.3g} GB/s); red: no answer"
-    return figure(f"Pairs at {in_units(n_bytes)}", drawn, hints=[("hint", hint)])
+    cells = {("line", 1.0): [(unit, unit) for unit in range(n)]}
+    for (a, b), rate in rates.items():
+        level = shade(rate, reference)
+        if rate <= 0 or level:
+            color = ("bad", 1.0) if rate <= 0 else ("s1", level / SHADES)
+            cells.setdefault(color, []).append((b, a))
+    titled = [(b, a, 1, 1, _words(units, a, b, rate, reference)) for (a, b), rate in rates.items()]
+    named = [(100 * (i + 0.5) / n, i) for i in range(0, n, -(-n // MOST_LABELS))]
+    return HeatMap(
+        f"Pairs at {in_units(n_bytes)}",
+        f"orange: slower than the faster quarter ({reference:.3g} GB/s); red: no answer",
+        n,
+        n,
+        paths(cells),
+        [(at, _short(units[i])) for at, i in named],
+        [(at, str(i)) for at, i in named],
+        titled if n <= MOST_TITLED else (),
+        is_square=True,
+    ).drawn()
 
 
 def shade(rate: float, reference: float) -> int:
@@ -208,43 +217,10 @@ def shade(rate: float, reference: float) -> int:
     return min(SHADES, round((1 - rate / reference) / 0.75 * SHADES))
 
 
-def _cells(
-    rates: Mapping[tuple[int, int], float], reference: float, n: int, side: float
-) -> Iterator[str]:
-    """One path for each shade, so that a map of many cells stays small."""
-
-    def square(a: int, b: int) -> str:
-        return f"M{LEFT + b * side:.1f} {TOP + a * side:.1f}h{side:.1f}v{side:.1f}h{-side:.1f}z"
-
-    shapes: dict[int, list[str]] = {}
-    for pair, rate in rates.items():
-        shapes.setdefault(-1 if rate <= 0 else shade(rate, reference), []).append(square(*pair))
-    yield f'<path fill="var(--line)" d="{"".join(square(u, u) for u in range(n))}"/>'
-    for level, found in sorted(shapes.items()):
-        fill = 'fill="var(--bad)" fill-opacity="1.00"'
-        if level >= 0:
-            fill = f'fill="var(--s1)" fill-opacity="{level / SHADES:.2f}"'
-        if level:
-            yield f'<path {fill} d="{"".join(found)}"/>'
-    at, edge = f'x="{LEFT}" y="{TOP}"', f"{side * n:.1f}"
-    yield f'<rect {at} width="{edge}" height="{edge}" fill="none" class="base"/>'
+def _words(units: Sequence[str], a: int, b: int, rate: float, reference: float) -> str:
+    share = f" ({rate / reference:.0%})" if reference else ""
+    return f"{units[a]} and {units[b]}: {rate:.3g} GB/s{share}"
 
 
-def _labels(units: Sequence[str], side: float) -> Iterator[str]:
-    for number in range(0, len(units), -(-len(units) // MOST_LABELS)):
-        middle, name = (number + 0.5) * side, units[number]
-        short = name if len(name) <= 14 else f"…{name[-13:]}"
-        yield text(LEFT - 6, TOP + middle + 3.5, escape(short), anchor="end")
-        yield text(LEFT + middle, TOP + side * len(units) + 16, str(number), anchor="middle")
-
-
-def _titles(
-    units: Sequence[str], rates: Mapping[tuple[int, int], float], reference: float, side: float
-) -> Iterator[str]:
-    """Invisible cells with the names and the rate of their pair."""
-    for (a, b), rate in rates.items():
-        share = f" ({rate / reference:.0%})" if reference else ""
-        words = escape(f"{units[a]} and {units[b]}: {rate:.3g} GB/s{share}")
-        at = f'x="{LEFT + b * side:.1f}" y="{TOP + a * side:.1f}"'
-        size = f'width="{side:.1f}" height="{side:.1f}"'
-        yield f'<rect class="hit" {at} {size}><title>{words}</title></rect>'
+def _short(name: str) -> str:
+    return name if len(name) <= 14 else f"…{name[-13:]}"
