@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,28 +48,31 @@ class LoadedModel:
     """A model with its weights, on this process.
 
     Attributes:
-        root: the decoder that computes it; None: transformers' own class does.
-        hugging_face: transformers' object; None: the decoder computes it.
         tokenizer: the model's.
         device: where it is.
-        autocast: makes the context of a forward pass.
         precision: see TrainRecipe.
         end_ids: tokens that end a text.
         n_tokens: ids below it may be drawn.
         longest: tokens that it can read; None: there is no end to it.
+        root: the decoder that computes it; None: transformers' own class does.
+        hugging_face: transformers' object; None: the decoder computes it.
         notes: what a reader must know of how it is computed.
     """
 
-    root: Root | None
-    hugging_face: Any
     tokenizer: Tokenizer
     device: torch.device
-    autocast: Autocast
     precision: str
     end_ids: frozenset[int]
     n_tokens: int
     longest: int | None
+    root: Root | None = None
+    hugging_face: Any = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def autocast(self) -> Autocast:
+        """Makes the context of a forward pass."""
+        return build_autocast(self.precision, self.device)
 
     def rows(self, *, slots: int, length: int, way: str | None = None) -> Rows:
         """What an engine computes with; it takes memory for slots x length tokens.
@@ -219,19 +223,17 @@ def _open_run(
 
 def of_run(loaded: Loaded, world: World) -> LoadedModel:
     """One of our own, with its weights."""
-    is_class = isinstance(loaded.recipe.model, HFModelConfig)
     model: Any = loaded.root.model
-    precision, tokenizer = loaded.recipe.precision, loaded.tokenizer
+    is_class = isinstance(loaded.recipe.model, HFModelConfig)
     return LoadedModel(
-        None if is_class else loaded.root,
-        model.hf if is_class else None,
-        tokenizer,
-        world.device,
-        build_autocast(precision, world.device),
-        precision,
-        frozenset({tokenizer.eos_id}),
-        tokenizer.vocab_size,
-        longest_document(model.config),
+        tokenizer=loaded.tokenizer,
+        device=world.device,
+        precision=loaded.recipe.precision,
+        end_ids=frozenset({loaded.tokenizer.eos_id}),
+        n_tokens=loaded.tokenizer.vocab_size,
+        longest=longest_document(model.config),
+        root=None if is_class else loaded.root,
+        hugging_face=model.hf if is_class else None,
     )
 
 
@@ -248,54 +250,47 @@ def _open_hugging_face(
     opened = open_hugging_face(name.removeprefix(HUGGING_FACE), seq_len=seq_len)
 
     def load() -> LoadedModel:
-        kind = served_precision(precision or "fp32", world, note)
+        make = partial(
+            LoadedModel,
+            tokenizer=opened.tokenizer,
+            device=world.device,
+            precision=served_precision(precision or "fp32", world, note),
+            end_ids=frozenset(opened.end_ids()),
+        )
         try:
-            return _by_decoder(opened, world, kind)
+            return _by_decoder(opened, make)
         except UserError as error:
-            return _by_class(opened, world, kind, error.problems[0].partition(" (can be:")[0])
+            return _by_class(opened, make, error.problems[0].partition(" (can be:")[0])
 
     start = document_start(opened.config)
     return OpenedModel(name, opened.tokenizer, opened.seq_len, start, load)
 
 
-def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> LoadedModel:
+def _by_decoder(opened: OpenedHuggingFace, make: partial[LoadedModel]) -> LoadedModel:
     """A Hugging Face model computed by the decoder."""
     from llmfoundry.hf.read import hf_folder, open_hf
 
     with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
         with torch.device("meta"):
-            root = Root(Decoder(found.config)).to(weight_dtype(precision))
-        root.to_empty(device=world.device)
+            root = Root(Decoder(found.config)).to(weight_dtype(make.keywords["precision"]))
+        root.to_empty(device=make.keywords["device"])
         fill_model(root.model, found.state())
     assert found.config.vocab_size is not None, "config.json says it"
-    return LoadedModel(
-        root.eval(),
-        None,
-        opened.tokenizer,
-        world.device,
-        build_autocast(precision, world.device),
-        precision,
-        frozenset(opened.end_ids()),
-        found.config.vocab_size,  # as transformers draws: all that the head has
-        longest_document(found.config),
+    return make(
+        root=root.eval(),
+        n_tokens=found.config.vocab_size,  # as transformers draws: all that the head has
+        longest=longest_document(found.config),
     )
 
 
-def _by_class(opened: OpenedHuggingFace, world: World, precision: str, reason: str) -> LoadedModel:
+def _by_class(opened: OpenedHuggingFace, make: partial[LoadedModel], reason: str) -> LoadedModel:
     """A Hugging Face model computed by its own class, for that reason."""
-    theirs = opened.load(device=world.device, precision=precision)
-    kind = type(theirs).__name__
-    return LoadedModel(
-        None,
-        theirs,
-        opened.tokenizer,
-        world.device,
-        build_autocast(precision, world.device),
-        precision,
-        frozenset(opened.end_ids()),
-        int(theirs.config.get_text_config().vocab_size),
-        opened.seq_len,
-        (f"{kind} of transformers computes it, which is slower: {reason}",),
+    theirs = opened.load(device=make.keywords["device"], precision=make.keywords["precision"])
+    return make(
+        hugging_face=theirs,
+        n_tokens=int(theirs.config.get_text_config().vocab_size),
+        longest=opened.seq_len,
+        notes=(f"{type(theirs).__name__} of transformers computes it, which is slower: {reason}",),
     )
 
 

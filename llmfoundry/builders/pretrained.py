@@ -54,8 +54,8 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.checks import nearest, one_of
 
 if TYPE_CHECKING:
-    from llmfoundry.hf.lazy import LazyTensor
     from llmfoundry.hf.peft.read import ReadAdapter
+    from llmfoundry.models.lazy import LazyTensor
 
 TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
 """An environment variable: 1 runs the code of models that were trained with trust_remote_code."""

@@ -7,13 +7,12 @@ here, in its format: one `torch.save` after another, and a table of where each b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from llmfoundry.checkpoint.commit import sums_of_small_files, write_commit
 from llmfoundry.checkpoint.dcp import FilesWriter, Summed
 from llmfoundry.files import sync, write_json
+from llmfoundry.models.lazy import LazyTensor
 from llmfoundry.ops import torch_private
 from llmfoundry.resumable import Journal
 
@@ -28,24 +28,9 @@ FILE_BYTES, MOST_FILES = 1 << 28, 64
 """A file's size, and how many there are before files are larger: what an interruption repeats."""
 
 
-@dataclass(frozen=True)
-class StreamedTensor:
-    """A parameter or buffer by its name in the model.
-
-    Attributes:
-        name: of it.
-        like: its shape and dtype, on the meta device.
-        read: gives it, in that dtype.
-    """
-
-    name: str
-    like: Tensor
-    read: Callable[[], Tensor]
-
-
 def write_streamed(
     folder: Path,
-    tensors: Sequence[StreamedTensor],
+    tensors: Sequence[LazyTensor],
     state: Mapping[str, Any],
     files: Mapping[str, str],
     journal: Journal,
@@ -54,15 +39,15 @@ def write_streamed(
 
     Args:
         folder: the checkpoint's, which exists.
-        tensors: all of the model's, in the order in which they are written.
+        tensors: all of the model's, of its shapes and dtypes, in the order of the files.
         state: its state.json.
         files: other texts by name: recipe.yaml, tokenizer/...
         journal: of the folder that is being written.
     """
-    limit = max(FILE_BYTES, sum(t.like.nbytes for t in tensors) // MOST_FILES)
-    groups: list[list[StreamedTensor]] = [[]]
+    limit = max(FILE_BYTES, sum(t.nbytes for t in tensors) // MOST_FILES)
+    groups: list[list[LazyTensor]] = [[]]
     for tensor in tensors:
-        if groups[-1] and sum(t.like.nbytes for t in [*groups[-1], tensor]) > limit:
+        if groups[-1] and sum(t.nbytes for t in [*groups[-1], tensor]) > limit:
             groups.append([])
         groups[-1].append(tensor)
     for number, group in enumerate(groups):
@@ -78,25 +63,25 @@ def write_streamed(
     return write_commit(folder, [sums, sums_of_small_files(folder)])
 
 
-def _write_file(file: Path, group: list[StreamedTensor]) -> dict[str, Any]:
+def _write_file(file: Path, group: list[LazyTensor]) -> dict[str, Any]:
     """Its bytes and checksum, and where each of its tensors ends."""
     ends = []
     with file.open("wb") as opened:
         summed = Summed(opened)
         for tensor in group:
-            value = tensor.read().to(tensor.like.dtype).contiguous()
+            value = tensor.read().to(tensor.dtype).contiguous()
             if value.untyped_storage().nbytes() != value.nbytes:
                 value = value.clone()  # torch.save writes all of the memory that it is a part of
-            assert value.shape == tensor.like.shape, (tensor.name, value.shape)
+            assert value.shape == tensor.shape, (tensor.name, value.shape)
             torch.save(value, cast(IO[bytes], summed))
             ends.append(summed.bytes)
     sync(file)
     return {"sums": {"bytes": summed.bytes, "crc32": summed.crc}, "ends": ends}
 
 
-def _write_table(folder: Path, groups: list[list[StreamedTensor]], journal: Journal) -> None:
+def _write_table(folder: Path, groups: list[list[LazyTensor]], journal: Journal) -> None:
     planner = DefaultSavePlanner()
-    state = {"model": {t.name: t.like for group in groups for t in group}}
+    state = {"model": {t.name: t.like() for group in groups for t in group}}
     planner.set_up_planner(state, is_coordinator=True)
     local = create_default_local_save_plan(planner.state_dict, True)
     plan = replace(local, planner_data=planner.mappings)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from llmfoundry.checkpoint.commit import COMMIT
 from llmfoundry.checkpoint.load import check_weights, load_tensors, read_table
 from llmfoundry.checkpoint.run_folder import read_record
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.checkpoint.streamed import StreamedTensor, write_streamed
+from llmfoundry.checkpoint.streamed import write_streamed
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
@@ -44,6 +45,7 @@ from llmfoundry.loggers.pages.titles import LOSS, title
 from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.lazy import LazyTensor
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
 from llmfoundry.recipe.front.paths import show
@@ -283,10 +285,12 @@ def _imported_recipe(opened: HFFolder, output: Path) -> TrainRecipe:
     )
 
 
-def _streamed(opened: HFFolder, model: Decoder) -> list[StreamedTensor]:
-    """All of a model's tensors, as they are read from a folder."""
+def _streamed(opened: HFFolder, model: Decoder) -> list[LazyTensor]:
+    """All of a model's tensors, in its dtypes, as they are read from a folder."""
     like = model.state_dict()
-    return [StreamedTensor(t.name, like[t.name], t.read) for t in opened.tensors()]
+    return [
+        replace(t, shape=like[t.name].shape, dtype=like[t.name].dtype) for t in opened.tensors()
+    ]
 
 
 def _stamps(folder: Path) -> list[str]:

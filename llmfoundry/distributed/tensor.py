@@ -45,10 +45,11 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import is_added
 from llmfoundry.models.attention import Attention
 from llmfoundry.models.decoder import Block, Decoder, Root
-from llmfoundry.models.layers import FFN, to_autocast_dtype
+from llmfoundry.models.layers import FFN
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantization
 from llmfoundry.models.tensor_parallel import TensorRanks, tensor_parallel_dim
+from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.parallel_limits import tensor_adapters
 

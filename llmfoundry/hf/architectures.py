@@ -82,6 +82,8 @@ class Field:
         write: their value of a config, where it is not simply our setting's.
         read: our value of theirs.
         also: the key's other names, by version: written too, read where the first is missing.
+        gguf: the `gguf.GGUFWriter` method that writes it, where only some of llama.cpp's
+            architectures have the setting, as some of transformers' have.
     """
 
     theirs: str
@@ -91,6 +93,7 @@ class Field:
     write: Callable[[ModelConfig], Any] | None = None
     read: Callable[[Any], Any] | None = None
     also: tuple[str, ...] = ()
+    gguf: str = ""
 
 
 @dataclass(frozen=True)
@@ -248,8 +251,10 @@ MOSAIC_FIELDS = (
     Field("n_heads", "n_heads"),
     Field("n_layers", "n_layers"),
     Field("max_seq_len", "max_seq_len"),
-    Field("attn_config.clip_qkv", CLIP, None),
+    Field("attn_config.clip_qkv", CLIP, None, gguf="add_clamp_kqv"),
 )
+FOUNDRY_OFF = (CLIP,)
+"""Settings that LLM Foundry turns off by 0 as well as by null."""
 
 
 def llama_fields(

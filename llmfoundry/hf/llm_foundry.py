@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmfoundry.hf import experts
+from llmfoundry.hf.architectures import FOUNDRY_OFF
 from llmfoundry.hf.tensor_names import Rule, WeightMap
 from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
 from llmfoundry.recipe.architecture.model import ModelConfig
@@ -113,8 +114,9 @@ def _read_attention(attn: dict[str, Any]) -> None:
         attn["rope_hf_config"] = {k: v for k, v in scaling.items() if k not in LLAMA3_KEYS}
     if tuning is not None and not tuning.get("attn_scale"):
         attn.pop("attn_temperature_tuning")
-    if not attn.get("clip_qkv"):
-        attn.pop("clip_qkv", None)
+    for _, _, key in (setting.partition(".") for setting in FOUNDRY_OFF):
+        if not attn.get(key):
+            attn.pop(key, None)
     if attn.get("qk_ln") or attn.get("qk_gn"):
         norm = QK_NORM | {key: attn[key] for key in QK_NORM if key in attn}
         attn |= norm | {"norm_type": str(norm["norm_type"]).lower()}

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
-from llmfoundry.hf.lazy import LazyTensor, Read, lazy, same
 from llmfoundry.hf.llm_foundry import FOUNDRY, foundry_map
 from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
 from llmfoundry.hf.safetensors_file import SafetensorsFile
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.lazy import LazyTensor, Read, lazy, same
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,8 +21,8 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.hf import experts
 from llmfoundry.hf.experts import ExpertNames, experts_to_ours, experts_to_theirs, present
-from llmfoundry.hf.lazy import LazyTensor, Make, Read, Unread, last_read, lazy, same
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.lazy import LazyTensor, Make, Read, Unread, last_read, lazy, same
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 

@@ -27,13 +27,13 @@ from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.architectures import OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
-from llmfoundry.hf.lazy import LazyTensor, Read, by_source, lazy, same
 from llmfoundry.hf.read import FLOATS as DTYPES
 from llmfoundry.hf.read import SAFETENSORS
 from llmfoundry.hf.safetensors_file import Layout, write_tensor
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
 from llmfoundry.models.adapter import MergedState
+from llmfoundry.models.lazy import LazyTensor, Read, by_source, lazy, same
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.resumable import Journal, place_of, refuse_used, resumable_folder
 

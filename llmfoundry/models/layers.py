@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from llmfoundry.models.low_rank import LowRank, adapted, embedded
 from llmfoundry.ops import nf4
 from llmfoundry.ops.activations import from_text, to_text
-from llmfoundry.ops.devices import has_autocast
+from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.architecture.model import ModelConfig
 
@@ -67,12 +67,6 @@ class Embedding(nn.Embedding):
         if self.lora is None or not self.lora.on:
             return y
         return embedded(self, tokens, y, self.lora)
-
-
-def to_autocast_dtype(x: Tensor) -> Tensor:
-    """X in the dtype that autocast computes products in; as it is where autocast is off."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if has_autocast(kind) else x
 
 
 def _wide(x: Tensor) -> Tensor:

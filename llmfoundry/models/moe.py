@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from llmfoundry.models.layers import FFN, to_autocast_dtype
+from llmfoundry.models.layers import FFN
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.router import OtherTokens, Places, Routed, Router, Statistics
 from llmfoundry.ops.activations import to_text
+from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.moe.mixture import mixture

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmfoundry.ops.torch_private import has_avx512_bf16
 
@@ -67,6 +68,12 @@ def kind_of(device: torch.device) -> str:
 def has_autocast(kind: str) -> bool:
     """Whether autocast is on for devices of this kind; the meta device has none to ask for."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """X in the dtype that autocast computes products in; as it is where autocast is off."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if has_autocast(kind) else x
 
 
 def without_autocast(kind: str) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from llmfoundry.ops.devices import has_autocast, planned
+from llmfoundry.ops.devices import planned, to_autocast_dtype
 
 CODE = (  # quantiles of a normal distribution, -1, 0 and 1 among them: bitsandbytes' own
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -198,9 +198,7 @@ def nf4_linear(x: Tensor, data: Tensor, width: int, *, double: bool) -> Tensor:
     Differentiable in x. Under autocast in its dtype, else in x's. W exists while it is multiplied,
     and again in the backward pass: what waits for that is `data` alone.
     """
-    if has_autocast(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return torch.ops.llmfoundry.nf4_linear(x, data, width, double)
+    return torch.ops.llmfoundry.nf4_linear(to_autocast_dtype(x), data, width, double)
 
 
 @torch.library.custom_op(

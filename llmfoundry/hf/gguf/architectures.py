@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -116,12 +117,13 @@ def settings_of(config: ModelConfig, name: str) -> ModelConfig:
     return replace(config, no_bias=False, attention_bias=True)
 
 
-def add_settings(writer: Any, config: ModelConfig) -> None:
+def add_settings(writer: Any, config: ModelConfig, name: str) -> None:
     """Write the model's settings under llama.cpp's keys.
 
     Args:
         writer: a `gguf.GGUFWriter`.
         config: filled.
+        name: of the class, a key of `SHAPES`.
     """
     attn, ffn, head = config.attn_config, config.ffn_config, config.head_dim
     writer.add_vocab_size(config.vocab_size)
@@ -141,8 +143,10 @@ def add_settings(writer: Any, config: ModelConfig) -> None:
         _add_scaling(writer, attn.rope_hf_config)
     if attn.alibi:
         writer.add_max_alibi_bias(float(attn.alibi_bias_max or 0))
-    if attn.clip_qkv is not None:
-        writer.add_clamp_kqv(attn.clip_qkv)
+    for setting in ARCHITECTURES[name].fields:
+        value = attrgetter(setting.ours)(config) if setting.gguf else None
+        if value is not None:
+            getattr(writer, setting.gguf)(value)
     if is_mixture(config):
         writer.add_expert_count(ffn.moe_num_experts)
         writer.add_expert_used_count(ffn.moe_top_k)

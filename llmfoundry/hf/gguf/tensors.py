@@ -18,8 +18,8 @@ from torch import Tensor
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.hf.architectures import is_mixture
 from llmfoundry.hf.gguf.architectures import SHAPES, computed_tensors
-from llmfoundry.hf.lazy import LazyTensor
 from llmfoundry.hf.tensor_names import MAPS, swap_pairs
+from llmfoundry.models.lazy import LazyTensor
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 Make = Callable[[], Tensor]

@@ -19,8 +19,8 @@ from llmfoundry.files import atomic_path
 from llmfoundry.hf.gguf.architectures import SHAPES, add_settings, choose, remarks, settings_of
 from llmfoundry.hf.gguf.tensors import Planned, pieces, plan, tensor_type
 from llmfoundry.hf.gguf.tokenizer import add_tokenizer, read_vocabulary
-from llmfoundry.hf.lazy import Read
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
+from llmfoundry.models.lazy import Read
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -98,7 +98,7 @@ def to_gguf(
     writer.add_name(model.name)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_settings(writer, config)
+    add_settings(writer, config, name)
     add_tokenizer(writer, model.tokenizer, vocabulary, starts=model.starts, stops=model.stops)
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(output) as partial:

@@ -1,6 +1,7 @@
 """Tensors that are made when they are read: what a folder is written from, and a model filled from.
 
-`tensor_names.py` makes them for both directions; `write.py` and `builders/pretrained.py` read them.
+`hf/tensor_names.py` makes them for both directions; `hf/write.py`, `checkpoint/streamed.py` and
+`builders/pretrained.py` read them.
 The idea: a tensor under one naming is a function of tensors under the other, which is run twice: on
 the meta device for its shape, before any weight is read, and on real tensors when its turn comes.
 So all shapes are known first, and memory is that of one tensor.
@@ -37,6 +38,15 @@ class LazyTensor:
     dtype: torch.dtype
     sources: tuple[str, ...]
     read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def like(self) -> Tensor:
+        """Its shape and dtype, on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def lazy(name: str, make: Make, sketch: Read, read: Read) -> LazyTensor:
