@@ -1,8 +1,8 @@
 """Memory of this machine that this process may have: a container's limit counts, not the host's.
 
-`plan/fit.py` asks what is free, `builders/probe.py` how much there is. Containers, Kubernetes and
-Slurm limit memory by control groups (cgroups), whose processes see all of the machine's memory all
-the same; who passes the limit is killed. Files in memory give way, and are free.
+`plan/rows.py` asks what is free, `builders/microbatch.py` how much there is. Containers, Kubernetes
+and Slurm limit memory by control groups (cgroups), whose processes see all of the machine's memory
+all the same; who passes the limit is killed. Files in memory give way, and are free.
 """
 
 from __future__ import annotations

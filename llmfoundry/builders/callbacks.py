@@ -13,8 +13,7 @@ from llmfoundry.data.held_out import Chain, HeldOut
 from llmfoundry.data.supervised.rows import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.inference.decoder_rows import DecoderRows, first_process
-from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import check_length, draw_all
+from llmfoundry.inference.engine import SlotEngine, check_length, draw_all
 from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.inference.text import stream_text
 from llmfoundry.models.attention import longest_document

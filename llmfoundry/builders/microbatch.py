@@ -3,26 +3,346 @@
 `builders/trainer.py` calls `settle_microbatch` where a run begins: the estimate's choice
 (`plan/fit.py`), or what a probe measured, but never more than an earlier start of the same run was
 left with after it ran out of memory; and `build_limit` for the loop.
+
+`auto_probe: on`: the microbatch that fits is measured before the run, in other processes
+(`probe_fit`). Each process of the run starts one beside it (`probe_child.py`), and these join each other as those of the run do, so that a share of a
+sharded model is measured as a share. They take real steps (forward, backward, optimizer) of the
+recipe's model: at the estimate, then at larger sizes until one does not fit; where the estimate
+does not, new ones try smaller sizes. What was measured is kept in the cache folder, by recipe,
+code, PyTorch and machine: not the choice but the peaks, which a later start compares with the
+memory that is free then. A probe that breaks or hangs ends itself and no run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+import json
+import os
+import pickle
+import re
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from llmfoundry.builders.job import Job
-from llmfoundry.builders.probe import machine, probe_fit
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.distributed.collectives import all_reduce_min, on_each_machine
-from llmfoundry.distributed.launch import World
+from llmfoundry.data.preparation.cache import cache_key
+from llmfoundry.distributed.collectives import (
+    all_gather_object,
+    all_reduce_min,
+    on_each_machine,
+    on_rank0,
+)
+from llmfoundry.distributed.launch import World, own_host
+from llmfoundry.exit_status import ENDS_FOLDER
+from llmfoundry.files import read_json, write_json
+from llmfoundry.heartbeat import BEATS
+from llmfoundry.host_memory import total_host_memory
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.plan.fit import Fit
+from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.rows import rows_per_process
+from llmfoundry.processes import start_module
+from llmfoundry.recipe.front.plugins import imported
+from llmfoundry.recipe.parallel import EXPERT
 from llmfoundry.recipe.scripts.train import GRAPH_MODES, TrainRecipe
+from llmfoundry.recipe.values.checks import divisors
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
+
+FOLDER = "probes"
+"""Of data.cache_folder."""
+USABLE = 0.95
+"""Share of the free memory that a measured peak may take: batches differ, gaps of an allocator
+grow."""
+SECONDS = 600.0
+"""Of one set of processes, after which they are ended: the model is built and steps are taken."""
+STDERR = "stderr"
+"""The file of a process's standard error, beside its results."""
+SHORT = 3
+"""Exit status of a process that ran out of memory."""
+_PAUSE = 0.2  # seconds between two looks at the processes
+_FAILED, _RUNNING, _DONE = 0, 1, 2
+_OTHER = re.compile(  # of a recipe: what its steps' memory does not depend on
+    r"run_name|seed|max_duration|save_\w+|load_\w+|autoresume|\w+_interval|eval_\w+|auto_probe"
+    r"|device_eval_batch_size|tokenizer|data|schedule|eval|logger|callbacks|profile|health_check"
+    r"|hang|supervise|preference"
+)
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """What a probe's process is told.
+
+    Attributes:
+        recipe: filled, its activation checkpointing decided.
+        written: the same as written.
+        sizes: rows at a time to try, ascending.
+        rows: of a step, on each process.
+        available: bytes that it may take; on a GPU the device is the limit.
+        results: a file to which it adds a line for each size that fits.
+        plugins: of `imported`.
+    """
+
+    recipe: TrainRecipe
+    written: TrainRecipe
+    sizes: Sequence[int]
+    rows: int
+    available: int
+    results: Path
+    plugins: Sequence[str]
+
+
+@dataclass
+class Measured:
+    """What probes have found of a recipe, on the fullest process.
+
+    Attributes:
+        peaks: bytes that a step took beside what the process had before, by rows at a time.
+        seconds: of a row of a step.
+        too_large: bytes that were free where so many rows did not fit.
+    """
+
+    peaks: dict[int, int] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    too_large: dict[int, int] = field(default_factory=dict)
+
+    def fitting(self, sizes: Sequence[int], available: int) -> int | None:
+        """The most rows of `sizes` that were measured and fit; None: none does."""
+        room = USABLE * available
+        fits = [rows for rows in sizes if rows in self.peaks and self.peaks[rows] <= room]
+        return max(fits, default=None)
+
+    def next_sizes(self, sizes: Sequence[int], start: int, available: int) -> list[int]:
+        """What is to be tried, ascending; empty: nothing that may change the choice.
+
+        From `start` up to what does not fit; where `start` does not, the next smaller size.
+        """
+        below = [n for n in sizes if n < self._least_too_large(available)]
+        known = self.fitting(sizes, available) or 0
+        up = [n for n in below if n > known and n >= start and n not in self.peaks]
+        if up:
+            return up
+        return [] if known else below[-1:] if below and below[-1] not in self.peaks else []
+
+    def _least_too_large(self, available: int) -> float:
+        short = [n for n, free in self.too_large.items() if free >= USABLE * available]
+        short += [n for n, peak in self.peaks.items() if peak > USABLE * available]
+        return min(short, default=float("inf"))
+
+
+def probe_fit(
+    recipe: TrainRecipe,
+    written: TrainRecipe,
+    fit: Fit,
+    world: World,
+    *,
+    available: int,
+    note: Callable[[str], None],
+    most: int | None = None,
+) -> Fit:
+    """The fit with the most rows that were measured to fit; every process calls it.
+
+    Args:
+        recipe: filled, its activation checkpointing that of `fit`.
+        written: the same as written.
+        fit: of the estimate, which is kept where the probe finds nothing.
+        world: this process.
+        available: bytes that each process may take.
+        note: reports what was found.
+        most: rows at a time to try at most; unset: on a GPU all, elsewhere the estimate's, as more
+            is not faster on a CPU; nor more where processes share experts, whose load in the first
+            steps is several times that of a probe's.
+    """
+    rows = rows_per_process(recipe, recipe.parallel.degrees(world.size).data)
+    shared = getattr(recipe.parallel, EXPERT) != 1
+    if most is None:
+        most = fit.microbatch if world.device.type == "cpu" or shared else rows
+    sizes = [n for n in divisors(rows) if n <= most]
+    path = _cache_path(recipe, world)
+    found = on_rank0(world, lambda: _read(path))
+    problem = ""
+    while not problem and (tried := found.next_sizes(sizes, fit.microbatch, available)):
+        note(f"auto_probe: measuring steps of {_listed(tried)} rows at a time ...")
+        request = ProbeRequest(recipe, written, tried, rows, available, Path(), imported())
+        problem = _measure(request, found, world, note)
+        if world.is_main:
+            with suppress(OSError):  # the next start measures again
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, dataclasses.asdict(found))
+    chosen = found.fitting(sizes, available)
+    if problem:
+        note(f"auto_probe: the probe failed ({problem}); what it measured before counts")
+    if chosen is None:
+        note(f"auto_probe: it found no size that fits; the estimate's {fit.microbatch} is used")
+        return fit
+    note(
+        f"device_train_microbatch_size: auto is {chosen}, measured"
+        f" ({found.peaks[chosen] / GIB:.2f} of {available / GIB:.1f} GiB,"
+        f" {found.seconds[chosen]:.3g} s a row); the estimate is {fit.microbatch}"
+    )
+    return dataclasses.replace(fit, microbatch=chosen)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _measure(
+    request: ProbeRequest, found: Measured, world: World, note: Callable[[str], None]
+) -> str:
+    """Try sizes in one set of processes, and add to `found`; why that failed, empty: it did not."""
+    port = on_rank0(world, _free_port)
+    host = on_rank0(world, own_host)
+    with tempfile.TemporaryDirectory(prefix="llmfoundry-probe-") as folder:
+        request = dataclasses.replace(request, results=Path(folder) / "results")
+        env = _environment(host, port) if world.size > 1 else _environment()
+        process = _start(request, env)
+        try:
+            failed = _wait(process, world)
+        finally:
+            process.kill()
+            process.wait()
+        status = process.returncode
+        words = " ".join(_read_text(Path(folder) / STDERR).split())[-200:]
+        own = _results(request.results)
+    every = all_gather_object(world, (own, status, words))
+    fits = [n for n in request.sizes if all(n in theirs for theirs, _, _ in every)]
+    for n in fits:
+        found.peaks[n] = max(theirs[n][0] for theirs, _, _ in every)
+        found.seconds[n] = max(theirs[n][1] for theirs, _, _ in every)
+    short = [n for n in request.sizes if n not in fits]
+    if short and any(status == SHORT for _, status, _ in every):
+        found.too_large[short[0]] = request.available
+        why = next(words for _, status, words in every if status == SHORT)
+        note(f"auto_probe: {short[0]} rows do not fit{why and f' ({why})'}")
+        return ""
+    if not short and not failed:
+        return ""
+    bad = [(status, words) for _, status, words in every if status > 0]
+    return f"status {bad[0][0]}: {bad[0][1]}" if bad else failed or "it was killed"
+
+
+def _start(request: ProbeRequest, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with (request.results.parent / STDERR).open("wb") as file:  # a pipe could become full
+        process: subprocess.Popen[bytes] = start_module(
+            "llmfoundry.builders.probe_child",
+            str(os.getpid()),
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+        )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pickle.dump(request, pipe)
+    return process
+
+
+def _wait(process: subprocess.Popen[bytes], world: World) -> str:
+    """Until all have ended, or one has failed; why it was ended, empty: it was not."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PAUSE)
+        status = process.returncode
+        state = _RUNNING if status is None else _DONE if status == 0 else _FAILED
+        is_late = time.monotonic() > deadline
+        worst = all_reduce_min(world, _FAILED if is_late else state)
+        if worst == _FAILED:
+            return f"it took more than {SECONDS:.0f} s" if is_late else "one of its processes ended"
+        if worst == _DONE:
+            return ""
+
+
+def _results(path: Path) -> dict[int, tuple[int, float]]:
+    """Peak and seconds by size, of the lines that are complete."""
+    found = dict[int, tuple[int, float]]()
+    for line in _read_text(path).splitlines():
+        with suppress(ValueError, KeyError):
+            row = json.loads(line)
+            found[int(row["rows"])] = int(row["peak"]), float(row["seconds"])
+    return found
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _environment(host: str = "", port: int = 0) -> dict[str, str]:
+    """Of a probe's process: this one's place, at another meeting; no supervisor, no torchrun."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    for name in (ENDS_FOLDER, BEATS):
+        env.pop(name, None)
+    return env | ({"MASTER_ADDR": host, "MASTER_PORT": str(port)} if port else {})
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _cache_path(recipe: TrainRecipe, world: World) -> Path:
+    """Where what was measured is kept."""
+    every = dataclasses.asdict(recipe)
+    facts = {key: value for key, value in every.items() if not _OTHER.fullmatch(key)}
+    where = {"size": world.size, "device": machine(world.device), "torch": torch.__version__}
+    name = cache_key(recipe=json.dumps(facts, default=str), code=_code(), **where)
+    return Path(recipe.data.cache_folder).expanduser() / FOLDER / f"{name}.json"
+
+
+def machine(device: torch.device) -> str:
+    """What computes, and its memory: the same on every machine of its kind."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return f"{found.name}, {round(found.total_memory / GIB)} GiB"
+    return ", ".join([f"CPU, {round(total_host_memory() / GIB)} GiB", *_own_limits()])
+
+
+def _own_limits() -> Iterator[str]:
+    """What limits of this process (ulimit) leave it of the memory."""
+    with suppress(ImportError):  # Windows has none
+        import resource
+
+        for name in ("RLIMIT_AS", "RLIMIT_DATA"):
+            limit = resource.getrlimit(getattr(resource, name))[0]
+            if limit != resource.RLIM_INFINITY:
+                yield f"{name} {limit / GIB:.2f} GiB"
+
+
+@cache
+def _code() -> str:
+    """A hash of this package's sources."""
+    digest, package = hashlib.blake2b(digest_size=12), Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Measured:
+    """What is known; nothing where the file is not there or damaged."""
+    try:
+        record = read_json(path)
+        peaks = {int(n): int(peak) for n, peak in record["peaks"].items()}
+        seconds = {int(n): float(s) for n, s in record["seconds"].items()}
+        too_large = {int(n): int(free) for n, free in record["too_large"].items()}
+        assert peaks.keys() == seconds.keys()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError):
+        return Measured()
+    return Measured(peaks, seconds, too_large)
+
 
 _ANY = 2**31  # rows: no limit is known
 _SPARING = (  # of parallel, beside its degrees

@@ -1,8 +1,8 @@
-"""`python -m llmfoundry.builders.probe_child`: a process of a probe, which `probe.py` starts.
+"""`python -m llmfoundry.builders.probe_child`: a process of a probe, which `microbatch.py` starts.
 
 It builds what the run will build, by the same functions, with numbers in place of weights and
 tokens that are drawn: memory does not depend on their values. A size that fits is a line in the
-request's file; the first that does not ends the process with status `probe.SHORT`.
+request's file; the first that does not ends the process with status `SHORT`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmfoundry.builders.probe import SHORT, ProbeRequest
+from llmfoundry.builders.microbatch import SHORT, ProbeRequest
 from llmfoundry.builders.trainer import build_model, make_optimizer, step_settings
 from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.launch import World, join

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from llmfoundry.commands.generate import open_conversation, open_drawn
 from llmfoundry.distributed.launch import join
 from llmfoundry.errors import UserError
-from llmfoundry.inference.chat import Conversation
+from llmfoundry.inference.text import Conversation
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe
 from llmfoundry.recipe.values.checks import nearest

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.distributed.launch import World, join
 from llmfoundry.errors import enough_memory
-from llmfoundry.inference.chat import Conversation
-from llmfoundry.inference.decoder_rows import first_process
-from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import check_length, stream, stream_tokens
+from llmfoundry.inference.decoder_rows import first_process, stream_tokens
+from llmfoundry.inference.engine import SlotEngine, check_length, stream
 from llmfoundry.inference.requests import Request, Sampling
-from llmfoundry.inference.text import stream_text
+from llmfoundry.inference.text import Conversation, stream_text
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
 from llmfoundry.terminal import shown_on

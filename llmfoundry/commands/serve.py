@@ -12,7 +12,7 @@ from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import join
 from llmfoundry.errors import UserError, enough_memory, import_optional
-from llmfoundry.inference.serve.asked import Served
+from llmfoundry.inference.serve.requests import Served
 from llmfoundry.inference.serve.worker import EngineWorker
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.scripts.serve import ServeRecipe

@@ -7,7 +7,7 @@ its sequences anew in each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.inference.engine import Agree
+from llmfoundry.inference.engine import Agree, check_length
+from llmfoundry.inference.requests import Request, Sampler
+from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.slots import Piece
 from llmfoundry.ops.attention.base import autocast_dtype
@@ -115,3 +117,56 @@ def first_process(device: torch.device) -> Agree | None:
         return shared.tolist()
 
     return agree
+
+
+def stream_tokens(
+    root: nn.Module,
+    request: Request,
+    *,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[None]],
+    n_tokens: int | None = None,
+) -> Iterator[int]:
+    """The same without a cache: every token is drawn after reading all before it anew.
+
+    It is slow, and what the engine is compared with.
+
+    Where several processes hold the model, every one calls this with the same arguments, and
+    process 0's draw counts for all.
+
+    Args:
+        root: the model's Root, as FSDP or DDP wrapped it or bare.
+        request: what is asked.
+        device: where the model is.
+        autocast: gives the context of the forward pass.
+        n_tokens: the tokenizer's size; rows of the embedding beyond it are never drawn.
+
+    Raises:
+        UserError: prompt and continuation are longer than the model's learned positions.
+    """
+    longest = longest_document(decoder_of(root).config)
+    check_length(longest, len(request.prompt), request.max_new_tokens)
+    sampler, agree = Sampler(request.sampling), first_process(device)
+    tokens = torch.tensor([request.prompt], device=device)
+    for _ in range(request.max_new_tokens):
+        token = sampler.draw(_next_logits(root, tokens, autocast)[:n_tokens])
+        if agree is not None:
+            (token,) = agree([token])
+        if token in request.stop_ids:
+            return
+        yield token
+        sampler.count(token)
+        tokens = torch.cat([tokens, torch.tensor([[token]], device=device)], dim=1)
+
+
+@torch.no_grad()  # here and not around the loop, which would turn gradients off for its reader
+def _next_logits(
+    root: nn.Module, tokens: Tensor, autocast: Callable[[], AbstractContextManager[None]]
+) -> Tensor:
+    """Logits (V,) after tokens (1, T), in fp32 on the CPU."""
+    with autocast():
+        return root(tokens, None, _last_logits).float().cpu()
+
+
+def _last_logits(model: Decoder, hidden: Tensor) -> Tensor:
+    return model.head(hidden[0, -1])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,12 +23,14 @@ from llmfoundry.errors import UserError
 from llmfoundry.inference.requests import (
     Alternatives,
     Emitted,
+    Engine,
     Finish,
     Request,
+    Sampler,
     TokenLogprob,
     common_prefix,
+    token_logprobs,
 )
-from llmfoundry.inference.sampling import Sampler, token_logprobs
 from llmfoundry.models.slots import Piece
 
 CHUNK = 512
@@ -371,3 +373,52 @@ class SlotEngine:
         if sequence.read and sequence.unread and not sequence.drawn:
             self._rows.clear(slot)
             self._held[slot] = []
+
+
+def stream(engine: Engine, request: Request) -> Iterator[int]:
+    """The tokens of a request as an engine draws them, which nobody else asks meanwhile.
+
+    Raises:
+        UserError: it can never run, or logits were not finite, so that nothing can be drawn.
+    """
+    number = engine.add(request)
+    try:
+        while engine.busy:
+            for one in engine.step():
+                if one.finish == "error":
+                    raise UserError(
+                        "checkpoint: its model's logits are not finite numbers; write another"
+                    )
+                if one.token is not None:
+                    yield one.token
+    finally:
+        engine.cancel(number)
+
+
+def draw_all(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of many requests, in their order; none come after logits that are not finite."""
+    drawn: dict[int, list[int]] = {engine.add(request): [] for request in requests}
+    while engine.busy:
+        for one in engine.step():
+            if one.token is not None:
+                drawn[one.request].append(one.token)
+    return list(drawn.values())
+
+
+def check_length(longest: int | None, prompt: int, max_new_tokens: int) -> None:
+    """ALiBi and rotary positions continue beyond max_seq_len, others end at `longest`.
+
+    Raises:
+        UserError: naming the key and the longest that is possible.
+    """
+    if prompt == 0:
+        raise UserError("prompt: is empty; begin it with the end-of-text token")
+    if longest is None or prompt + max_new_tokens - 1 <= longest:
+        return
+    learned = f"the model's positions end at {longest} tokens (its max_seq_len)"
+    if prompt > longest:
+        raise UserError(f"prompt: has {prompt} tokens, but {learned}; write at most {longest}")
+    raise UserError(
+        f"max_new_tokens: {max_new_tokens} after a prompt of {prompt} tokens, but {learned};"
+        f" write at most {longest - prompt + 1}"
+    )

@@ -15,7 +15,7 @@ from llmfoundry.builders.models import LoadedModel, OpenedModel, check_model, op
 from llmfoundry.commands.generate import Drawer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.inference.generate import draw_all
+from llmfoundry.inference.engine import draw_all
 from llmfoundry.inference.requests import Request
 from llmfoundry.models import slots
 from llmfoundry.recipe.scripts.after_training import GenerateRecipe

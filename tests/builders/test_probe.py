@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.builders import probe
-from llmfoundry.builders.probe import SHORT, Measured, ProbeRequest, probe_fit
+from llmfoundry.builders import microbatch
+from llmfoundry.builders.microbatch import SHORT, Measured, ProbeRequest, probe_fit
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import Fit
@@ -63,7 +63,7 @@ def machine_of(peaks: dict[int, int], tried: list[list[int]]) -> Start:
 
 
 def child(request: ProbeRequest, code: str) -> subprocess.Popen[bytes]:
-    with (request.results.parent / probe.STDERR).open("wb") as file:
+    with (request.results.parent / microbatch.STDERR).open("wb") as file:
         return subprocess.Popen([sys.executable, "-c", f"import sys; {code}"], stderr=file)
 
 
@@ -90,7 +90,7 @@ def test_the_largest_size_that_fits_is_found_from_above_and_below(
     sizes: list[list[int]],
 ) -> None:
     tried: list[list[int]] = []
-    monkeypatch.setattr(probe, "_start", machine_of(PEAKS, tried))
+    monkeypatch.setattr(microbatch, "_start", machine_of(PEAKS, tried))
     assert choose(place, start, available=available)[0] == chosen
     assert tried == sizes
 
@@ -100,7 +100,7 @@ def test_what_was_measured_is_not_measured_again(
 ) -> None:
     """Peaks are kept, not the choice: with less memory free a start takes less, without a probe."""
     tried: list[list[int]] = []
-    monkeypatch.setattr(probe, "_start", machine_of(PEAKS, tried))
+    monkeypatch.setattr(microbatch, "_start", machine_of(PEAKS, tried))
     assert choose(place, 2, available=500)[0] == 4
     assert [choose(place, 2, available=free)[0] for free in (500, 450, 250)] == [4, 4, 2]
     assert tried == [[2, 4, 8]]
@@ -115,12 +115,12 @@ def test_what_was_measured_is_not_measured_again(
 
 def test_another_recipe_is_measured_anew(place: Path) -> None:
     paths = [
-        probe._cache_path(recipe(place, *overrides), ALONE)
+        microbatch._cache_path(recipe(place, *overrides), ALONE)
         for overrides in ((), ("model.n_layers=3",), ("max_seq_len=32",), ("optimizer.lr=1e-4",))
     ]
     assert len({*paths}) == 4
     for same in ("run_name=other", "save_interval=1ba", "logger.mlflow=true"):
-        assert probe._cache_path(recipe(place, same), ALONE) == paths[0]
+        assert microbatch._cache_path(recipe(place, same), ALONE) == paths[0]
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_another_recipe_is_measured_anew(place: Path) -> None:
 def test_a_probe_that_breaks_leaves_the_estimate(
     place: Path, monkeypatch: pytest.MonkeyPatch, code: str, why: str
 ) -> None:
-    monkeypatch.setattr(probe, "SECONDS", 1.0)
-    monkeypatch.setattr(probe, "_start", lambda request, env: child(request, code))
+    monkeypatch.setattr(microbatch, "SECONDS", 1.0)
+    monkeypatch.setattr(microbatch, "_start", lambda request, env: child(request, code))
     chosen, lines = choose(place, 4)
     assert chosen == 4
     assert any(f"auto_probe: the probe failed ({why})" in line for line in lines), lines

@@ -25,9 +25,8 @@ from llmfoundry.gauntlet.models import generation
 from llmfoundry.gauntlet.models.generation import Ranks, generate_texts
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt
-from llmfoundry.inference.decoder_rows import DecoderRows
+from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import stream_tokens
 from llmfoundry.inference.requests import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.data import DataConfig

@@ -12,8 +12,7 @@ from llmfoundry.commands import chat as commands
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.inference.chat import Conversation
-from llmfoundry.inference.text import stream_text
+from llmfoundry.inference.text import Conversation, stream_text
 
 
 class Model:

@@ -15,11 +15,9 @@ import torch
 
 from llmfoundry.errors import UserError
 from llmfoundry.inference import engine as engine_module
-from llmfoundry.inference.decoder_rows import DecoderRows
+from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import stream_tokens
-from llmfoundry.inference.requests import Emitted, Request, Sampling
-from llmfoundry.inference.sampling import Sampler
+from llmfoundry.inference.requests import Emitted, Request, Sampler, Sampling
 from llmfoundry.models import slots
 from llmfoundry.models.decoder import Root
 from tests.gauntlet.test_generation import KINDS, model

@@ -15,11 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.inference.decoder_rows import DecoderRows
-from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import stream, stream_tokens
-from llmfoundry.inference.requests import Request, Sampling
-from llmfoundry.inference.sampling import draw_probabilities
+from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
+from llmfoundry.inference.engine import SlotEngine, stream
+from llmfoundry.inference.requests import Request, Sampling, draw_probabilities
 from llmfoundry.inference.text import stream_text
 from llmfoundry.models.decoder import Decoder, Root
 from tests.hf.random_models import (
@@ -230,7 +228,7 @@ def test_under_autocast_the_cache_changes_little(monkeypatch: pytest.MonkeyPatch
         seen.append(logits)
         return row[len(seen) % 20]
 
-    monkeypatch.setattr("llmfoundry.inference.sampling.sample_token", recorded)
+    monkeypatch.setattr("llmfoundry.inference.requests.sample_token", recorded)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     for kv_cache in (True, False):
         continued(model, row[:1], autocast=autocast, kv_cache=kv_cache, temperature=1.0)

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
-from llmfoundry.inference.decoder_rows import DecoderRows, first_process
-from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.generate import draw_all, stream_tokens
+from llmfoundry.inference.decoder_rows import DecoderRows, first_process, stream_tokens
+from llmfoundry.inference.engine import SlotEngine, draw_all
 from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.parallel import ParallelConfig

@@ -17,7 +17,8 @@ from llmfoundry.builders.models import of_run
 from llmfoundry.commands.convert import convert
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.inference.generate import stream, stream_tokens
+from llmfoundry.inference.decoder_rows import stream_tokens
+from llmfoundry.inference.engine import stream
 from llmfoundry.inference.requests import Request
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig

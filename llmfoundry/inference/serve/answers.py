@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmfoundry.inference.requests import Alternatives, Emitted, TokenLogprob
-from llmfoundry.inference.serve.asked import Asked, Served
-from llmfoundry.inference.serve.fields import ChatFields, RequestError
+from llmfoundry.inference.serve.requests import Asked, ChatFields, RequestError, Served
 from llmfoundry.inference.text import TextStream
 
 _LEAST = -9999.0  # a log-probability for what JSON has no number for, as vLLM writes it

@@ -29,16 +29,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmfoundry.errors import UserError
 from llmfoundry.inference.serve.answers import Part, Writer, added
-from llmfoundry.inference.serve.asked import Asked, Served, ask_chat, ask_completion
-from llmfoundry.inference.serve.fields import (
+from llmfoundry.inference.serve.requests import (
+    Asked,
     ChatFields,
     CompletionFields,
     Fields,
     RequestError,
+    Served,
+    ask_chat,
+    ask_completion,
     read_fields,
 )
-from llmfoundry.inference.serve.metrics import ServerMetrics
-from llmfoundry.inference.serve.worker import EngineWorker, Feed, News
+from llmfoundry.inference.serve.worker import EngineWorker, Feed, News, ServerMetrics
 from llmfoundry.recipe.scripts.serve import is_loopback
 
 _LEFT = 499  # nginx's status for a client that has left; nobody reads it
