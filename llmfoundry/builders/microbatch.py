@@ -4,13 +4,14 @@
 (`plan/fit.py`), or what a probe measured, but never more than an earlier start of the same run was
 left with after it ran out of memory; and `build_limit` for the loop.
 
-`auto_probe: on`: the microbatch that fits is measured before the run, in other processes
-(`probe_fit`). Each process of the run starts one beside it (`probe_child.py`), and these join each other as those of the run do, so that a share of a
-sharded model is measured as a share. They take real steps (forward, backward, optimizer) of the
-recipe's model: at the estimate, then at larger sizes until one does not fit; where the estimate
-does not, new ones try smaller sizes. What was measured is kept in the cache folder, by recipe,
-code, PyTorch and machine: not the choice but the peaks, which a later start compares with the
-memory that is free then. A probe that breaks or hangs ends itself and no run.
+With `auto_probe: on` the microbatch that fits is measured before the run, in other processes
+(`probe_fit`). Each process of the run starts one beside it (`probe_child.py`), and these join each
+other as those of the run do, so that a share of a sharded model is measured as a share. They take
+real steps (forward, backward, optimizer) of the recipe's model: at the estimate, then at larger
+sizes until one does not fit; where the estimate does not, new ones try smaller sizes. What was
+measured is kept in the cache folder, by recipe, code, PyTorch and machine: not the choice but the
+peaks, which a later start compares with the memory that is free then. A probe that breaks or hangs
+ends itself and no run.
 """
 
 from __future__ import annotations

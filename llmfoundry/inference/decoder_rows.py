@@ -3,6 +3,8 @@
 All tokens of a step are one row of the Root's forward pass; keys and values are in a
 `models.slots.SlotCache`. A model of transformers that is being trained has no such cache: it reads
 its sequences anew in each step.
+
+`stream_tokens` does without a cache, for one request.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 gauntlet, `serve`) turns text into a `Request` and tokens into text. A request is one sequence: n
 answers to a prompt are n requests. All random numbers of a request come from its own generator, so
 that its answer does not depend on who shares the batch.
+
+A `Sampler` draws a request's next token from logits: penalties, temperature, top_k, top_p; on the
+CPU in fp32, so that a seed means the same on every device and in every batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Text of an answer as its tokens come, up to the first stop string.
+"""Text of an answer as its tokens come, up to the first stop string; and conversations.
 
 `stream_text` is for whoever draws one answer (`generate`, `chat`, samples while training),
-`TextStream` for who is handed many answers' tokens (`serve`).
+`TextStream` for who is handed many answers' tokens (`serve`). The one idea: nothing is handed on
+that a later token could still change, neither half a character nor what may be the beginning of a
+stop string.
 
-The one idea: nothing is handed on that a later token could still change, neither half a character
-nor what may be the beginning of a stop string.
+`Conversation`, of `chat` and of `generate message=…`: messages in, the answer's text out. The chat
+template says where an answer begins and what ends it; the end is looked for in the text, as not
+every template ends a turn with one token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""From a request's fields to sequences for the engine.
+"""A request's fields, checked, and the sequences for the engine that they ask for.
 
-`app` calls `ask_completion` and `ask_chat`; `answers` writes what was asked for. What both need to
-know of the model is `Served`.
+`app` reads bodies with `read_fields`, and calls `ask_completion` and `ask_chat`; `answers` writes
+what was asked for. The one idea: a field is either obeyed, or refused by name where it would change
+the answer; only what changes nothing (`HARMLESS`, and others' neutral values) is passed over. What
+app and answers need to know of the model is `Served`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 `app` submits requests and reads a `Feed` of what becomes of them. The one idea: only the thread
 touches the engine; what the loop wants waits in an inbox, and a step's news crosses back in one
 call, so that 200 answers cost one wake-up a step.
+
+`ServerMetrics` is what Prometheus gets: vLLM's names where they mean the same, so that a dashboard
+made for vLLM reads this server too.
 """
 
 from __future__ import annotations
