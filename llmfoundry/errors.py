@@ -6,6 +6,7 @@ A `UserError` becomes one line per problem on stderr and exit status 2, never a 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import re
 from collections.abc import Iterator
@@ -39,6 +40,19 @@ def one_line(error: BaseException) -> str:
             return at.strerror + (f" ({at.filename})" if at.filename else "")
         at = at.__cause__ or at.__context__
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether a full disk, or somebody's share of one, led to an error.
+
+    What writes files for a library, as torch.save does, ends in the library's own error about them.
+    """
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, OSError) and at.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        at = at.__cause__ or at.__context__
+    return False
 
 
 def import_optional(module: str, where: str, *, extra: str = "", package: str = "") -> Any:

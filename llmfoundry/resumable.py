@@ -8,6 +8,7 @@ would write something else there. The journal is locked, so that one process wri
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, disk_full
 from llmfoundry.files import open_to_all, publish, try_lock
 
 
@@ -89,9 +90,11 @@ def resumable_folder(
             yield folder, journal
             open_to_all(folder)
             publish(folder, output)
-        except Exception:
+        except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
             path.unlink(missing_ok=True)
+            if disk_full(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(output)) from error
             raise
         path.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from llmfoundry import resumable
 from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.commands.convert import convert, streamed_state
 from llmfoundry.distributed.launch import ALONE
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, disk_full, one_line
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor
 from llmfoundry.hf.write import whole_or_nothing
 from llmfoundry.models.adapter import MergedState
@@ -151,6 +152,27 @@ def test_two_at_once_and_what_is_in_the_way_are_refused(folder: Path, tmp_path: 
     with pytest.raises(UserError, match="is in the way; remove it"):
         run(*words)
     assert (tmp_path / "out.unfinished/mine").is_file()
+
+
+@pytest.mark.parametrize("way", ["from", "to"])
+def test_a_full_disk_is_one_line_that_names_the_output(
+    way: str, folder: Path, tmp_path: Path
+) -> None:
+    """By the size that the system lets a file have; torch.save makes an error of its own of it."""
+    words = {
+        "from": ["from=hf", f"checkpoint={folder / 'hf'}"],
+        "to": ["to=hf", f"checkpoint={folder / 'run'}"],
+    }[way]
+    output = tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, before[1]))
+    try:
+        with pytest.raises(Exception) as failed:  # torch's own kind, or the system's
+            run(*words, f"output={output}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert disk_full(failed.value) and one_line(failed.value).endswith(f"({output})")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_export_comes_back_as_it_was_and_holds_no_model(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ answered without torch.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import importlib.metadata
 import os
@@ -18,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from llmfoundry import __version__
-from llmfoundry.errors import RunFailure, UserError, one_line
+from llmfoundry.errors import RunFailure, UserError, disk_full, one_line
 from llmfoundry.exit_status import FAILED, GIVE_UP, MISTAKE, record_end
 from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.front.argv import CommandLine, parse
@@ -35,7 +34,6 @@ from llmfoundry.redaction import mask_tracebacks, public
 from llmfoundry.terminal import outlast_readers, quiet_libraries, show_loading
 
 DISTRIBUTION = "llmfoundry-recipes"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, somebody's share of it, a file
 
 
 def run(
@@ -95,7 +93,7 @@ def run(
     except KeyboardInterrupt:
         _exit(130)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if disk_full(error):
             line = f"{one_line(error)}; make room there, and run the same command"
             print(public(line), file=sys.stderr)
             record_end(MISTAKE, "full", [public(line)])
