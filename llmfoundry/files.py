@@ -43,16 +43,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         path: its folder exists; a folder may itself exist, if it is empty.
 
     Raises:
-        OSError: it could not be written, with its name; what was at `path` is as before.
+        OSError: it could not be written; what was at `path` is as before.
     """
     partial = path.with_name(f"{path.name}.{_own_mark()}-{uuid4().hex[:8]}.partial")
     try:
         yield partial
         publish(partial, path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:  # of a write to an open file
-            error.filename = str(path)
-        raise
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
