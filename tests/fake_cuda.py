@@ -30,6 +30,11 @@ if sys.argv[1]:
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 """
+END = """
+import os
+sys.stdout.flush()
+os._exit(0)  # autograd's threads for a device that is not there may abort an ordinary exit
+"""
 
 
 def run_on_fake_cuda(script: str, *, seconds: float = 300) -> str:
@@ -39,7 +44,7 @@ def run_on_fake_cuda(script: str, *, seconds: float = 300) -> str:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PREFACE + script, _library()],
+        [sys.executable, "-c", PREFACE + script + END, _library()],
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -118,7 +118,7 @@ def test_what_is_no_shortage_is_raised_as_it_is(
     def fail(*_: object) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr("llmfoundry.train.step.CrossEntropy.of", fail)
+    monkeypatch.setattr("llmfoundry.train.objective.CrossEntropy.of", fail)
     with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes"):
         train_here("defect", *SHORT)
     assert shortages(Path("runs/defect")) == []
