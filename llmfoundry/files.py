@@ -86,6 +86,11 @@ def read_json(path: Path) -> Any:
     return parse_json(path.read_bytes())
 
 
+def read_json_if_there(path: Path) -> Any:
+    """What a JSON file holds (`read_json`); an empty dict where there is no file."""
+    return read_json(path) if path.exists() else {}
+
+
 def parse_json(text: str | bytes) -> Any:
     """What JSON says.
 

@@ -1,6 +1,6 @@
 """What trains in a fine-tuned run: an adapter, or all but what `freeze` names.
 
-`build_trainer` calls `choose_trained` on the meta device and `begin_adapter` once the base has its
+`build_trainer` calls `adapt` on the meta device and `begin_adapter` once the base has its
 weights; all others ask `models.adapter` what is an adapter's.
 """
 
@@ -46,24 +46,34 @@ def has_adapter(recipe: TrainRecipe) -> bool:
     return isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none"
 
 
-def choose_trained(
+def adapt(
     model: Decoder,
     recipe: TrainRecipe,
-    note: Callable[[str], None],
+    written: TrainRecipe,
     *,
+    note: Callable[[str], None] = lambda line: None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Add the recipe's adapter, or freeze what it names; on the meta device.
+    """Make a base the model that a recipe trains, on the meta device: its adapter, what is frozen.
 
     Args:
         model: the base.
         recipe: filled.
-        note: reports what was wrapped, or frozen.
+        written: the same as written, whose model section says what was asked.
+        note: reports what was wrapped, frozen or quantized.
         checkpoint: of the same run, which resumes from it; None: it begins.
 
     Raises:
         UserError: a name matches nothing, or an adapter does not fit.
     """
+    _choose_trained(model, recipe, note, checkpoint)  # first: it adds parameters
+    _hold_frozen(model, recipe, written, note)
+
+
+def _choose_trained(
+    model: Decoder, recipe: TrainRecipe, note: Callable[[str], None], checkpoint: Path | None
+) -> None:
+    """Add the recipe's adapter, or freeze what it names."""
     if not isinstance(recipe, FinetuneRecipe):
         return
     if recipe.adapter.name == "lora" and isinstance(recipe.model, HFModelConfig):
@@ -81,19 +91,13 @@ def choose_trained(
         note(f"freeze: {len(frozen)} of {len(names)} tensors, {size:,} of {total:,} parameters")
 
 
-def hold_frozen(
+def _hold_frozen(
     model: Decoder, recipe: TrainRecipe, written: TrainRecipe, note: Callable[[str], None]
 ) -> None:
-    """Keep what an adapter stands on in as few bits as the recipe says; on the meta device.
+    """Keep what an adapter stands on in as few bits as the recipe says.
 
     Matrices in the dtype that products compute in, or in 4 bits. What `freeze` names stays as it
     is: it is a part of the model that is saved.
-
-    Args:
-        model: with its adapter.
-        recipe: filled.
-        written: the same as written, whose model section says what was asked.
-        note: reports what was quantized.
     """
     if not has_adapter(recipe):
         return

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.builders.adapter import FOLDER, check_base, choose_trained, has_adapter, hold_frozen
+from llmfoundry.builders.adapter import FOLDER, adapt, check_base, has_adapter
 from llmfoundry.builders.model import attention_refusal, build_root, served_precision, with_defaults
 from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.load import check_weights, load_adapter, load_weights, read_state
@@ -153,8 +153,7 @@ def _fill_adapted(
 ) -> None:
     assert isinstance(written, FinetuneRecipe)
     folder, model = loaded.folder, loaded.root.model
-    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=folder)
-    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    adapt(model, loaded.recipe, written, checkpoint=folder)
     loaded.root.to_empty(device=world.device)
     open_pretrained(base_of(written, folder), world, note=note).fill(model)
     check_base(model, folder / FOLDER, "model.pretrained")

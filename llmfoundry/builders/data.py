@@ -22,14 +22,13 @@ from llmfoundry.data.loader import Loader, RowFormat, Stream
 from llmfoundry.data.order import ONLY, Mixture, Order, Phase, stream_key, stream_weights
 from llmfoundry.data.preparation.bad_rows import BadRowsError
 from llmfoundry.data.preparation.prepare import prepare_corpus
-from llmfoundry.data.shard_index import Index, read_index, with_sample
+from llmfoundry.data.shard_index import Index, open_shards, read_index, with_sample
 from llmfoundry.data.sources import (
     MDSTexts,
     MDSTokens,
     OrderedStream,
     RowOptions,
     TokenSource,
-    open_shards,
     open_source,
     too_short,
 )

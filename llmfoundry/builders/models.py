@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,47 +249,58 @@ def _open_hugging_face(
     opened = open_hugging_face(name.removeprefix(HUGGING_FACE), seq_len=seq_len)
 
     def load() -> LoadedModel:
-        make = partial(
-            LoadedModel,
-            tokenizer=opened.tokenizer,
-            device=world.device,
-            precision=served_precision(precision or "fp32", world, note),
-            end_ids=frozenset(opened.end_ids()),
-        )
+        kind = served_precision(precision or "fp32", world, note)
         try:
-            return _by_decoder(opened, make)
+            return _by_decoder(opened, world, kind)
         except UserError as error:
-            return _by_class(opened, make, error.problems[0].partition(" (can be:")[0])
+            return _by_class(opened, world, kind, error.problems[0].partition(" (can be:")[0])
 
     start = document_start(opened.config)
     return OpenedModel(name, opened.tokenizer, opened.seq_len, start, load)
 
 
-def _by_decoder(opened: OpenedHuggingFace, make: partial[LoadedModel]) -> LoadedModel:
+def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> LoadedModel:
     """A Hugging Face model computed by the decoder."""
     from llmfoundry.hf.read import hf_folder, open_hf
 
     with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
         with torch.device("meta"):
-            root = Root(Decoder(found.config)).to(weight_dtype(make.keywords["precision"]))
-        root.to_empty(device=make.keywords["device"])
+            root = Root(Decoder(found.config)).to(weight_dtype(precision))
+        root.to_empty(device=world.device)
         fill_model(root.model, found.state())
     assert found.config.vocab_size is not None, "config.json says it"
-    return make(
+    return _loaded(
+        opened,
+        world,
+        precision,
         root=root.eval(),
         n_tokens=found.config.vocab_size,  # as transformers draws: all that the head has
         longest=longest_document(found.config),
     )
 
 
-def _by_class(opened: OpenedHuggingFace, make: partial[LoadedModel], reason: str) -> LoadedModel:
+def _by_class(opened: OpenedHuggingFace, world: World, precision: str, reason: str) -> LoadedModel:
     """A Hugging Face model computed by its own class, for that reason."""
-    theirs = opened.load(device=make.keywords["device"], precision=make.keywords["precision"])
-    return make(
+    theirs = opened.load(device=world.device, precision=precision)
+    return _loaded(
+        opened,
+        world,
+        precision,
         hugging_face=theirs,
         n_tokens=int(theirs.config.get_text_config().vocab_size),
         longest=opened.seq_len,
         notes=(f"{type(theirs).__name__} of transformers computes it, which is slower: {reason}",),
+    )
+
+
+def _loaded(opened: OpenedHuggingFace, world: World, precision: str, **found: Any) -> LoadedModel:
+    """What both have of a Hugging Face model, and the rest."""
+    return LoadedModel(
+        tokenizer=opened.tokenizer,
+        device=world.device,
+        precision=precision,
+        end_ids=frozenset(opened.end_ids()),
+        **found,
     )
 
 

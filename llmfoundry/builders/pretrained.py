@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from llmfoundry.builders.adapter import (
-    FOLDER,
-    BaseCheck,
-    check_base,
-    choose_trained,
-    has_adapter,
-    hold_frozen,
-)
+from llmfoundry.builders.adapter import FOLDER, BaseCheck, adapt, check_base, has_adapter
 from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.checkpoint.load import load_tensors, load_weights, read_table
 from llmfoundry.checkpoint.object_storage import find_run, is_url
@@ -615,8 +608,7 @@ def _trained(written: FinetuneRecipe, config: ModelConfig, folder: Path) -> Deco
     recipe = with_defaults(written)
     recipe.model = config  # type: ignore[assignment]
     model = build_root(recipe).model
-    choose_trained(model, recipe, lambda line: None, checkpoint=folder)
-    hold_frozen(model, recipe, written, lambda line: None)
+    adapt(model, recipe, written, checkpoint=folder)
     return model
 
 

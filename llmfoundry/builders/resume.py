@@ -17,16 +17,9 @@ from typing import Any
 
 import torch
 
-from llmfoundry.builders.adapter import (
-    FOLDER,
-    begin_adapter,
-    check_base,
-    has_adapter,
-)
+from llmfoundry.builders.adapter import FOLDER, begin_adapter, check_base, has_adapter
 from llmfoundry.builders.checkpoint import model_identity
-from llmfoundry.builders.job import (
-    Job,
-)
+from llmfoundry.builders.job import Job
 from llmfoundry.checkpoint.load import (
     load_training_state,
     load_weights,

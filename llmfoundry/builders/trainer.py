@@ -10,14 +10,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from llmfoundry.builders.adapter import (
-    BASE,
-    FOLDER,
-    choose_trained,
-    has_adapter,
-    hold_frozen,
-    lora_plus_ratio,
-)
+from llmfoundry.builders.adapter import BASE, FOLDER, adapt, has_adapter, lora_plus_ratio
 from llmfoundry.builders.callbacks import build_callbacks
 from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
@@ -360,8 +353,7 @@ def build_model(
     """
     root = build_root(recipe)
     folder = None if checkpoint is None else checkpoint.folder
-    choose_trained(root.model, recipe, note, checkpoint=folder)  # first: it adds parameters
-    hold_frozen(root.model, recipe, written, note)
+    adapt(root.model, recipe, written, note=note, checkpoint=folder)
     freeze(root.model, recipe.optimizer)
     _compute_in_float8(root.model, recipe, note)
     parallelize(
@@ -390,8 +382,7 @@ def _compute_in_float8(model: Decoder, recipe: TrainRecipe, note: Callable[[str]
 def sketch(recipe: TrainRecipe, written: TrainRecipe) -> Decoder:
     """The model that is to be fine-tuned on the meta device, to count what it takes."""
     root = build_root(recipe)
-    choose_trained(root.model, recipe, lambda line: None)
-    hold_frozen(root.model, recipe, written, lambda line: None)
+    adapt(root.model, recipe, written)
     freeze(root.model, recipe.optimizer)
     return root.model
 

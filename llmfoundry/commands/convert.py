@@ -8,19 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.builders.adapter import (
-    BASE,
-    FOLDER,
-    BaseCheck,
-    choose_trained,
-    has_adapter,
-    hold_frozen,
-)
+from llmfoundry.builders.adapter import BASE, FOLDER, BaseCheck, adapt, has_adapter
 from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.builders.pretrained import base_of, fill_tensor, open_pretrained
@@ -32,19 +25,18 @@ from llmfoundry.checkpoint.streamed import write_streamed
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
+from llmfoundry.files import atomic_write, read_json_if_there
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
 from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics import BATCH, read_metrics
-from llmfoundry.loggers.pages.report import read_json_if_there
 from llmfoundry.loggers.pages.scores import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
 from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count
-from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy import LazyTensor
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.recipe.architecture.hf_model import HFModelConfig
@@ -306,7 +298,7 @@ def _precision(opened: HFFolder) -> str:
     return "amp_bf16" if 2 * numbers.get(torch.bfloat16, 0) > sum(numbers.values()) else "fp32"
 
 
-def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, experts: str) -> str:
+def export_adapter(loaded: Loaded, folder: Path, *, architecture: str | None, experts: str) -> str:
     """Write a loaded run's adapter in peft's format; the architecture whose names it has.
 
     Raises:
@@ -347,22 +339,6 @@ def export_adapter(loaded: Adapted, folder: Path, *, architecture: str | None, e
     return name
 
 
-class Adapted(Protocol):
-    """What `export_adapter` asks of a loaded checkpoint."""
-
-    @property
-    def folder(self) -> Path:
-        """The checkpoint's."""
-
-    @property
-    def root(self) -> Root:
-        """The model."""
-
-    @property
-    def recipe(self) -> TrainRecipe:
-        """Filled."""
-
-
 ReadParameter = Callable[[str], Tensor]
 """Gives a parameter or buffer of a model that is on the meta device, in its shape and dtype."""
 
@@ -389,8 +365,7 @@ def fill_adapter_alone(loaded: Loaded) -> None:
     """
     model = loaded.root.model
     written = load_run(loaded.folder / "recipe.yaml")
-    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=loaded.folder)
-    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    adapt(model, loaded.recipe, written, checkpoint=loaded.folder)
     own = set(saved_names(model))
     like = {name: p for name, p in model.named_parameters() if name in own}
     tensors = {name: torch.empty_like(p, device="cpu") for name, p in like.items()}
@@ -455,8 +430,7 @@ def _adapted(loaded: Loaded, note: Callable[[str], None]) -> ReadParameter:
     folder, model = loaded.folder, loaded.root.model
     written = load_run(folder / "recipe.yaml")
     assert isinstance(written, FinetuneRecipe)
-    choose_trained(model, loaded.recipe, lambda line: None, checkpoint=folder)
-    hold_frozen(model, loaded.recipe, written, lambda line: None)
+    adapt(model, loaded.recipe, written, checkpoint=folder)
     own, like = set(saved_names(model)), model.state_dict()
     base = open_pretrained(base_of(written, folder), ALONE, note=note)
     check, table = BaseCheck(folder / FOLDER, "model.pretrained"), read_table(loaded.checkpoint)

@@ -16,18 +16,29 @@ from typing import TypeVar
 import numpy as np
 
 from llmfoundry.data.fetch.copies import some_of
-from llmfoundry.data.fetch.shard_files import ShardFolder
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.token_shards import FORMAT, StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_file
+from llmfoundry.recipe.source import SourceConfig
 
 Index = MDSIndex | StreamIndex
 IndexOf = TypeVar("IndexOf", bound=Index)
 
 _WORTH_KEEPING = 1 << 22  # bytes of JSON
 _PLACES, _SAMPLED = 64, 1 << 14  # of a shard, and bytes at each
+
+
+def open_shards(config: SourceConfig, options: FetchOptions) -> ShardFolder:
+    """The folder of a source of shards, its split included."""
+    end = config.split
+
+    def whole(place: str | None) -> str | None:
+        return place if place is None or end is None else f"{place.rstrip('/')}/{end}"
+
+    return ShardFolder.open(whole(config.remote), whole(config.local), options)
 
 
 def read_index(folder: ShardFolder, cache_folder: str | None = None) -> Index:

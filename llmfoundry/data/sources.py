@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.loader import Row, Stream
 from llmfoundry.data.mds.index import MDSIndex
@@ -28,7 +28,6 @@ from llmfoundry.data.order import Order, stream_key
 from llmfoundry.data.shard_index import Index
 from llmfoundry.data.token_shards import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.source import SourceConfig
 
 TOKENS, TEXT = "tokens", "text"  # columns that LLM Foundry's preparation writes
 _KEY = {"seed": "seed", "shuffle": "data.shuffle"}
@@ -162,16 +161,6 @@ class RowOptions:
     bos_id: int | None = None
     apart: bool = True
     dtype: str = "int64"
-
-
-def open_shards(config: SourceConfig, options: FetchOptions) -> ShardFolder:
-    """The folder of a source of shards, its split included."""
-    remote, local = (_below(folder, config.split) for folder in (config.remote, config.local))
-    return ShardFolder.open(remote, local, options)
-
-
-def _below(folder: str | None, split: str | None) -> str | None:
-    return folder if folder is None or split is None else f"{folder.rstrip('/')}/{split}"
 
 
 def open_source(

@@ -82,8 +82,7 @@ class Field:
         write: their value of a config, where it is not simply our setting's.
         read: our value of theirs.
         also: the key's other names, by version: written too, read where the first is missing.
-        gguf: the `gguf.GGUFWriter` method that writes it, where only some of llama.cpp's
-            architectures have the setting, as some of transformers' have.
+        gguf: the `gguf.GGUFWriter` method that writes it, of what few architectures have.
     """
 
     theirs: str
@@ -246,15 +245,10 @@ GPT2_FIELDS = (
 )
 GPT2_FIXED = (Fixed("scale_attn_weights", True, True), Fixed("add_cross_attention", False, False))
 MOSAIC_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("d_model", "d_model"),
-    Field("n_heads", "n_heads"),
-    Field("n_layers", "n_layers"),
-    Field("max_seq_len", "max_seq_len"),
+    *(Field(key, key) for key in ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")),
     Field("attn_config.clip_qkv", CLIP, None, gguf="add_clamp_kqv"),
 )
-FOUNDRY_OFF = (CLIP,)
-"""Settings that LLM Foundry turns off by 0 as well as by null."""
+FOUNDRY_OFF = ("clip_qkv",)  # of attention: LLM Foundry turns it off by 0 as well as by null
 
 
 def llama_fields(

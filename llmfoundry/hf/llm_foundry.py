@@ -114,7 +114,7 @@ def _read_attention(attn: dict[str, Any]) -> None:
         attn["rope_hf_config"] = {k: v for k, v in scaling.items() if k not in LLAMA3_KEYS}
     if tuning is not None and not tuning.get("attn_scale"):
         attn.pop("attn_temperature_tuning")
-    for _, _, key in (setting.partition(".") for setting in FOUNDRY_OFF):
+    for key in FOUNDRY_OFF:
         if not attn.get(key):
             attn.pop(key, None)
     if attn.get("qk_ln") or attn.get("qk_gn"):

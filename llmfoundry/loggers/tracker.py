@@ -18,7 +18,7 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME, add_event
-from llmfoundry.files import write_json
+from llmfoundry.files import read_json_if_there, write_json
 from llmfoundry.loggers.background_queue import (
     RunFacts,
     milliseconds,
@@ -27,7 +27,7 @@ from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS
-from llmfoundry.loggers.pages.report import STATUS, read_json_if_there, write_report
+from llmfoundry.loggers.pages.report import STATUS, write_report
 from llmfoundry.loggers.writers import close_all, make_writers, stores
 from llmfoundry.recipe.front.typed import as_written, flat
 from llmfoundry.recipe.scripts.train import TrainRecipe

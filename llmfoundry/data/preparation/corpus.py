@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.fetch.shard_files import FetchOptions
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSShard
 from llmfoundry.data.preparation.bad_rows import (
@@ -43,7 +43,7 @@ from llmfoundry.data.preparation.readers import (
     read_columns,
     row_text,
 )
-from llmfoundry.data.shard_index import read_index, with_sample
+from llmfoundry.data.shard_index import open_shards, read_index, with_sample
 from llmfoundry.data.token_shards import StreamIndex
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig
@@ -295,8 +295,7 @@ class ShardReader:
         self.files: list[InputFile] = []
         self.ignored = 0
         self._column = config.text_column or "text"
-        remote, local = (_below(place, config.split) for place in (config.remote, config.local))
-        self._folder = ShardFolder.open(remote, local, FetchOptions.from_config(config))
+        self._folder = open_shards(config, FetchOptions.from_config(config))
 
     def facts(self) -> list[Any]:
         """The contents of its index."""
@@ -337,10 +336,6 @@ class ShardReader:
                 " column of text"
             )
         return with_sample(self._folder, index)
-
-
-def _below(place: str | None, split: str | None) -> str | None:
-    return place if place is None or split is None else f"{place.rstrip('/')}/{split}"
 
 
 _KINDS: dict[str, tuple[Callable[[DataConfig], Reader], str]] = {

@@ -8,7 +8,6 @@ of a run under way reloads itself and keeps its zoom (`templates/charts.js`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -19,7 +18,7 @@ from typing import Any
 from markupsafe import Markup
 
 from llmfoundry.events import read_events
-from llmfoundry.files import atomic_write
+from llmfoundry.files import atomic_write, read_json_if_there
 from llmfoundry.loggers.console import duration, format_gib, number, percent, printable, short_count
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, milliseconds, read_metrics
 from llmfoundry.loggers.pages.charts import (
@@ -316,11 +315,6 @@ def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
 def metric_rows(run_folder: Path) -> Rows:
     """What the report draws of metrics.jsonl."""
     return _read_rows(run_folder / "metrics.jsonl", is_drawn)
-
-
-def read_json_if_there(path: Path) -> dict[str, Any]:
-    """A file's object; empty where there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:

@@ -50,22 +50,21 @@ def whiskers_of(estimates: Iterable[ShownScore]) -> str:
 
 def percents(estimate: ShownScore) -> str:
     """A share for people: 54.3% [45.9, 62.5], or 54.3% ± 4.3."""
-    value, error, interval = estimate
-    if value is None:
-        return "n/a"
-    if interval is not None:
-        return f"{100 * value:.1f}% [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
-    return f"{100 * value:.1f}%" + (f" ± {100 * error:.1f}" if error is not None else "")
+    return _text(estimate, lambda share: f"{100 * share:.1f}", unit="%")
 
 
 def written(estimate: ShownScore) -> str:
     """A score for people: 0.3333 [0.3098, 0.3568], 0.3333 ± 0.0120, or n/a."""
+    return _text(estimate, lambda score: f"{score:.4f}")
+
+
+def _text(estimate: ShownScore, number: Callable[[float], str], unit: str = "") -> str:
     value, error, interval = estimate
     if value is None:
         return "n/a"
     if interval is not None:
-        return f"{value:.4f} [{interval[0]:.4f}, {interval[1]:.4f}]"
-    return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+        return f"{number(value)}{unit} [{number(interval[0])}, {number(interval[1])}]"
+    return number(value) + unit + (f" ± {number(error)}" if error is not None else "")
 
 
 def in_parts(shown: str) -> tuple[str, str]:
