@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from llmfoundry.builders.external_models import open_outside
 from llmfoundry.commands.evaluate import evaluate
+from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint
 from llmfoundry.gauntlet.questions import Prompt, Refusal
@@ -368,3 +370,10 @@ def test_a_server_s_own_template_cannot_be_replaced(keys: dict[str, str], tmp_pa
     recipe = EvalRecipe(models=["chat:http://127.0.0.1:9/v1#m"], eval=config)
     with pytest.raises(UserError, match="has a template of its own"):
         evaluate(recipe)
+
+
+def test_what_stands_before_a_text_is_its_servers_to_say(serve: Serve) -> None:
+    """Ours puts there what a model's documents began with, whatever the prompts' format."""
+    server = serve(lambda path, body: (200, completion("c")))
+    opened = open_outside(f"{server.url}#m", EvalRecipe(), ALONE, seq_len=None, note=print)
+    assert opened.settings.describe() == "harness prompts, what its server puts before each text"

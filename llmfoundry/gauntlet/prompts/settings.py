@@ -140,5 +140,7 @@ class PromptSettings:
         special = self.special or special_tokens(self.tokenizer)
         before = special.start if self.prompts == "native" else special.before
         text = self.tokenizer.decode(before) if before else "nothing"
+        if self.unit == "bytes":  # it takes text, and begins documents as it will
+            text = "what its server puts"
         said = f"{self.prompts} prompts, {text} before each text"
         return said if self.chat is None else f"{said}; {self.chat.describe()}"
