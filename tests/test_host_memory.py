@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmfoundry import host_memory
-from llmfoundry.host_memory import available_host_memory, total_host_memory
+from llmfoundry.ops import devices
+from llmfoundry.ops.devices import available_host_memory, total_host_memory
 
 GIB = 1 << 30
 NO_LIMIT = "9223372036854771712"
@@ -28,8 +28,8 @@ def make_group(folder: Path, limit: int | str, used: int, files: int, version: i
 @pytest.fixture
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Here is what a process sees at /sys/fs/cgroup; /proc/self/cgroup is `own`."""
-    monkeypatch.setattr(host_memory, "_MOUNTS", tmp_path / "mounts")
-    monkeypatch.setattr(host_memory, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(devices, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(devices, "_OWN", tmp_path / "own")
     memory = type("Memory", (), {"available": 100 * GIB, "total": 128 * GIB})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     return tmp_path / "mounts"

@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> object:
 
     def started(*words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "llmfoundry.relaunch", *words],
+            [sys.executable, "-m", "llmfoundry.distributed.relaunch", *words],
             env={**ENV, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -14,8 +14,7 @@ from llmfoundry.plan import layouts
 from llmfoundry.plan.communication import BASE, HOP, Messages
 from llmfoundry.plan.count import count
 from llmfoundry.plan.layouts import Setting, own_layout, rank
-from llmfoundry.plan.products import Product, head, products
-from llmfoundry.plan.seconds import CUDA, speeds, step_seconds
+from llmfoundry.plan.seconds import CUDA, Product, head, products, speeds, step_seconds
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.hardware import GPUS

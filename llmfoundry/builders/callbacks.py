@@ -29,9 +29,7 @@ from llmfoundry.train.callbacks import (
     RuntimeEstimator,
     SpeedMonitor,
 )
-from llmfoundry.train.memory_snapshot import MemorySnapshots
-from llmfoundry.train.profile_files import ProfileFiles
-from llmfoundry.train.profiler import Tracer
+from llmfoundry.train.profiler import MemorySnapshots, ProfileFiles, Tracer
 from llmfoundry.train.step_time import StepTimes
 from llmfoundry.train.trainer import Callback
 

@@ -49,7 +49,7 @@ from llmfoundry.distributed.launch import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER
 from llmfoundry.files import read_json, write_json
 from llmfoundry.heartbeat import BEATS
-from llmfoundry.host_memory import total_host_memory
+from llmfoundry.ops.devices import total_host_memory
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.plan.fit import Fit
 from llmfoundry.plan.memory import GIB

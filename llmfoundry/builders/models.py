@@ -1,8 +1,8 @@
 """`open_model`: any model that a name stands for, for whoever asks it.
 
 `generate`, `chat` and `serve` ask its engine; the gauntlet asks models that are no runs of ours
-through it (`external_models`). A Hugging Face model that the decoder expresses exactly is computed
-by it; any other by transformers' own class. An adapter is merged into its base.
+through it (`commands/evaluate.py`). A Hugging Face model that the decoder expresses exactly is
+computed by it; any other by transformers' own class. An adapter is merged into its base.
 """
 
 from __future__ import annotations

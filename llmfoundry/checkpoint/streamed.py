@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from llmfoundry.checkpoint.commit import sums_of_small_files, write_commit
 from llmfoundry.checkpoint.dcp import FilesWriter, Summed
-from llmfoundry.files import sync, write_json
+from llmfoundry.files import Journal, sync, write_json
 from llmfoundry.models.lazy import LazyTensor
 from llmfoundry.ops import torch_private
-from llmfoundry.resumable import Journal
 
 FILE_BYTES, MOST_FILES = 1 << 28, 64
 """A file's size, and how many there are before files are larger: what an interruption repeats."""

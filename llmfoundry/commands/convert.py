@@ -25,7 +25,7 @@ from llmfoundry.checkpoint.streamed import write_streamed
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write, read_json_if_there
+from llmfoundry.files import atomic_write, read_json_if_there, refuse_used, resumable_folder
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
@@ -48,7 +48,6 @@ from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.tokenizer import TokenizerConfig
 from llmfoundry.redaction import public
-from llmfoundry.resumable import refuse_used, resumable_folder
 
 # What tells one training from another, where the recipe has it.
 _REPORTED = (

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,18 +22,34 @@ from typing import Any, TypeVar
 from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
 from llmfoundry.builders.data import Data, no_held_out, open_held_out
 from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
-from llmfoundry.builders.external_models import check_outside, is_outside, open_outside
 from llmfoundry.builders.job import Job, eval_rows
+from llmfoundry.builders.models import (
+    CHAT,
+    LoadedModel,
+    check_model,
+    is_adapter,
+    is_endpoint,
+    is_hugging_face,
+    open_model,
+)
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.chat_template import ChatTemplate
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.grading.results import GauntletResult
+from llmfoundry.gauntlet.models.endpoint import Endpoint
+from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
+from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.prompts.settings import RAW, Chat, PromptSettings
+from llmfoundry.gauntlet.questions import EvaluatedModel
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.loggers.writers import log_evaluation
@@ -405,3 +421,118 @@ def _folder(recipe: EvalRecipe, model: str, default: Path) -> Path:
     folder = Path(recipe.output).expanduser()
     models = recipe.all_models()
     return folder if len(models) == 1 else folder / f"{models.index(model) + 1}"
+
+
+BATCH_TOKENS = 8192  # of a Hugging Face model at a time, where the recipe sets nothing
+ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most, we do not
+
+
+@dataclass(frozen=True)
+class ExternalModel:
+    """How a model is asked, and what loads it.
+
+    Attributes:
+        settings: its tokenizer and longest input.
+        load: the model with its weights, and what a reader must know of how it is computed.
+    """
+
+    settings: PromptSettings
+    load: Callable[[], tuple[EvaluatedModel, list[str]]]
+
+
+def is_outside(model: str) -> bool:
+    """Whether a model's name is that of none of our runs."""
+    return is_endpoint(model) or is_hugging_face(model) or is_adapter(model)
+
+
+def check_outside(model: str, seq_len: int | None) -> None:
+    """Whether there is a model of this name, without reading its weights or asking a server."""
+    if is_endpoint(model):
+        _address(model)
+    else:
+        check_model(model, seq_len=seq_len)
+
+
+def open_outside(
+    model: str,
+    recipe: EvalRecipe,
+    world: World,
+    *,
+    seq_len: int | None,
+    note: Callable[[str], None],
+) -> ExternalModel:
+    """The model that a name stands for, but for its weights; see EvalRecipe.models.
+
+    Args:
+        model: the name.
+        recipe: how it is computed.
+        world: this process.
+        seq_len: longest question in tokens; unset: what the model reads at most.
+        note: reports what the model is computed in, if that is not what was asked.
+    """
+    if is_endpoint(model):
+        return _endpoint(model)
+    opened = open_model(
+        model, world, note=note, precision=recipe.precision or "fp32", seq_len=seq_len
+    )
+    rows = recipe.device_eval_batch_size
+    tokens = rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS
+
+    def load() -> tuple[EvaluatedModel, list[str]]:
+        loaded = opened.load()
+        return _evaluated(loaded, world, opened.window, tokens), [*loaded.notes]
+
+    settings = PromptSettings.by_training(opened.tokenizer, opened.window, opened.start)
+    return ExternalModel(settings, load)
+
+
+def _evaluated(
+    loaded: LoadedModel, world: World, seq_len: int, batch_tokens: int
+) -> EvaluatedModel:
+    if loaded.root is None:
+        return HuggingFaceModel(
+            loaded.hugging_face,
+            loaded.tokenizer,
+            seq_len=seq_len,
+            batch_tokens=batch_tokens,
+            autocast=loaded.precision == "amp_bf16",
+        )
+    return OwnModel(
+        loaded.root,
+        loaded.tokenizer,
+        seq_len=seq_len,
+        device=world.device,
+        batch_tokens=batch_tokens,
+        autocast=loaded.autocast,
+        data_rank=world.data_rank,
+        data_size=world.data_size,
+        data_group=world.data_group,
+        end_ids=loaded.end_ids,
+        n_tokens=loaded.n_tokens,
+    )
+
+
+def _address(model: str) -> tuple[str, str]:
+    """chat: or nothing, an address, # and the server's name of the model: the last two."""
+    address, _, name = model.removeprefix(CHAT).partition("#")
+    if not name:
+        raise UserError(
+            f"models: {model}: names no model; write ADDRESS#MODEL, such as"
+            " http://localhost:8000/v1#my-model"
+        )
+    return address, name
+
+
+def _endpoint(model: str) -> ExternalModel:
+    address, name = _address(model)
+    # it takes text: tokens are bytes here, and only bound the length
+    tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
+
+    def spell(ids: Sequence[int]) -> str:
+        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
+
+    endpoint = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
+    settings = PromptSettings.by_training(tokenizer, ENDPOINT_BYTES, None)
+    chat = Chat(ChatTemplate(RAW, {})) if endpoint.chat else None
+    settings = replace(settings, unit="bytes", can_score=endpoint.can_score, chat=chat)
+    return ExternalModel(settings, lambda: (endpoint, []))

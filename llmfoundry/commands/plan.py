@@ -1,20 +1,24 @@
 """`scripts/plan.py`: memory, seconds, days and money of a run on GPUs that need not be here.
 
 `plan/layouts.py` finds the layouts, `plan/seconds.py` times them. `--dry-run` and the start of a
-run show the seconds of the recipe's own.
+run show the seconds of the recipe's own. Speeds are those of a GPU's data sheet, or those that
+`make gpu-check` (`benchmarks/gpu_check/`) measured.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.errors import UserError
+from llmfoundry.files import read_json
 from llmfoundry.loggers.console import Console, duration, format_gib, percent, short_count
 from llmfoundry.models.counts import (
     active_parameter_count,
@@ -33,10 +37,11 @@ from llmfoundry.plan.layouts import (
     too_large,
     why,
 )
-from llmfoundry.plan.measured import measured_speeds
 from llmfoundry.plan.memory import GIB
-from llmfoundry.plan.seconds import in_seconds, speed_line, step_line
+from llmfoundry.plan.seconds import Speeds, in_seconds, speed_line, speeds, step_line
 from llmfoundry.recipe.front.hardware import Hardware
+from llmfoundry.recipe.front.paths import find_file
+from llmfoundry.recipe.hardware import GPUS, known_gpu, short_name
 from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
 from llmfoundry.recipe.scripts.plan import PlanRecipe
 from llmfoundry.recipe.scripts.train import TrainRecipe
@@ -289,3 +294,70 @@ def _layout_json(layout: Layout, written: PlanRecipe, setting: Setting) -> dict[
         "money": found.money,
         "checkpoint_bytes": checkpoint_bytes(layout),
     }
+
+
+GPU_CHECK = Path("gpu-check/gpu-check.json")
+
+
+def measured_speeds(
+    hardware: Hardware, recipe: TrainRecipe, path: str | None
+) -> tuple[Speeds, str]:
+    """What such a GPU reaches, and where that is from, for people.
+
+    Args:
+        hardware: the GPUs; of a file of the user's, whatever was measured counts.
+        recipe: filled.
+        path: the value of gpu_check; None: GPU_CHECK, where it is there and of such a GPU.
+
+    Raises:
+        UserError: the file that is asked for cannot be read, or measured another device.
+    """
+    by_sheet = speeds(hardware.gpu, recipe), "speeds by the data sheet"
+    if path is None and not GPU_CHECK.is_file():
+        return by_sheet
+    file = GPU_CHECK if path is None else find_file(path, "gpu_check")
+    try:
+        device, products, copies = _read_rates(file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if path is None:
+            return by_sheet
+        raise UserError(
+            f"gpu_check: {file} is no report of make gpu-check; write another"
+        ) from error
+    if not _is_same(device, hardware):
+        if path is None:
+            return by_sheet
+        raise UserError(
+            f"gpu_check: {file} measured {device or 'no GPU'}, but hardware is {hardware.name};"
+            " write the report of such a GPU, or remove it"
+        )
+    gpu = dataclasses.replace(hardware.gpu, reached=min(1.0, products / hardware.gpu.tflops))
+    found = dataclasses.replace(speeds(gpu, recipe), memory=copies * 1e9)
+    return found, f"products {products:.0f} TFLOP/s, memory {copies:.0f} GB/s by {file}"
+
+
+def _is_same(device: str, hardware: Hardware) -> bool:
+    key = known_gpu(device)
+    if key is None:
+        return bool(device) and hardware.name not in _NAMES
+    return short_name(key) == hardware.name or hardware.name not in _NAMES
+
+
+_NAMES = {short_name(key) for key in GPUS}
+
+
+def _read_rates(file: Path) -> tuple[str, float, float]:
+    """The device's name, best TFLOP/s of products, GB/s of copies."""
+    content = read_json(file)
+    rows = [row for row in _measured_rows(content) if "product" in row]
+    products = max(float(row["TFLOP/s"]) for row in rows if "TFLOP/s" in row)
+    copies = max(float(row["GB/s"]) for row in rows if "GB/s" in row)
+    if not (0 < products < 1e6 and 0 < copies < 1e6):
+        raise ValueError("no rates")
+    return str(content["facts"].get("gpu", "")), products, copies
+
+
+def _measured_rows(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for step in content["steps"]:
+        for item in step["items"]:
+            yield from item["rows"]

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmfoundry.distributed.failures import explain_failure
+from llmfoundry.distributed.relaunch import AGAIN
 from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.exit_status import ENDS_FOLDER, own_node
 from llmfoundry.ops.devices import keep_memory
 from llmfoundry.ops.torch_private import default_store, set_timeouts
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig
-from llmfoundry.relaunch import AGAIN
 from llmfoundry.terminal import is_watched
 
 SHARE = "parallel.dist_backend: gloo for processes that share a GPU"
@@ -137,7 +137,7 @@ def relaunch(config: ParallelConfig, *, again: Sequence[str] | None = None) -> N
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
     keep_children()
     starts_again = again is not None and ENDS_FOLDER not in os.environ
-    module = "llmfoundry.relaunch" if starts_again else "torch.distributed.run"
+    module = "llmfoundry.distributed.relaunch" if starts_again else "torch.distributed.run"
     words = ["--standalone", f"--nproc-per-node={wanted}", *sys.argv]
     words += [AGAIN, *again] if starts_again and again else []
     os.execv(sys.executable, [sys.executable, "-m", module, *words])

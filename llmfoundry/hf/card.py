@@ -1,4 +1,9 @@
-"""The model card, README.md of an exported folder: what the model is and how to load it."""
+"""The model card, README.md of an exported folder: what the model is, and what loads it.
+
+Which engines take it was measured with transformers 5.23, vLLM 0.32 and llama.cpp 0.5;
+`tests/hf/test_engines.py` asks transformers again. One that answers wrongly without an error is
+named first.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmfoundry.files import atomic_write
-from llmfoundry.hf.architectures import OWN
-from llmfoundry.hf.engines import engines
+from llmfoundry.hf.architectures import ARCHITECTURES, OWN
+from llmfoundry.hf.gguf.architectures import SHAPES
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 _LOAD = """\
@@ -153,3 +158,46 @@ def _cell(text: str) -> str:
     """Text that is one cell, or one heading, whatever it says."""
     line = " ".join(text.split())
     return line.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+BATCHING = "transformers' continuous batching (`generate_batch`, `transformers serve`)"
+BATCHES_WRONGLY = {"MptForCausalLM"}
+BATCHES = {
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Starcoder2ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DbrxForCausalLM",
+}
+VLLM = {
+    "MptForCausalLM": "vLLM: up to 0.28, the last release with MPT",
+    "Starcoder2ForCausalLM": "vLLM, through its Transformers backend",
+}
+
+
+def engines(config: ModelConfig, architecture: str) -> list[str]:
+    """A line for each engine.
+
+    Args:
+        config: filled.
+        architecture: transformers' class, or `llmfoundry`.
+    """
+    is_own = architecture == OWN
+    lines = ["transformers: `generate`" + (", after `import llmfoundry.hf`" if is_own else "")]
+    if architecture in BATCHES_WRONGLY:
+        lines.append(f"**not** {BATCHING}: wrong tokens without an error, as it leaves ALiBi out")
+    elif architecture in BATCHES:
+        lines.append(BATCHING)
+    elif is_own and config.attn_config.alibi:
+        lines.append(f"not {BATCHING}, which cannot attend with ALiBi and is refused")
+    elif is_own:
+        lines.append(f"{BATCHING}, or an error where it cannot attend as the model does")
+    if architecture in ARCHITECTURES and architecture != "GPTNeoForCausalLM":
+        lines.append(VLLM.get(architecture, "vLLM"))
+    if architecture in SHAPES:
+        lines.append("llama.cpp, and what is built on it: `scripts/convert.py to=gguf`")
+    return [*lines, "`llmfoundry serve`"]

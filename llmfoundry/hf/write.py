@@ -1,6 +1,6 @@
 """To Hugging Face folders; `scripts/convert.py` calls `to_hf`. The other way is `read.py`.
 
-A folder is written beside its final name and renamed when whole (`resumable.py`). Weight files get
+A folder is written beside its final name and renamed when whole (`files.py`). Weight files get
 their size and header first, then each tensor at its place, in the order that reads each of ours
 once: no more than one of ours and one of theirs is held, and no shard. config.json is written by
 hand with the keys that matter, so that every transformers from 5.0 reads the same model from it.
@@ -22,7 +22,16 @@ from torch import Tensor
 
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_path, open_to_all, sync, write_json
+from llmfoundry.files import (
+    Journal,
+    atomic_path,
+    open_to_all,
+    place_of,
+    refuse_used,
+    resumable_folder,
+    sync,
+    write_json,
+)
 from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
 from llmfoundry.hf.architectures import OWN
 from llmfoundry.hf.card import CardInfo, write_card
@@ -35,7 +44,6 @@ from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, wri
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.lazy import LazyTensor, Read, by_source, lazy, same
 from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.resumable import Journal, place_of, refuse_used, resumable_folder
 
 NOTED_BYTES = 1 << 28  # written before the journal has it: 256 MiB, which a resumption may repeat
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)

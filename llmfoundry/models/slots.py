@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmfoundry.host_memory import available_host_memory
 from llmfoundry.models.attention import (
     KeysValues,
     SlotAttention,
@@ -26,6 +25,7 @@ from llmfoundry.models.attention import (
 )
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels, attend
+from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.recipe.architecture.model import ModelConfig
 
 WASTE = 2

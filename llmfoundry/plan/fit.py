@@ -20,11 +20,11 @@ import torch
 from llmfoundry.distributed.activation_checkpoint import check_graphs
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.host_memory import available_host_memory
 from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
+from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate, weight_bytes
 from llmfoundry.plan.rows import USABLE, microbatches, rows_per_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds

@@ -11,7 +11,7 @@ import torch
 from llmfoundry.distributed.collectives import all_reduce_min
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.host_memory import available_host_memory
+from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.recipe.scripts.train import TrainRecipe
 from llmfoundry.recipe.values.checks import divisors
 

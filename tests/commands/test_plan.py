@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.commands.plan import measured_speeds
 from llmfoundry.errors import UserError
 from llmfoundry.plan import fit
-from llmfoundry.plan.measured import measured_speeds
 from llmfoundry.plan.seconds import speeds
 from llmfoundry.recipe.front.hardware import Hardware
 from llmfoundry.recipe.front.paths import YAMLS

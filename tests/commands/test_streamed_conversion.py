@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmfoundry import resumable
+from llmfoundry import files
 from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.commands.convert import convert, streamed_state
 from llmfoundry.distributed.launch import ALONE
@@ -82,16 +82,16 @@ class Killed(BaseException):
 
 def killed_after(monkeypatch: pytest.MonkeyPatch, notes: int) -> None:
     """The process ends right before it notes the next part as written."""
-    real: Callable[..., None] = resumable.Journal.add
+    real: Callable[..., None] = files.Journal.add
     done: list[object] = []
 
-    def add(self: resumable.Journal, parts: dict[str, object]) -> None:
+    def add(self: files.Journal, parts: dict[str, object]) -> None:
         if len(done) == notes:
             raise Killed
         done.append(parts)
         real(self, parts)
 
-    monkeypatch.setattr(resumable.Journal, "add", add)
+    monkeypatch.setattr(files.Journal, "add", add)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -142,7 +142,7 @@ def test_what_was_begun_with_other_settings_is_not_resumed(
 def test_two_at_once_and_what_is_in_the_way_are_refused(folder: Path, tmp_path: Path) -> None:
     words = ["to=hf", f"checkpoint={folder / 'run'}", f"output={tmp_path / 'out'}"]
     with (
-        resumable.resumable_folder(tmp_path / "out", "", note=print),
+        files.resumable_folder(tmp_path / "out", "", note=print),
         pytest.raises(UserError, match="another process is writing"),
     ):
         run(*words)
@@ -198,7 +198,7 @@ def test_an_output_may_be_this_folder_and_what_cannot_be_one_is_a_line(
 
     def write(output: Path) -> None:
         if kind == "export":
-            with resumable.resumable_folder(output, "a", note=print) as (folder, _):
+            with files.resumable_folder(output, "a", note=print) as (folder, _):
                 (folder / "x").touch()
         else:
             with whole_or_nothing(output) as folder:

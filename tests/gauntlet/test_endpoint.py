@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from llmfoundry.builders.external_models import open_outside
-from llmfoundry.commands.evaluate import evaluate
+from llmfoundry.commands.evaluate import evaluate, open_outside
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint

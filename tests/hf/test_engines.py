@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmfoundry.hf.engines import BATCHES_WRONGLY, BATCHING
+from llmfoundry.hf.card import BATCHES_WRONGLY, BATCHING
 from tests.hf.gguf_models import GGUF_CASES, SHAPE, save, trained
 from tests.hf.random_models import CARD, decoder, settings, to_hf
 from tests.hf.test_hf_class import batched, decoded

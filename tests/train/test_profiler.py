@@ -17,9 +17,13 @@ from torch.cuda import _memory_viz
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.profile import ProfileConfig
-from llmfoundry.train import memory_snapshot
-from llmfoundry.train.memory_snapshot import MemorySnapshots, contents, out_of_memory_snapshot
-from llmfoundry.train.profile_files import ProfileFiles
+from llmfoundry.train import profiler
+from llmfoundry.train.profiler import (
+    MemorySnapshots,
+    ProfileFiles,
+    contents,
+    out_of_memory_snapshot,
+)
 from llmfoundry.train.step_time import StepTimes
 from tests.tiny import write_recipe
 from tests.train.here import train_here
@@ -165,7 +169,7 @@ def test_a_failed_allocation_leaves_a_snapshot_unless_it_were_empty(
     files = ProfileFiles(tmp_path, FakeWorld(), max_gib=1.0)  # type: ignore[arg-type]
     snapshots = MemorySnapshots(config, files)
     held: dict[str, Any] = {"segments": [], "device_traces": [[]]}
-    monkeypatch.setattr(memory_snapshot, "memory_history", lambda: held)
+    monkeypatch.setattr(profiler, "memory_history", lambda: held)
     snapshots._allocation_failed(0, 2**30, 2**34, 2**20)
     assert "would be empty" in capsys.readouterr().err and out_of_memory_snapshot() is None
     block = {"size": 512, "requested_size": 500, "state": "active_allocated", "frames": []}

@@ -1,4 +1,4 @@
-"""`python -m llmfoundry.relaunch`: the process between a user's command and its torchrun.
+"""The process between a user's command and its torchrun: `python -m` with this module's name.
 
 `distributed/launch.py` becomes it where a run wants several processes of this machine. It starts
 torchrun, waits, and ends as that ends. The one idea: where processes have ended for lack of memory
