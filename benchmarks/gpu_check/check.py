@@ -1,7 +1,7 @@
 """`scripts/gpu_check.py key=value …`: runs the plan, writes one JSON and one page.
 
-It needs only Python: what computes runs in processes of its own, with the wheels on their path, so
-that a machine that lacks a package, or a driver that hangs, still gets its page. The time that is
+`wheels.py` starts it. What computes runs in processes of its own, so that a package that is not
+there, or a driver that hangs, still gets its page. The time that is
 left is shared among the steps that are left by their shares; inside a step items run in order. JSON
 and page are written after every item. An item that did not run has a state and a reason too.
 """
@@ -43,6 +43,7 @@ from benchmarks.gpu_check.plan import (
     read,
     steps,
 )
+from benchmarks.gpu_check.wheels import WANTED
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import LockedFile, atomic_write, try_lock
 from llmfoundry.loggers.console import duration
@@ -65,12 +66,11 @@ _LAUNCHED = re.compile(
 
 @dataclass(frozen=True)
 class Options:
-    """The keys of the command; `wheels` None: all packages are installed; `steps` empty: all."""
+    """The keys of the command but `wheels`, which `wheels.py` reads; `steps` empty: all."""
 
     minutes: float = 25.0
     device: str = CUDA
     output: Path = Path("gpu-check")
-    wheels: Path | None = None
     steps: tuple[str, ...] = ()
     resume: bool = False
 
@@ -119,7 +119,6 @@ def options(words: Sequence[str]) -> Options:
         minutes=_minutes(given.get("minutes", "25")),
         device=given.get("device", CUDA),
         output=Path(given.get("output", "gpu-check")).expanduser(),
-        wheels=Path(given["wheels"]).expanduser() if "wheels" in given else None,
         steps=tuple(names),
         resume=given.get("resume") == "true",
     )
@@ -142,9 +141,8 @@ def check(given: Options) -> int:
     with _alone(folder):
         started = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
         results = Results(given.device, given.minutes, started, steps(given.device))
-        paths = unpack(given.wheels.absolute(), folder / "wheels") if given.wheels else []
         kept = read_results(folder / JSON_NAME, given.device) if given.resume else {}
-        runner = Runner(results, folder, paths, given.steps, kept)
+        runner = Runner(results, folder, given.steps, kept)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the item under way too
         try:
             runner.run_all()
@@ -186,25 +184,6 @@ def read_results(path: Path, device: str) -> dict[str, Any]:
 VERSION = 2  # of the file's form
 
 
-def unpack(folder: Path, into: Path) -> list[Path]:
-    """Install the wheels of a folder on a machine without a network; what to add to Python's path.
-
-    Raises:
-        UserError: there is none, or pip refuses one.
-    """
-    wheels = sorted(folder.glob("*.whl")) if folder.is_dir() else []
-    if not wheels:
-        raise UserError(f"wheels: {folder} holds no .whl file; --help says which to put there")
-    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
-    shutil.rmtree(into, ignore_errors=True)
-    words = [*pip, "--target", str(into), *map(str, wheels)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise UserError(f"wheels: {(reasons or [done.stderr.strip()])[0].removeprefix('ERROR: ')}")
-    return [into]
-
-
 def _end(results: Results, folder: Path) -> Iterator[str]:
     yield ""
     yield f"{results.status}: {folder / PAGE_NAME}"
@@ -221,7 +200,6 @@ class Runner:
         self,
         results: Results,
         folder: Path,
-        paths: Sequence[Path] = (),
         chosen: Sequence[str] = (),
         kept: Mapping[str, Any] | None = None,
     ) -> None:
@@ -230,12 +208,11 @@ class Runner:
         Args:
             results: the plan.
             folder: of results, logs and work.
-            paths: of wheels.
             chosen: names of steps; the others are not run. Empty: all.
             kept: an earlier check, of which what was finished is not measured again.
         """
         self.results, self.unwritten, self.kept = results, "", kept or {}
-        self._folder, self._paths, self._chosen = folder, paths, chosen
+        self._folder, self._chosen = folder, chosen
         self._work = folder / "work"
         self._began = time.monotonic()
         self._ends = self._began + 60 * results.minutes
@@ -308,7 +285,7 @@ class Runner:
         file, device = self._work / f"{name}.rows", item.device or self.results.device
         file.unlink(missing_ok=True)  # of its first try
         started = time.monotonic()
-        env = environment(self._paths, device, all_gpus=item.all_gpus)
+        env = environment(device, all_gpus=item.all_gpus)
         ended, log = run(command(item, file, device), self._folder / "logs" / f"{name}.txt",
                          folder=self._work, env=env, limit=limit)  # fmt: skip
         item.seconds, item.rows = time.monotonic() - started, read(file)
@@ -355,10 +332,7 @@ class Runner:
             print(f"resume: the earlier check was of another {other}; nothing of it is kept")
             self.kept = {}
         if lacking := facts.get("lacking"):
-            raise UserError(
-                f"wheels: {', '.join(lacking)} cannot be imported; put their wheels into a folder"
-                " and write wheels=FOLDER (--help says how)"
-            )
+            raise UserError(f"wheels: {', '.join(lacking)} cannot be imported; {WANTED}")
         self.results.facts = facts
 
     def write(self) -> None:
@@ -382,14 +356,14 @@ def differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return next((name for name in names if both[0].get(name) != both[1].get(name)), "")
 
 
-def environment(paths: Sequence[Path], device: str, *, all_gpus: bool = False) -> dict[str, str]:
-    """Of an item: this package and the wheels, its GPUs or none, no launcher's variables.
+def environment(device: str, *, all_gpus: bool = False) -> dict[str, str]:
+    """Of an item: this package, its GPUs or none, no launcher's variables.
 
     On `cuda` the first GPU that is visible, or all of them.
     """
     found = {key: value for key, value in os.environ.items() if not _LAUNCHED.fullmatch(key)}
     given = filter(None, [found.get("PYTHONPATH")])
-    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *map(str, paths), *given])
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *given])
     first = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if device != CUDA or not all_gpus:
         found["CUDA_VISIBLE_DEVICES"] = first if device == CUDA else ""

@@ -38,6 +38,7 @@ NEEDED = {  # module: wheel, of what `scripts/train.py` imports beside torch
     "hydra": "hydra-core", "omegaconf": "omegaconf", "antlr4": "antlr4-python3-runtime",
     "yaml": "pyyaml", "numpy": "numpy", "psutil": "psutil", "tqdm": "tqdm", "msgspec": "msgspec",
     "tokenizers": "tokenizers", "packaging": "packaging", "fsspec": "fsspec",
+    "jinja2": "jinja2", "markupsafe": "markupsafe",
 }  # fmt: skip
 
 

@@ -52,6 +52,8 @@ def judge(results: Results, step: Step, item: Item) -> None:
             row |= {"of peak": row["TFLOP/s"] / peak} if peak else {}
         if row.get("peak GiB"):
             row["estimate of peak"] = row["estimate GiB"] / row["peak GiB"]
+        if row.get("plan ms"):
+            row["plan of step"] = row["plan ms"] / row["step ms"]
         if row.get("data wait, ms") is not None:
             row["data wait of step"] = row["data wait, ms"] / row["step ms"]
         if step.name == "bare" and (bare := other.get(item.name.replace("ours", "bare loop"))):

@@ -30,6 +30,7 @@ SHRUNK += ["max_seq_len=64"]
 SHRUNK_EXPERTS = ["model.attn_config.kv_n_heads=1", "model.ffn_config.ffn_hidden_size=64"]
 PATIENCE = 4  # times a GPU's time limits, on a CPU: other work may use it too
 COMPILED, FULL = ("compile=true",), ("data.attend_across_documents=true",)
+NOT_AUTO = ("parallel.activation_checkpointing=none",)
 CHECKPOINTED = ("parallel.activation_checkpointing=true",)
 NEEDS = {"flex": CUDA, "varlen": CUDA, "flash": "flash_attn", "flash3": "flash_attn_interface"}
 RUN = ("rows", "row tokens", "microbatch")
@@ -177,6 +178,10 @@ def steps(device: str) -> list[Step]:
         Step("memory", "Memory against its estimate", 1, [*_memory(small)],
              "Peak of tensors and what the run had estimated in advance, of every timed run.",
              ("microbatch", "estimate GiB", "peak GiB", "reserved GiB", "estimate of peak")),
+        Step("activations", "Fewer activations", 4, [*_activations(small)],
+             "Each way to keep fewer activations: bytes and milliseconds beside the plan's.",
+             ("microbatch", "estimate GiB", "peak GiB", "estimate of peak", "plan ms", "step ms",
+              "plan of step")),
         Step("loss", "Chunks of the loss", 1, [*_loss(small)],
              "Output head and cross-entropy with gradients, by tokens whose logits are in memory."),
         Step("losses", "Losses against the CPU's", 2, [*_losses(small)],
@@ -265,6 +270,30 @@ def _memory(small: bool) -> Iterator[Item]:
         yield training(name, small=small, rows=512, warm_up=1, steps=2)
 
 
+def _activations(small: bool) -> Iterator[Item]:
+    """What a model keeps from the forward pass to the backward pass, all rows of a step at once."""
+    whole = "parallel.activation_checkpointing=whole"
+    target, compress = "parallel.activation_checkpointing_target", "parallel.activation_compression"
+    ways = {
+        "nothing": NOT_AUTO,
+        "selective": ("parallel.activation_checkpointing=selective",),
+        "block": (whole,),
+        "attention": (whole, f"{target}=attention"),
+        "feed_forward": (whole, f"{target}=feed_forward"),
+        "first blocks": (whole, f"{target}={{block: first-6}}"),
+        "int8": (*NOT_AUTO, f"{compress}=int8"),
+        "fp8": (*NOT_AUTO, f"{compress}=fp8"),
+        "selective and int8": ("parallel.activation_checkpointing=selective", f"{compress}=int8"),
+        "compiled": (*COMPILED, *NOT_AUTO),
+        "compiled, budget 0.5": (*COMPILED, *NOT_AUTO, "parallel.activation_memory_budget=0.5"),
+    }
+    rows = 4 if small else 8
+    for model in ("mpt-125m",) if small else ("mpt-1b", "dbrx-mini"):
+        for way, words in ways.items():
+            at_once = f"device_train_microbatch_size={rows}"
+            yield training(f"{model}, {way}", *words, at_once, small=small, rows=rows, steps=6)
+
+
 def _loss(small: bool) -> Iterator[Item]:
     shapes = {"mpt-125m": (768, 50368), "mpt-1b": (2048, 50368), "dbrx-mini": (512, 100352)}
     for name, (d, vocabulary) in list(shapes.items())[: 1 if small else None]:
@@ -273,14 +302,15 @@ def _loss(small: bool) -> Iterator[Item]:
 
 
 def _losses(small: bool) -> Iterator[Item]:
-    """The same rows and the same weights, a function of the seed, on both devices."""
+    """The same rows and the same weights, those that a CPU draws, on both devices."""
     same = ["device_train_microbatch_size=4", "schedule.t_warmup=0ba"]
     same += [] if small else ["max_seq_len=256", "model.n_layers=4"]
     for model in SMALL:
         for precision, device in (("fp32", "cpu"), ("fp32", ""), ("amp_bf16", "")):
             name = f"{model}, {precision}, {'CPU' if device else 'device'}"
             words = (*same, f"precision={precision}")
-            item = training(name, *words, small=small, rows=4, warm_up=1, steps=5)
+            times = {"warm_up": 1, "steps": 5, "weights_of_cpu": True}
+            item = training(name, *words, small=small, rows=4, **times)
             item.device = device
             yield item
 

@@ -27,9 +27,11 @@ from benchmarks.gpu_check.plan import append
 from llmfoundry.builders.job import Job
 from llmfoundry.builders.model import matmul_dtype
 from llmfoundry.models.attention import attention_specs
-from llmfoundry.models.counts import trained_flops_per_token
+from llmfoundry.models.counts import gpu_here, trained_flops_per_token
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.attention.select import choose
 from llmfoundry.plan.memory import FRAMEWORK, estimate
+from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
 from llmfoundry.recipe.values.choices import REQUIRED
 from llmfoundry.train.callbacks import peak_memory
@@ -65,15 +67,25 @@ class Timing(Callback):
         steps: int,
         profile: bool,
         saves: bool,
+        weights_of_cpu: bool,
     ) -> None:
         self._job, self._file = job, Path(file)
         self._warm_up, self._last = warm_up, warm_up + steps
-        self._profiles, self._saves = profile, saves
+        self._profiles, self._saves, self._weights_of_cpu = profile, saves, weights_of_cpu
         self._profiler: Any = None
         self._marks: list[Any] = []
         self._first_step = 0.0
         self._losses: list[float] = []
         self._waits: list[float] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Take the weights that a CPU draws: a GPU's generator gives other numbers of a seed."""
+        if self._weights_of_cpu:
+            model = self._job.root.model
+            assert isinstance(model, Decoder)
+            twin = Decoder(model.config)
+            twin.init_weights(self._job.recipe.seed)
+            model.load_state_dict(twin.state_dict())
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Keep the loss, and how long the loop waited for rows."""
@@ -121,6 +133,8 @@ class Timing(Callback):
         recipe, job = self._job.recipe, self._job
         step, tokens = statistics.median(spans), trainer.clock.tokens_per_batch
         flops = trained_flops_per_token(job.root.model, recipe.max_seq_len)
+        gpu = gpu_here(trainer.world.device)
+        planned = gpu and step_seconds(recipe, 1, job.microbatch, speeds(gpu, recipe)).total
         return {
             "rows": recipe.global_train_batch_size,
             "row tokens": recipe.max_seq_len,
@@ -129,6 +143,7 @@ class Timing(Callback):
             "attention": self._attention(trainer.world.device),
             "checkpointing": str(recipe.parallel.activation_checkpointing),
             "step ms": 1e3 * step,
+            "plan ms": planned and 1e3 * planned,
             "slowest ms": 1e3 * max(spans),
             "tokens/s": tokens / step,
             "TFLOP/s": tokens * flops / step / 1e12,
@@ -205,6 +220,7 @@ def kind(name: str) -> str:
 
 
 KEYS = {"file": REQUIRED, "warm_up": 4, "steps": 12, "profile": False, "saves": False}
+KEYS |= {"weights_of_cpu": False}
 CALLBACKS["gpu_check"] = CallbackType(
     Timing, keys=KEYS, meaning="Times steps for `make gpu-check` and ends the run."
 )

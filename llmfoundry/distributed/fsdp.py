@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import REPLICATE, Meshes
+from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.ops.torch_private import Replicas
@@ -38,6 +39,9 @@ def materialize(
     root.to_empty(device=world.device)
 
 
+OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"  # type: ignore[attr-defined]
+
+
 def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: str) -> None:
     """Each block its own unit; embeddings, final norm and head stay with the root.
 
@@ -47,6 +51,11 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
     any dtype beside those that train, which have one: FSDP gathers bytes of 4-bit weights as they
     are, and reduces gradients only where there are some.
     """
+    if OLD and any(not p.dtype.is_floating_point for p in root.parameters()):
+        raise UserError(
+            "model.quantize: FSDP takes no 4-bit weights before PyTorch 2.13, and this is"
+            f" {torch.__version__}; write parallel=ddp, or install 2.13"
+        )
     policy = MixedPrecisionPolicy(
         # under bf16 the shards are bfloat16 already, and gradients come back as such
         param_dtype=torch.bfloat16 if precision == "amp_bf16" else None,

@@ -72,9 +72,15 @@ def kind_of(device: torch.device) -> str:
     return device.type if what is None or device.type != "cpu" else what.kind
 
 
+# asked once: the compiler of PyTorch 2.11 cannot trace the question
+WITH_AUTOCAST = tuple(
+    kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(kind)
+)
+
+
 def has_autocast(kind: str) -> bool:
     """Whether autocast is on for devices of this kind; the meta device has none to ask for."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return kind in WITH_AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:

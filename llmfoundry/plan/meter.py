@@ -95,7 +95,12 @@ class Pass:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation's result; of grouped_mm, whose fake one is of bfloat16 alone, in any dtype."""
+    """An operation's result; of grouped_mm, whose fake one is of bfloat16 alone, in any dtype.
+
+    Products that add to fp32 fail on fake tensors before PyTorch 2.13, and make nothing.
+    """
+    if func is torch.ops.aten.addmm.dtype_out:
+        return kwargs["out"]
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     narrow = (args[0].bfloat16(), args[1].bfloat16(), *args[2:])

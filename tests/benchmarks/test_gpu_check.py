@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -23,9 +26,10 @@ from torch.autograd import DeviceType
 
 from benchmarks.gpu_check import check as checking
 from benchmarks.gpu_check import measure, page, plan, timing
-from benchmarks.gpu_check.check import Options, Runner, differs, options, unpack
+from benchmarks.gpu_check.check import Options, Runner, differs, options
 from benchmarks.gpu_check.page import as_html
 from benchmarks.gpu_check.plan import CUDA, Item, Results, Step
+from benchmarks.gpu_check.wheels import unpack
 from llmfoundry.errors import UserError
 from llmfoundry.ops import loss
 from llmfoundry.recipe.front.load import checked
@@ -276,7 +280,7 @@ def test_a_mistake_in_the_command_is_one_line(words: list[str], message: str) ->
 
 def test_the_commands_words_are_read() -> None:
     words = ["minutes=3", "device=cpu", "steps=mfu,loss", "resume=true", "output=x"]
-    assert options(words) == Options(3.0, "cpu", Path("x"), None, ("mfu", "loss"), True)
+    assert options(words) == Options(3.0, "cpu", Path("x"), ("mfu", "loss"), True)
     assert options(["steps=[mfu, loss]"]).steps == ("mfu", "loss")
     assert options([]) == Options() and Options().device == "cuda"
 
@@ -301,15 +305,40 @@ def write_wheel(folder: Path, name: str) -> None:
         wheel.writestr(f"{about}/RECORD", "")
 
 
+SCRIPT = ROOT / "scripts" / "gpu_check.py"
+
+
+def test_a_machine_without_packages_is_told_which_to_bring() -> None:
+    said = subprocess.run(  # -S: the standard library alone
+        [sys.executable, "-S", SCRIPT, "device=cpu"], capture_output=True, text=True
+    )
+    assert said.returncode == 2 and len(said.stderr.splitlines()) == 1, said.stderr
+    assert said.stderr.startswith("wheels: ") and "cannot be imported" in said.stderr
+
+
+def test_the_wheels_that_the_help_names_are_enough(tmp_path: Path) -> None:
+    for module in measure.NEEDED:
+        found = importlib.util.find_spec(module)
+        assert found is not None and found.origin is not None
+        (tmp_path / module).symlink_to(Path(found.origin).parent)
+    said = subprocess.run(
+        [sys.executable, "-S", SCRIPT, "device=none"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert said.returncode == 2 and said.stderr.startswith("device: 'none'"), said.stderr
+    assert set(measure.NEEDED.values()) <= {*re.findall(r"[\w-]+", SCRIPT.read_text())}
+
+
 def test_wheels_are_unpacked_and_those_of_other_machines_refused(tmp_path: Path) -> None:
     folder, into = tmp_path / "wheels", tmp_path / "into"
     folder.mkdir()
     with pytest.raises(UserError, match=r"holds no \.whl"):
         unpack(folder, into)
     write_wheel(folder, "small_package-1.0-py3-none-any.whl")
-    (path,) = unpack(folder, into)
-    assert (path / "small_package" / "__init__.py").read_text() == "VALUE = 7\n"
-    assert unpack(folder, into) == [path]
+    unpack(folder, into)
+    assert (into / "small_package" / "__init__.py").read_text() == "VALUE = 7\n"
     for name, message in {
         "fast-1.0-cp27-cp27m-manylinux_2_17_x86_64.whl": "is not a supported wheel",
         "fast-1.0-cp310-abi3-macosx_11_0_vax.whl": "is not a supported wheel",
@@ -646,14 +675,14 @@ def test_an_items_process_sees_one_gpu_or_none_and_no_launcher(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     for name in ("RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         monkeypatch.setenv(name, "8")
-    env = checking.environment([Path("/a/wheel")], "cuda")
-    assert env["CUDA_VISIBLE_DEVICES"] == "3" and "/a/wheel" in env["PYTHONPATH"]
+    env = checking.environment("cuda")
+    assert env["CUDA_VISIBLE_DEVICES"] == "3" and str(ROOT) in env["PYTHONPATH"]
     assert not {"RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"} & {*env}
-    assert checking.environment([], "cpu")["CUDA_VISIBLE_DEVICES"] == ""
+    assert checking.environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whoever hides all GPUs means it
-    assert checking.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == ""
+    assert checking.environment("cuda")["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert checking.environment([], "cuda")["CUDA_VISIBLE_DEVICES"] == "0"
+    assert checking.environment("cuda")["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 @pytest.mark.parametrize(
