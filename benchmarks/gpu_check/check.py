@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check import WANTED
 from benchmarks.gpu_check.page import as_html, below, headline, judge, not_run, status, wrong
 from benchmarks.gpu_check.plan import (
     CORPUS,
@@ -43,7 +44,6 @@ from benchmarks.gpu_check.plan import (
     read,
     steps,
 )
-from benchmarks.gpu_check.wheels import WANTED
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import LockedFile, atomic_write, try_lock
 from llmfoundry.loggers.console import duration

@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu_check import WANTED
 from llmfoundry.errors import UserError
 
 KEY = "wheels="
-WANTED = "put their wheels into a folder and write wheels=FOLDER (--help says how)"
 
 
 def start(words: Sequence[str], help_text: str) -> int:

@@ -18,16 +18,15 @@ from llmfoundry.builders.adapter import check_base
 from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
 from llmfoundry.builders.model import build_autocast, served_precision, weight_dtype
 from llmfoundry.builders.pretrained import fill_model
-from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, import_optional, one_line
-from llmfoundry.gauntlet.models.hugging_face import (
+from llmfoundry.hf.open_class import (
     OpenedHuggingFace,
     document_start,
     load_config,
     open_hugging_face,
 )
-from llmfoundry.gauntlet.prompts.settings import special_tokens
 from llmfoundry.inference.decoder_rows import Autocast, DecoderRows, first_process
 from llmfoundry.inference.engine import Rows, SlotEngine
 from llmfoundry.inference.hugging_face_rows import HuggingFaceRows

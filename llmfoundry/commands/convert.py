@@ -26,7 +26,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, read_json_if_there, refuse_used, resumable_folder
-from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
+from llmfoundry.hf.architectures import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf

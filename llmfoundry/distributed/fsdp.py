@@ -39,7 +39,7 @@ def materialize(
     root.to_empty(device=world.device)
 
 
-OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"  # type: ignore[attr-defined]
+OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 
 
 def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: str) -> None:

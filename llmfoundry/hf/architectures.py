@@ -19,6 +19,8 @@ from typing import Any
 
 from llmfoundry.recipe.architecture.model import ModelConfig
 
+DOCUMENT_START = "llmfoundry_document_start"
+"""Key of an exported model's config.json: ids that documents began with in its training."""
 QK_LN, QK_GN = "attn_config.qk_ln", "attn_config.qk_gn"
 HEADS, SCALE, CLIP = "attn_config.attn_type", "attn_config.softmax_scale", "attn_config.clip_qkv"
 EXPERTS, TOP_K = "ffn_config.moe_num_experts", "ffn_config.moe_top_k"

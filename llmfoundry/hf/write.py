@@ -32,8 +32,7 @@ from llmfoundry.files import (
     sync,
     write_json,
 )
-from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
-from llmfoundry.hf.architectures import OWN
+from llmfoundry.hf.architectures import DOCUMENT_START, OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
 from llmfoundry.hf.read import FLOATS as DTYPES

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.models.slots import Piece
 
 WAYS = ("together", "apart", "anew")
@@ -223,3 +224,9 @@ class HuggingFaceRows:
             new = [Piece(i, len(t) - n, (t[len(t) - n],), 1) for i, t in enumerate(texts)]
             found.append(rows.read(new))
         return torch.cat(found)
+
+
+def end_ids(ids: Any, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end a text: `eos_token_id` as transformers has it, and the tokenizer's."""
+    own = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return {*own, tokenizer.eos_id}

@@ -6,7 +6,6 @@ whole tensor and keeps its part.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.models.tensor_parallel import stacked_rows
+from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.shard_layout import assign
 from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
 
@@ -169,12 +169,6 @@ STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
     "xavier_uniform_": xavier_std,
 }
 UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
-
-
-def seed_of(seed: int, what: str) -> int:
-    """The seed of one of a run's draws: the first 56 bits of BLAKE2b of "seed/what"."""
-    digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")
 
 
 def draw(

@@ -1,4 +1,4 @@
-"""What a device and its host offer: autocast, fast bf16, threads, memory.
+"""What a device and its host offer: autocast, fast bf16, threads, memory, seeds of draws.
 
 Containers, Kubernetes and Slurm limit a host's memory by control groups (cgroups), whose processes
 see all of the machine's all the same; who passes the limit is killed. Files in memory give way, and
@@ -8,6 +8,7 @@ are free.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import sys
 import threading
 import weakref
@@ -92,6 +93,12 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 def without_autocast(kind: str) -> AbstractContextManager[None]:
     """A context in which products on such devices are computed in the dtypes of their factors."""
     return torch.autocast(kind, enabled=False) if has_autocast(kind) else nullcontext()
+
+
+def seed_of(seed: int, what: str) -> int:
+    """The seed of one of a run's draws: the first 56 bits of BLAKE2b of "seed/what"."""
+    digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
 
 
 def device_thread(

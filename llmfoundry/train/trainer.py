@@ -25,7 +25,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.init import seed_of
+from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.logger import CallbacksConfig

@@ -26,7 +26,6 @@ from llmfoundry.checkpoint.load import parse_metadata
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
 from llmfoundry.gauntlet.prompts.cache import load_questions
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
@@ -34,7 +33,7 @@ from llmfoundry.gauntlet.tasks.rows import read_source
 from llmfoundry.hf.read import from_hf
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig
-from tests.gauntlet.hugging_face_models import save_model
+from tests.gauntlet.hugging_face_models import load_hugging_face, save_model
 from tests.tiny import write_recipe
 from tests.train.here import train_here
 

@@ -193,7 +193,7 @@ def test_the_gauntlet_asks_a_run_as_it_was_trained(
     from transformers import AutoTokenizer
 
     from llmfoundry.builders import evaluation
-    from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer
+    from llmfoundry.hf.open_class import HuggingFaceTokenizer
 
     asked = []
     monkeypatch.setattr(

@@ -13,7 +13,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
+from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
 from llmfoundry.gauntlet.questions import Request
+from llmfoundry.hf.open_class import HuggingFaceTokenizer, open_hugging_face
 
 TEXT = [
     "Question: What is 12 + 34?\nAnswer: 46\nQuestion: Who wrote this book?\nAnswer: the author.",
@@ -152,3 +154,23 @@ def plain_continuation(model: Any, tokens: tuple[int, ...], n: int, eos_ids: set
             break
         ids.append(likeliest)
     return ids[len(tokens) :]
+
+
+def load_hugging_face(
+    name: str,
+    *,
+    device: torch.device,
+    precision: str,
+    batch_tokens: int,
+    seq_len: int | None = None,
+) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
+    """A folder's model, computed by its own class, and its tokenizer."""
+    opened = open_hugging_face(name, seq_len=seq_len)
+    model = HuggingFaceModel(
+        opened.load(device=device, precision=precision),
+        opened.tokenizer,
+        seq_len=opened.seq_len,
+        batch_tokens=batch_tokens,
+        autocast=precision == "amp_bf16",
+    )
+    return model, opened.tokenizer

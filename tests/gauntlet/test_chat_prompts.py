@@ -17,12 +17,12 @@ from llmfoundry.data.text.chat_template import template_of
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
-from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
 from llmfoundry.gauntlet.prompts.chat import chat_messages, prompt_text
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.prompts.settings import Chat
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.tasks.rows import load_rows
+from tests.gauntlet.hugging_face_models import load_hugging_face
 
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,

@@ -13,11 +13,10 @@ from prompt_tokenizers import (
     trained_tokenizer,
 )
 
-from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.foundry import sample_examples
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.settings import SpecialTokens
 from llmfoundry.gauntlet.questions import Question, Request, TaskConfig, TaskRow
 
 BYTES = byte_tokenizer()

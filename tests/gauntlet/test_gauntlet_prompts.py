@@ -17,11 +17,10 @@ from prompt_tokenizers import (
     trained_tokenizer,
 )
 
-from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.settings import SpecialTokens
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
 
 BYTES = byte_tokenizer()

@@ -24,11 +24,11 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.models.harness_model import HarnessModel
-from llmfoundry.gauntlet.models.hugging_face import load_hugging_face
 from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.scripts.after_training import EvalRecipe
+from tests.gauntlet.hugging_face_models import load_hugging_face
 
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,

@@ -23,12 +23,12 @@ from hugging_face_models import (
     save_tokenizer,
 )
 
-from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.hugging_face import HuggingFaceTokenizer, load_hugging_face
 from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
-from llmfoundry.gauntlet.prompts.settings import special_tokens
 from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.hf.open_class import HuggingFaceTokenizer
+from tests.gauntlet.hugging_face_models import load_hugging_face
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from prompt_tokenizers import CountingTokenizer, byte_tokenizer, trained_tokenizer
 
-from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.gauntlet.prompts.cache import cached_questions, load_questions, save_questions
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.settings import SpecialTokens
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
 
 CHOICE, GENERATION = "multiple_choice", "generation_task_with_answers"

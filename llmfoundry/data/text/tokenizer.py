@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,40 @@ class Tokenizer:
         tokenizer = cls(backend, _eos_in(folder, backend), config)
         tokenizer.template_file = _template_file(folder)
         return tokenizer
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids around a text.
+
+    Three programs mean three things by "the text": our training puts tokens before a document, a
+    tokenizer may put some around any text, and lm-evaluation-harness needs one where there is no
+    text at all.
+
+    Attributes:
+        start: before every text of native prompts.
+        before: what the tokenizer itself puts in front of every text, such as Llama's <s>.
+        after: and what it puts behind, such as T5's </s>.
+        prefix: what stands for an empty text in lm-evaluation-harness.
+    """
+
+    start: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    prefix: int
+
+
+def special_tokens(tokenizer: Tokenizer, *, start: Sequence[int] | None = None) -> SpecialTokens:
+    """Those of a tokenizer.
+
+    Args:
+        tokenizer: the model's.
+        start: what documents began with in the model's training; None: not known, taken to be what
+            the tokenizer puts there itself, or the end of text where that is nothing.
+    """
+    first = tokenizer.document_start if start is None else tuple(start)
+    prefix = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    return SpecialTokens(first, tokenizer.bos_ids, tokenizer.eos_ids, prefix)
 
 
 def check_tokenizer(name: str) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from llmfoundry.data.text.tokenizer import special_tokens
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.prompts.chat import prompt_text
-from llmfoundry.gauntlet.prompts.settings import Chat, special_tokens
+from llmfoundry.gauntlet.prompts.settings import Chat
 from llmfoundry.gauntlet.questions import (
     EvaluatedModel,
     Prompt,

@@ -1,6 +1,6 @@
 """`HuggingFaceModel`: scores and continuations by transformers' own class.
 
-`hugging_face.py` makes it, for models that the decoder does not express. What is scored is padded
+For models that the decoder does not express. What is scored is padded
 behind its end, where no causal model looks; what is written is the engine's.
 """
 
@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.models.generation import Ranks, generate_texts
 from llmfoundry.gauntlet.models.own import HEAD_CHUNK, score_targets
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.hugging_face_rows import HuggingFaceRows, angles_by_length
+from llmfoundry.inference.hugging_face_rows import HuggingFaceRows, angles_by_length, end_ids
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -207,12 +207,6 @@ def _read(judged: Tensor) -> Score:
         mean_probability=float(judged[:, 0].exp().mean()),
         least_best=float(judged[:, 1].min().exp()),
     )
-
-
-def end_ids(ids: Any, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that end a text: `eos_token_id` as transformers has it, and the tokenizer's."""
-    own = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return {*own, tokenizer.eos_id}
 
 
 def _every_process(device: torch.device) -> Ranks:

@@ -17,8 +17,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from llmfoundry.data.preparation.cache import build_once, cache_key, lock_build
+from llmfoundry.data.text.tokenizer import SpecialTokens, special_tokens
 from llmfoundry.gauntlet.prompts.native import questions, uses_chat
-from llmfoundry.gauntlet.prompts.settings import Chat, SpecialTokens, special_tokens
+from llmfoundry.gauntlet.prompts.settings import Chat
 from llmfoundry.gauntlet.questions import (
     Prompt,
     Question,

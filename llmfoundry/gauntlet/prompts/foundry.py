@@ -25,6 +25,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from llmfoundry.data.text.tokenizer import SpecialTokens
 from llmfoundry.gauntlet.prompts.encode import (
     check_answer,
     families,
@@ -33,7 +34,6 @@ from llmfoundry.gauntlet.prompts.encode import (
     right_answer,
     right_context,
 )
-from llmfoundry.gauntlet.prompts.settings import SpecialTokens
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from llmfoundry.data.text.tokenizer import SpecialTokens, special_tokens
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.chat import chat_joints, chat_messages, check_chat
 from llmfoundry.gauntlet.prompts.encode import (
@@ -27,7 +28,7 @@ from llmfoundry.gauntlet.prompts.encode import (
     right_context,
 )
 from llmfoundry.gauntlet.prompts.foundry import foundry_questions
-from llmfoundry.gauntlet.prompts.settings import Chat, SpecialTokens, special_tokens
+from llmfoundry.gauntlet.prompts.settings import Chat
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of
 

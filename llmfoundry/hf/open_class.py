@@ -1,7 +1,8 @@
-"""`load_hugging_face`: a causal language model of transformers, to be evaluated by its own class.
+"""A causal language model of transformers opened by its own class, to be asked.
 
-The evaluation command calls it for a folder or a hub id that is no run of ours. What is loaded is
-checked first: weights that a folder lacks would be random numbers, and their scores look plausible.
+`builders/models.py` calls `open_hugging_face` for a folder or a hub id that is no run of ours. What
+is loaded is checked first: weights that a folder lacks would be random numbers, and what is made of
+them looks plausible.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel, end_ids
-from llmfoundry.gauntlet.prompts.settings import DOCUMENT_START
+from llmfoundry.hf.architectures import DOCUMENT_START
+from llmfoundry.inference.hugging_face_rows import end_ids
 
 DEFAULT_SEQ_LEN = 2048
 """For configs and tokenizers that specify no longest input, as in lm-evaluation-harness."""
 _SEQ_LENS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 _WEIGHTS = ("*.safetensors", "*.bin")
+_SAFE: dict[str, Any] = {"trust_remote_code": False}  # Python files of a folder are not run
 _UNSET = 10**9  # transformers writes 1e30 as a tokenizer's model_max_length where none is known
 
 
@@ -66,14 +68,12 @@ class OpenedHuggingFace:
         config: its config.json, as transformers reads it.
         tokenizer: its own.
         seq_len: longest input in tokens.
-        trust_remote_code: run Python files that the folder brings along.
     """
 
     name: str
     config: Any
     tokenizer: HuggingFaceTokenizer
     seq_len: int
-    trust_remote_code: bool
 
     def end_ids(self) -> set[int]:
         """The tokens that end a text."""
@@ -86,7 +86,11 @@ class OpenedHuggingFace:
         return end_ids(getattr(settings, "eos_token_id", None), self.tokenizer)
 
     def load(self, *, device: torch.device, precision: str) -> Any:
-        """Transformers' model with its weights; see `load_hugging_face`.
+        """Transformers' model with its weights.
+
+        Args:
+            device: where it goes.
+            precision: fp32 or amp_bf16, weights in fp32; or bf16, weights too.
 
         Raises:
             UserError: they cannot be read, or some are missing.
@@ -100,16 +104,18 @@ class OpenedHuggingFace:
             config=self.config,
             dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
             output_loading_info=True,
-            trust_remote_code=self.trust_remote_code,
+            **_SAFE,
         )
         _check_weights(self.name, report["missing_keys"])
         return model.to(device)
 
 
-def open_hugging_face(
-    name: str, *, seq_len: int | None = None, trust_remote_code: bool = False
-) -> OpenedHuggingFace:
-    """A model's settings and tokenizer; see `load_hugging_face`.
+def open_hugging_face(name: str, *, seq_len: int | None = None) -> OpenedHuggingFace:
+    """A model's settings and tokenizer.
+
+    Args:
+        name: a folder, or an id on the Hugging Face hub.
+        seq_len: longest input in tokens; unset: what the model reads at most.
 
     Raises:
         UserError: there is no such model, its folder lacks weights or a tokenizer, or it reads less
@@ -117,56 +123,21 @@ def open_hugging_face(
     """
     import transformers  # seconds
 
-    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    config = load_config(name, seq_len, **remote)
+    config = load_config(name, seq_len)
     folder = Path(name).expanduser()
     name = str(folder)
     check_tokenizer(name)
-    loaded = _load(name, "tokenizer", transformers.AutoTokenizer.from_pretrained, **remote)
+    loaded = _load(name, "tokenizer", transformers.AutoTokenizer.from_pretrained, **_SAFE)
     tokenizer = HuggingFaceTokenizer(name, loaded)
     if folder.is_dir() and not any(any(folder.glob(kind)) for kind in _WEIGHTS):
         raise UserError(
             f"{name}: holds no weights ({', '.join(_WEIGHTS)}); copy or download them again"
         )
     longest = seq_len or _config_length(config) or _tokenizer_length(loaded)
-    return OpenedHuggingFace(name, config, tokenizer, longest, trust_remote_code)
+    return OpenedHuggingFace(name, config, tokenizer, longest)
 
 
-def load_hugging_face(
-    name: str,
-    *,
-    device: torch.device,
-    precision: str,
-    batch_tokens: int,
-    seq_len: int | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
-    """A model and its tokenizer.
-
-    Args:
-        name: a folder, or an id on the Hugging Face hub.
-        device: where the model goes.
-        precision: fp32; amp_bf16, bf16 products of fp32 weights; or bf16, weights too.
-        batch_tokens: tokens in a forward pass, padding included; one row always goes.
-        seq_len: longest input in tokens; unset: what the model reads at most.
-        trust_remote_code: run Python files that the folder brings along.
-
-    Raises:
-        UserError: there is no such model, it cannot be read, weights or a tokenizer are missing,
-            or it reads less than seq_len.
-    """
-    opened = open_hugging_face(name, seq_len=seq_len, trust_remote_code=trust_remote_code)
-    model = HuggingFaceModel(
-        opened.load(device=device, precision=precision),
-        opened.tokenizer,
-        seq_len=opened.seq_len,
-        batch_tokens=batch_tokens,
-        autocast=precision == "amp_bf16",
-    )
-    return model, opened.tokenizer
-
-
-def load_config(name: str, seq_len: int | None, *, trust_remote_code: bool = False) -> Any:
+def load_config(name: str, seq_len: int | None) -> Any:
     """A model's config.json, as transformers reads it.
 
     Raises:
@@ -179,11 +150,8 @@ def load_config(name: str, seq_len: int | None, *, trust_remote_code: bool = Fal
         name = str(folder)
         if not (folder / "config.json").is_file():
             raise UserError(f"{name}: holds no config.json; name a folder that transformers saved")
-    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    config = _load(name, "model", transformers.AutoConfig.from_pretrained, **remote)
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping and not (
-        hasattr(config, "auto_map") and trust_remote_code
-    ):
+    config = _load(name, "model", transformers.AutoConfig.from_pretrained, **_SAFE)
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UserError(
             f"{name}: is a {config.model_type} model, of which transformers"
             f" {transformers.__version__} has no causal language model; name one that writes text"
