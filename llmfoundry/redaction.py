@@ -23,8 +23,8 @@ from urllib.parse import quote, unquote
 MASK = "***"
 OPTIONS = "storage_options"
 _WHOLE = ("webhook",)  # keys whose address has its secret in the path
-# What stands below storage_options and is not a secret: these names, and these values (gcsfs' ways
-# to log in).
+# What stands below storage_options and is not a secret: these names, and these values (ways to log
+# in at Google's).
 _OPEN_NAMES = re.compile(
     r"account_name|addressing_style|anon|endpoint(_url)?|mode|namespace|profile|project|timeout"
     r"|region(_name)?|requester_pays|signature_version|use_ssl|verify|version_aware"

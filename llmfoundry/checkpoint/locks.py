@@ -26,8 +26,7 @@ from datetime import datetime
 from pathlib import Path
 
 from llmfoundry.checkpoint.object_storage import ObjectStorage
-from llmfoundry.data.fetch.download import MissingError
-from llmfoundry.data.fetch.object_store import ExistsError
+from llmfoundry.data.store import ExistsError, MissingError
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

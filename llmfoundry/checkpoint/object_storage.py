@@ -43,10 +43,8 @@ from llmfoundry.checkpoint.storage import (
     local_size,
     make_empty,
 )
-from llmfoundry.data.fetch.download import DamagedError
-from llmfoundry.data.fetch.object_store import ObjectStore
-from llmfoundry.data.fetch.remote_file import open_parts
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import DamagedError, Store
 from llmfoundry.distributed.collectives import (
     all_reduce_min,
     on_all_ranks,
@@ -76,7 +74,7 @@ def open_run(url: str, options: FetchOptions, *, below: Path, key: str) -> Objec
     Raises:
         UserError: the URL's protocol is not known, or its package or a setting is missing.
     """
-    store = ObjectStore(url, options, key=key)
+    store = Store(url, options, key=key)
     name = store.url.rpartition("/")[2][:_NAME_CHARS] or "run"
     digest = hashlib.blake2b(store.identity.encode(), digest_size=8).hexdigest()
     folder = below.expanduser().absolute() / f"{name}-{digest}"
@@ -114,7 +112,7 @@ class ObjectStorage(Storage):
             not.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path) -> None:
+    def __init__(self, store: Store, folder: Path) -> None:
         """No request is sent yet."""
         super().__init__(folder)
         self.store, self.place, self.local_copies = store, store.url, 0
@@ -231,7 +229,7 @@ class ObjectStorage(Storage):
         size = self._sizes[name] if name in self._sizes else self.store.size(name)
         if size is None:
             raise UserError(f"{self.shown(path)}: is not there")
-        return open_parts(self.store, name, size)
+        return self.store.open(name, size)
 
     def reading_threads(self, cores: int) -> int:
         """Several, whatever the cores: a store is waited for."""

@@ -110,7 +110,8 @@ class DataConfig(SourceConfig):
     validate_hash: bool = True
     """Compare the hashes that an index gives with each file once, when it is first opened."""
     storage_options: dict[str, Any] = field(default_factory=dict)
-    """What fsspec's file systems take, by protocol: {s3: {endpoint_url: https://...}}."""
+    """Rights and addresses of stores, by protocol: {s3: {endpoint_url: https://...}}, in the names
+    of obstore or of fsspec's file systems."""
     num_workers: Annotated[int | None, Range(1, 1024, PROCESSES)] = None
     """Processes that prepare a corpus; unset: one per core."""
     loader_workers: Annotated[int, Range(0, 256, PROCESSES)] = 0

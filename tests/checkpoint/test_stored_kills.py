@@ -12,13 +12,15 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch import object_store
-from llmfoundry.data.fetch.object_store import ObjectStore
+from llmfoundry.data import store as store_module
+from llmfoundry.data import store_clients
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import Store
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
@@ -35,7 +37,8 @@ def work(rank: int, folder: Path, name: str, url: str) -> None:
     os.environ |= json.loads((folder / "env.json").read_text())
     os.chdir(folder)
     (folder / "pid").write_text(str(os.getpid()))
-    object_store._FIRST_PAUSE_S = 0.01
+    store_module._BACKOFF_S = 0.01
+    store_clients._FIRST_PAUSE = timedelta(milliseconds=10)
     with (folder / f"{name}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -74,7 +77,7 @@ def server() -> Iterator[FaultyS3]:
         yield faulty
 
 
-def check_newest(store: ObjectStore) -> str:
+def check_newest(store: Store) -> str:
     """The newest checkpoint that counts, once each of its files is what its marker says."""
     for name in reversed(store.folders("checkpoints")):
         files = store.files(f"checkpoints/{name}")
@@ -100,7 +103,8 @@ def test_killed_at_twenty_moments_it_ends_as_one_left_alone(
     env = {"S3_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(object_store, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(store_module, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(store_clients, "_FIRST_PAUSE", timedelta(milliseconds=10))
     (tmp_path / "env.json").write_text(json.dumps(env))
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -114,7 +118,7 @@ def test_killed_at_twenty_moments_it_ends_as_one_left_alone(
         url, name = f"s3://{BUCKET}/run{moment}", f"run{moment}"
         killer.changes, killer.after = 0, moment % 2 == 1
         killer.at = 1 + total * moment // len(moments)
-        store = ObjectStore(url, FetchOptions(), key="save_folder")
+        store = Store(url, FetchOptions(), key="save_folder")
         try:
             on_ranks(work, (tmp_path, name, url), 1)
         except AssertionError:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import Store
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
@@ -75,7 +75,7 @@ def url_of(folder: Path) -> str:
 
 
 def losses_at(url: str) -> dict[int, float]:
-    store = ObjectStore(url, FetchOptions(), key="save_folder")
+    store = Store(url, FetchOptions(), key="save_folder")
     Path("read").mkdir(exist_ok=True)
     Path("read/metrics.jsonl").write_bytes(store.read("metrics.jsonl"))
     return losses(Path("read"))
@@ -90,7 +90,7 @@ def fetched(server: FaultyS3) -> set[str]:
 def test_it_resumes_on_any_number_of_processes_and_machines(place: Path, server: FaultyS3) -> None:
     train_here("alone", *BRIEF, *SCHEDULE)
     url = url_of(place)
-    store = ObjectStore(url, FetchOptions(), key="save_folder")
+    store = Store(url, FetchOptions(), key="save_folder")
     said = [train_on(2, 2, f"save_folder={url}", *SCHEDULE, "max_duration=2ba")]
     assert store.folders("checkpoints") == ["ba0000002"]
     for n, (ranks, machines) in enumerate([(1, 1), (4, 2)], start=2):

@@ -23,8 +23,8 @@ from llmfoundry.commands.evaluate import evaluate
 from llmfoundry.commands.generate import generate
 from llmfoundry.commands.track import track
 from llmfoundry.commands.train import train
-from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event
 from llmfoundry.recipe.front.load import checked
@@ -53,8 +53,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def store_of(url: str) -> ObjectStore:
-    return ObjectStore(url, FetchOptions(), key="save_folder")
+def store_of(url: str) -> Store:
+    return Store(url, FetchOptions(), key="save_folder")
 
 
 def train_at(url: str, *overrides: str) -> None:
@@ -125,7 +125,7 @@ def test_what_is_written_between_two_attempts_is_sent_with_the_next(
     assert events_of(store) == [] and "hangs/step-3/rank-1.txt" not in store.files()
 
 
-def events_of(store: ObjectStore) -> list[dict[str, Any]]:
+def events_of(store: Store) -> list[dict[str, Any]]:
     if "events.jsonl" not in store.files():
         return []
     return [json.loads(line) for line in store.read("events.jsonl").splitlines()]
@@ -179,10 +179,10 @@ class FailingStore:
     def __init__(self, patch: pytest.MonkeyPatch, pattern: str, times: int = 1000) -> None:
         self.left = times
         for method in ("write", "upload"):
-            patch.setattr(ObjectStore, method, self._failing(getattr(ObjectStore, method), pattern))
+            patch.setattr(Store, method, self._failing(getattr(Store, method), pattern))
 
     def _failing(self, real: Callable[..., Any], pattern: str) -> Callable[..., Any]:
-        def call(store: ObjectStore, name: str, *args: Any, **kwargs: Any) -> Any:
+        def call(store: Store, name: str, *args: Any, **kwargs: Any) -> Any:
             if re.search(pattern, name) and self.left:
                 self.left -= 1
                 raise UserError(f"save_folder: {store.url}/{name}: the store is ill")
@@ -253,16 +253,16 @@ def test_two_runs_at_one_url_the_second_is_refused(place: Path, tmp_path: Path) 
 
 def test_one_that_was_taken_over_saves_nothing_more(place: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/runs/lost"
-    store, real = store_of(url), ObjectStore.upload
+    store, real = store_of(url), Store.upload
     other = {"owner": "y", "who": "process 8 on near", "place": "near", "beat": 0}
 
-    def upload(self: ObjectStore, name: str, path: Path) -> None:
+    def upload(self: Store, name: str, path: Path) -> None:
         real(self, name, path)
         if name.endswith("ba0000004/__0_0.distcp"):
             store.write("run.lock", locks.encoded(other))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ObjectStore, "upload", upload)
+        patch.setattr(Store, "upload", upload)
         with pytest.raises(UserError, match=r"in use by process 8 on near.*newest is ba0000002"):
             train_at(url, *WHOLE)
     committed = [name for name in store.files("checkpoints") if name.endswith("COMMIT")]

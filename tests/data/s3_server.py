@@ -181,8 +181,8 @@ _ANSWERS = {
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[tuple[FaultyS3, Any]]:
-    """The proxy, and a function `put(key, bytes)`; skips the test if moto or s3fs is missing."""
-    pytest.importorskip("s3fs", reason="reads S3")
+    """The proxy, and a function `put(key, bytes)`; skips the test if moto or obstore is missing."""
+    pytest.importorskip("obstore", reason="reads S3")
     server_module = pytest.importorskip(
         "moto.server", reason="the S3 server: pip install moto[server]"
     )

@@ -22,11 +22,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmfoundry.data.preparation import files, prepare
+from llmfoundry.data.preparation import prepare
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.files import Input, InputFile
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.preparation.write import make_part
+from llmfoundry.data.store import Store
+from llmfoundry.data.store_clients import Entry
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -283,9 +285,9 @@ def test_a_corpus_that_changes_while_it_is_read_is_not_kept(
 def test_a_file_of_unknown_length_at_a_url_is_not_taken_for_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As servers that make a page when it is asked for; fsspec then says None."""
-    entry = {"https://host/a.txt": {"type": "file", "size": None}}
-    monkeypatch.setattr(files, "_find", lambda backend: entry)
+    """As servers that make a page when it is asked for."""
+    entry = {"https://host/a.txt": Entry("https://host/a.txt")}
+    monkeypatch.setattr(Store, "find", lambda store: (True, entry))
     assert "does not say how long https://host/a.txt is" in refused("https://host/a.txt")
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch import download, object_store
-from llmfoundry.data.fetch.object_store import ExistsError, ObjectStore
+from llmfoundry.data import store as store_module
+from llmfoundry.data import store_clients
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import ExistsError, Store
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 
@@ -26,25 +28,25 @@ def server() -> Iterator[FaultyS3]:
 @pytest.fixture
 def s3(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     server.reset()
-    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
-    monkeypatch.setattr(object_store, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(store_module, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(store_clients, "_FIRST_PAUSE", timedelta(milliseconds=1))
     monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     return server
 
 
-def open_store(url: str, retry: int = 3) -> ObjectStore:
-    return ObjectStore(url, FetchOptions(retry=retry, timeout=20), key="save_folder")
+def open_store(url: str, retry: int = 3) -> Store:
+    return Store(url, FetchOptions(retry=retry, timeout=20), key="save_folder")
 
 
 @pytest.fixture(params=["s3", "memory", "file"])
-def store(request: pytest.FixtureRequest, s3: FaultyS3, tmp_path: Path) -> ObjectStore:
+def store(request: pytest.FixtureRequest, s3: FaultyS3, tmp_path: Path) -> Store:
     places = {"s3": f"s3://{BUCKET}/{tmp_path.name}", "memory": f"memory://{tmp_path.name}"}
     return open_store(places.get(request.param, f"file://{tmp_path}/bucket"))
 
 
-def test_what_is_written_is_listed_read_and_removed(store: ObjectStore, tmp_path: Path) -> None:
+def test_what_is_written_is_listed_read_and_removed(store: Store, tmp_path: Path) -> None:
     assert store.files() == {} and store.folders("checkpoints") == [] and store.size("a") is None
     contents = {
         "a": b"1",
@@ -73,7 +75,7 @@ def test_what_is_written_is_listed_read_and_removed(store: ObjectStore, tmp_path
     assert store.folders("checkpoints") == ["ba0000002"]
 
 
-def test_of_two_who_make_an_object_one_does(store: ObjectStore) -> None:
+def test_of_two_who_make_an_object_one_does(store: Store) -> None:
     store.write("run.lock", b"first", new=True)
     with pytest.raises(ExistsError):
         store.write("run.lock", b"second", new=True)
@@ -82,7 +84,7 @@ def test_of_two_who_make_an_object_one_does(store: ObjectStore) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(object_store, "_PART", 5 << 20)
+    monkeypatch.setattr(store_module, "_PART", 5 << 20)
     path = tmp_path / "large"
     path.write_bytes(os.urandom(LARGE))
     return path
@@ -125,7 +127,7 @@ def test_the_lost_answer_to_the_last_request_is_no_failure(s3: FaultyS3, large: 
         ("internal", r"InternalError.*after 2 attempts; check the network"),
         ("slow down", r"asks for fewer requests .*after 2 attempts"),
         ("reset", r"after 2 attempts; check the network"),
-        ("forbidden", r"access is refused \(.*to (PutObject|CreateMultipartUpload|UploadPart)"),
+        ("forbidden", r"access is refused \(.*to PutObject"),
         ("half sent", r"(has \d+ bytes after \d+ were sent|smaller than the minimum)"),
     ],
 )
@@ -156,6 +158,6 @@ def test_what_cannot_be_written_or_reached_is_said(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setattr("llmfoundry.data.fetch.remote_backends._made", {})
+    monkeypatch.setattr("llmfoundry.data.store_clients._made", {})
     with pytest.raises(UserError, match=r"^save_folder: .*AWS_ACCESS_KEY_ID and AWS_SECRET_ACC"):
         open_store(f"s3://{BUCKET}/x").write("a", b"")

@@ -19,7 +19,6 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmfoundry.data.fetch import download
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3
@@ -102,7 +101,7 @@ def folder(
 ) -> ShardFolder:
     kind, faulty = store
     faulty.reset()
-    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr("llmfoundry.data.store._BACKOFF_S", 0.001)
     settings = {kind: SETTINGS[kind](faulty.server.server_port)}
     options = FetchOptions(str(tmp_path), retry=3, timeout=20.0, storage_options=settings)
     return ShardFolder.open(f"{kind}://{BUCKET}/data", None, options)

@@ -6,19 +6,21 @@ import hashlib
 import http.server
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import fsspec
 import pytest
 
-from llmfoundry.data.fetch import download, remote_backends, remote_errors
-from llmfoundry.data.fetch.remote_backends import backend_for
+from llmfoundry.data import store_errors
 from llmfoundry.data.fetch.request_rate import take_turn
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.store import Store
+from llmfoundry.data.store_clients import Address, _azure, _s3, address_of
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 
@@ -38,7 +40,7 @@ def server() -> Iterator[FaultyS3]:
 @pytest.fixture
 def s3(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     server.reset()
-    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr("llmfoundry.data.store._BACKOFF_S", 0.001)
     monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -63,7 +65,7 @@ def test_an_index_is_read_whole_in_parts_of_any_size(
     assert folder.read("a") == DATA and s3.requests["data/a"] == 1
     assert folder.read("empty") == b""
     for size in (20_000, len(DATA), len(DATA) - 1):
-        monkeypatch.setattr(download, "_PART", size)
+        monkeypatch.setattr("llmfoundry.data.store._PART", size)
         folder.close()
         assert folder.read("a") == DATA
         assert folder.get(FileSpec("empty", 0)).read_bytes() == b""
@@ -81,7 +83,6 @@ def test_an_index_is_read_whole_in_parts_of_any_size(
         ("cut", 2, 3),
         ("truncated", 2, 3),  # each resumes where the last one ended
         ("damaged", 1, 2),
-        ("spoiled", 1, 2),
     ],
 )
 def test_what_passes_is_tried_again(
@@ -104,13 +105,12 @@ def test_what_passes_is_tried_again(
             4,
             r"asks for fewer requests .* after 4 attempts; write a data\.requests_per",
         ),
-        ("cut", 4, r"payload.* after 4 attempts; .*data\.download_retry"),
+        ("cut", 4, r"body error.* after 4 attempts; .*data\.download_retry"),
         (
             "damaged",
             2,
             r"its sha1 is [0-9a-f]{40}, its index specifies .*fetched again; the file there",
         ),
-        ("spoiled", 2, r"Checksum.*fetched again"),
     ],
 )
 def test_what_lasts_is_one_line_with_url_cause_and_remedy(
@@ -130,12 +130,10 @@ def test_a_bucket_that_is_not_there_is_named(s3: FaultyS3, tmp_path: Path) -> No
         folder.read("index.json")
 
 
-def test_a_refused_list_is_called_so() -> None:
-    botocore = pytest.importorskip("botocore.exceptions")
-    facts = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
-    error = botocore.ClientError(facts, "ListObjectsV2")
-    line = remote_errors.remote_problem(error, kind="s3", attempts=1, timeout=1)
-    assert "to ListObjectsV2: listing is a permission of its own" in line
+def test_a_refused_list_is_called_so(s3: FaultyS3) -> None:
+    s3.faults[""] = ("forbidden", -1)
+    with pytest.raises(UserError, match="to ListObjectsV2: listing is a permission of its own"):
+        Store(f"s3://{BUCKET}/data", FetchOptions(retry=1)).files()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +164,7 @@ def test_a_store_that_is_not_there_is_reported(tmp_path: Path, s3: FaultyS3) -> 
     nowhere = {"s3": {"endpoint_url": "http://127.0.0.1:9", "key": "id", "secret": "secret"}}
     options = FetchOptions(cache_folder=str(tmp_path), retry=1, storage_options=nowhere)
     folder = ShardFolder.open(f"s3://{BUCKET}/data", None, options)
-    with pytest.raises(UserError, match=r"EndpointConnectionError.* after 2 attempts"):
+    with pytest.raises(UserError, match=r"Connection refused.* after 2 attempts"):
         folder.get(SPEC)
 
 
@@ -192,7 +190,6 @@ class Plain(http.server.SimpleHTTPRequestHandler):
 def test_a_web_server_without_ranges_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("aiohttp")
     (tmp_path / "site").mkdir()
     (tmp_path / "site/a").write_bytes(DATA)
     handler = partial(Plain, directory=str(tmp_path / "site"))
@@ -201,7 +198,7 @@ def test_a_web_server_without_ranges_will_do(
         options = FetchOptions(cache_folder=str(tmp_path / "cache"), retry=0)
         url = f"http://127.0.0.1:{web.server_port}"
         assert ShardFolder.open(url, None, options).get(SPEC).read_bytes() == DATA
-        monkeypatch.setattr(download, "_PART", 30_000)
+        monkeypatch.setattr("llmfoundry.data.store._PART", 30_000)
         assert ShardFolder.open(url, None, options).read("a") == DATA
         with pytest.raises(UserError, match=f"^{url}/b: is not there"):
             ShardFolder.open(url, None, options).read("b")
@@ -225,55 +222,93 @@ def test_urls_and_llm_foundrys_variables_decide_the_file_system(
     options: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_backends, "_check_package", lambda kind, url: None)
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://s3")
     monkeypatch.setenv("OCI_REGION", "r")
     monkeypatch.setenv("GCS_KEY", "k")
-    found = backend_for(url, {}, 7.0)
+    found = address(url)
     assert (found.protocol, found.root) == (protocol, root)
     assert options.items() <= dict(found.options).items()
-    if protocol == "s3":
-        assert found.options["config_kwargs"]["read_timeout"] == 7.0
+
+
+def address(url: str, **options: Any) -> Address:
+    return address_of(url, FetchOptions(storage_options=options))
 
 
 def test_storage_options_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("s3fs")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a")
-    assert backend_for("s3://b", {}, 1.0).options["endpoint_url"] == "http://a"
+    assert address("s3://b").endpoint == "http://a"
     given = {"s3": {"endpoint_url": "http://g"}, "oci": {"namespace": "n", "region": "r"}}
-    assert backend_for("s3a://b", given, 1.0).options["endpoint_url"] == "http://g"
-    assert (
-        "//n.compat.objectstorage.r." in backend_for("oci://b", given, 1.0).options["endpoint_url"]
-    )
+    assert address("s3a://b", **given).endpoint == "http://g"
+    assert "//n.compat.objectstorage.r." in address("oci://b", **given).endpoint
     with pytest.raises(UserError, match=r"region is not known; .*oci: \{region: …\}.*OCI_REGION"):
-        backend_for("oci://b", {"oci": {"namespace": "n"}}, 1.0)
+        address("oci://b", oci={"namespace": "n"})
 
 
 def test_azures_account_is_in_the_environment_or_in_the_url(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Azure(fsspec.AbstractFileSystem):
-        protocol = ("az", "abfs")
-
-    monkeypatch.setattr(remote_backends, "_check_package", lambda kind, url: None)
-    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: Azure)
-    found = backend_for("azure://name.blob.core.windows.net/container/p", {}, 1.0)
+    found = address("azure://name.blob.core.windows.net/container/p")
     assert (found.protocol, found.root) == ("az", "container/p")
     assert found.options == {"account_name": "name"}
+    found = address("abfss://container@name.dfs.core.windows.net/p")
+    assert (found.root, found.options) == ("container/p", {"account_name": "name"})
     monkeypatch.setenv("AZURE_ACCOUNT_NAME", "other")
     monkeypatch.setenv("AZURE_ACCOUNT_ACCESS_KEY", "key")
-    assert backend_for("az://c/p", {}, 1.0).options == {
-        "account_name": "other",
-        "account_key": "key",
+    assert address("az://c/p").options == {"account_name": "other", "account_key": "key"}
+
+
+def test_fsspecs_words_are_obstores_and_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    given = {
+        "key": "id",
+        "secret": "s",
+        "endpoint_url": "https://far:9",
+        "client_kwargs": {"region_name": "r"},
+        "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+        "requester_pays": True,
+        "s3_additional_kwargs": {"ServerSideEncryption": "AES256"},
+        "default_block_size": 5,
     }
+    assert _s3(address("s3://b/p", s3=given)).config == {
+        "access_key_id": "id",
+        "secret_access_key": "s",
+        "endpoint": "https://b.far:9",
+        "region": "r",
+        "request_payer": True,
+        "server_side_encryption": "AES256",
+        "virtual_hosted_style_request": True,
+    }
+    anonymous = _s3(address("s3://b", s3={"anon": True, "endpoint_url": "http://x"})).config
+    assert anonymous["skip_signature"] and "access_key_id" not in anonymous
+    text = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=k==;BlobEndpoint=http://h/a;"
+    keys = {"account_name": "a", "account_key": "k==", "endpoint": "http://h/a"}
+    assert _azure(address("az://c", az={"connection_string": text})).config == keys
+    with pytest.raises(UserError, match=r"Configuration key.*nonsense.*storage_options"):
+        Store("s3://b", FetchOptions(storage_options={"s3": {**given, "nonsense": 1}})).files()
+
+
+def test_keys_of_a_profile_are_those_of_the_aws_library(
+    s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    keys = "aws_access_key_id = id\naws_secret_access_key = secret\n"
+    (tmp_path / "keys").write_text(f"[mine]\n{keys}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options = FetchOptions(storage_options={"s3": {"profile": "mine", "endpoint_url": s3.url}})
+    assert Store(f"s3://{BUCKET}/data", options).read("a") == DATA
 
 
 def test_a_missing_package_is_reported_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(remote_backends._PACKAGES, "gs", "no_such_package_of_ours")
-    with pytest.raises(UserError, match=r"gs:// needs .*; write: pip install no_such_package_of"):
-        backend_for("gs://b/p", {}, 1.0)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UserError, match=r"gs:// needs the package obstore; write: pip .*\[gcs\]"):
+        address("gs://b/p")
     with pytest.raises(UserError, match="Protocol not known: nosuch"):
-        backend_for("nosuch://b/p", {}, 1.0)
+        address("nosuch://b/p")
 
 
 class HttpError(Exception):
@@ -304,31 +339,30 @@ class ReadTimeout(Exception):
     ],
 )
 def test_which_errors_pass(error: Exception, passing: bool) -> None:
-    assert remote_errors.is_passing(error) == passing
+    assert store_errors.is_passing(error) == passing
     outer = RuntimeError("a library's own")
     outer.__cause__ = error
-    assert remote_errors.is_passing(outer) == passing
+    assert store_errors.is_passing(outer) == passing
 
 
 def test_missing_credentials_are_reported_with_how_to_give_them() -> None:
     botocore = pytest.importorskip("botocore.exceptions")
-    line = remote_errors.remote_problem(
+    line = store_errors.remote_problem(
         botocore.NoCredentialsError(), kind="s3", attempts=1, timeout=1
     )
     assert "Unable to locate credentials; give credentials, AWS_ACCESS_KEY_ID" in line
 
 
-def test_a_file_system_that_hangs_is_left_after_the_timeout() -> None:
+def test_a_file_system_that_hangs_is_left_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     release = threading.Event()
-
-    def hang() -> bytes:
-        release.wait(10)
-        return b""
-
-    with pytest.raises(TimeoutError):
-        download._within(0.01, hang)
+    store = Store("memory://hangs", FetchOptions(retry=0, timeout=0.01))
+    files = store._address.client()._files
+    monkeypatch.setattr(files, "cat_file", lambda *_, **__: release.wait(10) and b"")
+    with pytest.raises(UserError, match=r"no answer, or less .* within 0\.01 s"):
+        store.part("a", 0, 1)
     release.set()
-    assert download._within(10, lambda: b"a") == b"a"
 
 
 def test_turns_are_a_share_of_a_second_apart_for_all_who_share_the_file(tmp_path: Path) -> None:

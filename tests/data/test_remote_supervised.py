@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.fetch import download
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
@@ -36,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FaultyS3, 
 @pytest.fixture
 def store(place: tuple[FaultyS3, Path], monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     place[0].reset()
-    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr("llmfoundry.data.store._BACKOFF_S", 0.001)
     monkeypatch.setenv("S3_ENDPOINT_URL", place[0].url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

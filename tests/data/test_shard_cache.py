@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import resource
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch import download, shard_fetch
+from llmfoundry.data.fetch import shard_fetch
 from llmfoundry.data.fetch.shard_cache import PART, ShardCache
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
@@ -43,7 +44,7 @@ def server() -> Iterator[FaultyS3]:
 @pytest.fixture
 def s3(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     server.reset()
-    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr("llmfoundry.data.store._BACKOFF_S", 0.001)
     monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -91,6 +92,14 @@ def start(do: Callable[[], object]) -> int:
     return child
 
 
+def start_anew(work: Callable[..., object], *arguments: object) -> int:
+    """Do it in a process that shares nothing, as stores ask of one; its process id."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    assert process.pid is not None
+    return process.pid
+
+
 @contextlib.contextmanager
 def killed_after(child: int) -> Iterator[Callable[[], None]]:
     """Kill it at the end, or earlier by what is yielded."""
@@ -115,22 +124,27 @@ def kept(folder: Path) -> set[str]:
     return {p.name for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")}
 
 
-def test_four_processes_download_each_file_once(s3: FaultyS3, tmp_path: Path) -> None:
-    def read_all(first: int) -> None:
-        folder = opened(tmp_path)
-        for n in range(N_FILES):
-            n = (first + n) % N_FILES
-            assert folder.get(spec(n)).read_bytes() == content(n)
+def read_all(tmp_path: Path, first: int) -> None:
+    folder = opened(tmp_path)
+    for n in range(N_FILES):
+        n = (first + n) % N_FILES
+        assert folder.get(spec(n)).read_bytes() == content(n)
 
+
+def read_one(tmp_path: Path) -> None:
+    opened(tmp_path).get(spec(0))
+
+
+def test_four_processes_download_each_file_once(s3: FaultyS3, tmp_path: Path) -> None:
     # Two in the same order, which meet at every file; two from elsewhere.
-    children = [start(lambda first=first: read_all(first)) for first in (0, 0, 7, 15)]
+    children = [start_anew(read_all, tmp_path, first) for first in (0, 0, 7, 15)]
     assert all([succeeded(child) for child in children])
     assert s3.requests == {f"data/s/{n}": 1 for n in range(N_FILES)}
 
 
 def test_what_a_killed_process_began_is_done_by_the_next(s3: FaultyS3, tmp_path: Path) -> None:
     s3.faults["data/s/0"] = ("trickle", 1)
-    with killed_after(start(lambda: opened(tmp_path).get(spec(0)))) as kill:
+    with killed_after(start_anew(read_one, tmp_path)) as kill:
         assert s3.started.wait(20)
         folder = opened(tmp_path)
         part = next((tmp_path / "cache").rglob(f"0{PART}"))

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.fetch import download
-from llmfoundry.data.fetch.download import DamagedError, Remote
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import DamagedError, Store
 from llmfoundry.errors import UserError
-
-pytest.importorskip("aiohttp")
 
 TIMEOUT = 0.4
 STEP = 1 << 14  # in place of 256 kB
@@ -60,6 +58,8 @@ def line() -> Iterator[Line]:
                 first, last = (int(n) for n in asked.removeprefix("bytes=").split("-"))
             body = DATA[first : last + 1]
             self.send_response(206 if line.ranges else 200)
+            if line.ranges:
+                self.send_header("Content-Range", f"bytes {first}-{last}/{len(DATA)}")
             if not line.endless:
                 self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -88,13 +88,14 @@ def line() -> Iterator[Line]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "_SMALLEST_PART", STEP)
-    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr("llmfoundry.data.store.STEP", STEP)
+    monkeypatch.setattr("llmfoundry.data.store_clients.STEP", STEP)
+    monkeypatch.setattr("llmfoundry.data.store._BACKOFF_S", 0.001)
 
 
 def fetch(line: Line, *, retry: int = 0, n_bytes: int | None = len(DATA), **how: Any) -> bytes:
     target = io.BytesIO()
-    folder = Remote(line.url, storage_options={}, retry=retry, timeout=TIMEOUT)
+    folder = Store(line.url, FetchOptions(retry=retry, timeout=TIMEOUT))
     folder.fetch("a", target, n_bytes=n_bytes, **how)
     return target.getvalue()
 
@@ -120,7 +121,7 @@ def test_a_trickle_is_ended(line: Line, ranges: bool) -> None:
 def test_a_server_without_ranges_sends_a_file_once(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "_PART", STEP)
+    monkeypatch.setattr("llmfoundry.data.store._PART", STEP)
     line.ranges = False
     assert fetch(line) == DATA and len(line.asked) == 1
     assert fetch(line, n_bytes=None) == DATA and len(line.asked) == 2
@@ -137,8 +138,6 @@ def test_an_endless_answer_is_left(line: Line) -> None:
 class Slow:
     """As a store behind fsspec, which gives parts only: so many bytes a second."""
 
-    async_impl = False
-
     def __init__(self, pace: float) -> None:
         self.pace, self.sizes = pace, []
 
@@ -154,8 +153,8 @@ def test_parts_shrink_until_a_slow_store_passes(
     steps: float, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow(steps * STEP / TIMEOUT)
-    folder = Remote("memory://x", storage_options={}, retry=0, timeout=TIMEOUT)
-    monkeypatch.setattr(type(folder._backend), "file_system", lambda self: slow)
+    folder = Store("memory://x", FetchOptions(retry=0, timeout=TIMEOUT))
+    monkeypatch.setattr(folder._address.client(), "_files", slow)
     target = io.BytesIO()
     if passes:
         folder.fetch("a", target, n_bytes=len(DATA))

@@ -163,7 +163,6 @@ def web(tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_web_address_is_read_and_its_absence_is_reported(tmp_path: Path, web: str) -> None:
-    pytest.importorskip("aiohttp")
     (tmp_path / "t.jsonl").write_text(lines("a", "b"))
     assert contexts(tmp_path, f"{web}/t.jsonl") == ["a", "b"]
     with pytest.raises(RowsNotFound, match=r"nothing at http://127\.0\.0\.1:\d+/u\.jsonl"):
@@ -171,7 +170,6 @@ def test_a_web_address_is_read_and_its_absence_is_reported(tmp_path: Path, web: 
 
 
 def test_a_network_that_fails_is_reported_with_the_reason(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
     task = TaskConfig("t", "http://127.0.0.1:9/t.jsonl", KIND, [0])  # the discard port: no server
     with pytest.raises(UserError) as error:
         load_rows(task, gauntlet_path=tmp_path / "g.yaml", fetching=FetchOptions(retry=1))
@@ -210,10 +208,10 @@ def test_a_store_is_asked_with_the_runs_credentials_and_again_after_a_failure(
 def test_a_missing_package_and_an_unknown_protocol_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
     (reported,) = problems_of(tmp_path, "gs://bucket/t.jsonl")
     assert "cannot read gs://bucket/t.jsonl: gs://bucket: gs:// needs the package" in reported
-    assert "gcsfs" in reported
+    assert "llmfoundry-recipes[gcs]" in reported
     (reported,) = problems_of(tmp_path, "s33://bucket/t.jsonl")
     assert "unknown protocol s33; did you mean 's3" in reported
     (reported,) = problems_of(tmp_path, "helout://continuations")

@@ -10,8 +10,8 @@ import pytest
 
 from llmfoundry.builders.resume import find_start
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import Store
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import GivenUp
 from llmfoundry.exit_status import FAILED, GIVE_UP, ResumeLimits
@@ -127,7 +127,7 @@ def test_a_store_that_is_empty_is_distinguished_from_one_that_does_not_answer(
         busy = list_in_store(url, options)
         assert busy.may_pass and judge(20, busy, 60).action == WAIT
         monkeypatch.setattr(server, "next_fault", lambda key, method: None)
-        store = ObjectStore(url, options, key="save_folder")
+        store = Store(url, options, key="save_folder")
         store.delete([f"checkpoints/ba00000{n}0/COMMIT" for n in (1, 2)])
         emptied = list_in_store(url, options)
         assert emptied == Listing() and judge(20, emptied, 60).status == GIVE_UP

@@ -12,8 +12,8 @@ import heapq
 import threading
 from collections.abc import Callable, Iterator
 
-from llmfoundry.data.fetch.download import CancelledError
 from llmfoundry.data.file_spec import FileSpec
+from llmfoundry.data.store import CancelledError
 
 N_THREADS = 4  # one connection rarely fills a link; more would take turns on one interpreter
 _REMEMBERED = 1024  # files used before the queue came to them, which it then leaves out

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.download import DamagedError, Remote
 from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.file_spec import (
     PACKED,
@@ -31,6 +30,7 @@ from llmfoundry.data.file_spec import (
 )
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.codecs import digest
+from llmfoundry.data.store import DamagedError, Store
 from llmfoundry.errors import UserError
 from llmfoundry.files import LockedFile, lock, try_lock
 
@@ -53,7 +53,7 @@ class ShardFetcher:
     """One process' hands on a folder of copies. Its methods may be called by several threads."""
 
     def __init__(
-        self, remote: Remote, folder: Path, *, cache: ShardCache, options: FetchOptions
+        self, remote: Store, folder: Path, *, cache: ShardCache, options: FetchOptions
     ) -> None:
         self._remote = remote
         self._folder = folder

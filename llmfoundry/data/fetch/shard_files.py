@@ -16,14 +16,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmfoundry.data.fetch import remote_errors
+from llmfoundry.data import store_errors
 from llmfoundry.data.fetch.copies import AnyIndex, Copies, Index
-from llmfoundry.data.fetch.download import Remote
 from llmfoundry.data.fetch.prefetch import Prefetcher
 from llmfoundry.data.fetch.request_rate import take_turn
 from llmfoundry.data.fetch.shard_cache import ShardCache, reports_cache_folder
 from llmfoundry.data.fetch.shard_fetch import ShardFetcher, damage
 from llmfoundry.data.file_spec import INDEX, CompressedFile, FetchOptions, FileSpec
+from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError
 
 __all__ = ["CompressedFile", "FetchOptions", "FileSpec", "ShardFolder"]
@@ -37,7 +37,7 @@ class _Process:
 
     pid: int
     folder: Path
-    remote: Remote
+    remote: Store
     copies: Copies
     fetcher: ShardFetcher
     prefetcher: Prefetcher
@@ -108,7 +108,7 @@ class ShardFolder:
         try:
             data = here.remote.read(INDEX, once=is_kept)
         except UserError as error:
-            if not is_kept or remote_errors.is_missing(error.__cause__ or error):
+            if not is_kept or store_errors.is_missing(error.__cause__ or error):
                 raise
             kept = here.copies.whole_index(parse)
             if kept is not None:
@@ -233,11 +233,9 @@ class ShardFolder:
                 return take_turn(folder / ".rate", per_second=rate, mode=cache.file_mode)
 
         limited = options.requests_per_second is not None and "://" in self.url
-        remote = Remote(
+        remote = Store(
             self.url if "://" in self.url else f"file://{self.url}",
-            storage_options=options.storage_options,
-            retry=options.retry,
-            timeout=options.timeout,
+            options,
             before_request=turn if limited else float,
         )
         kept = self._kept or folder / _name(remote.identity)

@@ -12,21 +12,17 @@ import gzip
 import io
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.download import MissingError, Remote
-from llmfoundry.data.fetch.remote_backends import Backend, backend_for
-from llmfoundry.data.fetch.remote_file import open_parts
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.bad_rows import BadRow, OnBadRow, raise_bad_row
+from llmfoundry.data.store import MissingError, Store
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.retry import backoff, retry
 
 CHUNK = 1 << 20  # bytes read at a time
 _LONGEST = 10**9  # bytes of a row; data.max_row_size
@@ -290,63 +286,29 @@ def list_url(
         MissingError: there is nothing.
         UserError: it cannot be reached.
     """
-    backend = backend_for(url.rstrip("/"), options.storage_options, options.timeout)
-
-    def again(error: Exception, failures: int) -> float:
-        if failures <= options.retry and remote_errors.is_passing(error):
-            return backoff(failures)
-        line = remote_errors.remote_problem(
-            error, kind=backend.kind, attempts=failures, timeout=options.timeout
-        )
-        kind = MissingError if remote_errors.is_missing(error) else UserError
-        raise kind(f"{key}: {url}: {line}") from error
-
-    found = retry(lambda: _find(backend), again=again)
-    found = {name: entry for name, entry in found.items() if entry["type"] == "file"}
+    store = Store(url, options, key=key)
+    single, found = store.find()
     if not found:
         raise MissingError(f"{key}: {url}: no file is there; correct the URL")
-    base, root = url.rstrip("/"), backend.root
+    base, root = url.rstrip("/"), store.root
     if glob.has_magic(url):
         base, root = _before_magic(base), _before_magic(root)
+    files = []
     for name, entry in found.items():
-        if entry.get("size") is None:  # it would be read as empty
+        if entry.size is None:  # it would be read as empty
             raise UserError(
                 f"{key}: {url}: its server does not say how long {name} is; copy it here"
             )
-    files = [
-        (base + name.removeprefix(root), int(entry["size"]), _version(entry))
-        for name, entry in sorted(found.items())
-    ]
-    return list(found) == [backend.root], files
+        files.append((base + name.removeprefix(root), entry.size, entry.version))
+    return single, files
 
 
 def open_url(url: str, size: int, options: FetchOptions) -> io.BufferedReader:
     """A file of known size, to read at any place."""
     folder, _, name = url.rpartition("/")
-    remote = Remote(
-        folder,
-        storage_options=options.storage_options,
-        retry=options.retry,
-        timeout=options.timeout,
-    )
-    return open_parts(remote, name, size)
-
-
-def _find(backend: Backend) -> dict[str, Mapping[str, Any]]:
-    files, root = backend.file_system(), backend.root
-    if glob.has_magic(root):
-        return dict(files.glob(root, detail=True))
-    if files.isdir(root):
-        return dict(files.find(root, detail=True))
-    return {root: files.info(root)}
+    return Store(folder, options).open(name, size)
 
 
 def _before_magic(path: str) -> str:
     """The part of a glob that stands for itself."""
     return path[: min(path.find(c) for c in "*?[" if c in path)]
-
-
-def _version(entry: Mapping[str, Any]) -> str:
-    """A store's mark of a file, which is another after a change."""
-    keys = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated")
-    return str(next((entry[key] for key in keys if entry.get(key)), ""))

@@ -9,20 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.remote_backends import Backend, backend_for
-from llmfoundry.errors import UserError
+from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import MissingError, Store
 from llmfoundry.files import atomic_write, publish
-from llmfoundry.retry import backoff, retry
-
-T = TypeVar("T")
-_RETRIES, _TIMEOUT_S = 5, 60.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class OutputFolder:
 
     Attributes:
         folder: path or URL.
-        storage_options: what fsspec's file systems take, by protocol.
+        storage_options: rights, by protocol.
     """
 
     folder: str
@@ -46,7 +41,7 @@ class OutputFolder:
         """What lies in it, sorted; nothing if it is not there."""
         if self.here is not None:
             return sorted(os.listdir(self.here)) if self.here.is_dir() else []
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in self._ask(self._list))
+        return self._store().names()
 
     def names_below(self, name: str) -> list[str]:
         """What lies in a folder of it."""
@@ -57,14 +52,14 @@ class OutputFolder:
         try:
             if self.here is not None:
                 return (self.here / name).read_bytes()
-            return self._ask(lambda files, root: bytes(files.cat_file(f"{root}/{name}")))
-        except FileNotFoundError:
+            return self._store().read(name)
+        except (FileNotFoundError, MissingError):
             return None
 
     def write(self, name: str, data: bytes) -> None:
         """A small file; on the disk when this returns."""
         if self.here is None:
-            self._ask(lambda files, root: files.pipe_file(f"{root}/{name}", data))
+            self._store().write(name, data)
             return
         path = self.here / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +76,15 @@ class OutputFolder:
                 if not (self.here / name).is_dir():
                     raise
             return
+        store = self._store(name)
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-            self._upload(file, f"{name}/{file.relative_to(folder).as_posix()}")
+            store.upload(file.relative_to(folder).as_posix(), file)
 
     def remove(self, name: str) -> None:
         """A file or folder; nothing happens if there is none."""
         if self.here is None:
-            self._ask(lambda files, root: _remove(files, f"{root}/{name}"))
+            store = self._store()
+            store.delete(store.files(name) or [name])
         elif (self.here / name).is_dir():
             shutil.rmtree(self.here / name)
         else:
@@ -106,46 +103,11 @@ class OutputFolder:
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent) as folder:
             yield Path(folder)
 
-    def _upload(self, file: Path, name: str) -> None:
-        self._ask(lambda files, root: files.put_file(str(file), f"{root}/{name}"))
-
-    def _list(self, files: Any, root: str) -> list[str]:
-        try:
-            return [str(name) for name in files.ls(root, detail=False)]
-        except FileNotFoundError:
-            return []
-
-    def _ask(self, call: Callable[[Any, str], T]) -> T:
-        """What `call(file system, folder)` returns, patiently.
-
-        Raises:
-            FileNotFoundError: nothing is there.
-            UserError: the store cannot be reached, or refuses.
-        """
-        backend = backend_for(self.folder, self.storage_options, _TIMEOUT_S)
-
-        def again(error: Exception, failures: int) -> float:
-            if remote_errors.is_missing(error):
-                raise FileNotFoundError(self.folder) from error
-            if failures > _RETRIES or not remote_errors.is_passing(error):
-                raise self._failed(backend, error, failures) from error
-            return backoff(failures)
-
-        return retry(lambda: call(backend.file_system(), backend.root), again=again)
-
-    def _failed(self, backend: Backend, error: Exception, attempts: int) -> UserError:
-        line = remote_errors.remote_problem(
-            error, kind=backend.kind, attempts=attempts, timeout=_TIMEOUT_S
-        )
-        return UserError(f"{self.folder}: {line}")
+    def _store(self, name: str = "") -> Store:
+        """The folder, or one below it, at a URL."""
+        options = FetchOptions(storage_options=dict(self.storage_options))
+        return Store(f"{self.folder}/{name}".rstrip("/"), options, key="prepare.output")
 
 
 SCRATCH = "scratch-"
 """What the names of folders begin with that a killed process may leave."""
-
-
-def _remove(files: Any, path: str) -> None:
-    try:
-        files.rm(path, recursive=True)
-    except FileNotFoundError:
-        return

@@ -22,9 +22,9 @@ from typing import Any
 
 import fsspec
 
-from llmfoundry.data.fetch.download import MissingError, Remote
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.files import list_url
+from llmfoundry.data.store import MissingError, Store
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import TaskType, filled_text, short_repr, type_of
@@ -266,13 +266,7 @@ def _remote_files(uri: str, key: str, fetching: FetchOptions) -> list[tuple[str,
 
 def _fetched(url: str, fetching: FetchOptions) -> bytes:
     folder, _, name = url.rpartition("/")
-    remote = Remote(
-        folder,
-        storage_options=fetching.storage_options,
-        retry=fetching.retry,
-        timeout=fetching.timeout,
-    )
-    return remote.read(name)
+    return Store(folder, fetching).read(name)
 
 
 def _hub_rows(

@@ -14,9 +14,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmfoundry.data.fetch import remote_errors
-from llmfoundry.data.fetch.object_store import ObjectStore
+from llmfoundry.data import store_errors
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.exit_status import FAILED, GIVE_UP
@@ -134,12 +134,12 @@ def list_in_folder(run: Path) -> CheckpointListing:
 def list_in_store(url: str, options: FetchOptions) -> CheckpointListing:
     """The checkpoints of a run at a URL, with the retries of `data.download_retry`."""
     try:
-        store = ObjectStore(url, options, key="save_folder")
+        store = Store(url, options, key="save_folder")
         names = [name for name in store.folders(CHECKPOINTS) if _NAME.fullmatch(name)]
         found = [n for n in names if store.size(f"{CHECKPOINTS}/{n}/{_COMMIT}") is not None]
     except UserError as error:
         cause = error.__cause__
-        passes = isinstance(cause, Exception) and remote_errors.is_passing(cause)
+        passes = isinstance(cause, Exception) and store_errors.is_passing(cause)
         return CheckpointListing(problem=" ".join(str(error).split()), may_pass=passes)
     return CheckpointListing(_batches(found))
 

@@ -257,9 +257,9 @@ def main() -> int:
 
 
 def _upload_events(url: str, options: dict[str, Any], folder: str) -> None:
-    from llmfoundry.data.fetch.object_store import ObjectStore
+    from llmfoundry.data.store import Store
 
-    store, local = ObjectStore(url, FetchOptions(**options), key="save_folder"), Path(folder)
+    store, local = Store(url, FetchOptions(**options), key="save_folder"), Path(folder)
     sizes = store.files(skip=(CHECKPOINTS,))
     paths = [local / EVENTS, *(path for name in FOLDERS for path in local.glob(f"{name}/**/*"))]
     for path in paths:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch.object_store import ObjectStore
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.store import Store
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 from tests.train.spikes.test_runs import (
@@ -42,8 +42,8 @@ def poisoned_run(place: Path, name: str, *overrides: str) -> None:
         train_here(name, *SETTINGS, *BACK, *overrides)
 
 
-def store_at(url: str) -> ObjectStore:
-    return ObjectStore(url, FetchOptions(), key="save_folder")
+def store_at(url: str) -> Store:
+    return Store(url, FetchOptions(), key="save_folder")
 
 
 def losses_at(url: str, folder: Path) -> dict[int, float]:

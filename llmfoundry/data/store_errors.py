@@ -1,8 +1,9 @@
 """What a failed request means: whether it may pass, and the line that a user reads.
 
-`remote.Remote` asks. One idea: the libraries behind fsspec agree on no exceptions, but each keeps
-the HTTP status somewhere, on the error or on what caused it, and a class name has the rest. What
-is not known to pass counts as lasting: an error is shown at once rather than after minutes.
+`store.Store` asks. One idea: no two libraries agree on exceptions, but each keeps the HTTP status
+somewhere, on the error or on what caused it, and a class name has the rest; obstore's text is read
+once, into a `RequestError`. What is not known to pass counts as lasting: an error is shown at once
+rather than after minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import errno
 import re
 from collections.abc import Iterator
 
+from llmfoundry.retry import Late
+
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
 _THROTTLED_STATUS = frozenset({429, 503, 509})
 _PASSING_ERRNO = frozenset(
@@ -18,30 +21,10 @@ _PASSING_ERRNO = frozenset(
     | {errno.EHOSTUNREACH, errno.EHOSTDOWN}
 )
 _PASSING_NAMES = frozenset(
-    # botocore, aiohttp, then httpx, requests, urllib3 and azure
-    {
-        "ConnectTimeoutError",
-        "ReadTimeoutError",
-        "EndpointConnectionError",
-        "ConnectionClosedError",
-        "ResponseStreamingError",
-        "IncompleteReadError",
-        "HTTPClientError",
-        "ProxyConnectionError",
-        "ClientConnectionError",
-        "ClientPayloadError",
-        "ServerDisconnectedError",
-        "TransportError",
-        "ConnectionError",
-        "Timeout",
-        "ChunkedEncodingError",
-        "ProtocolError",
-        "ServiceRequestError",
-        "ServiceResponseError",
-        "IncompleteRead",
-    }
+    # http.client, socket, then httpx, requests, urllib3
+    {"IncompleteRead", "gaierror", "TransportError", "ConnectionError", "Timeout"}
+    | {"ChunkedEncodingError", "ProtocolError"}
 )
-_DAMAGED_NAMES = frozenset({"FlexibleChecksumError", "ChecksumError"})  # botocore, gcsfs
 _CREDENTIAL_NAMES = frozenset(
     {
         "NoCredentialsError",
@@ -71,6 +54,66 @@ DATA_KEY = "data.remote"
 _OTHER_REGION = ("permanentredirect", "authorizationheadermalformed")
 
 
+class RequestError(Exception):
+    """A request to a bucket that failed.
+
+    Attributes:
+        status: HTTP's; None: there was no answer.
+        operation_name: what was asked for, as S3's permissions are called.
+        attempts: that the library made.
+        kind: what went wrong with the connection; Timeout is one.
+    """
+
+    def __init__(
+        self, text: str, *, status: int | None, operation: str, attempts: int, kind: str
+    ) -> None:
+        super().__init__(text)
+        self.status, self.operation_name = status, operation
+        self.attempts, self.kind = attempts, kind
+
+
+_STATUS_OF = {
+    "FileNotFoundError": 404,
+    "PermissionDeniedError": 403,
+    "UnauthenticatedError": 401,
+    "AlreadyExistsError": 409,
+    "PreconditionError": 412,
+}
+
+
+def answer_of(error: Exception, *, operation: str) -> RequestError:
+    """What obstore's text says: its first line names the request, what follows the causes."""
+    text, _, causes = str(error).partition("\n\nDebug source:")
+    found = re.search(r"status code: (\d{3}) ?([\w ]*)", text)
+    status = int(found[1]) if found else _STATUS_OF.get(type(error).__name__)
+    if "redirect without LOCATION" in text:
+        status = 301
+    kind = ""
+    if status is None and (failure := re.search(r"HttpError \{\s+kind: (\w+)", causes)):
+        late = "TimedOut" in causes or "timed out" in causes
+        kind = "Timeout" if late else failure[1]
+    tried = re.search(r"after (\d+) retries", text)
+    return RequestError(
+        _reason(text, causes, found[2].strip() if found else ""),
+        status=status,
+        operation=operation,
+        attempts=int(tried[1]) + 1 if tried else 1,
+        kind=kind,
+    )
+
+
+def _reason(text: str, causes: str, phrase: str) -> str:
+    """A store's own words, else the system's."""
+    code = re.search(r"<Code>([^<]*)</Code>", text)
+    message = re.search(r"<Message>([^<\n]*)", text) or re.search(r'"message": ?"([^"]*)"', text)
+    words = [part[1].strip() for part in (code, message) if part]
+    if words or phrase:
+        return ": ".join(dict.fromkeys(words or [phrase]))
+    why = re.findall(r'message: "([^"]+)"', causes) or re.findall(r"\b(Incomplete\w+)", causes)
+    last = text.partition("\n")[0].rpartition(" - ")[2]
+    return f"{last} ({why[-1]})" if why else last
+
+
 def is_past_end(error: BaseException) -> bool:
     """Whether the request was for bytes beyond the file's end."""
     return status(error) == 416
@@ -93,6 +136,8 @@ def is_passing(error: BaseException) -> bool:
     for e in _chain(error):  # the outermost that has one decides
         if is_timeout(e) or not _PASSING_NAMES.isdisjoint(_names(e)):
             return True
+        if isinstance(e, RequestError) and e.kind:
+            return True
         if isinstance(e, ConnectionError) or getattr(e, "errno", None) in _PASSING_ERRNO:
             return True
         if isinstance(e, FileNotFoundError | PermissionError):
@@ -103,15 +148,15 @@ def is_passing(error: BaseException) -> bool:
     return False
 
 
-def is_damaged(error: BaseException) -> bool:
-    """Whether the library found that the bytes are not those that the store sent."""
-    return any(not _DAMAGED_NAMES.isdisjoint(_names(e)) for e in _chain(error))
-
-
 def is_timeout(error: BaseException) -> bool:
     """Whether nothing, or too little, arrived in time."""
-    # By name too: asyncio's and other libraries' are not Python's own.
-    return any(isinstance(e, TimeoutError) or "Timeout" in type(e).__name__ for e in _chain(error))
+    # By name too: other libraries' are not Python's own.
+    return any(
+        isinstance(e, TimeoutError | Late)
+        or "Timeout" in type(e).__name__
+        or (isinstance(e, RequestError) and e.kind == "Timeout")
+        for e in _chain(error)
+    )
 
 
 def remote_problem(
@@ -175,6 +220,8 @@ def in_one_line(error: BaseException) -> str:
     """The error's kind and words, without what is secret in a URL."""
     text = _SECRET.sub(lambda found: found[1] or "?…", " ".join(str(error).split()))
     name = type(error).__name__
+    if isinstance(error, RequestError):
+        return text[:300]
     return f"{name}: {text[:300]}" if text else name
 
 
