@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import methodcaller
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -25,14 +26,8 @@ from fsspec.utils import glob_translate
 
 from llmfoundry.data import store_errors
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.store_clients import (
-    STEP,
-    Client,
-    Entry,
-    LocalFileError,
-    address_of,
-    without_secrets,
-)
+from llmfoundry.data.store_address import address_of, without_secrets
+from llmfoundry.data.store_clients import STEP, Client, Entry, LocalFileError, client_of
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_path
 from llmfoundry.retry import backoff, retry
@@ -48,6 +43,7 @@ _BACKOFF_S = 0.5
 _CREATE_REFUSED = (409, 412)  # what stores answer where an object is there already
 _READ_ONLY = ("https", "hf")
 _MAGIC = re.compile(r"[*?\[]")
+_WEB_MAGIC = re.compile(r"[*\[]")  # what follows a ? is the web's own
 
 
 class DamagedError(Exception):
@@ -259,23 +255,21 @@ class Store:
             UserError: it cannot be reached.
         """
         root = self._address.root
+        is_web = self._address.protocol == "https"
+        magic = (_WEB_MAGIC if is_web else _MAGIC).search(root)
 
         def find(client: Client) -> list[Entry]:
-            if not _MAGIC.search(root):
+            if magic is None:
                 return _below(client, root)
-            start = root[: _MAGIC.search(root).start()].rpartition("/")[0]  # type: ignore[union-attr]
+            start = root[: magic.start()].rpartition("/")[0]
             rest = root[len(start) :]
             pattern = re.compile(glob_translate(root))
             deep = "**" in rest or "/" in rest.strip("/")
             return [e for e in client.entries(start, deep=deep) if pattern.fullmatch(e.name)]
 
         found = [entry for entry in self._persist("", find) if not entry.is_folder]
-        if self._address.protocol == "https":  # what a page names has no size yet
-            ask = self._address.client().info
-            found = [
-                self._persist("", lambda _, e=e: ask(e.name)) if e.size is None else e  # type: ignore[misc]
-                for e in found
-            ]
+        if is_web and magic:  # what a page names has no size yet
+            found = [self._persist("", methodcaller("info", entry.name)) for entry in found]
         by_name = {entry.name: entry for entry in sorted(found, key=lambda entry: entry.name)}
         return list(by_name) == [root], by_name
 
@@ -409,7 +403,7 @@ class Store:
                 raise self._failed(name, error, attempts) from error
             return backoff(failures, first=_BACKOFF_S)
 
-        return retry(lambda: call(self._address.client()), again=again, wait=wait)
+        return retry(lambda: call(client_of(self._address)), again=again, wait=wait)
 
     def _failed(self, name: str, error: Exception, attempts: int) -> UserError:
         line = store_errors.remote_problem(

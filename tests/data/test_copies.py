@@ -21,7 +21,7 @@ from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index, with_sample
 from llmfoundry.data.sources import MDSTokens, OrderedStream, RowOptions, open_source
-from llmfoundry.data.store_clients import without_secrets
+from llmfoundry.data.store_address import without_secrets
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 

@@ -1,39 +1,34 @@
-"""Azure and Google's store, each a server on loopback behind the proxy that fails.
-
-Skipped without them; to run: npm install -g azurite; pip install adlfs gcsfs gcp-storage-emulator.
-"""
+"""Azure and Google's store, each a server on loopback behind the proxy that fails."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.store import ExistsError, Store
 from llmfoundry.errors import UserError
+from tests.data.memory_server import ACCOUNT, MemoryStore, memory_server
 from tests.data.s3_server import BUCKET, FaultyS3
+
+pytest.importorskip("obstore")
 
 DATA = os.urandom(70_001)
 SPEC = FileSpec("a", len(DATA), (("sha1", hashlib.sha1(DATA).hexdigest()),))
-_AZURITE = "devstoreaccount1"  # its account; the key is public, too
-_AZURITE_KEY = (
-    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-)
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 def azure(port: int) -> dict[str, Any]:
-    endpoint = f"BlobEndpoint=http://127.0.0.1:{port}/{_AZURITE};"
-    account = f"AccountName={_AZURITE};AccountKey={_AZURITE_KEY};"
+    endpoint = f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
+    account = f"AccountName={ACCOUNT};AccountKey={_KEY};"
     return {"connection_string": f"DefaultEndpointsProtocol=http;{account}{endpoint}"}
 
 
@@ -44,67 +39,46 @@ def google(port: int) -> dict[str, Any]:
 SETTINGS = {"az": azure, "gs": google}
 
 
-@contextmanager
-def azurite(port: int, folder: Path) -> Iterator[None]:
-    command = shutil.which("azurite-blob")
-    if command is None:
-        pytest.skip("no azurite-blob: npm install -g azurite")
-    options = ["--silent", "--disableTelemetry", "--skipApiVersionCheck", "--location", str(folder)]
-    process = subprocess.Popen([command, "--blobPort", str(port), *options])
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
+@pytest.fixture(scope="module")
+def server() -> Iterator[MemoryStore]:
+    with memory_server(BUCKET) as server:
+        yield server
 
 
-@contextmanager
-def google_emulator(port: int, folder: Path) -> Iterator[None]:
-    emulator = pytest.importorskip(
-        "gcp_storage_emulator.server", reason="pip install gcp-storage-emulator"
-    )
-    server = emulator.create_server("127.0.0.1", port, in_memory=True)
-    server.start()
-    try:
-        yield
-    finally:
-        server.stop()
+@pytest.fixture(scope="module")
+def proxy(server: MemoryStore) -> Iterator[FaultyS3]:
+    faulty = FaultyS3(server.server_port)
+    yield faulty
+    faulty.stop()
 
 
-@pytest.fixture(scope="module", params=["az", "gs"])
+@pytest.fixture(params=["az", "gs"])
 def store(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, FaultyS3]]:
+    request: pytest.FixtureRequest,
+    server: MemoryStore,
+    proxy: FaultyS3,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[str, FaultyS3]:
     """Its protocol, and the proxy before it; it holds data/a and the empty data/empty."""
-    kind = request.param
-    package, serve = {"az": ("adlfs", azurite), "gs": ("gcsfs", google_emulator)}[kind]
-    with pytest.MonkeyPatch.context() as patch:
-        # Or gcsfs asks by gRPC, which the emulator does not speak, of which kind a bucket is.
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        pytest.importorskip(package, reason=f"pip install {package}")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with serve(port, tmp_path_factory.mktemp(kind)):
-        _wait_for(port)
-        files = fsspec.filesystem(kind, skip_instance_cache=True, **SETTINGS[kind](port))
-        files.mkdir(BUCKET)
-        files.pipe_file(f"{BUCKET}/data/a", DATA)
-        files.pipe_file(f"{BUCKET}/data/empty", b"")
-        faulty = FaultyS3(port)
-        yield kind, faulty
-        faulty.stop()
+    server.objects.clear()
+    server.objects.update({"data/a": DATA, "data/empty": b""})
+    proxy.reset()
+    monkeypatch.setattr("llmfoundry.data.store._BACKOFF_S", 0.001)
+    pause = timedelta(milliseconds=1)
+    monkeypatch.setattr("llmfoundry.data.store_clients._FIRST_PAUSE", pause)
+    return request.param, proxy
+
+
+def options(store: tuple[str, FaultyS3], **how: Any) -> FetchOptions:
+    kind, faulty = store
+    settings = {kind: SETTINGS[kind](faulty.server.server_port)}
+    return FetchOptions(retry=3, timeout=20.0, storage_options=settings, **how)
 
 
 @pytest.fixture
-def folder(
-    store: tuple[str, FaultyS3], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ShardFolder:
-    kind, faulty = store
-    faulty.reset()
-    monkeypatch.setattr("llmfoundry.data.store._BACKOFF_S", 0.001)
-    settings = {kind: SETTINGS[kind](faulty.server.server_port)}
-    options = FetchOptions(str(tmp_path), retry=3, timeout=20.0, storage_options=settings)
-    return ShardFolder.open(f"{kind}://{BUCKET}/data", None, options)
+def folder(store: tuple[str, FaultyS3], tmp_path: Path) -> ShardFolder:
+    how = options(store, cache_folder=str(tmp_path))
+    return ShardFolder.open(f"{store[0]}://{BUCKET}/data", None, how)
 
 
 def test_a_file_is_one_request(store: tuple[str, FaultyS3], folder: ShardFolder) -> None:
@@ -121,7 +95,7 @@ def test_what_passes_is_tried_again_by_us_alone(
     began = time.monotonic()
     assert folder.get(SPEC).read_bytes() == DATA
     assert store[1].requests["data/a"] == 2
-    assert time.monotonic() - began < 10  # Azure's library alone would wait for 15 s
+    assert time.monotonic() - began < 10
 
 
 def test_a_cut_connection_is_tried_again(store: tuple[str, FaultyS3], folder: ShardFolder) -> None:
@@ -149,10 +123,72 @@ def test_what_lasts_is_one_line(
     assert faulty.requests["data/a"] == requests
 
 
-def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the server did not come up")
+def test_a_container_that_is_not_there_is_named(store: tuple[str, FaultyS3]) -> None:
+    nobody = Store(f"{store[0]}://nobody/x", options(store), key="save_folder")
+    for ask in (nobody.files, lambda: nobody.read("a")):
+        with pytest.raises(UserError, match=r"there is no bucket nobody; check its name in save_"):
+            ask()
+
+
+def test_a_runs_files_are_written_listed_and_removed(
+    store: tuple[str, FaultyS3], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, faulty = store
+    run = Store(f"{kind}://{BUCKET}/run", options(store), key="save_folder")
+    assert run.files() == {} and run.size("run.lock") is None
+    run.write("run.lock", b"first", new=True)
+    with pytest.raises(ExistsError):
+        run.write("run.lock", b"second", new=True)
+    monkeypatch.setattr("llmfoundry.data.store._PART", 5 << 20)
+    (tmp_path / "large").write_bytes(os.urandom(11 << 20))
+    faulty.faults["PUT *"] = ("internal", 2)
+    run.upload("checkpoints/ba1/x y%", tmp_path / "large")
+    run.download("checkpoints/ba1/x y%", tmp_path / "down", 11 << 20)
+    assert (tmp_path / "down").read_bytes() == (tmp_path / "large").read_bytes()
+    assert run.files() == {"run.lock": 5, "checkpoints/ba1/x y%": 11 << 20}
+    assert run.folders("checkpoints") == ["ba1"] and run.names() == ["checkpoints", "run.lock"]
+    run.delete(["never there", "checkpoints/ba1/x y%"])
+    assert run.files() == {"run.lock": 5}
+
+
+def test_globs_and_folders_of_a_corpus(store: tuple[str, FaultyS3], server: MemoryStore) -> None:
+    server.objects.update({"c/a.txt": b"1", "c/b.txt": b"22", "c/d/a.txt": b"", "c/x": b""})
+
+    def found(path: str) -> tuple[bool, list[str]]:
+        single, files = Store(f"{store[0]}://{BUCKET}/{path}", options(store)).find()
+        return single, [name.removeprefix(f"{BUCKET}/") for name in files]
+
+    assert found("c/*.txt") == (False, ["c/a.txt", "c/b.txt"])
+    assert found("c/**/a.txt") == (False, ["c/a.txt", "c/d/a.txt"])
+    assert found("c") == (False, ["c/a.txt", "c/b.txt", "c/d/a.txt", "c/x"])
+    assert found("c/a.txt") == (True, ["c/a.txt"])
+
+
+def test_azure_is_asked_with_the_accounts_key(server: MemoryStore, proxy: FaultyS3) -> None:
+    server.logins.clear()
+    assert Store(f"az://{BUCKET}/data", options(("az", proxy))).size("empty") == 0
+    assert [login.partition(":")[0] for login in server.logins] == [f"SharedKey {ACCOUNT}"]
+
+
+def test_google_is_asked_with_what_a_service_accounts_key_signs(
+    server: MemoryStore, proxy: FaultyS3, tmp_path: Path
+) -> None:
+    rsa = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.rsa")
+    from cryptography.hazmat.primitives import serialization as form
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    account = {
+        "type": "service_account",
+        "private_key": pem.decode(),
+        "private_key_id": "1",
+        "client_email": "me@here",
+        "client_id": "2",
+    }
+    (tmp_path / "key.json").write_text(json.dumps(account))
+    server.logins.clear()
+    for token in (str(tmp_path / "key.json"), account):
+        settings = {"endpoint_url": f"http://127.0.0.1:{proxy.server.server_port}", "token": token}
+        how = FetchOptions(retry=0, storage_options={"gs": settings})
+        assert Store(f"gs://{BUCKET}/data", how).size("empty") == 0
+    assert server.logins and all(login.startswith("Bearer ey") for login in server.logins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.server
 import os
@@ -20,7 +21,8 @@ from llmfoundry.data import store_errors
 from llmfoundry.data.fetch.request_rate import take_turn
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.store import Store
-from llmfoundry.data.store_clients import Address, _azure, _s3, address_of
+from llmfoundry.data.store_address import Address, address_of
+from llmfoundry.data.store_clients import _azure, _s3, client_of
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 
@@ -205,6 +207,61 @@ def test_a_web_server_without_ranges_will_do(
         web.shutdown()
 
 
+def test_pages_of_a_web_server_are_its_folders(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "deep er").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "deep er/c d.txt", "empty.txt", "x.md"):
+        (site / name).write_text("" if "empty" in name else name)
+    handler = partial(Plain, directory=str(site.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{web.server_port}/site"
+
+        def found(path: str) -> dict[str, int | None]:
+            store = Store(f"{url}{path}", FetchOptions(retry=0))
+            return {name.removeprefix(url): e.size for name, e in store.find()[1].items()}
+
+        assert found("/*.txt") == {"/a.txt": 5, "/b.txt": 5, "/empty.txt": 0}
+        assert found("/a.txt") == {"/a.txt": 5}
+        assert found("").keys() == {
+            "/a.txt",
+            "/b.txt",
+            "/deep%20er/c%20d.txt",
+            "/empty.txt",
+            "/x.md",
+        }
+        assert Store(f"{url}/deep er", FetchOptions()).read("c d.txt") == b"deep er/c d.txt"
+        with pytest.raises(UserError, match=r"site/none: is not there"):
+            found("/none")
+        web.shutdown()
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_login_is_not_sent_on_to_another_host(same_host: bool, tmp_path: Path) -> None:
+    seen: list[str | None] = []
+
+    class Sends(Plain):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            if self.path == "/a":
+                host = "127.0.0.1" if same_host else "localhost"
+                self.send_response(302)
+                self.send_header("Location", f"http://{host}:{web.server_port}/b")
+                self.end_headers()
+                return
+            super().do_GET()
+
+    (tmp_path / "b").write_bytes(b"1")
+    handler = partial(Sends, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://user:pa%40ss@127.0.0.1:{web.server_port}"
+        assert Store(url, FetchOptions(retry=0)).read("a") == b"1"
+        web.shutdown()
+    login = "Basic " + base64.b64encode(b"user:pa@ss").decode()
+    assert seen == [login, login if same_host else None]
+
+
 @pytest.mark.parametrize(
     ("url", "protocol", "root", "options"),
     [
@@ -358,7 +415,7 @@ def test_a_file_system_that_hangs_is_left_after_the_timeout(
 ) -> None:
     release = threading.Event()
     store = Store("memory://hangs", FetchOptions(retry=0, timeout=0.01))
-    files = store._address.client()._files
+    files = client_of(store._address)._files
     monkeypatch.setattr(files, "cat_file", lambda *_, **__: release.wait(10) and b"")
     with pytest.raises(UserError, match=r"no answer, or less .* within 0\.01 s"):
         store.part("a", 0, 1)

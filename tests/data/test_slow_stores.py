@@ -15,6 +15,7 @@ import pytest
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.store import DamagedError, Store
+from llmfoundry.data.store_clients import client_of
 from llmfoundry.errors import UserError
 
 TIMEOUT = 0.4
@@ -154,7 +155,7 @@ def test_parts_shrink_until_a_slow_store_passes(
 ) -> None:
     slow = Slow(steps * STEP / TIMEOUT)
     folder = Store("memory://x", FetchOptions(retry=0, timeout=TIMEOUT))
-    monkeypatch.setattr(folder._address.client(), "_files", slow)
+    monkeypatch.setattr(client_of(folder._address), "_files", slow)
     target = io.BytesIO()
     if passes:
         folder.fetch("a", target, n_bytes=len(DATA))
