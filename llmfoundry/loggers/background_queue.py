@@ -100,6 +100,7 @@ class LogTarget:
     error would come again. `patience_while_away`: seconds after training for a place that fails.
     `tag` gives a session's run tags, which replace those of the same names; None: it has none.
     `is_store`: it keeps what it gets; else it shows what is now, and nothing is made up for later.
+    `is_in_order`: it takes no value of a step before its last one.
     """
 
     label: str
@@ -109,6 +110,7 @@ class LogTarget:
     patience_while_away: float = PATIENCE_WHILE_AWAY
     tag: Callable[[Any, Mapping[str, str]], None] | None = None
     is_store: bool = True
+    is_in_order: bool = False
 
 
 def describe(error: Exception) -> str:
@@ -252,7 +254,8 @@ class BackgroundWriter:
             self._catch_up(self._session, facts.first_batch)
         while self._send_some(self._session):
             pass
-        if self._target.is_store and self._lost.pop(KINDS[0], 0):  # the queue was too short
+        late = self._target.is_store and not self._target.is_in_order
+        if late and self._lost.pop(KINDS[0], 0):  # the queue was too short
             self._catch_up(self._session, sys.maxsize)
         assert self._status is not None
         self._is_ended = self._persist(partial(self._session.end, self._status), "the run's end")

@@ -128,6 +128,7 @@ def wandb_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
         partial(open_session, config, label),
         lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
         lambda error: type(error).__name__ in _PERMANENT,
+        is_in_order=True,  # a step before its last is dropped, with a warning in its own log
     )
 
 

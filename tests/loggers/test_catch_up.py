@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import pytest
 from llmfoundry.commands.track import track
 from llmfoundry.errors import UserError
 from llmfoundry.loggers import background_queue as writer_module
+from llmfoundry.loggers.background_queue import BackgroundWriter, LogTarget, RunFacts
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker
@@ -204,6 +206,32 @@ def test_a_queue_that_was_too_short_is_made_up_for_at_the_end(
     record.close("finished")
     assert in_mlflow(folder) == recorded(folder)
     assert "lacks" not in record.console._stream.getvalue()
+
+
+def test_a_place_that_takes_steps_in_order_is_said_to_lack_what_its_queue_had_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_MAX_WAITING", 10)
+    got: list[int] = []
+    session = SimpleNamespace(
+        max_points=100,
+        steps=lambda name: (),
+        send=lambda points: got.extend(point.batch for point in points),
+        end=lambda status: None,
+    )
+    said: list[str] = []
+    target = LogTarget("W", lambda facts, say: session, is_in_order=True)  # type: ignore[arg-type, return-value]
+    writer = BackgroundWriter(target, note=said.append, warn=said.append)
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"time/batch": {batch}, "loss": 1.0}}\n' for batch in range(1, 16))
+    )
+    for batch in range(1, 16):
+        writer.log(batch, {"loss": 1.0})
+    writer.start(RunFacts("r", tmp_path, 0, 0, {}, {}))
+    writer.end("finished")
+    writer.close()
+    assert got == list(range(1, 11)) and not writer.has_all
+    assert any("W lacks 5 metric values" in line for line in said)
 
 
 @pytest.mark.parametrize("original", ["moved", "copied"])

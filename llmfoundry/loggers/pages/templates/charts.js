@@ -33,7 +33,12 @@
     : gib < 999.95 ? `${gib.toFixed(1)} GiB` : `${(gib / 1024).toFixed(1)} TiB`;
   const FORMS = {number, count, size, tenth: (value) => value.toFixed(1)};
   const round = (text) => text.replace(/^(-?\d+)\.(\d*?)0*(\D*)$/, (_, whole, part, unit) => whole + (part && "." + part) + unit);
-  const tick = (value) => value === null ? "" : Math.abs(value) >= 1e4 ? round(count(value)) : number(Number(value.toPrecision(6)), 6);
+  /* Labels of an axis, all alike: 5k beside 10k. */
+  const ticks = (u, at) => {
+    const short = at.some((value) => Math.abs(value) >= 1e4);
+    const text = (value) => short && value ? round(count(value)) : number(Number(value.toPrecision(6)), 6);
+    return at.map((value) => value === null ? "" : text(value));
+  };
 
   /* The mean of what is finite as far to both sides as there is room. */
   function movingMean(values, window) {
@@ -137,8 +142,8 @@
           points: {show: (u, i) => i % 4 === 0, size: 7, fill: (u, i) => line(i / 4 - 1)(), stroke: (u, i) => line(i / 4 - 1)()}},
         scales: {x: {time: false, range: () => [view.from ?? 0, view.to ?? this.data.end]},
           y: {distr: this.log ? 3 : 1, range: () => this.range()}},
-        axes: [{...axis, size: 30, space: 70, grid: {show: false}, ticks: {...base, size: 4}, border: base, values: (u, at) => at.map(tick)},
-          {...axis, size: 56, grid: {stroke: () => color("--line"), width: 1}, ticks: {show: false}, values: (u, at) => at.map(tick)}],
+        axes: [{...axis, size: 30, space: 70, grid: {show: false}, ticks: {...base, size: 4}, border: base, values: ticks},
+          {...axis, size: 56, grid: {stroke: () => color("--line"), width: 1}, ticks: {show: false}, values: ticks}],
         series: this.series(),
         bands: this.data.lines.flatMap((one, i) => one.low ? [{series: [4 * i + 3, 4 * i + 2], fill: () => shade(line(i)())}] : []),
         hooks: {draw: [(u) => this.marks(u)], setCursor: [(u) => this.tell(u)], setSelect: [(u) => this.pick(u)]},
