@@ -27,10 +27,9 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.files import read_json, write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
-from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.gauntlet.models.own import OwnModel
-from llmfoundry.gauntlet.prompts.settings import Chat, PromptSettings
-from llmfoundry.gauntlet.questions import EvaluatedModel
+from llmfoundry.gauntlet.questions import Chat, EvaluatedModel, PromptSettings
+from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.adapter import switched_off
 from llmfoundry.models.attention import longest_document

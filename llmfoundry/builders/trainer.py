@@ -59,7 +59,7 @@ from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Answered
-from llmfoundry.gauntlet.grading.results import GauntletResult
+from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.models.adapter import adapted_layers, base_sample, is_added, saved_names

@@ -29,7 +29,7 @@ from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.preparation.readers import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, files_of_tasks, read_table
+from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
 from llmfoundry.hf.gguf.write import check_output
 from llmfoundry.loggers.console import Console, format_gib, short_count
 from llmfoundry.models.counts import active_parameter_count, gpu_here

@@ -44,12 +44,11 @@ from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
-from llmfoundry.gauntlet.grading.results import GauntletResult
 from llmfoundry.gauntlet.models.endpoint import Endpoint
-from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
+from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel
-from llmfoundry.gauntlet.prompts.settings import RAW, Chat, PromptSettings
-from llmfoundry.gauntlet.questions import EvaluatedModel
+from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
+from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.loggers.writers import log_evaluation

@@ -7,12 +7,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.fetch.fetch import MANIFEST, Route, fetch, from_foundry
-from llmfoundry.gauntlet.fetch.hub import from_hub
-from llmfoundry.gauntlet.fetch.table import (
+from llmfoundry.gauntlet.fetch import (
+    MANIFEST,
     DataFile,
+    Route,
+    fetch,
     files_of_gauntlet,
     files_of_tasks,
+    from_foundry,
+    from_hub,
     read_table,
 )
 from llmfoundry.recipe.front.paths import IS_REPOSITORY, ROOT, find_file, show

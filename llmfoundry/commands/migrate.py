@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
-from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
+from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.recipe.front.called import as_called
 from llmfoundry.recipe.front.paths import show
 from llmfoundry.recipe.migration.read import read_theirs

@@ -17,20 +17,14 @@ from typing import Any
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.grading.categories import (
-    combine_tasks,
-    grade,
-    missing_benchmarks,
-    wrong_baselines,
-)
-from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.gauntlet_file import EvalGauntlet, read_gauntlet
 from llmfoundry.gauntlet.metrics import Interval, empty_aliases, wilson
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompts.cache import cached_questions, pack_questions, unpack_questions
-from llmfoundry.gauntlet.prompts.settings import PromptSettings
 from llmfoundry.gauntlet.questions import (
     EvaluatedModel,
     Once,
+    PromptSettings,
     Question,
     Refusal,
     Request,
@@ -39,18 +33,24 @@ from llmfoundry.gauntlet.questions import (
     TaskRow,
     here,
 )
-from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
-from llmfoundry.gauntlet.tasks.gauntlet_file import EvalGauntlet, read_gauntlet
-from llmfoundry.gauntlet.tasks.generated.continuations import heldout_rows
-from llmfoundry.gauntlet.tasks.rows import (
+from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.rows import (
     RowsNotFound,
     chance,
+    heldout_rows,
     load_rows,
     majority,
     part_of,
     row_order,
     rows_hash,
 )
+from llmfoundry.gauntlet.scores import (
+    combine_tasks,
+    grade,
+    missing_benchmarks,
+    wrong_baselines,
+)
+from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry.gauntlet import checks
 from llmfoundry.gauntlet.metrics import (
     CHOICE_CALIBRATION,
     LM_CALIBRATION,
     Answer,
     Estimate,
     Verdict,
+    check_problems,
     choice_metrics,
     generation_metrics,
     greedy_metrics,
@@ -110,7 +110,7 @@ def read_generation(row: Mapping[str, Any], place: str) -> TaskRow:
     thought = _text(row, "chain_of_thought") if row.get("chain_of_thought") is not None else ""
     aliases = tuple(dict.fromkeys([answer, *given]))
     if "checks" in row:
-        for problem in checks.check_problems(row["checks"]):
+        for problem in check_problems(row["checks"]):
             raise ValueError(problem)
     return TaskRow(
         (context,),

@@ -11,7 +11,7 @@ import torch
 from llmfoundry.commands.evaluate import check_outside, is_outside, open_outside
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
+from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.recipe.scripts.after_training import EvalRecipe

@@ -26,10 +26,10 @@ from llmfoundry.checkpoint.load import parse_metadata
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.gauntlet.prompts.cache import load_questions
 from llmfoundry.gauntlet.questions import TaskConfig
-from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
-from llmfoundry.gauntlet.tasks.rows import read_source
+from llmfoundry.gauntlet.rows import read_source
 from llmfoundry.hf.read import from_hf
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.tokenizer import TokenizerConfig

@@ -12,7 +12,7 @@ import yaml
 
 from llmfoundry.commands.migrate import migrate_file
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
+from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.recipe.front.load import checked
 from llmfoundry.recipe.front.typed import flat, to_dict
 from llmfoundry.recipe.migration.read import leaves_of, put, read_theirs

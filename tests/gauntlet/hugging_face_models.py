@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
-from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
+from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.hf.open_class import HuggingFaceTokenizer, open_hugging_face
 

@@ -16,12 +16,11 @@ from test_harness import CPU, Recorder, write_tasks
 from llmfoundry.data.text.chat_template import template_of
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.harness_model import HarnessModel
+from llmfoundry.gauntlet.models.harness import HarnessModel
 from llmfoundry.gauntlet.prompts.chat import chat_messages, prompt_text
 from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.prompts.settings import Chat
-from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
-from llmfoundry.gauntlet.tasks.rows import load_rows
+from llmfoundry.gauntlet.questions import Chat, TaskConfig, TaskRow
+from llmfoundry.gauntlet.rows import load_rows
 from tests.gauntlet.hugging_face_models import load_hugging_face
 
 needs_harness = pytest.mark.skipif(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry.gauntlet.fetch.table import files_of_gauntlet, read_table
+from llmfoundry.gauntlet.fetch import files_of_gauntlet, read_table
+from llmfoundry.gauntlet.gauntlet_file import GauntletFile, read_gauntlet
 from llmfoundry.gauntlet.questions import TaskConfig
-from llmfoundry.gauntlet.tasks.gauntlet_file import GauntletFile, read_gauntlet
 from llmfoundry.recipe.front.paths import ROOT, YAMLS
 
 GAUNTLETS = ROOT / "eval" / "gauntlets"

@@ -17,9 +17,16 @@ import yaml
 from huggingface_hub.errors import GatedRepoError
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.fetch import hub as fetch_hub
-from llmfoundry.gauntlet.fetch.fetch import Fetched, FetchError, fetch, from_foundry
-from llmfoundry.gauntlet.fetch.table import DataFile, HubSource, read_table
+from llmfoundry.gauntlet.fetch import (
+    DataFile,
+    Fetched,
+    FetchError,
+    HubSource,
+    fetch,
+    from_foundry,
+    from_hub,
+    read_table,
+)
 from llmfoundry.recipe.front.script import run
 from llmfoundry.recipe.scripts.fetch import FetchRecipe
 
@@ -301,7 +308,7 @@ def test_a_data_set_becomes_rows_with_its_differences_reported(
 def hub_outcome(tmp_path: Path, **changes: Any) -> tuple[bool, str]:
     source = HubSource(**{"id": "someone/x", "split": "test", "mapping": "piqa", **changes})
     file = DataFile("a.jsonl", rows=3, hub=source)
-    return outcomes(tmp_path / "out", fetch_hub.from_hub(), file)["a.jsonl"]
+    return outcomes(tmp_path / "out", from_hub(), file)["a.jsonl"]
 
 
 def test_a_sample_is_drawn_without_repeats_and_always_the_same(tmp_path: Path) -> None:
@@ -374,7 +381,7 @@ def test_licence_and_commit_are_those_of_the_data_sets_card(
 
 
 def test_a_file_that_only_llm_foundry_has_is_reported(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, fetch_hub.from_hub(), DataFile("a.jsonl", rows=1))
+    found = outcomes(tmp_path, from_hub(), DataFile("a.jsonl", rows=1))
     assert found["a.jsonl"] == (
         False,
         "only LLM Foundry's repository has it: from_foundry=PATH",

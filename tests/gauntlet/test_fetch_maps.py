@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.fetch.maps import MAPS
+from llmfoundry.gauntlet.fetch_maps import MAPS
 from llmfoundry.gauntlet.questions import TaskConfig
+from llmfoundry.gauntlet.rows import load_rows
 from llmfoundry.gauntlet.task_types import TASK_TYPES
-from llmfoundry.gauntlet.tasks.rows import load_rows
 
 Row = dict[str, Any]
 

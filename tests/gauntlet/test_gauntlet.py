@@ -18,9 +18,8 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Gauntlet
 from llmfoundry.gauntlet.models.own import OwnModel
-from llmfoundry.gauntlet.prompts.settings import PromptSettings
-from llmfoundry.gauntlet.questions import Prompt, Request, Score, TaskRow
-from llmfoundry.gauntlet.tasks.rows import part_of, row_order
+from llmfoundry.gauntlet.questions import Prompt, PromptSettings, Request, Score, TaskRow
+from llmfoundry.gauntlet.rows import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
 from tests.models.test_decoder import make_config
 

@@ -15,15 +15,15 @@ from generated_solvers import SOLVERS, gold, options, parsed, question
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.rows import chance, generators, heldout_rows, load_rows, majority
 from llmfoundry.gauntlet.task_types import type_of
-from llmfoundry.gauntlet.tasks.gauntlet_file import read_gauntlet
-from llmfoundry.gauntlet.tasks.generated.continuations import heldout_rows
-from llmfoundry.gauntlet.tasks.generated.sets import GENERATORS, generated_rows, make_set
-from llmfoundry.gauntlet.tasks.generated.write import read_recipe
-from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority
 
+SCRIPT = generators()
+GENERATORS, generated_rows, make_set = SCRIPT.GENERATORS, SCRIPT.generated_rows, SCRIPT.make_set
+read_recipe = SCRIPT.read_recipe
 EVAL = Path(__file__).resolve().parents[2] / "eval"
 SETS = read_recipe(EVAL / "generated.yaml")
 GAUNTLETS = ("generated", "generated_hard", "generated_long_context")
@@ -97,7 +97,7 @@ def test_the_command_writes_a_file_for_each_set_and_reports_mistakes_in_one_line
 ) -> None:
     recipe = tmp_path / "my.yaml"
     recipe.write_text("sets: [{name: dyck, rows: 3}, {name: dyck, file: hard, rows: 4, level: 5}]")
-    command = [sys.executable, "-m", "llmfoundry.gauntlet.tasks.generated.write", str(recipe)]
+    command = [sys.executable, str(EVAL / "generated.py"), str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=EVAL.parent)
     assert done.returncode == 0
     rows = [parsed(Path(line).read_text()) for line in done.stdout.splitlines()]

@@ -19,7 +19,7 @@ from prompt_tokenizers import (
 
 from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.harness_model import HarnessModel
+from llmfoundry.gauntlet.models.harness import HarnessModel
 from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
 

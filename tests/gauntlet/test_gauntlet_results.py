@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.grading.categories import (
-    combine_tasks,
-    grade,
-    missing_benchmarks,
-    wrong_baselines,
-)
-from llmfoundry.gauntlet.grading.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.metrics import wilson
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
-from llmfoundry.gauntlet.tasks.gauntlet_file import (
+from llmfoundry.gauntlet.gauntlet_file import (
     BenchmarkConfig,
     CategoryConfig,
     EvalGauntlet,
     TaskConfig,
+)
+from llmfoundry.gauntlet.metrics import wilson
+from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
+from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.scores import (
+    combine_tasks,
+    grade,
+    missing_benchmarks,
+    wrong_baselines,
 )
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"

@@ -12,9 +12,8 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.rows import chance, heldout_rows, load_rows, majority, rows_hash
 from llmfoundry.gauntlet.task_types import TASK_TYPES
-from llmfoundry.gauntlet.tasks.generated.continuations import heldout_rows
-from llmfoundry.gauntlet.tasks.rows import chance, load_rows, majority, rows_hash
 
 LM = {"context": "a", "continuation": "b"}
 CHOICE = {"query": "q", "choices": ["a", "b"], "gold": 1}

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.gauntlet_file import GauntletFile, read_gauntlet
 from llmfoundry.gauntlet.questions import TaskConfig
-from llmfoundry.gauntlet.tasks.gauntlet_file import GauntletFile, read_gauntlet
 from llmfoundry.recipe.front.paths import ROOT
 
 TASK = {

@@ -14,13 +14,11 @@ import pytest
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.tasks.generated.sets import (
-    GENERATORS,
-    SetConfig,
-    generated_rows,
-    make_rows,
-    make_set,
-)
+from llmfoundry.gauntlet.rows import generators
+
+SCRIPT = generators()
+GENERATORS, SetConfig, generated_rows = SCRIPT.GENERATORS, SCRIPT.SetConfig, SCRIPT.generated_rows
+make_rows, make_set = SCRIPT.make_rows, SCRIPT.make_set
 
 LEVELS = (1, 2, 3, 4, 5)
 CHOOSING = [name for name, g in GENERATORS.items() if g.task_type in ("multiple_choice", "schema")]

@@ -21,9 +21,8 @@ from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models import generation
-from llmfoundry.gauntlet.models.generation import Ranks, generate_texts
-from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.models import own
+from llmfoundry.gauntlet.models.own import OwnModel, Ranks, generate_texts
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
@@ -210,7 +209,7 @@ def test_slots_hold_no_more_tokens_than_asked_for(size: int) -> None:
     if size == 1:
         generate_texts(prompts, make_engine, ranks=ranks, **how)
         assert made == [(2, 45), (16, 6)]
-    classes = list(generation._classes(prompts))
+    classes = list(own._classes(prompts))
     assert sorted(i for members, _ in classes for i in members) == list(range(40))
     for members, length in classes:
         ends = [len(prompts[i].tokens) + prompts[i].max_new_tokens for i in members]

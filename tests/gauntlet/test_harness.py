@@ -22,9 +22,8 @@ from hugging_face_models import plain_logprobs, save_model, save_tokenizer
 from llmfoundry.commands.evaluate import evaluate as evaluate_command
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.harness import HarnessResult, HarnessTasks
-from llmfoundry.gauntlet.models.harness_model import HarnessModel
-from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
+from llmfoundry.gauntlet.models.harness import HarnessModel, HarnessResult, HarnessTasks
+from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.scripts.after_training import EvalRecipe

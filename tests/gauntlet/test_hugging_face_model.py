@@ -25,7 +25,7 @@ from hugging_face_models import (
 
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models.hugging_face_model import HuggingFaceModel
+from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.hf.open_class import HuggingFaceTokenizer
 from tests.gauntlet.hugging_face_models import load_hugging_face

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.grading.categories import measure_task
 from llmfoundry.gauntlet.metrics import (
     Answer,
     answers_of,
@@ -23,6 +22,7 @@ from llmfoundry.gauntlet.metrics import (
     wilson,
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
+from llmfoundry.gauntlet.scores import measure_task
 from llmfoundry.gauntlet.task_types import judge_answer
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"

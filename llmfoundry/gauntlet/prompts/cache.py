@@ -19,16 +19,16 @@ import numpy as np
 from llmfoundry.data.preparation.cache import build_once, cache_key, lock_build
 from llmfoundry.data.text.tokenizer import SpecialTokens, special_tokens
 from llmfoundry.gauntlet.prompts.native import questions, uses_chat
-from llmfoundry.gauntlet.prompts.settings import Chat
 from llmfoundry.gauntlet.questions import (
+    Chat,
     Prompt,
     Question,
     Request,
     TaskConfig,
     TaskRow,
 )
+from llmfoundry.gauntlet.rows import rows_hash
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
-from llmfoundry.gauntlet.tasks.rows import rows_hash
 from llmfoundry.inference.requests import common_prefix
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.encode import Joint, encode_joint, reasons, right_answer
 from llmfoundry.gauntlet.prompts.encode import right_context as right
-from llmfoundry.gauntlet.prompts.settings import Chat
-from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import Chat, TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of
 from llmfoundry.inference.requests import common_prefix
 

@@ -28,8 +28,7 @@ from llmfoundry.gauntlet.prompts.encode import (
     right_context,
 )
 from llmfoundry.gauntlet.prompts.foundry import foundry_questions
-from llmfoundry.gauntlet.prompts.settings import Chat
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import Chat, Prompt, Question, Request, TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of
 
 if TYPE_CHECKING:

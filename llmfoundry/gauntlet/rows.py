@@ -2,41 +2,57 @@
 
 `Gauntlet` calls `load_rows` once a task, then `row_order`, `chance`, `majority` and `rows_hash`. A
 row has contexts and choices, and at most one of the two has more than one entry; its type's reader
-makes it (`task_types`). What is not there raises `RowsNotFound`, so that a caller may
-continue without the task; all else `UserError`.
+makes it (`task_types`). What is not there raises `RowsNotFound`, so that a caller may continue
+without the task; all else `UserError`.
+
+Two kinds of rows are made here. `heldout://continuations`: which of four pieces of text comes next?
+They are cut from the run's own held-out documents, so that every corpus has a task that measures
+what was trained, and depend on the documents' content alone, not on their order; the wrong pieces
+are equally long pieces of other held-out documents. `instructions://NAME`: generated chats, whose
+questions are those of `data.instructions`, which training sets are made of as well; of the split
+held_out, and of lengths, none is ever in one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import gzip
 import hashlib
+import importlib.util
+import itertools
 import json
 import math
+import random
+import re
+import sys
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import fsspec
 
 from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.data.instructions import Exchange, check_tasks, draw_exchange, right_message
 from llmfoundry.data.preparation.files import list_url
 from llmfoundry.data.store import MissingError, Store
 from llmfoundry.errors import UserError, import_optional
+from llmfoundry.gauntlet.gauntlet_file import BROKEN, is_broken
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import TaskType, filled_text, short_repr, type_of
-from llmfoundry.gauntlet.tasks.generated import chats
-from llmfoundry.gauntlet.tasks.generated.sets import SCHEME, generated_rows
-from llmfoundry.gauntlet.tasks.task_reader import BROKEN, is_broken
 from llmfoundry.recipe.front.paths import ROOT, nearest_path, show
 from llmfoundry.recipe.values.checks import nearest
 
 RawRow = str | Mapping[str, Any]
 
 FETCH = "python scripts/fetch_eval_data.py"
+GENERATED = "generated://"
 
 # Fields of rows that hold lists or numbers; the others are made of columns as text.
 _LISTS = ("choices", "context_options", "aliases")
@@ -176,11 +192,11 @@ def read_source(
     uri = task.dataset_uri
     if uri.startswith("hf://"):
         yield from _hub_rows(task, gauntlet_path, key)
-    elif uri.startswith(SCHEME):
-        for number, row in enumerate(generated_rows(uri, key=key), start=1):
+    elif uri.startswith(GENERATED):
+        for number, row in enumerate(generators().generated_rows(uri, key=key), start=1):
             yield f"{uri}:{number}", row
-    elif uri.startswith(chats.SCHEME):
-        for number, row in enumerate(chats.chat_rows(uri, key=key), start=1):
+    elif uri.startswith(CHATS):
+        for number, row in enumerate(chat_rows(uri, key=key), start=1):
             yield f"{uri}:{number}", row
     elif "://" in uri:
         for name, content in _remote_files(uri, key, fetching or FetchOptions()):
@@ -188,6 +204,18 @@ def read_source(
     else:
         for path in local_files(uri, gauntlet_path, key):
             yield from _lines(show(path), _read(path, key))
+
+
+@functools.cache
+def generators() -> ModuleType:
+    """`eval/generated.py`, which makes the rows at generated://..."""
+    name = "llmfoundry_eval_generated"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / "generated.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def local_files(uri: str, gauntlet_path: Path, key: str) -> list[Path]:
@@ -352,3 +380,198 @@ def _mapped(row: Mapping[str, Any], parsing_map: Mapping[str, list[str]]) -> Map
 
 def _reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+CHOICES = 4
+_WITHIN_LINE = re.compile(r"(?<=\S)(?= ?\S)")  # at line borders, bigrams alone are near chance
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Settings in the query of the address: heldout://continuations?rows=50&piece_chars=80."""
+
+    rows: int = 100
+    """Questions at most; there are fewer where held-out text is short."""
+    context_chars: int = 200
+    """Text before the piece, at most: it begins at a line border and ends within a line."""
+    piece_chars: int = 32
+    """Length of every choice. Short: where the true piece joins on, small models see most."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A place in a document: what comes before it, and the piece after it."""
+
+    document: int
+    context: str
+    piece: str
+
+
+def heldout_rows(task: TaskConfig, texts: list[str]) -> list[TaskRow]:
+    """Multiple-choice rows cut from held-out documents.
+
+    Raises:
+        UserError: a wrong address; text too short for a single row.
+    """
+    shape = _shape(task)
+    documents = sorted(set(texts), key=_text_digest)
+    enough = max(shape.rows, CHOICES)
+    cuts = list(itertools.islice(_documents_with_cuts(documents, shape), enough))
+    pieces = [cut for of_document in cuts for cut in of_document]
+    rows: list[TaskRow] = []
+    for cut in _round_robin(cuts):
+        if len(rows) == shape.rows:
+            break
+        wrong = _wrong_pieces(cut, pieces)
+        if wrong is not None:
+            rows.append(_heldout_row(cut, wrong, len(rows), task))
+    if not rows:
+        need = shape.context_chars + shape.piece_chars
+        raise UserError(
+            f"icl_tasks: {task.label}: dataset_uri: {task.dataset_uri}: the held-out text"
+            f" ({len(documents)} documents) gives no question; it takes a few documents of more"
+            f" than {need} characters. Raise data.validation_fraction or remove the task"
+        )
+    return rows
+
+
+def _shape(task: TaskConfig) -> _Shape:
+    """The settings in the task's address."""
+    key = f"icl_tasks: {task.label}: dataset_uri: {task.dataset_uri}"
+    address = urlsplit(task.dataset_uri)
+    if address.netloc != "continuations" or address.path:
+        raise UserError(f"{key}: is unknown; write heldout://continuations")
+    if task.icl_task_type != "multiple_choice":
+        raise UserError(f"{key}: gives choices; write icl_task_type: multiple_choice")
+    names = [f.name for f in fields(_Shape)]
+    values: dict[str, int] = {}
+    for name, value in parse_qsl(address.query, keep_blank_values=True):
+        if name not in names:
+            hint = nearest(name, names)
+            raise UserError(f"{key}: unknown setting '{name}'{hint} (known: {', '.join(names)})")
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"{key}: {name} is {value!r}; write a whole number above 0")
+        values[name] = int(value)
+    return _Shape(**values)
+
+
+def _documents_with_cuts(documents: list[str], shape: _Shape) -> Iterator[list[_Cut]]:
+    """The cuts of each document that is long enough for one."""
+    for i, text in enumerate(documents):
+        if cuts := _shuffled_cuts(i, text, shape):
+            yield cuts
+
+
+def _shuffled_cuts(document: int, text: str, shape: _Shape) -> list[_Cut]:
+    """Places of a document whose contexts and pieces do not overlap, in an order of its own."""
+    cuts, at = [], shape.context_chars
+    while (match := _WITHIN_LINE.search(text, at)) is not None:
+        cut = match.start()
+        piece = text[cut : cut + shape.piece_chars]
+        if len(piece) < shape.piece_chars:
+            break
+        context = text[cut - shape.context_chars : cut]
+        border = context.find("\n") + 1  # the rest of a line that began before is left out
+        cuts.append(_Cut(document, context[border:], piece))
+        at = cut + shape.piece_chars + shape.context_chars
+    random.Random(_text_digest(text)).shuffle(cuts)
+    return cuts
+
+
+def _round_robin(cuts: list[list[_Cut]]) -> Iterator[_Cut]:
+    """The first cut of every document, then every second one, and so on."""
+    for turn in range(max(map(len, cuts), default=0)):
+        for of_document in cuts:
+            if turn < len(of_document):
+                yield of_document[turn]
+
+
+def _wrong_pieces(cut: _Cut, pieces: list[_Cut]) -> list[str] | None:
+    """Three pieces of other documents, all different from each other and from the true one."""
+    rng = random.Random(_text_digest(cut.context + cut.piece))
+    wrong: dict[str, None] = {}
+    for other in rng.sample(pieces, len(pieces)):
+        if other.document != cut.document and other.piece != cut.piece:
+            wrong[other.piece] = None
+        if len(wrong) == CHOICES - 1:
+            return list(wrong)
+    return None
+
+
+def _heldout_row(cut: _Cut, wrong: list[str], number: int, task: TaskConfig) -> TaskRow:
+    gold = number % CHOICES  # no index is more often right than another
+    choices = (*wrong[:gold], cut.piece, *wrong[gold:])
+    return TaskRow((cut.context,), choices, gold, f"{task.dataset_uri}:{number + 1}")
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+CHATS = "instructions://"
+_DEFAULTS = {"rows": "50", "seed": "1", "split": "held_out"}
+_PATIENCE = 2000  # draws without a new question before a task is said to have no more
+
+
+def chat_rows(uri: str, *, key: str) -> Iterator[dict[str, Any]]:
+    """Different rows of one task: {"messages", "answer", "reply", "checks", "tools"}.
+
+    Args:
+        uri: a task's name, then rows, seed and split (held_out; lengths; train), with defaults.
+        key: where the address is written; begins every line of an error.
+
+    Raises:
+        UserError: an unknown task or setting, a wrong value, more rows than there are.
+    """
+    task, n, seed, split = _read_address(uri, f"{key}: {uri}: ")
+    seen: set[str] = set()
+    number = in_vain = 0
+    while len(seen) < n:
+        exchange = draw_exchange(task, number, seed=seed, split=split)
+        number += 1
+        asked = json.dumps([exchange.messages, exchange.tools])
+        if asked in seen:
+            in_vain += 1
+            if in_vain == _PATIENCE:
+                raise UserError(
+                    f"{key}: {uri}: rows: {n}, but {task} has about {len(seen)} questions in"
+                    f" {split}; write less"
+                )
+            continue
+        seen.add(asked)
+        in_vain = 0
+        yield _chat_row(exchange)
+
+
+def _chat_row(exchange: Exchange) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "messages": list(exchange.messages),
+        "answer": exchange.answer or json.dumps(exchange.call),
+        "reply": right_message(exchange),
+        "checks": [dict(check) for check in exchange.checks],
+    }
+    if exchange.tools:
+        row["tools"] = list(exchange.tools)
+    return row
+
+
+def _read_address(uri: str, where: str) -> tuple[str, int, int, str]:
+    task, _, query = uri.removeprefix(CHATS).partition("?")
+    written = parse_qsl(query, keep_blank_values=True)
+    given = dict(written)
+    problems = [
+        f"{where}unknown key '{name}'{nearest(name, _DEFAULTS)} (keys: {', '.join(_DEFAULTS)})"
+        for name in given
+        if name not in _DEFAULTS
+    ]
+    if len(given) < len(written):
+        problems.append(f"{where}has a setting twice; write each once")
+    given = {**_DEFAULTS, **given}
+    for name in ("rows", "seed"):
+        value = given[name]
+        if not (value.isascii() and value.isdecimal() and 0 < int(value) < 10**6):
+            problems.append(f"{where}{name}: {value!r}; write a whole number above 0")
+    if problems:
+        raise UserError(*problems)
+    check_tasks([task], split=given["split"], key=where)
+    return task, int(given["rows"]), int(given["seed"]), given["split"]

@@ -1,8 +1,9 @@
 """From rows of data sets on the Hugging Face hub to rows as LLM Foundry's files have them.
 
-`fetch_hub` calls these. Each function takes one row with the columns that its source publishes and
-gives the rows that it becomes: mostly one, none where the source's row does not fit, several where
-a source keeps a conversation in one row. The wording is LLM Foundry's where its file was seen.
+`fetch.from_hub` calls these. Each function takes one row with the columns that its source publishes
+and gives the rows that it becomes: mostly one, none where the source's row does not fit, several
+where a source keeps a conversation in one row. The wording is LLM Foundry's where its file was
+seen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What an evaluation found, and how it is written down: table, JSON, metrics, one line per choice.
 
-`categories` makes the results; the trainer, `scripts/eval.py` and the pages of `track` read them.
+`scores` makes the results; the trainer, `scripts/eval.py` and the pages of `track` read them.
 The idea: a number that does not exist is None here, null in JSON, n/a in a table, absent among the
 metrics, and never replaced by something else.
 """

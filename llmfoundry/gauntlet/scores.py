@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmfoundry.gauntlet.grading.results import CategoryOfTask, Cost, GauntletResult, TaskResult
+from llmfoundry.gauntlet.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet
 from llmfoundry.gauntlet.metrics import (
     BITS,
     NOT_GENERATED,
@@ -29,8 +29,8 @@ from llmfoundry.gauntlet.metrics import (
     share_right,
 )
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
+from llmfoundry.gauntlet.results import CategoryOfTask, Cost, GauntletResult, TaskResult
 from llmfoundry.gauntlet.task_types import judge_answer, type_of
-from llmfoundry.gauntlet.tasks.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet
 from llmfoundry.recipe.values.checks import nearest
 
 CONTRADICTED = 0.005  # baselines are given with two or three decimals

@@ -1,1 +1,0 @@
-"""Rows of public benchmarks, brought into a folder."""

@@ -1,1 +1,0 @@
-"""From judged answers to scores: categories, the result."""

@@ -1,1 +1,0 @@
-"""What is asked: gauntlet files, their tasks, the rows of each."""

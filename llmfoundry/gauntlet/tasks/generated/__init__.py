@@ -1,1 +1,0 @@
-"""Seeded generators of evaluation rows, answers right by construction; no download."""
