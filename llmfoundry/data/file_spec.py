@@ -14,7 +14,7 @@ from typing import Any
 from llmfoundry.recipe.data import DataConfig, n_bytes
 
 INDEX = "index.json"
-COPIES = ".copies.json"  # beside copies: whose they are (`copies`)
+COPIES = ".copies.json"  # beside copies: whose they are
 PART = ".part"  # ends the name of a file that is being written
 PACKED = ".packed"  # likewise of the compressed form of one, until it is unpacked
 

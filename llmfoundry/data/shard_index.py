@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmfoundry.data.fetch.copies import some_of
-from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder, some_of
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.token_shards import FORMAT, StreamIndex

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from llmfoundry.data import store_errors
-from llmfoundry.data.fetch import copies
-from llmfoundry.data.fetch.copies import COPIES, some_of
-from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.fetch import shard_files
+from llmfoundry.data.fetch.shard_files import COPIES, FetchOptions, ShardFolder, some_of
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Order
 from llmfoundry.data.shard_index import read_index, with_sample
@@ -234,8 +233,8 @@ def test_copies_that_may_only_be_read_are_read(
 
     one, near = write(tmp_path / "one", 1), tmp_path / "near"
     shutil.copytree(one, near)
-    monkeypatch.setattr(copies, "lock", refuse)
-    monkeypatch.setattr(copies, "atomic_file", refuse)
+    monkeypatch.setattr(shard_files, "lock", refuse)
+    monkeypatch.setattr(shard_files, "atomic_file", refuse)
     assert values(opened(one, near, cache=tmp_path / "c")[1]) == {1}
     assert not (near / COPIES).exists()
     (near / COPIES).write_text(json.dumps({"remote": "file:///elsewhere", "index": ""}))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.data import store_errors
-from llmfoundry.data.fetch.request_rate import take_turn
+from llmfoundry.data.fetch.shard_cache import take_turn
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.store import Store
 from llmfoundry.data.store_address import Address, address_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing
 import os
 import resource
 import signal
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +21,7 @@ from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolde
 from llmfoundry.errors import UserError
 from llmfoundry.files import lock, try_lock
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
+from tests.tiny import ROOT
 
 N_FILES, N_BYTES = 20, 10_000
 
@@ -92,12 +93,11 @@ def start(do: Callable[[], object]) -> int:
     return child
 
 
-def start_anew(work: Callable[..., object], *arguments: object) -> int:
-    """Do it in a process that shares nothing, as stores ask of one; its process id."""
-    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
-    process.start()
-    assert process.pid is not None
-    return process.pid
+def start_anew(work: str, *arguments: object) -> int:
+    """Do it in a process that shares nothing, as buckets ask of one; its process id."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import *"
+    code += f"; from tests.data.test_shard_cache import *; {work}{arguments!r}"
+    return os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
 
 
 @contextlib.contextmanager
@@ -137,14 +137,14 @@ def read_one(tmp_path: Path) -> None:
 
 def test_four_processes_download_each_file_once(s3: FaultyS3, tmp_path: Path) -> None:
     # Two in the same order, which meet at every file; two from elsewhere.
-    children = [start_anew(read_all, tmp_path, first) for first in (0, 0, 7, 15)]
+    children = [start_anew("read_all", tmp_path, first) for first in (0, 0, 7, 15)]
     assert all([succeeded(child) for child in children])
     assert s3.requests == {f"data/s/{n}": 1 for n in range(N_FILES)}
 
 
 def test_what_a_killed_process_began_is_done_by_the_next(s3: FaultyS3, tmp_path: Path) -> None:
     s3.faults["data/s/0"] = ("trickle", 1)
-    with killed_after(start_anew(read_one, tmp_path)) as kill:
+    with killed_after(start_anew("read_one", tmp_path)) as kill:
         assert s3.started.wait(20)
         folder = opened(tmp_path)
         part = next((tmp_path / "cache").rglob(f"0{PART}"))

@@ -14,8 +14,8 @@ from threading import Event
 
 import pytest
 
-from llmfoundry.data.fetch import prefetch
-from llmfoundry.data.fetch.prefetch import N_THREADS, Prefetcher
+from llmfoundry.data.fetch import shard_fetch
+from llmfoundry.data.fetch.shard_fetch import N_THREADS, Prefetcher
 from llmfoundry.data.fetch.shard_files import CompressedFile, FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.file_spec import in_words
 from llmfoundry.errors import UserError
@@ -281,7 +281,7 @@ def test_a_queue_that_fails_is_reported_at_the_next_use() -> None:
 
 
 def test_a_folder_that_is_closed_ends_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_RETRY_S", 0.001)
+    monkeypatch.setattr(shard_fetch, "_RETRY_S", 0.001)
     entered: Queue[Event] = Queue()
 
     def fetch(spec: FileSpec, cancelled: Event) -> None:

@@ -2,7 +2,7 @@
 
 `shard_fetch` reserves room here before it downloads and pins what is read. Any number of processes,
 runs and users share a cache. What they have in common is in three small files of its folder, read
-and written under one lock: `.files` (a path a line), `.used` (bytes) and `.rate` (`request_rate`).
+and written under one lock: `.files` (a path a line), `.used` (bytes) and `.rate` (`take_turn`).
 One idea: nothing about single files is written down. A file's own lock shows that it is in use (and
 ends with its user), its modification time when it last was. A time to come means that it was
 fetched ahead and nobody has used it: room for another file ahead is never made of those.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,9 @@ from llmfoundry.files import LockedFile, lock, publish, try_lock
 _AHEAD_S = 3600.0  # after this long a file that was fetched ahead counts as used
 _DIGITS = 20  # of the number in .used
 _SPARE = 0.05  # of the limit, freed beyond what is needed, so that few files in a row cost a scan
+_MOMENT = struct.Struct("<d")
+_BURST_S = 1.0  # what a second allows may be made at once after a pause
+_STALE_S = 600.0  # a moment further off was written before the clock was set back
 
 
 @dataclass(frozen=True)
@@ -260,3 +264,28 @@ def _delete(file: _File) -> bool:
     except PermissionError:
         return False
     return True
+
+
+def take_turn(path: Path, *, per_second: float, mode: int) -> float:
+    """Take the next turn of a machine's requests; returns the seconds to wait for it.
+
+    The file holds the moment at which the next request may begin. Under its lock each request takes
+    that moment and moves it on by a share of a second, then waits for it unlocked.
+
+    Args:
+        path: the file that all share.
+        per_second: requests.
+        mode: the file's permissions, if it is made.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with lock(path, mode=mode) as locked:
+        now = time.time()
+        stored = os.pread(locked.descriptor, _MOMENT.size, 0)
+        turn = _MOMENT.unpack(stored)[0] if len(stored) == _MOMENT.size else now
+        if not turn <= now + _STALE_S:  # written this way to catch NaN too
+            turn = now
+        turn = max(turn, now - _BURST_S)
+        os.pwrite(locked.descriptor, _MOMENT.pack(turn + 1 / per_second), 0)
+    return float(max(0.0, turn - now))
