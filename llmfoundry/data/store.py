@@ -30,7 +30,7 @@ from llmfoundry.data.store_address import address_of, without_secrets
 from llmfoundry.data.store_clients import STEP, Client, Entry, LocalFileError, client_of
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_path
-from llmfoundry.retry import backoff, retry
+from llmfoundry.retry import backoff, retry, within
 
 T = TypeVar("T")
 
@@ -403,7 +403,10 @@ class Store:
                 raise self._failed(name, error, attempts) from error
             return backoff(failures, first=_BACKOFF_S)
 
-        return retry(lambda: call(client_of(self._address)), again=again, wait=wait)
+        def ask() -> T:
+            return _with_signals(lambda: call(client_of(self._address)))
+
+        return retry(ask, again=again, wait=wait)
 
     def _failed(self, name: str, error: Exception, attempts: int) -> UserError:
         line = store_errors.remote_problem(
@@ -481,6 +484,13 @@ class _SeekableFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
+
+
+def _with_signals(call: Callable[[], T]) -> T:
+    """What `call` gives; signals are handled meanwhile, for which obstore itself does not wake."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    return within(threading.TIMEOUT_MAX, call)
 
 
 def _below(client: Client, root: str) -> list[Entry]:

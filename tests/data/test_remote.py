@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.server
 import os
+import signal
 import struct
 import sys
 import threading
@@ -160,6 +161,28 @@ def test_a_trickle_is_a_failure_after_the_timeout(s3: FaultyS3, tmp_path: Path) 
     assert time.monotonic() - began < 5
     s3.faults["data/a"] = ("trickle", 1)
     assert folder.get(SPEC).read_bytes() == DATA
+
+
+def test_a_signal_is_handled_while_a_store_is_silent(s3: FaultyS3) -> None:
+    s3.faults["data/a"] = ("trickle", 1)  # of an hour
+    store = Store(f"s3://{BUCKET}/data", FetchOptions(timeout=60.0))
+
+    def end() -> None:
+        assert s3.started.wait(20)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    threading.Thread(target=end, daemon=True).start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.read("a")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - began < 10
 
 
 def test_a_store_that_is_not_there_is_reported(tmp_path: Path, s3: FaultyS3) -> None:
