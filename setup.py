@@ -1,6 +1,6 @@
 """Builds the package; a wheel also carries the scripts, recipes and gauntlets beside it.
 
-In the repository these are folders of their own, which `llmfoundry/recipe/front/paths.py` finds; in
+In the repository these are folders of their own, which `llmfoundry/recipe/paths.py` finds; in
 a wheel they lie in llmfoundry/shipped/. All else is in pyproject.toml.
 """
 

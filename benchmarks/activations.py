@@ -27,10 +27,10 @@ from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.torch_private import storage_reference
 from llmfoundry.plan.meter import LiveBytes
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.recipe.front.typed import build
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.paths import ROOT
+from llmfoundry.recipe.typed import build
 
 LENGTH, ROWS, LAST = 128, 2, 10  # tokens of a row, rows of a step, steps whose losses are compared
 BASE = {

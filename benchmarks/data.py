@@ -73,10 +73,9 @@ from llmfoundry.distributed.launch import join
 from llmfoundry.files import write_json
 from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.ops.packed_layout import Batch
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.step import train_step
 from llmfoundry.train.trainer import Trainer
 

@@ -36,8 +36,8 @@ from llmfoundry.gauntlet.questions import Request
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import write_settings
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import Problem, build
 
 VOCAB = 8192
 EOS = 0

@@ -39,7 +39,7 @@ from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.paths import ROOT
 
 LENGTH, BATCH, PACKED_BATCH, RANK, VOCAB = 1024, 8, 2, 16, 8192
 """Tokens of a row at most; padded rows, and packed rows of about as many tokens, of a step."""

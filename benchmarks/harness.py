@@ -32,7 +32,7 @@ import torch
 from benchmarks.contenders import ROWS, SEQ, VOCAB
 from llmfoundry.files import atomic_write
 from llmfoundry.loggers.environment import environment
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.paths import ROOT
 from llmfoundry.terminal import columns
 
 RESULTS = Path(__file__).parent / "results"

@@ -40,9 +40,8 @@ from llmfoundry.plan.communication import Messages, communication, waited_for
 from llmfoundry.plan.memory import GIB, estimate
 from llmfoundry.plan.seconds import StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import GPUS
-from llmfoundry.recipe.parallel import LEVELS, Degrees
-from llmfoundry.recipe.parallel_limits import limits
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.parallel import RECOMPUTED, Degrees, limits
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard
 
@@ -332,7 +331,7 @@ def sent(argv: list[str]) -> None:
     parser.add_argument("recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--checkpointing", default="selective", choices=LEVELS)
+    parser.add_argument("--checkpointing", default="selective", choices=RECOMPUTED)
     given = parser.parse_args(argv)
     more = [
         f"model.n_layers={given.layers}",

@@ -48,9 +48,9 @@ from llmfoundry.plan.count import fill
 from llmfoundry.plan.fit import choose_fit, with_guessed_vocabulary
 from llmfoundry.plan.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
 from llmfoundry.plan.meter import GpuKernels, LiveBytes
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.objective import CrossEntropy
 from llmfoundry.train.optim.optimizers import build_optimizer

@@ -35,8 +35,8 @@ from llmfoundry.plan.communication import communication
 from llmfoundry.plan.layouts import TAKEN, Layout, Setting, rank
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.seconds import FLASH_3, Speeds, StepSeconds, speeds, step_seconds
-from llmfoundry.recipe.front.hardware import Hardware
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.hardware import Hardware
+from llmfoundry.recipe.train import TrainRecipe
 
 FOLDER = Path(__file__).parent / "published"
 FITTED = {("mpt-1b", 8), ("mpt-7b", 8), ("mpt-30b", 8)}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Timed, interleaved, median_step, ratio, table, timed, write
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.paths import ROOT
 
 LOG = 20  # steps between two lines
 WARM_UP = 2  # lines

@@ -27,7 +27,7 @@ from urllib.parse import parse_qsl
 import yaml
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
 
 MAX_LEVEL = 5
 CHOICES = 4

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.called import mark_console
-from llmfoundry.recipe.front.paths import ROOT, YAMLS, nearest_path
-from llmfoundry.recipe.front.script import versions
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.command_line import mark_console
+from llmfoundry.recipe.paths import ROOT, YAMLS, nearest_path
+from llmfoundry.recipe.script import versions
 from llmfoundry.terminal import outlast_readers
 
 _SCRIPTS = ROOT / "scripts"

@@ -9,8 +9,8 @@ A run writes runs/NAME/, as scripts/train.py does; an adapter stands beside each
 peft's format. `--help adapter`, `--help data` and so on print a section's keys.
 """
 
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
     run(FinetuneRecipe, "llmfoundry.commands.train:train", help=__doc__)

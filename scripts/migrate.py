@@ -10,8 +10,8 @@ possible (what to do); and one where the tool's own default is another than ours
 out. Exit status 2 if the result needs an edit before it loads.
 """
 
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.migrate import MigrateRecipe
+from llmfoundry.recipe.before_training import MigrateRecipe
+from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
     run(MigrateRecipe, "llmfoundry.commands.migrate:migrate_file", help=__doc__)

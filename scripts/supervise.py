@@ -11,7 +11,7 @@ in the run's events.jsonl. Exit status: 0 complete, 2 a mistake in the recipe, 7
 """
 
 from llmfoundry.commands.supervise import recipe_type
-from llmfoundry.recipe.front.script import run
+from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
     run(recipe_type, "llmfoundry.commands.supervise:supervise", help=__doc__)

@@ -9,13 +9,12 @@ from typing import Any
 
 from llmfoundry.data.preparation.readers import FILE_TYPES
 from llmfoundry.gauntlet.task_types import TASK_TYPES
-from llmfoundry.recipe.architecture.attention import NORMS
-from llmfoundry.recipe.front import plugins
+from llmfoundry.recipe import plugins, schema
+from llmfoundry.recipe.attention import NORMS
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.schedule import SCHEDULES
-from llmfoundry.recipe.values import choices
-from llmfoundry.recipe.values.choices import ChoiceTable
+from llmfoundry.recipe.schema import ChoiceTable
 
 TABLES: list[ChoiceTable[Any]] = [
     OPTIMIZERS,
@@ -39,7 +38,7 @@ def tables_as_before() -> Iterator[Callable[[], None]]:
         for name in plugins._imported:
             sys.modules.pop(name, None)
         plugins._imported.clear()
-        choices.not_imported.clear()
+        schema.not_imported.clear()
 
     try:
         yield undo

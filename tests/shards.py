@@ -11,8 +11,7 @@ from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import StreamIndex, TokenWriter
 from llmfoundry.files import write_json
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 
 
 def bytes_tokenizer() -> Tokenizer:

@@ -28,7 +28,7 @@ from llmfoundry.plan.communication import (
     spanning,
     waited_for,
 )
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from tests.selection import slow_but
 from tests.warm_scripts import on_ranks
 

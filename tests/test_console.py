@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry.recipe.front.called import as_called, mark_console
+from llmfoundry.recipe.command_line import as_called, mark_console
 from tests.tiny import ENV, ROOT, write_recipe
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))

@@ -30,12 +30,12 @@ from llmfoundry.plan.fit import (
     load_line,
 )
 from llmfoundry.plan.memory import estimate, weight_bytes
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
-from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.parallel import Degrees, ParallelConfig
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from tests.selection import slow_but
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from llmfoundry.commands.train import train
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS, find_file
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import YAMLS, find_file
 from tests.tiny import losses, write_recipe
 
 RECIPES = sorted((YAMLS / "finetune").glob("*.yaml"))

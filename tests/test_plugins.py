@@ -18,10 +18,10 @@ from llmfoundry.data.preparation.readers import is_readable
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.memory import estimate
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.after_training import EvalRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.after_training import EvalRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 from tests.plugin_tables import tables_as_before
 from tests.tiny import ROOT, write_recipe
 
@@ -36,7 +36,7 @@ from torch import nn
 from llmfoundry.data.preparation.readers import FILE_TYPES, FileType
 from llmfoundry.gauntlet.questions import TaskRow
 from llmfoundry.gauntlet.task_types import TASK_TYPES
-from llmfoundry.recipe.architecture.attention import NORMS, NormType
+from llmfoundry.recipe.attention import NORMS, NormType
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS, CallbackType, LoggerType
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerType
 from llmfoundry.recipe.schedule import SCHEDULES, ScheduleType

@@ -11,10 +11,10 @@ from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.commands.train import train
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan.fit import guess_vocab_size
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.duration import Duration
+from llmfoundry.recipe.checks import Duration
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import losses, write_recipe
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))

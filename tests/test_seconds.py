@@ -15,11 +15,11 @@ from llmfoundry.plan.communication import BASE, HOP, Messages
 from llmfoundry.plan.count import count
 from llmfoundry.plan.layouts import Setting, own_layout, rank
 from llmfoundry.plan.seconds import CUDA, Product, head, products, speeds, step_seconds
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS
 from llmfoundry.recipe.hardware import GPUS
+from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.parallel import Degrees
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 
 A100, H100 = GPUS["A100 80GB"], GPUS["H100"]
 FAST = 1e18  # bytes/s: memory that bounds nothing

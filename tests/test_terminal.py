@@ -17,8 +17,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed.fsdp import _OWN_BUFFERS
-from llmfoundry.recipe.front.called import command_line
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.command_line import command_line
+from llmfoundry.recipe.paths import ROOT
 from llmfoundry.terminal import columns, progress, quiet_libraries
 
 BAR = """

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from llmfoundry.models.decoder import Root
-from llmfoundry.recipe.activation_memory import ActivationMemory
-from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.parallel import ActivationMemory, ParallelConfig
 from tests.warm_scripts import ENV as ENV
 from tests.warm_scripts import run_script
 

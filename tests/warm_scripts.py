@@ -32,8 +32,8 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISAB
 ENV["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA does not begin in a fork
 IMPORTED = (
     *(f"llmfoundry.commands.{name}" for name in ("train", "evaluate", "convert", "generate")),
-    "llmfoundry.recipe.front.script",
-    "llmfoundry.recipe.front.compose",
+    "llmfoundry.recipe.script",
+    "llmfoundry.recipe.compose",
     "transformers.models.auto.modeling_auto",
     "torch._dynamo",
     "tqdm.auto",
@@ -179,8 +179,8 @@ def _main() -> None:
     sys.path[0] = str(SCRIPTS)
     for name in IMPORTED:
         importlib.import_module(name)
-    from llmfoundry.recipe.front.load import checked
-    from llmfoundry.recipe.scripts.train import TrainRecipe
+    from llmfoundry.recipe.load import checked
+    from llmfoundry.recipe.train import TrainRecipe
 
     recipe = str(SCRIPTS.parent / "yamls/quickstart.yaml")
     checked(TrainRecipe, recipe, ["max_duration=1ba"])  # a third of a second less for each fork

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu_check.plan import CORPUS, CUDA, REASON, Row, append
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.paths import ROOT
 
 GIB = 2**30
 PLUGIN = "benchmarks.gpu_check.timing"  # of a run of `scripts/train.py`
@@ -119,8 +119,7 @@ def corpus(device: torch.device, *, tokens: int, folder: Path = Path(CORPUS)) ->
     from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
     from llmfoundry.data.token_shards import StreamIndex, TokenWriter
     from llmfoundry.files import write_json
-    from llmfoundry.recipe.data import DataConfig
-    from llmfoundry.recipe.tokenizer import TokenizerConfig
+    from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 
     tokenizer = build_tokenizer(TokenizerConfig(name="bytes"), DataConfig(), progress=False)
     generator, dtype, left, documents = np.random.default_rng(0), np.dtype("<u2"), tokens, 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.paths import ROOT
 
 CUDA, DEVICE, FACTS, CORPUS = "cuda", "device", "facts", "corpus"
 WAITING, OK, FAILED, NO_TIME, NOT_HERE = "waiting", "ok", "failed", "no time", "not here"

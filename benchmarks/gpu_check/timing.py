@@ -33,7 +33,7 @@ from llmfoundry.ops.attention.select import choose
 from llmfoundry.plan.memory import FRAMEWORK, estimate
 from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
-from llmfoundry.recipe.values.choices import REQUIRED
+from llmfoundry.recipe.schema import REQUIRED
 from llmfoundry.train.callbacks import peak_memory
 from llmfoundry.train.trainer import Callback, Trainer
 

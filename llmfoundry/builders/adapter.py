@@ -30,10 +30,10 @@ from llmfoundry.models.adapter import (
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.train import TrainRecipe
 
 FOLDER = "adapter"
 """In a checkpoint: the adapter as peft's own folder."""

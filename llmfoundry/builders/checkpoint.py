@@ -27,12 +27,12 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import flat, know_secrets, require
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.bounds import out_of_bounds
+from llmfoundry.recipe.schema import out_of_bounds
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import flat, know_secrets, require
 
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:

@@ -48,11 +48,10 @@ from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, prob
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.filter import FilterConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.checks import Clock
+from llmfoundry.recipe.data import DataConfig, FilterConfig
 from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig
-from llmfoundry.recipe.values.duration import Clock
+from llmfoundry.recipe.train import TrainRecipe
 
 _DECODED = 256  # rows of a shard that say how many bytes a token stands for
 

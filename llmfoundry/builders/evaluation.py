@@ -37,9 +37,9 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.ops.loss import chunk_tokens
 from llmfoundry.plan.rows import USABLE, memory_of_process, microbatches
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.preference import Preference, build_preference
 from llmfoundry.train.validation import validate, validate_answers
 

@@ -12,7 +12,7 @@ from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.models.decoder import Root
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,10 @@ from llmfoundry.plan.fit import Fit
 from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.rows import rows_per_process
 from llmfoundry.processes import start_module
-from llmfoundry.recipe.front.plugins import imported
+from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.parallel import EXPERT
-from llmfoundry.recipe.scripts.train import GRAPH_MODES, TrainRecipe
-from llmfoundry.recipe.values.checks import divisors
+from llmfoundry.recipe.plugins import imported
+from llmfoundry.recipe.train import GRAPH_MODES, TrainRecipe
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 
 FOLDER = "probes"

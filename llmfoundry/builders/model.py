@@ -20,8 +20,8 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops import devices
 from llmfoundry.ops.attention.select import refusal
 from llmfoundry.ops.moe import mixture as moe
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.train import TrainRecipe
 
 Recipe = TypeVar("Recipe", bound=TrainRecipe)
 

@@ -34,7 +34,7 @@ from llmfoundry.models.adapter import merge_into
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import is_quantized
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.model import HFModelConfig
 
 HUGGING_FACE, CHAT, COMPLETIONS = "hf:", "chat:", ("http://", "https://")
 ADAPTER = "adapter_config.json"

@@ -41,8 +41,8 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.terminal import progress
 from llmfoundry.train.preference import answer_log_probs, mismatched
 

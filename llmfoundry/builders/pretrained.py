@@ -34,17 +34,16 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import grown
 from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
 from llmfoundry.ops.shard_layout import assign, full_tensor
-from llmfoundry.recipe.architecture.attention import ATTN_IMPLS
-from llmfoundry.recipe.architecture.hf_model import HF_CAUSAL_LM, HFModelConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.front.typed import Problem, build, dump, flat, know_secrets, require, to_dict
-from llmfoundry.recipe.front.yamlfile import read_yaml
+from llmfoundry.recipe.adapter import PretrainedConfig
+from llmfoundry.recipe.attention import ATTN_IMPLS
+from llmfoundry.recipe.checks import nearest, one_of
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.model import HF_CAUSAL_LM, HFModelConfig, ModelConfig
+from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.checks import nearest, one_of
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import Problem, build, dump, flat, know_secrets, require, to_dict
+from llmfoundry.recipe.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from llmfoundry.hf.peft.read import ReadAdapter

@@ -30,8 +30,8 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.shard_layout import local_shard
 from llmfoundry.processes import end_with
-from llmfoundry.recipe.front.plugins import import_plugins
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.plugins import import_plugins
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.spikes import Guard
 from llmfoundry.train.step import StepSettings, train_step
 

@@ -38,9 +38,9 @@ from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantization
-from llmfoundry.recipe.front.typed import flat
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import flat
 from llmfoundry.train.spikes import Return
 from llmfoundry.train.trainer import Trainer
 

@@ -79,14 +79,13 @@ from llmfoundry.plan.fit import (
 )
 from llmfoundry.plan.rows import memory_of_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.front.typed import to_yaml
-from llmfoundry.recipe.parallel import EXPERT, node_size, recomputation
-from llmfoundry.recipe.parallel_limits import compiled_limits, limits
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.tokenizer import PRETRAINED
-from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.recipe.checks import Clock, Duration
+from llmfoundry.recipe.data import PRETRAINED
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_size, recomputation
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.objective import CROSS_ENTROPY, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY

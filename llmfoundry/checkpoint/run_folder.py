@@ -36,8 +36,8 @@ from llmfoundry.events import CHECKPOINTS, FOLDERS
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.exit_status import ENDS_FOLDER as SUPERVISED
 from llmfoundry.files import parse_json
-from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.train import TrainRecipe
 
 
 def run_storage(recipe: TrainRecipe) -> Storage:

@@ -34,7 +34,7 @@ from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.errors import one_line
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import LockedFile, try_lock
-from llmfoundry.recipe.front.paths import show
+from llmfoundry.recipe.paths import show
 
 _NAME = re.compile(r"ba\d{7,}")
 _LATE_S = 60.0  # as long as NFS may remember that a name was not there

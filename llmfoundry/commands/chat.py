@@ -13,9 +13,9 @@ from llmfoundry.commands.generate import open_conversation, open_drawn
 from llmfoundry.distributed.launch import join
 from llmfoundry.errors import UserError
 from llmfoundry.inference.text import Conversation
+from llmfoundry.recipe.after_training import ChatRecipe
+from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.after_training import ChatRecipe
-from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.terminal import shown_on
 
 HELP = """/reset        start over, with the same system message

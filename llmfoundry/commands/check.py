@@ -19,9 +19,9 @@ from llmfoundry.distributed.launch import World, join, slurm_environment, wanted
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.files import read_json
 from llmfoundry.processes import keep_children, kill_all
-from llmfoundry.recipe.health_check import HealthCheckConfig
-from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.before_training import Checked, CheckRecipe
+from llmfoundry.recipe.resilience import HealthCheckConfig
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.resilience.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.resilience.check.host import NamedPath, recipe_paths, write_and_read
 from llmfoundry.resilience.check.report import JSON, check_lines, write_check

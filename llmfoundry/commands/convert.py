@@ -39,14 +39,14 @@ from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy import LazyTensor
 from llmfoundry.models.quantized import is_quantized
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.front.typed import as_written, flat, to_yaml
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.data import TokenizerConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.source import TEXT
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import as_written, flat, to_yaml
 from llmfoundry.redaction import public
 
 # What tells one training from another, where the recipe has it.

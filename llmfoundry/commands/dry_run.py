@@ -1,6 +1,6 @@
 """`--dry-run` of every script: what the command would do; nothing is written, nothing trained.
 
-`recipe/front/script.py` calls `print_plan` in the command's place, once the recipe is checked. The
+`recipe/script.py` calls `print_plan` in the command's place, once the recipe is checked. The
 idea: what a command refuses before it begins is refused here too, with the same words.
 """
 
@@ -49,24 +49,30 @@ from llmfoundry.plan.layouts import TAKEN
 from llmfoundry.plan.memory import GIB, MemoryEstimate
 from llmfoundry.plan.rows import memory_of_process
 from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
+from llmfoundry.recipe.after_training import (
+    ConvertRecipe,
+    DrawRecipe,
+    EvalRecipe,
+    ServeRecipe,
+    TrackRecipe,
+)
+from llmfoundry.recipe.before_training import (
+    Checked,
+    CheckRecipe,
+    FetchRecipe,
+    MigrateRecipe,
+    PlanRecipe,
+    PrepareRecipe,
+)
+from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.front.hardware import Hardware
-from llmfoundry.recipe.front.paths import find_file, show
-from llmfoundry.recipe.hardware import Gpu
-from llmfoundry.recipe.migration.write import report
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.hardware import Gpu, Hardware
+from llmfoundry.recipe.migration import report
 from llmfoundry.recipe.parallel import node_size
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe, DrawRecipe, EvalRecipe
-from llmfoundry.recipe.scripts.check import Checked, CheckRecipe
-from llmfoundry.recipe.scripts.fetch import FetchRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, load_run
-from llmfoundry.recipe.scripts.migrate import MigrateRecipe
-from llmfoundry.recipe.scripts.plan import PlanRecipe
-from llmfoundry.recipe.scripts.prepare import PrepareRecipe
-from llmfoundry.recipe.scripts.serve import ServeRecipe
-from llmfoundry.recipe.scripts.track import TrackRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.paths import find_file, show
 from llmfoundry.recipe.source import SourceConfig
-from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.check.host import recipe_paths
 

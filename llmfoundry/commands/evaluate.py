@@ -52,15 +52,15 @@ from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.loggers.writers import log_evaluation
+from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.front.typed import missing, require
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.scripts.after_training import EvalRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import missing, require
 from llmfoundry.redaction import OPTIONS, public, public_texts
 
 PAGE, REPORT = "gauntlet.html", "report.html"

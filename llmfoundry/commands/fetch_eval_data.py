@@ -18,9 +18,9 @@ from llmfoundry.gauntlet.fetch import (
     from_hub,
     read_table,
 )
-from llmfoundry.recipe.front.paths import IS_REPOSITORY, ROOT, find_file, show
-from llmfoundry.recipe.scripts.fetch import FetchRecipe
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.before_training import FetchRecipe
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.paths import IS_REPOSITORY, ROOT, find_file, show
 
 _LOCAL_DATA = (ROOT if IS_REPOSITORY else Path()) / "eval" / "local_data"
 

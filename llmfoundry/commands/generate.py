@@ -12,8 +12,8 @@ from llmfoundry.inference.decoder_rows import first_process, stream_tokens
 from llmfoundry.inference.engine import SlotEngine, check_length, stream
 from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.inference.text import Conversation, stream_text
+from llmfoundry.recipe.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
 from llmfoundry.terminal import shown_on
 
 

@@ -33,9 +33,9 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import printable
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.inspect import InspectRecipe
-from llmfoundry.recipe.values.duration import Clock
+from llmfoundry.recipe.before_training import InspectRecipe
+from llmfoundry.recipe.checks import Clock
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 

@@ -7,13 +7,19 @@ from pathlib import Path
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
-from llmfoundry.recipe.front.called import as_called
-from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.migration.read import read_theirs
-from llmfoundry.recipe.migration.walk import GAUNTLET, Migration, migrate
-from llmfoundry.recipe.migration.write import gauntlet_text, recipe_text, report
+from llmfoundry.recipe.before_training import MigrateRecipe
+from llmfoundry.recipe.command_line import as_called
+from llmfoundry.recipe.migration import (
+    GAUNTLET,
+    Migration,
+    gauntlet_text,
+    migrate,
+    read_theirs,
+    recipe_text,
+    report,
+)
 from llmfoundry.recipe.other_tools.entry import Verdict
-from llmfoundry.recipe.scripts.migrate import MigrateRecipe
+from llmfoundry.recipe.paths import show
 from llmfoundry.redaction import hide, public
 
 

@@ -39,13 +39,12 @@ from llmfoundry.plan.layouts import (
 )
 from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.seconds import Speeds, in_seconds, speed_line, speeds, step_line
-from llmfoundry.recipe.front.hardware import Hardware
-from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.hardware import GPUS, known_gpu, short_name
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.plan import PlanRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.recipe.before_training import PlanRecipe
+from llmfoundry.recipe.checks import Clock, Duration
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.hardware import GPUS, Hardware, known_gpu, short_name
+from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 

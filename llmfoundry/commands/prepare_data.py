@@ -16,8 +16,8 @@ from llmfoundry.data.preparation.prepare import (
 )
 from llmfoundry.data.preparation.write import Output, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.recipe.before_training import PrepareConfig, PrepareRecipe
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.scripts.prepare import PrepareConfig, PrepareRecipe
 from llmfoundry.recipe.source import CORPORA
 from llmfoundry.redaction import public
 

@@ -14,8 +14,8 @@ from llmfoundry.distributed.launch import join
 from llmfoundry.errors import UserError, enough_memory, import_optional
 from llmfoundry.inference.serve.requests import Served
 from llmfoundry.inference.serve.worker import EngineWorker
+from llmfoundry.recipe.after_training import ServeRecipe
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.serve import ServeRecipe
 from llmfoundry.redaction import OPTIONS, hide, public
 
 _CLOSING = 10  # seconds, once all is written or given up, for clients to read it

@@ -15,11 +15,11 @@ from pathlib import Path
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.processes import end_with_starters
-from llmfoundry.recipe.front.argv import CommandLine
-from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.recipe.resilience.supervise import NODES
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe, is_finetuning
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.command_line import CommandLine
+from llmfoundry.recipe.finetune import FinetuneRecipe, is_finetuning
+from llmfoundry.recipe.paths import ROOT
+from llmfoundry.recipe.resilience import NODES
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.supervise import slurm
 from llmfoundry.resilience.supervise.attempt import SUPERVISED

@@ -9,9 +9,9 @@ from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.tracker import send_record
-from llmfoundry.recipe.front.typed import require
-from llmfoundry.recipe.scripts.finetune import load_run
-from llmfoundry.recipe.scripts.track import TrackRecipe
+from llmfoundry.recipe.after_training import TrackRecipe
+from llmfoundry.recipe.finetune import load_run
+from llmfoundry.recipe.typed import require
 
 
 def track(recipe: TrackRecipe) -> None:

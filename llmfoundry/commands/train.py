@@ -23,11 +23,11 @@ from llmfoundry.files import atomic_write
 from llmfoundry.loggers.pages.report import metric_rows, read_evaluations
 from llmfoundry.loggers.pages.scores import changes, console_lines
 from llmfoundry.loggers.tracker import Tracker
-from llmfoundry.recipe.front.called import command_line
-from llmfoundry.recipe.front.typed import to_yaml
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.command_line import command_line
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.source import TEXT
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.resilience.hang.start_monitor import keep_recorder, monitored
 from llmfoundry.terminal import outlast_full_disks
 from llmfoundry.train.trainer import Trainer

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
 
 HELD_OUT = 0.1
 """Share of all questions that are never in training."""

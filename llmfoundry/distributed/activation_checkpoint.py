@@ -32,8 +32,8 @@ from llmfoundry.ops.torch_private import (
     selective_contexts,
     set_activation_memory_budget,
 )
-from llmfoundry.recipe.activation_memory import BLOCK, EXPERTS, ActivationMemory
-from llmfoundry.recipe.scripts.train import GRAPH_ADVICE, GRAPH_MODES
+from llmfoundry.recipe.parallel import BLOCK, EXPERTS, ActivationMemory
+from llmfoundry.recipe.train import GRAPH_ADVICE, GRAPH_MODES
 
 Forward = Callable[..., Any]  # of a block and its inputs
 FP8_CAPABILITY = (8, 9)  # Triton has no e4m3 below Ada

@@ -35,8 +35,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.attention.base import AttentionSpec, working_dtype
 from llmfoundry.ops.packed_layout import Batch, Ranges
 from llmfoundry.ops.torch_private import all_gather, all_to_all, reduce_scatter
-from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.parallel_limits import context_method
+from llmfoundry.recipe.parallel import ParallelConfig, context_method
 
 
 def apply_context_parallel(root: Root, meshes: Meshes | None, config: ParallelConfig) -> None:

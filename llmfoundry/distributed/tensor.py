@@ -50,8 +50,7 @@ from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantization
 from llmfoundry.models.tensor_parallel import TensorRanks, tensor_parallel_dim
 from llmfoundry.ops.devices import to_autocast_dtype
-from llmfoundry.recipe.parallel import Degrees
-from llmfoundry.recipe.parallel_limits import tensor_adapters
+from llmfoundry.recipe.parallel import Degrees, tensor_adapters
 
 KEY = "parallel.tensor_parallel_degree"
 

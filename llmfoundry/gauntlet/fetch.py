@@ -26,9 +26,9 @@ from llmfoundry.errors import UserError, import_optional
 from llmfoundry.files import atomic_write, publish
 from llmfoundry.gauntlet.fetch_maps import MAPS, Row
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet, read_section
-from llmfoundry.recipe.front.paths import find_file, show
-from llmfoundry.recipe.front.yamlfile import read_yaml
-from llmfoundry.recipe.values.checks import nearest, one_of
+from llmfoundry.recipe.checks import nearest, one_of
+from llmfoundry.recipe.paths import find_file, show
+from llmfoundry.recipe.yaml_file import read_yaml
 
 MANIFEST = "manifest.json"
 FOUNDRY_DATA = "scripts/eval/local_data"

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
-from llmfoundry.recipe.front import yamlfile
-from llmfoundry.recipe.front.paths import find_file
-from llmfoundry.recipe.front.typed import Problem, build
-from llmfoundry.recipe.schema import Schema, item_of
-from llmfoundry.recipe.values.bounds import leaves
-from llmfoundry.recipe.values.checks import at_least, fraction, nearest, one_of
+from llmfoundry.recipe import yaml_file
+from llmfoundry.recipe.checks import at_least, fraction, nearest, one_of
+from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.schema import Schema, item_of, leaves
+from llmfoundry.recipe.typed import Problem, build
 
 WEIGHTINGS = ("EQUAL", "SAMPLE_SZ", "LOG_SAMPLE_SZ")
 BASELINES = ("file", "chance", "majority")
@@ -105,7 +104,7 @@ def read_gauntlet(path: Path) -> GauntletFile:
         UserError: every unknown key, wrong value and missing file, with the place of each.
     """
     path = find(str(path), beside=Path("."), key="eval.gauntlet")
-    top = yamlfile.read_yaml(path)
+    top = yaml_file.read_yaml(path)
     problems = [
         f"{path}: unknown key '{key}'{nearest(key, _KEYS)} (keys: {', '.join(_KEYS)})"
         for key in top
@@ -138,7 +137,7 @@ def _follow(path: Path, top: Mapping[str, Any], key: str) -> tuple[Path, Mapping
     if not isinstance(name, str):
         return path, top
     other = find(name, beside=path, key=f"{path}: {key}")
-    content = yamlfile.read_yaml(other)
+    content = yaml_file.read_yaml(other)
     if content.get(key) is None or isinstance(content[key], str):
         hint = nearest(key, content)
         raise UserError(f"{path}: {key}: {name} has no key {key} with something below it{hint}")
@@ -166,7 +165,7 @@ def _read_definitions(
         names = content.get("definitions") or []
         for name in names if isinstance(names, list) else [names]:
             source = find(str(name), beside=path, key=f"{path}: definitions")
-            entries = yamlfile.read_yaml(source).get("tasks")
+            entries = yaml_file.read_yaml(source).get("tasks")
             if not isinstance(entries, list) or not entries:
                 problems.append(f"{source}: tasks: is missing or empty; write a list of tasks")
                 continue

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score, TaskConfig, TaskRow
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
 
 TIE = 1e-6  # nats per unit compared; closer numbers are the same up to rounding
 BUCKETS = 10  # of confidence, as Composer's

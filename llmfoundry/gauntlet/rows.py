@@ -46,8 +46,8 @@ from llmfoundry.errors import UserError, import_optional
 from llmfoundry.gauntlet.gauntlet_file import BROKEN, is_broken
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import TaskType, filled_text, short_repr, type_of
-from llmfoundry.recipe.front.paths import ROOT, nearest_path, show
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.paths import ROOT, nearest_path, show
 
 RawRow = str | Mapping[str, Any]
 

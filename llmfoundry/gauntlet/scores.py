@@ -31,7 +31,7 @@ from llmfoundry.gauntlet.metrics import (
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.results import CategoryOfTask, Cost, GauntletResult, TaskResult
 from llmfoundry.gauntlet.task_types import judge_answer, type_of
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
 
 CONTRADICTED = 0.005  # baselines are given with two or three decimals
 DEFAULT_AVERAGE = "default_average"  # LLM Foundry's name of the mean of all categories

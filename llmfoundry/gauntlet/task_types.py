@@ -26,8 +26,8 @@ from llmfoundry.gauntlet.metrics import (
     judge_written,
 )
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
-from llmfoundry.recipe.values.checks import nearest
-from llmfoundry.recipe.values.choices import ChoiceTable
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.schema import ChoiceTable
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 DOCUMENT_START = "llmfoundry_document_start"
 """Key of an exported model's config.json: ids that documents began with in its training."""

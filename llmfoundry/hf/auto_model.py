@@ -30,8 +30,8 @@ from llmfoundry.models.slots import PlacedCache
 from llmfoundry.ops.attention.base import AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build, to_dict
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import Problem, build, to_dict
 
 OURS = (None, "eager", "sdpa")  # attention that is the decoder's own, by its own kernels
 LOADED = {"missing_keys": "is not in the file", "unexpected_keys": "has no place in the model"}

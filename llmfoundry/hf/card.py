@@ -14,7 +14,7 @@ from pathlib import Path
 from llmfoundry.files import atomic_write
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
 from llmfoundry.hf.gguf.architectures import SHAPES
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 _LOAD = """\
 import torch

@@ -26,7 +26,7 @@ from llmfoundry.models.router import Routing
 from llmfoundry.models.slots import Piece
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
 from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.model import HFModelConfig
 
 PROBE = (6, 3, 8, 1, 6)  # lengths of the documents that ways are tried on
 

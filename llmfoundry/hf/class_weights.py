@@ -20,7 +20,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.hf.causal_lm import HFCausalLM, read_hf_config
 from llmfoundry.hf.read import open_weights
 from llmfoundry.models.adapter import is_added, plain_name
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
+from llmfoundry.recipe.model import HFModelConfig
 
 Read = Callable[[str], Tensor]
 PREFIX = "hf."  # before the class's own names in ours

@@ -19,7 +19,7 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import is_mixture
 from llmfoundry.models.lazy import Make, Read
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 Made = Iterator[tuple[str, Make]]
 Stack = Make  # of w1, v1 or w2, (E, f, D)

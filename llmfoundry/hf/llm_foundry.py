@@ -15,10 +15,10 @@ from typing import Any
 from llmfoundry.hf import experts
 from llmfoundry.hf.architectures import FOUNDRY_OFF
 from llmfoundry.hf.tensor_names import Rule, WeightMap
-from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build
+from llmfoundry.recipe.attention import LLAMA3_KEYS
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.typed import Problem, build
 
 FOUNDRY = "MPTForCausalLM"  # transformers' class is called MptForCausalLM
 MIXTURES = ("torch_dmoe", "mb_dmoe")  # the first without a balancing loss

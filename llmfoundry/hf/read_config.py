@@ -35,23 +35,20 @@ from llmfoundry.hf.architectures import (
 from llmfoundry.hf.llm_foundry import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.hf.tensor_names import MAPS, has_bias
 from llmfoundry.hf.write_config import FLOOR, NEO, SCALE, TUNING, field_text, get
-from llmfoundry.recipe.architecture.attention import (
+from llmfoundry.recipe.attention import (
+    DEFAULT,
     LLAMA3_KEYS,
     ROPE_TYPES,
-    RopeConfig,
-    TemperatureConfig,
-)
-from llmfoundry.recipe.architecture.blocks import (
-    DEFAULT,
     AttentionOverride,
     BlockOverride,
     BlockOverridesConfig,
     BlockRun,
+    RopeConfig,
+    TemperatureConfig,
 )
-from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build, to_type
-from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.values.bounds import MOST_LAYERS
+from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.schema import MOST_LAYERS, Schema
+from llmfoundry.recipe.typed import Problem, build, to_type
 
 ROPES = ("rope_parameters", "rope_scaling")
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that no field reads

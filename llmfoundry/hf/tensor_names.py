@@ -23,7 +23,7 @@ from llmfoundry.hf import experts
 from llmfoundry.hf.experts import ExpertNames, experts_to_ours, experts_to_theirs, present
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy import LazyTensor, Make, Read, Unread, last_read, lazy, same
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.lazy import LazyTensor, Read, by_source, lazy, same
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 NOTED_BYTES = 1 << 28  # written before the journal has it: 256 MiB, which a resumption may repeat
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)

@@ -34,11 +34,10 @@ from llmfoundry.hf.architectures import (
     is_mixture,
 )
 from llmfoundry.hf.tensor_names import MAPS, has_bias, padding
-from llmfoundry.recipe.architecture.attention import LLAMA3_KEYS
-from llmfoundry.recipe.architecture.blocks import LayerConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import to_dict
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.attention import LLAMA3_KEYS, LayerConfig
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import to_dict
 
 POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
 LOW = "low_precision_"

@@ -37,8 +37,8 @@ from llmfoundry.loggers.background_queue import (
     Samples,
     event_tags,
 )
+from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.redaction import public
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")

@@ -29,8 +29,8 @@ from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, rea
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS
 from llmfoundry.loggers.pages.report import STATUS, write_report
 from llmfoundry.loggers.writers import close_all, make_writers, stores
-from llmfoundry.recipe.front.typed import as_written, flat
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.redaction import public, public_texts
 
 _REPORT_SECONDS, _REPORT_SHARE = 15.0, 0.01  # between reports of a run under way, at least

@@ -28,7 +28,7 @@ from llmfoundry.models.layers import Embedding, Linear
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.router import Router
-from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
+from llmfoundry.recipe.adapter import ALL_LINEAR, AdapterConfig
 
 QKV = ("q_proj", "k_proj", "v_proj")
 FUSED = "Wqkv"

@@ -22,9 +22,8 @@ from llmfoundry.models.layers import Linear
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec, alibi_slopes
 from llmfoundry.ops.attention.select import attend
 from llmfoundry.ops.packed_layout import PackedLayout, at
-from llmfoundry.recipe.architecture.attention import NORMS
-from llmfoundry.recipe.architecture.blocks import LayerConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.attention import NORMS, LayerConfig
+from llmfoundry.recipe.model import ModelConfig
 
 KeysValues = tuple[Tensor, Tensor]  # (B, S, KV, hd) each, as attention takes them
 Table = tuple[Tensor, Tensor]  # cosine and sine, (..., T, 1, head_dim) in fp32

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantized_shapes
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.hardware import GPUS, Gpu, known_gpu
+from llmfoundry.recipe.model import HFModelConfig, ModelConfig
 
 EXPERTS = "ffn.experts."  # in the names of what routers choose from
 

@@ -39,9 +39,8 @@ from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.architecture.attention import NORMS
-from llmfoundry.recipe.architecture.blocks import LayerConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.attention import NORMS, LayerConfig
+from llmfoundry.recipe.model import ModelConfig
 
 R = TypeVar("R")
 Kind = tuple[int, tuple[int, float] | None]  # window and sharpening: what contexts differ by

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.shard_layout import assign
-from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
+from llmfoundry.recipe.model import InitConfig, ModelConfig
 
 # projections that write to the residual stream
 RESIDUAL = ("out_proj.weight", "down_proj.weight", "experts.w2")

@@ -20,7 +20,7 @@ from llmfoundry.ops import nf4
 from llmfoundry.ops.activations import from_text, to_text
 from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.ops.shard_layout import full_tensor
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 
 class Linear(nn.Linear):

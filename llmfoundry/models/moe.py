@@ -24,7 +24,7 @@ from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.moe.mixture import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.ops.shard_layout import full_tensor
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 
 class ExpertWeights(nn.Module):

@@ -23,7 +23,7 @@ from llmfoundry.models.router import Router
 from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
 from llmfoundry.ops.shard_layout import block_view, local_blocks, local_ranges
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 
 def narrow_frozen(model: Decoder, dtype: torch.dtype) -> None:

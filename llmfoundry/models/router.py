@@ -20,7 +20,7 @@ from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import adapted
 from llmfoundry.ops.devices import without_autocast
 from llmfoundry.ops.torch_private import start_all_reduce, wait
-from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
+from llmfoundry.recipe.model import FFNConfig, ModelConfig
 
 
 class Router(Linear):

@@ -26,7 +26,7 @@ from llmfoundry.models.attention import (
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels, attend
 from llmfoundry.ops.devices import available_host_memory
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 WASTE = 2
 """Keys that slots attended to together look at, for each that their sequences have, at most."""

@@ -1,4 +1,4 @@
-"""Elementwise activations and their derivatives, by the names of recipe/architecture/ffn.py.
+"""Elementwise activations and their derivatives, by the names of recipe/model.py.
 
 A layer that autograd differentiates takes `function`; the mixture of experts, which recomputes
 activations in its own backward pass, needs `backward` as well: the gradient of the input from the

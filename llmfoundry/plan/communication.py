@@ -25,9 +25,8 @@ from typing import NamedTuple
 from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.shards import REDUCED, Shares, seen_by_tokens, shares, tokens_of_row
 from llmfoundry.recipe.hardware import GPUS, Gpu
-from llmfoundry.recipe.parallel import NODE, Degrees, recomputation
-from llmfoundry.recipe.parallel_limits import context_method
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.parallel import NODE, Degrees, context_method, recomputation
+from llmfoundry.recipe.train import TrainRecipe
 
 LINK_REACHED, NETWORK_REACHED = 0.8, 0.9
 """Shares of the data sheets' bytes/s that NCCL's rings reach with large messages: 361 to 367 of 450

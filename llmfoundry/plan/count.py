@@ -32,12 +32,10 @@ from llmfoundry.ops.devices import Planned, planned_for
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.torch_private import unwatched_shapes
 from llmfoundry.plan.meter import Amounts, GpuKernels, Meter, Pass, Reading, Recorded, Work
-from llmfoundry.recipe.activation_memory import ActivationMemory
-from llmfoundry.recipe.architecture.blocks import LayerConfig
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.parallel import Degrees, ParallelConfig, recomputation
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.attention import LayerConfig
+from llmfoundry.recipe.model import HFModelConfig, ModelConfig
+from llmfoundry.recipe.parallel import ActivationMemory, Degrees, ParallelConfig, recomputation
+from llmfoundry.recipe.train import TrainRecipe
 
 CPU = torch.device("cpu")
 FEW = 2

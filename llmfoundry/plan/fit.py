@@ -28,15 +28,13 @@ from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate, weight_bytes
 from llmfoundry.plan.rows import USABLE, microbatches, rows_per_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.front.paths import YAMLS, recipe_name
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.hardware import Gpu
-from llmfoundry.recipe.parallel import LEVELS, recomputation
-from llmfoundry.recipe.parallel_limits import compiled_limits
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.parallel import RECOMPUTED, compiled_limits, recomputation
+from llmfoundry.recipe.paths import YAMLS, recipe_name
+from llmfoundry.recipe.train import TrainRecipe
 
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 EXPERT_LOAD = 2.0
@@ -194,7 +192,7 @@ def choose_microbatch(recipe: TrainRecipe, **memory: Any) -> int:
 
 def checkpointing_line(recipe: TrainRecipe, fit: Fit, begun_with: str | None = None) -> str:
     """What `parallel.activation_checkpointing: auto` stands for, and why, in one line."""
-    more = LEVELS[: LEVELS.index(fit.checkpointing)]
+    more = RECOMPUTED[: RECOMPUTED.index(fit.checkpointing)]
     second = fit.second
     if fit.kept == begun_with:
         why = "as the run began"
@@ -229,7 +227,7 @@ def _ways(recipe: TrainRecipe, device: torch.device) -> list[tuple[str, str]]:
 
 def _levels(recipe: TrainRecipe, device: torch.device) -> list[str]:
     without = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
-    return [level for level in LEVELS if not (without and level == "selective")]
+    return [level for level in RECOMPUTED if not (without and level == "selective")]
 
 
 def with_level(recipe: TrainRecipe, level: str, compression: str | None = None) -> TrainRecipe:

@@ -19,10 +19,9 @@ from llmfoundry.plan.fit import choose_fit, with_level
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
 from llmfoundry.plan.rows import USABLE
 from llmfoundry.plan.seconds import Speeds, StepSeconds, in_seconds, step_seconds
-from llmfoundry.recipe.parallel import AXES, EXPERT, LEVELS, Degrees, ParallelConfig
-from llmfoundry.recipe.parallel_limits import limits
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.checks import divisors
+from llmfoundry.recipe.checks import divisors
+from llmfoundry.recipe.parallel import AXES, EXPERT, RECOMPUTED, Degrees, ParallelConfig, limits
+from llmfoundry.recipe.train import TrainRecipe
 
 CUDA = torch.device("cuda")
 TAKEN = 3 * 10**9
@@ -260,7 +259,7 @@ def _all(recipe: TrainRecipe, setting: Setting) -> Iterator[TrainRecipe]:
             keeps.append(False)
         uncompiled = one.compile and one.cuts_within_blocks
         is_auto = parallel.activation_compression == "auto"
-        for level in LEVELS:
+        for level in RECOMPUTED:
             for reshard in keeps if not (uncompiled and level == "selective") else ():
                 again = with_level(one, level, "none" if is_auto else None)
                 again.parallel.reshard_after_forward = reshard

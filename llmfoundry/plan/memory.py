@@ -21,7 +21,7 @@ from llmfoundry.ops.loss import chunk_tokens
 from llmfoundry.plan.count import BlockCount, Bytes, ModelCount, count
 from llmfoundry.plan.shards import BLOCK, REDUCED, Values, shares, total, unit_of, values_of
 from llmfoundry.recipe.parallel import Degrees
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 GIB = 2**30
 CPU = torch.device("cpu")

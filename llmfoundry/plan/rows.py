@@ -12,8 +12,8 @@ from llmfoundry.distributed.collectives import all_reduce_min
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops.devices import available_host_memory
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.checks import divisors
+from llmfoundry.recipe.checks import divisors
+from llmfoundry.recipe.train import TrainRecipe
 
 CPU_TOKENS = 1024
 """Tokens that a matrix meets in a microbatch on a CPU: more is not faster there, and takes more

@@ -28,11 +28,10 @@ from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
 from llmfoundry.plan.count import count
 from llmfoundry.plan.meter import BACKWARD_OF_FORWARD, Amounts, Pass
 from llmfoundry.plan.shards import BLOCK, shares, tokens_of_row, unit_of
-from llmfoundry.recipe.architecture.model import ModelConfig
 from llmfoundry.recipe.hardware import Gpu
-from llmfoundry.recipe.parallel import Degrees
-from llmfoundry.recipe.parallel_limits import context_method
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.parallel import Degrees, context_method
+from llmfoundry.recipe.train import TrainRecipe
 
 CUDA = torch.device("cuda")
 ALONE = Degrees(shard=2)

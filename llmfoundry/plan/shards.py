@@ -16,10 +16,9 @@ from torch import Tensor
 
 from llmfoundry.models.counts import EXPERTS, parts
 from llmfoundry.models.tensor_parallel import tensor_parallel_dim
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.parallel import Degrees
-from llmfoundry.recipe.parallel_limits import context_method
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.parallel import Degrees, context_method
+from llmfoundry.recipe.train import TrainRecipe
 
 REDUCED = 4  # bytes of a gradient on its way to its shard: added up in fp32
 _OF_TOKENS = re.compile(r"(^|\.)(wpe|norm_\w+|[qk]_ln)\.(weight|bias)$")

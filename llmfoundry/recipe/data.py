@@ -1,4 +1,8 @@
-"""The `data` section: which text, in which mixture and order, and where it is kept."""
+"""The `tokenizer` and `data` sections: which text, in which mixture and order, read as what.
+
+`data.filter` leaves documents out, each counted; `data.supervised` says how rows of prompts and
+answers become tokens and labels. What one source of text is says `source.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,206 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
-from llmfoundry.recipe.filter import FilterConfig
+from llmfoundry.recipe.checks import (
+    at_least,
+    check_duration,
+    inert,
+    inert_change,
+    nearest,
+    set_defaults,
+)
+from llmfoundry.recipe.schema import (
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATES,
+    FRACTION,
+    PATH,
+    PROCESSES,
+    Range,
+    choice,
+    out_of_bounds,
+)
 from llmfoundry.recipe.source import COMPARED, CORPORA, SOURCES, SourceConfig, StreamConfig
-from llmfoundry.recipe.supervised import SupervisedConfig
-from llmfoundry.recipe.values.bounds import FRACTION, PATH, PROCESSES, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import inert, nearest
-from llmfoundry.recipe.values.duration import check_duration
+
+TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
+PRETRAINED = "pretrained"
+
+
+@dataclass
+class TokenizerConfig:
+    """One of a few kinds; every kind is saved in Hugging Face's format inside the run."""
+
+    name: Annotated[str, choice((*TOKENIZERS, PRETRAINED))] = "train"
+    """train (byte-level BPE on the recipe's own corpus), bytes, huggingface, tiktoken; in
+    fine-tuning also pretrained: that of model.pretrained."""
+    vocab_size: Annotated[int | None, Range(257, 2**22, "as many merges are learned and kept")] = (
+        None
+    )
+    """Only for train: size to reach, with the end-of-text token; default 8192."""
+    train_bytes: Annotated[int | None, Range(1)] = None
+    """Only for train: text to learn merges from, at most; default 20 MB (more changes little)."""
+    path: Annotated[str | None, PATH] = None
+    """Only for huggingface: a folder with tokenizer.json, or a hub id."""
+    encoding: str | None = None
+    """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); default gpt-4."""
+    chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
+    """How messages become a text: zephyr, which fits any tokenizer; chatml, llama3, mpt; a model's
+    own text with marks around what is learned, qwen2.5, qwen3, phi3, phi3.5, gemma, gemma3,
+    mistral, deepseek-v3, deepseek-r1, glm4, gpt-oss; or a Jinja file. Unset: the tokenizer's."""
+    trust_chat_template: bool = False
+    """Only with chat_template: a file: run it without bounds on time and memory, in the training
+    processes themselves. For your own templates; those of others run in a child process with
+    bounds."""
+    split_special_tokens: bool = True
+    """Read a special token in a text, such as <|endoftext|>, as its plain characters. Off: as that
+    token, as transformers and LLM Foundry do; any text can then contain one."""
+
+    _USED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "train": ("vocab_size", "train_bytes"),
+        "bytes": (),
+        "huggingface": ("path",),
+        "tiktoken": ("encoding",),
+        PRETRAINED: (),
+    }
+
+    def check(self, key: str = "tokenizer.") -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
+        if self.name not in self._USED:
+            return
+        fields = ("vocab_size", "train_bytes", "path", "encoding")
+        unused = [f for f in fields if f not in self._USED[self.name]]
+        yield from inert(key, self, unused, f"with name: {self.name}")
+        if self.chat_template in (None, *CHAT_TEMPLATES):
+            yield from inert_change(
+                key, self, ["trust_chat_template"], "without a file as chat_template"
+            )
+        if self.name == "huggingface" and self.path is None:
+            yield f"{key}path: huggingface needs it; write a folder with tokenizer.json or a hub id"
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.name == "train":
+            set_defaults(self, vocab_size=8192, train_bytes=20_000_000)
+        if self.name == "tiktoken":
+            set_defaults(self, encoding="gpt-4")
+
+
+@dataclass
+class FilterConfig:
+    """Rules that a document must pass; unset ones let everything through.
+
+    The four published sets are for English web pages, as datatrove implements them (extra:
+    filters). They decide on whole documents and change no text.
+    """
+
+    min_chars: Annotated[int | None, Range(2)] = None
+    """Leave out documents of fewer characters; one is what every document has."""
+    max_chars: Annotated[int | None, Range(1)] = None
+    """Leave out documents of more characters."""
+    min_words: Annotated[int | None, Range(2)] = None
+    """Leave out documents of fewer words; words are what white space separates."""
+    max_words: Annotated[int | None, Range(1)] = None
+    """Leave out documents of more words."""
+    gopher_quality: bool = False
+    """Gopher's rules of quality (arXiv:2112.11446, A.1.1): 50 to 100,000 words of 3 to 10 letters
+    on average, few symbols, bullets and ellipses, at least two stop words."""
+    gopher_repetition: bool = False
+    """Gopher's rules of repetition (its table A1): lines, paragraphs and n-grams that repeat."""
+    c4: bool = False
+    """C4's rules for pages (arXiv:1910.10683, 2.2): at least five sentences in its good lines, no
+    curly bracket, no lorem ipsum. Its bad lines stay in the text, its list of bad words is out."""
+    fineweb: bool = False
+    """FineWeb's rules (arXiv:2406.17557, 3.6): lines that end in punctuation, few short ones, few
+    repeated ones."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be, contradict each other, or have no effect."""
+        if (yield from out_of_bounds(key, self)):
+            return
+        yield from at_least(f"{key}max_chars", self.max_chars, self.min_chars or 1)
+        yield from at_least(f"{key}max_words", self.max_words, self.min_words or 1)
+        if self.min_words is not None:
+            yield from self._check_min_words(key, 2 * self.min_words - 1)
+        if self.max_words is not None and self.max_chars is not None:
+            most = (self.max_chars + 1) // 2
+            if most <= self.max_words:
+                yield (
+                    f"{key}max_words: has no effect with max_chars: {self.max_chars}, in which"
+                    f" {most} words fit at most; remove it or write less"
+                )
+
+    def _check_min_words(self, key: str, chars: int) -> Iterator[str]:
+        """`chars` is what so many words and the spaces between them take at least."""
+        if self.max_chars is not None and chars > self.max_chars:
+            yield (
+                f"{key}min_words: {self.min_words} words take {chars} characters, more than"
+                f" max_chars: {self.max_chars}; no document would be left; write less"
+            )
+        if self.min_chars is not None and self.min_chars <= chars:
+            yield (
+                f"{key}min_chars: has no effect with min_words: {self.min_words}, which take"
+                f" {chars} characters; remove it or write more"
+            )
+
+
+RESPONSES = ("last", "all")
+PACKINGS = ("best_fit", "off")
+LOSSES = ("tokens", "sequences")
+TOO_LONG = ("truncate", "drop", "error")
+NOTHING_LEARNED = ("error", "drop")
+CHAT_EOS = ("auto", "always")
+BAD_ROWS = ("error", "drop")
+_AT_LEAST = re.compile(r"length>=([1-9]\d{0,8})")
+
+
+@dataclass
+class SupervisedConfig:
+    """Only matters for sources whose format is not text."""
+
+    target_prompts: Annotated[str, choice(("none", "all"), "length>=N", _AT_LEAST)] = "none"
+    """Prompts that are learned too: none, all, or length>=N (those of N tokens or more)."""
+    target_responses: Annotated[str, choice(RESPONSES)] = "all"
+    """Answers of a conversation that are learned: all, or the last alone. LLM Foundry's default is
+    last; a conversation then teaches a fraction of what it costs."""
+    chat_eos: Annotated[str, choice(CHAT_EOS)] = "auto"
+    """The end-of-text token behind a conversation. auto: only where its last turn does not end as
+    the template ends turns, or with another special token; white space is left out. always: where
+    its last token is another, as LLM Foundry does: <|im_end|>, a line break and <|endoftext|> may
+    follow each other. Templates that mark their answers end them themselves."""
+    packing: Annotated[str, choice(PACKINGS)] = "best_fit"
+    """best_fit: several rows share one of max_seq_len, apart from each other. off: each is padded
+    to max_seq_len; for kto the row before it stands in the padding, not learned: its answer is what
+    a prompt is compared with."""
+    packing_window: Annotated[int, Range(1, 2**24, "their lengths are sorted in memory")] = 8192
+    """Rows, in a seeded order, that are packed with each other."""
+    loss: Annotated[str, choice(LOSSES)] = "tokens"
+    """tokens: the mean over all learned tokens of a step. sequences: the mean over its rows of each
+    row's mean, so that a short answer weighs as much as a long one."""
+    too_long: Annotated[str, choice(TOO_LONG)] = "truncate"
+    """Rows of more than max_seq_len tokens, which of preference are both answers, each with the
+    prompt: truncate (the end is cut), drop, or error."""
+    nothing_learned: Annotated[str, choice(NOTHING_LEARNED)] = "error"
+    """Rows in which no token is learned, also because of truncation: error, or drop."""
+    bad_rows: Annotated[str, choice(BAD_ROWS)] = "error"
+    """Rows that cannot be used: not JSON, not of the format, refused by the chat template. All are
+    counted by what is wrong with them in one pass. error: the run ends with a line for each reason
+    and the first places of each. drop: they are left out, with a line and an event for each
+    reason."""
+    drop_duplicates: bool = False
+    """Leave out rows that repeat another exactly; they are counted either way."""
+
+    def check(self, key: str = "data.supervised.") -> Iterator[str]:
+        """Lines for values that cannot be."""
+        yield from out_of_bounds(key, self)
+
+    @property
+    def shortest_target_prompt(self) -> float:
+        """Tokens from which on a prompt is learned; infinity: never."""
+        match = _AT_LEAST.fullmatch(self.target_prompts)
+        if match:
+            return int(match[1])
+        return 0 if self.target_prompts == "all" else float("inf")
+
 
 BATCHING = ("stratified", "per_stream")
 DEDUPLICATION = ("none", "exact", "minhash")

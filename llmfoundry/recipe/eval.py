@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.values.bounds import (
+from llmfoundry.recipe.checks import inert
+from llmfoundry.recipe.schema import (
     ANY_TEXT,
     CHAT_TEMPLATES,
     LENGTH,
@@ -15,7 +16,6 @@ from llmfoundry.recipe.values.bounds import (
     choice,
     out_of_bounds,
 )
-from llmfoundry.recipe.values.checks import inert
 
 PROMPTS = ("native", "harness", "foundry")
 ICL_KEYS = (

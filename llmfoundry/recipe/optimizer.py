@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from llmfoundry.recipe.values.bounds import POSITIVE, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import inert
-from llmfoundry.recipe.values.choices import ChoiceTable, Entry, check_settings
+from llmfoundry.recipe.checks import inert
+from llmfoundry.recipe.schema import (
+    POSITIVE,
+    ChoiceTable,
+    Entry,
+    Range,
+    check_settings,
+    choice,
+    out_of_bounds,
+)
 
 MOMENTS = ("bf16", "int8")
 LEAST_BLOCKED = 4096  # values of a matrix whose moments are worth int8, as bitsandbytes has it

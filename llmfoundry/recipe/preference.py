@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from llmfoundry.recipe.checks import inert, set_defaults
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.schema import POSITIVE, Range, choice, out_of_bounds
 from llmfoundry.recipe.source import AUTO, SourceConfig
-from llmfoundry.recipe.values.bounds import POSITIVE, Range, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import inert, set_defaults
 
 FORMATS = {"dpo": "preference", "kto": "unpaired", "orpo": "preference", "simpo": "preference"}
 """The format of the rows that each method reads."""

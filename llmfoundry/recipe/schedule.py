@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from llmfoundry.recipe.values.bounds import FRACTION, choice, out_of_bounds
-from llmfoundry.recipe.values.checks import inert
-from llmfoundry.recipe.values.choices import REQUIRED, ChoiceTable, Entry, check_settings
-from llmfoundry.recipe.values.duration import check_duration
+from llmfoundry.recipe.checks import check_duration, inert
+from llmfoundry.recipe.schema import (
+    FRACTION,
+    REQUIRED,
+    ChoiceTable,
+    Entry,
+    check_settings,
+    choice,
+    out_of_bounds,
+)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,42 @@
-"""What a recipe may say: every key with its type, default, meaning, rules and owner.
+"""What a recipe may say: every key with its type, default, meaning, rules, choices and owner.
 
 `Schema.of` makes one object for each recipe type, and one for each section that it holds. Help,
 completion, hints, overrides, checks and the typed reader ask it, and nothing else walks over the
-dataclasses. It lies below all of them and imports none.
+dataclasses.
+
+What numbers, paths and choices may be is declared in the types of fields:
+`lr: Annotated[float, Range(above=0)]` is all that a section writes. Its `check` begins with
+`out_of_bounds`, which looks at every field. Where a field declares nothing, a number is finite and
+fits its machine type, so that no value can hang a check, overflow or eat a machine.
+
+A table of choices lies beside the section whose key chooses from it (optimizer, schedule, logger,
+callback, norm) or, where no key does, beside what reads it (file types, task types). Checks, help,
+builder and estimate read the same record, and a plugin (`plugins.py`) adds one as to a dict:
+`OPTIMIZERS["sgd"] = OptimizerType(torch.optim.SGD, keys={"momentum": 0.9}, moments=1)`.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
+import math
+import os
+import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections import UserDict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.checks import nearest, not_a_choice, set_defaults
 
 R = TypeVar("R")
 
@@ -159,7 +178,344 @@ def _meanings(owner: type) -> dict[str, str]:
     """The string under each field that a class declares, on one line, read from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     found: dict[str, str] = {}
-    for field, text in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    for key, text in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[ast.unparse(key.target)] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
+
+
+T = TypeVar("T")
+REQUIRED = "???"
+"""In place of a key's default: there is none."""
+
+
+class Origin(NamedTuple):
+    """Where entries come from: a name for messages, and what their code is, "" for ours."""
+
+    label: str
+    code: str
+
+
+now_adding = [Origin("llmfoundry itself", "")]
+"""Whose entries are added: last, a plugin that is being imported."""
+not_imported: dict[str, str] = {}
+"""Plugins that a saved run's recipe names and this command line does not, each with the recipe."""
+
+
+class ChoiceTable(UserDict[str, T]):
+    """Entries by name. An entry of a wrong kind, or of a name that is there, is refused.
+
+    Args:
+        key: of the recipe that chooses from it, for messages.
+        kind: of its entries.
+        entries: those that come with the project.
+    """
+
+    def __init__(self, key: str, kind: type[T], entries: Mapping[str, T]) -> None:
+        self.key, self.kind = key, kind
+        self.origins: dict[str, Origin] = {}
+        super().__init__(entries)
+
+    __hash__ = object.__hash__
+
+    def __setitem__(self, name: str, entry: T) -> None:
+        if not isinstance(name, str) or not isinstance(entry, self.kind):
+            raise UserError(
+                f"{self.key}: {name!r} is of type {type(entry).__name__}; entries of this table are"
+                f" of type {self.kind.__name__}"
+            )
+        if name in self.data:
+            raise UserError(
+                f"{self.key}: {name!r} is there already, from {self.origins[name].label}; write"
+                f" another name in {now_adding[-1].label}"
+            )
+        self.data[name], self.origins[name] = entry, now_adding[-1]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An entry, or what is given in its place."""
+        return self.data.get(name, default)
+
+    def __missing__(self, name: str) -> T:
+        raise UserError(f"{self.key}: {self.refusal(name)}")
+
+    def refusal(self, name: str, *, other: str = "") -> str:
+        """Why a text that is no entry is not taken, and where the entry may come from."""
+        return not_a_choice(name, [*self.data], other=other) + _of_a_plugin()
+
+
+def _of_a_plugin() -> str:
+    """Where the name may come from."""
+    if not not_imported:
+        return ""
+    names, recipe = ", ".join(not_imported), next(iter(not_imported.values()))
+    return f"; if it is a plugin's that {recipe} names, write plugins=[{names}]"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What every table's records have."""
+
+    make: Callable[..., Any] | str
+    """What makes it; a text is where that is, "package.module:function", imported when it is
+    needed, so that a recipe is checked without torch."""
+    meaning: str = field(default="", kw_only=True)
+    """A sentence for --help."""
+    keys: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """Settings that it takes, each with its default or REQUIRED."""
+
+    def load(self) -> Callable[..., Any]:
+        """What makes it."""
+        return load_named(self.make) if isinstance(self.make, str) else self.make
+
+    def own_keys(self, section: Any) -> dict[str, Any]:
+        """Those of its settings that are no fields of the section, which has them as kwargs."""
+        return {key: value for key, value in self.keys.items() if not hasattr(section, key)}
+
+    def fill(self, section: Any) -> None:
+        """Write defaults in place, into the section's fields and its kwargs."""
+        given = copy.deepcopy({k: v for k, v in self.keys.items() if v != REQUIRED})
+        set_defaults(
+            section, **{key: value for key, value in given.items() if hasattr(section, key)}
+        )
+        own = {key: value for key, value in given.items() if key in self.own_keys(section)}
+        section.kwargs = own | section.kwargs
+
+
+def load_named(place: str) -> Callable[..., Any]:
+    """What "package.module:function" names."""
+    module, _, name = place.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return loaded
+
+
+def check_settings(key: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for settings, below `key`, that an entry does not take, lacks, or has otherwise."""
+    for name, value in given.items():
+        default = known.get(name)
+        if name not in known:
+            yield f"unknown key '{key}{name}'{nearest(name, known)}"
+        elif default is not None and default != REQUIRED and not _is_alike(value, default):
+            yield f"{key}{name}: {value!r} is not like its default, {default!r}; write such a value"
+    for name in [name for name, value in known.items() if value == REQUIRED and name not in given]:
+        yield f"{key}{name}: is required; write {key}{name}=VALUE"
+
+
+def _is_alike(value: Any, default: Any) -> bool:
+    if isinstance(default, float) and not isinstance(value, bool):
+        return isinstance(value, int | float)
+    return type(value) is type(default) or value is None
+
+
+def check_plugins(
+    key: str, given: Mapping[str, Mapping[str, Any] | None], table: ChoiceTable[Any], own: set[str]
+) -> Iterator[str]:
+    """Lines for a section's `plugins`, names of a table with their settings, but for its `own`."""
+    for name, settings in given.items():
+        if name not in table or name in own:
+            names = [other for other in table if other not in own]
+            yield f"{key}plugins: {not_a_choice(name, names)}"
+        else:
+            yield from check_settings(f"{key}plugins.{name}.", settings or {}, table[name].keys)
+
+
+def settings_of(
+    given: Mapping[str, Mapping[str, Any] | None], table: ChoiceTable[Any]
+) -> dict[str, dict[str, Any]]:
+    """A section's `plugins` with their defaults; of those that are known here."""
+    return {
+        name: {**copy.deepcopy(table[name].keys if name in table else {}), **(settings or {})}
+        for name, settings in given.items()
+    }
+
+
+MOST_INT = 2**63 - 1
+MOST_FLOAT = 3e38  # what fp32 holds
+LONGEST_NAME, LONGEST_PATH = 255, 2048  # bytes; Linux takes 4096, of which what we add is a part
+
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what neither a file nor JSON can hold
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be; unset ends are those of its machine type."""
+
+    least: float | None = None
+    most: float | None = None
+    why: str = ""
+    """Of `most`: what a greater value would do."""
+    above: float | None = None
+    below: float | None = None
+    infinite: bool = False
+    """Whether infinity is a value too."""
+
+    def problem(self, value: float) -> str | None:
+        """Why `value` is not in the range, and what to write; None where it is."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return None if self.infinite and value > 0 else f"{value} is not a finite number"
+        if (self.least, self.below) == (0, 1) and not 0 <= value < 1:
+            return f"{value} is not a fraction; write a number from 0 up to, not including, 1"
+        if self.least is not None and value < self.least:
+            return f"{value} is too small; write {self.least} or more"
+        if self.above is not None and value <= self.above:
+            return f"{value} must be greater than {self.above}"
+        if self.below is not None and value >= self.below:
+            return f"{value} must be less than {self.below}"
+        widest = MOST_INT if isinstance(value, int) else MOST_FLOAT
+        most = widest if self.most is None else self.most
+        if value > most or value < -widest:
+            ending = f": {self.why}" if self.why else ""
+            word, end = ("large", f"{most} or less") if value > most else ("small", f"{-widest}")
+            return f"{value} is too {word}; write {end}{ending}"
+        return None
+
+
+ANY = Range()
+FRACTION = Range(0, below=1)
+POSITIVE = Range(above=0)
+
+# What several fields share; each says beside it what it counts.
+LENGTH = "positions are exact up to there"
+ROWS = Range(1, 2**24, "the rows of a step are listed in memory")
+PROCESSES = "each is a process of this machine"
+TOKENS = Range(1, 2**24, LENGTH)
+MOST_LAYERS = 4096  # each is made; the deepest published transformer has 1,000
+WIDTH = Range(1, 2**22, "no device holds a wider matrix")
+NEW_TOKENS = Range(1, 2**20, "keys and values of each are kept in memory")
+TEMPERATURE = Range(0, 1e6)
+TOP_P = Range(above=0, most=1, why="it is a probability")
+
+
+@dataclass(frozen=True)
+class TextRule:
+    """Marks a text that must have some form."""
+
+    problem: Callable[[str], str | None]
+    """Why a text has not, and what to write; None where it has."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Marks a text that is one of a few."""
+
+    options: Collection[str]
+    """A `ChoiceTable` among them, to which plugins may still add."""
+    other: str = ""
+    """What else the field takes, for people: `a number of rows`."""
+    form: re.Pattern[str] | None = None
+    """Of other texts that it takes."""
+    reasons: Mapping[str, str] | None = None
+    """Of texts that others' recipes have: why it is not taken, and what to write."""
+
+    def problem(self, value: str) -> str | None:
+        """Why `value` is not one of them, and what to write; None where it is."""
+        if value in self.options or (self.form is not None and self.form.fullmatch(value)):
+            return None
+        if self.reasons is not None and value in self.reasons:
+            return f"{value} {self.reasons[value]}"
+        if isinstance(self.options, ChoiceTable):
+            return self.options.refusal(value, other=self.other)
+        return not_a_choice(value, [*self.options], other=self.other)
+
+    def listed(self) -> str:
+        """All of them, for people."""
+        return ", ".join(self.options) + (f", or {self.other}" if self.other else "")
+
+    def meanings(self) -> dict[str, str]:
+        """What those of a table mean, as far as their entries say so."""
+        entries = self.options.items() if isinstance(self.options, ChoiceTable) else ()
+        named = ((name, entry) for name, entry in entries if isinstance(entry, Entry))
+        return {name: entry.meaning for name, entry in named if entry.meaning}
+
+
+def choice(
+    options: Iterable[str],
+    other: str = "",
+    form: re.Pattern[str] | None = None,
+    *,
+    reasons: Mapping[str, str] | None = None,
+) -> Choice:
+    """A `Choice` of the names in a table."""
+    names = options if isinstance(options, ChoiceTable) else tuple(options)
+    return Choice(names, other, form, reasons)
+
+
+ANY_TEXT = re.compile(".*", re.DOTALL)
+CHAT_TEMPLATES = (
+    "chatml", "llama3", "zephyr", "mpt", "qwen2.5", "qwen3", "phi3", "phi3.5", "gemma", "gemma3",
+    "mistral", "deepseek-v3", "deepseek-r1", "glm4", "gpt-oss",
+)  # fmt: skip
+CHAT_TEMPLATE = choice(CHAT_TEMPLATES, "a Jinja file", ANY_TEXT)
+AUTO_ROWS = choice(("auto",), "a number of rows")
+
+
+def _path_problem(value: str) -> str | None:
+    if not value.strip():
+        return "is empty; write a path"
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        return f"{value}: there is no such user; write the whole path"
+    size = len(os.fsencode(value))
+    names = () if "://" in value else (len(os.fsencode(name)) for name in value.split("/"))
+    if size > LONGEST_PATH or max(names, default=0) > LONGEST_NAME:
+        return f"{value!r} is too long for a path ({size} bytes)"
+    return None
+
+
+def _run_name_problem(value: str) -> str | None:
+    names = value.split("/")
+    if any(name in ("", ".", "..") or name.startswith("-") for name in names):
+        return (
+            f"{value!r} cannot name a folder below runs/; write a name such as lr-1e-3 or"
+            " sizes/small, and another place as save_folder"
+        )
+    if not value.isprintable():
+        return f"{value!r} has characters that cannot be shown; write others"
+    return _path_problem(value)
+
+
+PATH = TextRule(_path_problem)
+"""Marks what the file system is asked for, or the address of a store."""
+RUN_NAME = TextRule(_run_name_problem)
+
+
+def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
+    """Lines for a section's own values that its types do not allow; returns whether there are any.
+
+    A check begins with `if (yield from out_of_bounds(key, self)): return` where what follows
+    computes with them.
+    """
+    found = False
+    for name, own in Schema.of(section.__class__).keys.items():
+        given, rules = getattr(section, own.field), own.rules
+        if isinstance(given, dict):  # the long form of a choice, which its section checks
+            rules = tuple(rule for rule in rules if not isinstance(rule, Choice))
+        for dotted, value in leaves(name, given):
+            problem = _problem(value, rules)
+            if problem is not None:
+                found = True
+                yield f"{key}{dotted}: {problem}"
+    return found
+
+
+def _problem(value: Any, rules: tuple[Any, ...]) -> str | None:
+    if isinstance(value, str):
+        if _NO_TEXT.search(value):
+            return "has a NUL character or half of a surrogate pair; write text"
+        texts = (rule.problem(value) for rule in rules if isinstance(rule, TextRule | Choice))
+        return next((problem for problem in texts if problem is not None), None)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return next((rule for rule in rules if isinstance(rule, Range)), ANY).problem(value)
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A field's values, those in its lists and mappings each by itself; sections have no say."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from leaves(f"{name}[{index}]", item)
+    elif isinstance(value, dict):
+        for part, item in value.items():
+            yield name, part
+            yield from leaves(f"{name}.{part}", item)
+    else:
+        yield name, value

@@ -19,9 +19,9 @@ from torch import Tensor
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.ops.shard_layout import l2_norms
+from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import EarlyStopperConfig, GenerateConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS
-from llmfoundry.recipe.values.checks import nearest
 from llmfoundry.train.trainer import Callback, Trainer
 
 GIB = 2**30

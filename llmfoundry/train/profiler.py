@@ -42,7 +42,7 @@ from llmfoundry.ops.torch_private import (
     on_out_of_memory,
     record_memory,
 )
-from llmfoundry.recipe.profile import ProfileConfig
+from llmfoundry.recipe.logger import ProfileConfig
 from llmfoundry.spans import observe_spans, stop_observing
 from llmfoundry.train.trainer import Callback, Trainer
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import GivenUp
-from llmfoundry.recipe.resilience.watch import WatchConfig
+from llmfoundry.recipe.resilience import WatchConfig
 
 KINDS = ("not_finite", "loss_spike", "gradient_spike")
 _SEVERITY = ("off", "log", "skip", "roll_back", "stop")

@@ -27,12 +27,12 @@ from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.packed_layout import IGNORE, Batch
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.checks import Clock
 from llmfoundry.recipe.logger import CallbacksConfig
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
-from llmfoundry.recipe.values.duration import Clock
 from llmfoundry.spans import span
 from llmfoundry.train.metrics import LoggedStep, LossWindow, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
@@ -86,7 +86,7 @@ class Callback:
 
 
 class LoopRecipe(Protocol):
-    """What the loop and its callbacks need of `recipe.scripts.train.TrainRecipe`, filled."""
+    """What the loop and its callbacks need of `recipe.train.TrainRecipe`, filled."""
 
     seed: int
     max_seq_len: int

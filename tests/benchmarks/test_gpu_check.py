@@ -32,8 +32,8 @@ from benchmarks.gpu_check.plan import CUDA, Item, Results, Step
 from benchmarks.gpu_check.wheels import unpack
 from llmfoundry.errors import UserError
 from llmfoundry.ops import loss
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import ROOT
 
 GPU = {"gpu": "NVIDIA H200", "peak TFLOP/s": 989.5}

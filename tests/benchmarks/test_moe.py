@@ -13,9 +13,9 @@ from benchmarks.contenders import SIZES, dbrx
 from benchmarks.harness import RECIPE
 from llmfoundry.hf.write_config import write_settings
 from llmfoundry.models.counts import parameter_count
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.train import TrainRecipe
 
 
 def model_of(size: str, folder: Path) -> ModelConfig:

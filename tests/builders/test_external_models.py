@@ -14,7 +14,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt
-from llmfoundry.recipe.scripts.after_training import EvalRecipe
+from llmfoundry.recipe.after_training import EvalRecipe
 from tests.gauntlet.hugging_face_models import (
     plain_continuation,
     plain_logprobs,

@@ -22,8 +22,8 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
 from llmfoundry.plan import rows
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import write_recipe
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

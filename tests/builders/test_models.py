@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.inference.engine import draw_all
 from llmfoundry.inference.requests import Request
 from llmfoundry.models import slots
-from llmfoundry.recipe.scripts.after_training import GenerateRecipe
+from llmfoundry.recipe.after_training import GenerateRecipe
 from tests.gauntlet.hugging_face_models import plain_continuation, random_model, save_model
 
 

@@ -14,8 +14,8 @@ from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.data.supervised.rows import SupervisedSource
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 
 class Labelled(SupervisedSource):

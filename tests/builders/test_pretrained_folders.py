@@ -26,9 +26,9 @@ from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.adapter import PretrainedConfig
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import finetune_recipe, run, write_recipe
 from tests.train.matrix import ROWS, write_model
 

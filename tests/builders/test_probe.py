@@ -17,8 +17,8 @@ from llmfoundry.builders.microbatch import SHORT, Measured, ProbeRequest, probe_
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import Fit
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import write_recipe
 
 ROWS = ("global_train_batch_size=8", "device_train_microbatch_size=auto", "auto_probe=on")

@@ -20,9 +20,9 @@ from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.models.test_decoder import make_config
 from tests.tiny import write_recipe
 from tests.train.here import tensors, train_here

@@ -124,9 +124,9 @@ def _become_run(folder: Path, name: str, mode: Mode, rank: int, port: int, blow:
             }
         if rank == blow.rank:
             changes = _arm(blow, folder / "runs" / name)
-        from llmfoundry.recipe.front.script import run
-        from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-        from llmfoundry.recipe.scripts.train import TrainRecipe
+        from llmfoundry.recipe.finetune import FinetuneRecipe
+        from llmfoundry.recipe.script import run
+        from llmfoundry.recipe.train import TrainRecipe
 
         schema = TrainRecipe if mode.recipe == "tiny.yaml" else FinetuneRecipe
         run(schema, "llmfoundry.commands.train:train")

@@ -31,8 +31,7 @@ from llmfoundry.gauntlet.prompts.cache import load_questions
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.rows import read_source
 from llmfoundry.hf.read import from_hf
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from tests.gauntlet.hugging_face_models import load_hugging_face, save_model
 from tests.tiny import write_recipe
 from tests.train.here import train_here

@@ -23,8 +23,8 @@ from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.script import run as run_script
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.script import run as run_script
+from llmfoundry.recipe.train import TrainRecipe
 from tests.disk import Disk
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here

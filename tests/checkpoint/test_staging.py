@@ -23,8 +23,8 @@ from llmfoundry.checkpoint.dcp import Staging, TensorFiles
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.checkpoint.test_save import make_saver, names, parts
 from tests.tiny import write_recipe
 from tests.train.here import rows, train_here

@@ -27,11 +27,10 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.track import TrackRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe, TrackRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import finetune_recipe, losses, write_recipe
 from tests.train.here import train_here
 

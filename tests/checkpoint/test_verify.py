@@ -28,7 +28,7 @@ from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import Sums, find_damage
 from llmfoundry.distributed.launch import World, set_group_timeouts
 from llmfoundry.errors import RunFailure
-from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
+from llmfoundry.recipe.adapter import PretrainedConfig
 from tests.tiny import write_recipe
 from tests.train.here import train_here
 from tests.warm_scripts import on_ranks

@@ -15,9 +15,9 @@ from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.commands.convert import _card, _precision, _published, convert
 from llmfoundry.errors import UserError
 from llmfoundry.hf.read import open_hf
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.hf.random_models import CARD, decoder, settings, to_hf, write_tokenizer
 from tests.tiny import RECIPE, write_recipe
 

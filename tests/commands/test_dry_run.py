@@ -12,14 +12,13 @@ import torch
 from llmfoundry.commands import dry_run as plans
 from llmfoundry.loggers.console import format_gib, short_count
 from llmfoundry.models.counts import parameter_count
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import ROOT, YAMLS
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
-from llmfoundry.recipe.scripts.fetch import FetchRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.track import TrackRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe, TrackRecipe
+from llmfoundry.recipe.before_training import FetchRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import ROOT, YAMLS
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 

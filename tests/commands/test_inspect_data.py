@@ -14,10 +14,10 @@ from llmfoundry.commands.inspect_data import PartFacts, RowFacts, inspect_data, 
 from llmfoundry.commands.train import train
 from llmfoundry.data.loader import Loader, Rows
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.argv import parse
-from llmfoundry.recipe.front.load import checked, load
-from llmfoundry.recipe.scripts.inspect import InspectFinetuneRecipe, InspectRecipe, inspected
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.before_training import InspectFinetuneRecipe, InspectRecipe, inspected
+from llmfoundry.recipe.command_line import parse
+from llmfoundry.recipe.load import checked, load
+from llmfoundry.recipe.train import TrainRecipe
 from tests.shards import bytes_tokenizer, write_mds, write_tokens
 from tests.tiny import write_recipe
 

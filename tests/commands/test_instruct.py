@@ -17,10 +17,10 @@ from llmfoundry.commands.generate import generate
 from llmfoundry.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.after_training import ChatRecipe, EvalRecipe, GenerateRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.after_training import ChatRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import finetune_recipe, run, write_recipe
 
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {

@@ -13,13 +13,11 @@ import yaml
 from llmfoundry.commands.migrate import migrate_file
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.typed import flat, to_dict
-from llmfoundry.recipe.migration.read import leaves_of, put, read_theirs
-from llmfoundry.recipe.migration.walk import RECIPES, migrate
-from llmfoundry.recipe.migration.write import report
+from llmfoundry.recipe.before_training import MigrateRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.migration import RECIPES, leaves_of, migrate, put, read_theirs, report
 from llmfoundry.recipe.other_tools.entry import Verdict
-from llmfoundry.recipe.scripts.migrate import MigrateRecipe
+from llmfoundry.recipe.typed import flat, to_dict
 
 PRETRAIN = """
 variables: {data_local: ./my-copy-c4, data_remote: , max_seq_len: 2048, global_seed: 17, run_name: }

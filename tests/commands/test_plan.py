@@ -13,11 +13,11 @@ from llmfoundry.commands.plan import measured_speeds
 from llmfoundry.errors import UserError
 from llmfoundry.plan import fit
 from llmfoundry.plan.seconds import speeds
-from llmfoundry.recipe.front.hardware import Hardware
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.plan import planned
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.before_training import planned
+from llmfoundry.recipe.hardware import Hardware
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 
 SMALL = ["mpt-125m", "hardware=8xh100", "max_seq_len=1024", "global_train_batch_size=64"]
 

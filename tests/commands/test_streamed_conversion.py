@@ -19,8 +19,8 @@ from llmfoundry.errors import UserError, disk_full, one_line
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor
 from llmfoundry.hf.write import whole_or_nothing
 from llmfoundry.models.adapter import MergedState
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.load import checked
 from tests.hf.random_models import CARD, LLAMA, decoder, settings, to_hf, write_tokenizer
 
 

@@ -14,8 +14,8 @@ from llmfoundry.commands import track as command
 from llmfoundry.commands.track import run_with_record, track
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.track import TrackRecipe
+from llmfoundry.recipe.after_training import TrackRecipe
+from llmfoundry.recipe.load import checked
 from tests.tiny import RECIPE
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))

@@ -15,9 +15,8 @@ from llmfoundry.data.text import chat_template
 from llmfoundry.data.text.chat_template import NAMED, ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.recipe.values.bounds import CHAT_TEMPLATES
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
+from llmfoundry.recipe.schema import CHAT_TEMPLATES
 from tests.data.hostile_templates import HOSTILE, REFUSED
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "it's", "parameters": {}}}]

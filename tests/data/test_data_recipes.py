@@ -11,9 +11,9 @@ import pytest
 
 from llmfoundry.commands.train import train
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 from tests.shards import texts, write_mds, write_tokens
 from tests.tiny import losses, write_recipe
 

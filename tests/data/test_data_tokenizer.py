@@ -19,8 +19,7 @@ from llmfoundry.data.preparation.plan import content_hash
 from llmfoundry.data.text.bpe import byte_alphabet, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 
 # Every hard case: digits, white space of all kinds, scripts, emoji, control characters, specials.
 TEXTS = [

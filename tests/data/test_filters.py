@@ -6,7 +6,7 @@ import pytest
 
 from llmfoundry.data.preparation.choose import build_filter
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.filter import FilterConfig
+from llmfoundry.recipe.data import FilterConfig
 
 _SENTENCES = [
     "The committee met again on Tuesday, and the members had much to discuss about the harbour.",

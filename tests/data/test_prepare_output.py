@@ -29,8 +29,8 @@ from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSColumn
 from llmfoundry.data.token_shards import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.prepare import PrepareRecipe
+from llmfoundry.recipe.before_training import PrepareRecipe
+from llmfoundry.recipe.load import checked
 
 EOS = 256  # of the bytes tokenizer, whose ids are UTF-8
 

@@ -21,8 +21,7 @@ from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.preparation.write import split_text
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from tests.data.test_prepare_output import folder, recipe, samples, split
 from tests.data.test_prepare_output import texts as documents
 

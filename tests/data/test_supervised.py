@@ -30,12 +30,10 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.checks import Clock, Duration
+from llmfoundry.recipe.data import DataConfig, SupervisedConfig, TokenizerConfig
 from llmfoundry.recipe.source import StreamConfig
-from llmfoundry.recipe.supervised import SupervisedConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
-from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.recipe.train import TrainRecipe
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 

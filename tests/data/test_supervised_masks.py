@@ -20,8 +20,8 @@ from llmfoundry.data.supervised.formats import example_of
 from llmfoundry.data.supervised.loss_mask import Encoded, Encoder, ExampleOptions, Segment
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.recipe.data import SupervisedConfig
 from llmfoundry.recipe.source import SourceConfig
-from llmfoundry.recipe.supervised import SupervisedConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "chats"
 TEMPLATES = ("chatml", "llama3", "zephyr", "mpt", "qwen2_5")

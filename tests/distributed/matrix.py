@@ -38,7 +38,7 @@ from llmfoundry.models.quantized import place
 from llmfoundry.ops import compression
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.plan.meter import LiveBytes
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO
 from llmfoundry.train.callbacks import OptimizerMonitor

@@ -27,9 +27,9 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.plan.memory import MemoryEstimate, estimate
 from llmfoundry.plan.meter import LiveBytes
-from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.distributed.matrix import MICROBATCH, global_batch, share

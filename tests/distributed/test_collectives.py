@@ -30,9 +30,9 @@ from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
 from llmfoundry.plan import rows
 from llmfoundry.plan.memory import estimate
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")

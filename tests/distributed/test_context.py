@@ -30,12 +30,17 @@ from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.parallel import METHODS, Degrees, ParallelConfig
-from llmfoundry.recipe.parallel_limits import context_method, limits
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.parallel import (
+    CONTEXT_METHODS,
+    Degrees,
+    ParallelConfig,
+    context_method,
+    limits,
+)
+from llmfoundry.recipe.train import TrainRecipe
 from tests.models.test_decoder import (
     SETTINGS,
     make_config,
@@ -79,7 +84,7 @@ def make_batch(layout: bool = True, weights: bool = False) -> Batch:
 
 @pytest.mark.parametrize("layout", [True, False])
 @pytest.mark.parametrize("degree", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
 def test_every_token_is_with_one_process_and_what_is_added_counts_nowhere(
     method: str, degree: int, layout: bool
 ) -> None:
@@ -140,7 +145,7 @@ def exactness(rank: int, folder: Path, names: tuple[str, ...]) -> None:
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=4)
     world, found = World(rank, 4, rank, CPU), {}
-    for context, method in product((4, 2), METHODS):
+    for context, method in product((4, 2), CONTEXT_METHODS):
         config = ParallelConfig(
             data_parallel_replicate_degree=4 // context,
             context_parallel_degree=context,
@@ -202,7 +207,7 @@ def test_loss_and_gradients_are_those_of_the_plain_decoder(name: str) -> None:
     plain = [torch.zeros_like(p) if g is None else g for g, p in pairs]
     expected = torch.cat([loss.detach().view(1), *(grad.flatten() for grad in plain)])
     found = shared(ROUTINE if name in ROUTINE else tuple(n for n in SHARED if n not in ROUTINE))
-    for method, degree in product(METHODS, (2, 4)):
+    for method, degree in product(CONTEXT_METHODS, (2, 4)):
         serves = method == "all_gather" or config.n_heads % degree == 0
         key = f"{name} {method} {degree}"
         assert (key in found) == serves

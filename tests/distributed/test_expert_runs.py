@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmfoundry.recipe.architecture.ffn import FFNConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.parallel_limits import limits
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.model import FFNConfig, ModelConfig
+from llmfoundry.recipe.parallel import ParallelConfig, limits
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import losses, run, write_recipe
 
 DBRX = (

@@ -31,7 +31,7 @@ from llmfoundry.models.router import OtherTokens, Router
 from llmfoundry.ops import compression
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import full_tensor
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer

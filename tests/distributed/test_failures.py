@@ -60,8 +60,8 @@ def run_out_of_memory(recipe):
 """
 SCRIPT = """
 import sys
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 run(TrainRecipe, "targets:" + sys.argv[1], sys.argv[2:])
 """
 

@@ -29,7 +29,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import matrices, narrow_frozen, place, quantize_frozen
 from llmfoundry.ops.packed_layout import IGNORE
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.train.optim.optimizers import build_optimizer

@@ -24,9 +24,9 @@ from llmfoundry.builders.evaluation import build_evaluated, build_validation
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.gauntlet.questions import Prompt, Request
+from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.values.duration import Clock, Duration
 from tests.distributed.layouts import ROUTINE, SLOW
 from tests.distributed.matrix import Found, compare, run_all
 from tests.train.test_preference_reference import Run

@@ -20,9 +20,9 @@ from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.rows import USABLE
-from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.parallel import Degrees, ParallelConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import ENV, command, losses, run, write_recipe
 
 REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"

@@ -28,11 +28,10 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.packed_layout import IGNORE
 from llmfoundry.ops.shard_layout import assign, block_view, local_blocks
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.parallel import Degrees, ParallelConfig
-from llmfoundry.recipe.parallel_limits import limits
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.parallel import Degrees, ParallelConfig, limits
+from llmfoundry.recipe.train import TrainRecipe
 from tests.distributed.test_context import LENGTHS, make_batch
 from tests.models.test_decoder import (
     SETTINGS,

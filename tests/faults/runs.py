@@ -27,7 +27,7 @@ import yaml
 from benchmarks.harness import child_environment
 from llmfoundry.events import read_events
 from llmfoundry.processes import cores
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.paths import ROOT
 from tests.faults.plugin import INJECTED, STEPS
 
 RANKS, LENGTH, SAVE = 4, 60, 5  # processes, steps, steps between two checkpoints

@@ -20,8 +20,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint
 from llmfoundry.gauntlet.questions import Prompt, Refusal
 from llmfoundry.gauntlet.rows import chat_rows
+from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from tests.warm_scripts import on_ranks
 
 Reply = tuple[int, Any]  # status, and JSON or text

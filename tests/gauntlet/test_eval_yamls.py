@@ -10,7 +10,7 @@ import yaml
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, read_table
 from llmfoundry.gauntlet.gauntlet_file import GauntletFile, read_gauntlet
 from llmfoundry.gauntlet.questions import TaskConfig
-from llmfoundry.recipe.front.paths import ROOT, YAMLS
+from llmfoundry.recipe.paths import ROOT, YAMLS
 
 GAUNTLETS = ROOT / "eval" / "gauntlets"
 FOUNDRY = {  # pairs of a task and a number of shots; benchmarks of each category

@@ -27,8 +27,8 @@ from llmfoundry.gauntlet.fetch import (
     from_hub,
     read_table,
 )
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.fetch import FetchRecipe
+from llmfoundry.recipe.before_training import FetchRecipe
+from llmfoundry.recipe.script import run
 
 Rows = Sequence[dict[str, Any]]
 

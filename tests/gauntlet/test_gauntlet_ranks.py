@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from llmfoundry.gauntlet.models.own import score_requests
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 from tests.warm_scripts import on_ranks
 
 

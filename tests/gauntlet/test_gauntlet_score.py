@@ -19,7 +19,7 @@ from llmfoundry.gauntlet.models.own import deal, score_requests
 from llmfoundry.gauntlet.models.tree import TreeRow, grow
 from llmfoundry.gauntlet.questions import Request, Score
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 VOCAB = 64
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import yaml
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import GauntletFile, read_gauntlet
 from llmfoundry.gauntlet.questions import TaskConfig
-from llmfoundry.recipe.front.paths import ROOT
+from llmfoundry.recipe.paths import ROOT
 
 TASK = {
     "label": "copa",

@@ -28,9 +28,8 @@ from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.requests import Request
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
 from tests.hf import random_models
 from tests.hf.random_models import to_hf
 from tests.models.test_decoder import SETTINGS, make_config, make_model

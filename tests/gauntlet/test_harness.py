@@ -25,8 +25,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.questions import Request
+from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.scripts.after_training import EvalRecipe
 from tests.gauntlet.hugging_face_models import load_hugging_face
 
 needs_harness = pytest.mark.skipif(

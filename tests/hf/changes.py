@@ -9,9 +9,8 @@ from typing import Any
 
 from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
 from llmfoundry.hf.write_config import get
-from llmfoundry.recipe.architecture.attention import RopeConfig, TemperatureConfig
-from llmfoundry.recipe.architecture.blocks import AttentionOverride
-from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
+from llmfoundry.recipe.attention import AttentionOverride, RopeConfig, TemperatureConfig
+from llmfoundry.recipe.model import FFNConfig, ModelConfig
 from tests.hf.random_models import CASES, HEADS, stack
 
 BASES = {

@@ -15,14 +15,15 @@ from llmfoundry.hf.card import CardInfo
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.architecture.attention import RopeConfig, TemperatureConfig
-from llmfoundry.recipe.architecture.blocks import (
+from llmfoundry.recipe.attention import (
     AttentionOverride,
     BlockOverride,
     BlockOverridesConfig,
     BlockRun,
+    RopeConfig,
+    TemperatureConfig,
 )
-from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 
 WIDTH, HEADS, ROWS, LENGTH = 32, 4, 128, 24
 EOS = 90

@@ -10,7 +10,7 @@ import torch
 from llmfoundry.builders import models
 from llmfoundry.commands.convert import convert
 from llmfoundry.commands.generate import generate
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe, GenerateRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe, GenerateRecipe
 from tests.hf.random_models import CARD, LLAMA, decoder, settings, to_hf, write_tokenizer
 
 

@@ -25,7 +25,7 @@ from llmfoundry.hf.gguf.tokenizer import read_vocabulary
 from llmfoundry.hf.gguf.write import GGUFModel, to_gguf
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe
 from tests.hf.gguf_models import (
     GGUF_CASES,
     ROWS,

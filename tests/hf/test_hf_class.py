@@ -19,7 +19,7 @@ from transformers.generation import ContinuousBatchingConfig
 from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryConfig, LlmfoundryForCausalLM
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.front.typed import to_dict
+from llmfoundry.recipe.typed import to_dict
 from tests.hf.random_models import (
     BARE,
     CARD,

@@ -17,9 +17,9 @@ from llmfoundry.hf.architectures import ACTIVATIONS
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write_config import choose_architecture, write_settings
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.architecture.ffn import ACTIVATIONS as OURS
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import to_dict
+from llmfoundry.recipe.model import ACTIVATIONS as OURS
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import to_dict
 from tests.hf.random_models import (
     ALIBI,
     ASKED_FOR,

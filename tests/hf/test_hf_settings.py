@@ -20,8 +20,8 @@ from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.read_config import read_settings
 from llmfoundry.hf.write_config import choose_architecture, get, unkept, write_settings
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import build, to_dict
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import build, to_dict
 from tests.hf.changes import (
     BASES,
     BLAMED,

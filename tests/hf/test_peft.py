@@ -25,7 +25,7 @@ from llmfoundry.models.adapter import (
 )
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.adapter import AdapterConfig
 from tests.hf.random_models import (
     CARD,
     CASES,

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from llmfoundry.errors import UserError
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write_config import choose_architecture
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import build
-from llmfoundry.recipe.front.yamlfile import read_yaml
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import build
+from llmfoundry.recipe.yaml_file import read_yaml
 from tests.hf.random_models import CARD, ROWS, decoder, logits, rows, to_hf, write_tokenizer
 
 MODELS = Path(__file__).resolve().parents[2] / "yamls" / "model"

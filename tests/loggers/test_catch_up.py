@@ -26,10 +26,10 @@ from llmfoundry.loggers.background_queue import BackgroundWriter, LogTarget, Run
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker
-from llmfoundry.recipe.front.typed import to_yaml
+from llmfoundry.recipe.after_training import TrackRecipe
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.scripts.track import TrackRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
 from tests.tiny import ENV, command, write_recipe
 from tests.tiny import run as start
 

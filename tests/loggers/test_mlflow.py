@@ -312,7 +312,7 @@ def test_a_missing_driver_is_said_once(tmp_path: Path) -> None:
 def test_nothing_is_imported_before_the_first_step_and_nothing_printed(tmp_path: Path) -> None:
     code = (
         "import io, sys; from pathlib import Path\n"
-        "from llmfoundry.recipe.scripts.train import TrainRecipe\n"
+        "from llmfoundry.recipe.train import TrainRecipe\n"
         "from llmfoundry.loggers.console import Console\n"
         "from llmfoundry.loggers.tracker import Tracker\n"
         "recipe = TrainRecipe(run_name='tiny'); recipe.fill()\n"

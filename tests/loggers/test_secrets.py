@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked, load
-from llmfoundry.recipe.front.typed import as_written, require, to_yaml
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked, load
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import as_written, require, to_yaml
 from llmfoundry.redaction import public, public_override, public_values
 from tests.tiny import write_recipe
 from tests.warm_scripts import run_script

@@ -14,7 +14,7 @@ from llmfoundry.loggers import tracker as tracker_module
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.metrics import WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker, flatten
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 
 def recipe() -> TrainRecipe:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmfoundry.recipe.architecture.blocks import AttentionOverride, BlockRun
-from llmfoundry.recipe.architecture.model import AttentionConfig, ModelConfig
+from llmfoundry.recipe.attention import AttentionOverride, BlockRun
+from llmfoundry.recipe.model import AttentionConfig, ModelConfig
 from tests.models.plain_moe import mixture
 
 Weights = dict[str, Tensor]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmfoundry.recipe.architecture.model import FFNConfig
+from llmfoundry.recipe.model import FFNConfig
 
 Weights = dict[str, Tensor]
 Act = Callable[[Tensor], Tensor]

@@ -27,7 +27,7 @@ from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import LowRank, merged_weight
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
+from llmfoundry.recipe.adapter import AdapterConfig
 from tests.models.test_decoder import make_config
 from tests.tiny import activations
 

@@ -20,9 +20,9 @@ from llmfoundry.models.counts import (
 )
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import place, quantize_frozen
-from llmfoundry.recipe.architecture.adapter import AdapterConfig
-from llmfoundry.recipe.architecture.model import FFNConfig, ModelConfig
-from llmfoundry.recipe.values.bounds import MOST_LAYERS
+from llmfoundry.recipe.adapter import AdapterConfig
+from llmfoundry.recipe.model import FFNConfig, ModelConfig
+from llmfoundry.recipe.schema import MOST_LAYERS
 from tests.models.test_decoder import SETTINGS, make_config, make_model
 
 PUBLISHED = {  # d_model, n_heads, n_layers, parameters of MPT with learned positions and tied head

@@ -17,9 +17,9 @@ from llmfoundry.models.slots import Piece
 from llmfoundry.ops.activations import ACTIVATIONS
 from llmfoundry.ops.attention.base import alibi_slopes
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.architecture import ffn
-from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
-from llmfoundry.recipe.front.typed import Problem, build
+from llmfoundry.recipe import model
+from llmfoundry.recipe.model import InitConfig, ModelConfig
+from llmfoundry.recipe.typed import Problem, build
 from tests.models.plain_decoder import activation, document_logits, slope
 
 GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
@@ -272,7 +272,7 @@ def test_the_cache_holds_only_layers_that_make_their_keys() -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_their_formulas(name: str) -> None:
-    arguments: dict[str, Any] = {argument: 0.3 for argument in ffn.ACTIVATIONS[name]}
+    arguments: dict[str, Any] = {argument: 0.3 for argument in model.ACTIVATIONS[name]}
     arguments |= {"approximate": "tanh"} if name == "gelu" else {}
     arguments |= {"min_val": -0.2, "max_val": 0.7} if name == "hardtanh" else {}
     x = torch.linspace(-7, 7, 101, dtype=torch.float64)
@@ -283,7 +283,7 @@ def test_activations_are_their_formulas(name: str) -> None:
 
 
 def test_every_activation_of_the_recipe_exists() -> None:
-    assert ACTIVATIONS.keys() == ffn.ACTIVATIONS.keys()
+    assert ACTIVATIONS.keys() == model.ACTIVATIONS.keys()
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

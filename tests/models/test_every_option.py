@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.recipe.architecture.attention import ATTN_TYPES, NORMS, ROPE_TYPES
-from llmfoundry.recipe.architecture.ffn import FFN_TYPES
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.attention import ATTN_TYPES, NORMS, ROPE_TYPES
+from llmfoundry.recipe.model import FFN_TYPES, ModelConfig
 from llmfoundry.recipe.schema import options
 from tests.models.test_decoder import SETTINGS
 

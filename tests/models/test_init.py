@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
+from llmfoundry.recipe.model import InitConfig, ModelConfig
 from tests.models.test_decoder import CHAIN, make_config
 
 SHAPE = {

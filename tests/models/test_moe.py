@@ -16,7 +16,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import move_biases
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 from tests.models.plain_decoder import activation
 from tests.models.plain_moe import balancing_loss, choice, mixture
 from tests.models.test_decoder import make_config

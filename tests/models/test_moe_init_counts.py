@@ -18,10 +18,10 @@ from llmfoundry.models.counts import (
 )
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.moe import MoE
-from llmfoundry.recipe.architecture.model import InitConfig, ModelConfig
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.model import InitConfig, ModelConfig
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 from tests.models.test_decoder import make_config
 from tests.models.test_init import DIVISORS, SCHEMES, SHAPE, assert_alike
 from tests.models.test_moe import DMOE

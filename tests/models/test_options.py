@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.ops.loss import labelled_places
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.architecture.attention import NORMS
+from llmfoundry.recipe.attention import NORMS
 from tests.models.test_decoder import SETTINGS, make_config, make_model, random_tokens
 
 REUSED = ("overrides", "overrides-chain", "overrides-unlike")  # layers share keys and values

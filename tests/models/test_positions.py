@@ -18,7 +18,7 @@ from llmfoundry.models.attention import (
     rotary_table,
 )
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 from tests.models.test_decoder import make_config
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmfoundry.ops.activations import ACTIVATIONS, from_text, to_text
-from llmfoundry.recipe.architecture.ffn import ACTIVATIONS as IN_RECIPE
+from llmfoundry.recipe.model import ACTIVATIONS as IN_RECIPE
 
 VALUES = {"approximate": "tanh", "min_val": -0.7, "max_val": 0.4, "threshold": 2.0}
 WITH_ARGUMENTS = {

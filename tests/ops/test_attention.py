@@ -24,8 +24,8 @@ from llmfoundry.ops.attention import flex as attention_flex
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec, dense_bias
 from llmfoundry.ops.attention.select import PLANS, attend, choose, range_plan, refusal
 from llmfoundry.ops.packed_layout import PackedLayout, Ranges
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.ops.plain_attention import (
     CPU,
     DTYPES,

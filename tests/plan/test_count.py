@@ -14,9 +14,9 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.loss import linear_cross_entropy
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.plan.count import ModelCount, count
-from llmfoundry.recipe.architecture.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.parallel import Degrees
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 GPU = torch.device("cuda")  # nothing is placed on it
 LENGTH = 128

@@ -10,8 +10,8 @@ import pytest
 from recipe_front import Front, Outcome
 
 from llmfoundry import redaction
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 
 
 @pytest.fixture(autouse=True)

@@ -19,26 +19,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.front.typed import to_dict
-from llmfoundry.recipe.schema import Schema, options
-from llmfoundry.recipe.scripts.after_training import (
+from llmfoundry.recipe.after_training import (
     ChatRecipe,
     ConvertRecipe,
     EvalRecipe,
     GenerateRecipe,
+    ServeRecipe,
+    TrackRecipe,
 )
-from llmfoundry.recipe.scripts.check import CheckRunRecipe
-from llmfoundry.recipe.scripts.fetch import FetchRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.inspect import InspectRecipe
-from llmfoundry.recipe.scripts.migrate import MigrateRecipe
-from llmfoundry.recipe.scripts.plan import PlanRecipe
-from llmfoundry.recipe.scripts.prepare import PrepareRecipe
-from llmfoundry.recipe.scripts.serve import ServeRecipe
-from llmfoundry.recipe.scripts.track import TrackRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.before_training import (
+    CheckRunRecipe,
+    FetchRecipe,
+    InspectRecipe,
+    MigrateRecipe,
+    PlanRecipe,
+    PrepareRecipe,
+)
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.schema import Schema, options
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_dict
 
 SCRIPTS: dict[str, type] = {
     "train": TrainRecipe,

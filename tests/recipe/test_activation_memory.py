@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.activation_memory import PARTS, read_targets
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.typed import to_dict
-from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.parallel import PARTS, ParallelConfig, read_targets
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_dict
 
 KEY = "parallel.activation_checkpointing_target"
 WHOLE = "parallel.activation_checkpointing=whole"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
 
 LORA = {
     "r": "8",

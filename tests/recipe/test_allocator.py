@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_check.check import environment
-from llmfoundry.recipe.front.script import ALLOCATOR_VARIABLES, allocator_settings
+from llmfoundry.recipe.script import ALLOCATOR_VARIABLES, allocator_settings
 from tests.tiny import ROOT
 
 PROGRAM = """
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 run(TrainRecipe, "seen:seen", ["quickstart"])
 """
 SEEN = """

@@ -30,11 +30,11 @@ from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.plan import fit
 from llmfoundry.plan.fit import choose_microbatch, with_guessed_vocabulary
 from llmfoundry.plan.memory import GIB
-from llmfoundry.recipe.front import sweep
-from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe import sweep
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.paths import ROOT
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 
 SLOWEST = 5.0  # seconds of the processor
 

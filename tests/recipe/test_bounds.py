@@ -12,14 +12,13 @@ from mutations import SCRIPTS, SOUND
 from recipe_front import Front
 
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
-from llmfoundry.recipe.architecture.blocks import BlockOverridesConfig, BlockRun
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.bounds import Range, out_of_bounds
-from llmfoundry.recipe.values.checks import divides
+from llmfoundry.recipe.attention import BlockOverridesConfig, BlockRun
+from llmfoundry.recipe.checks import divides
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.schema import Range, Schema, out_of_bounds
+from llmfoundry.recipe.train import TrainRecipe
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 LONG = "x" * 300

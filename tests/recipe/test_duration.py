@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from llmfoundry.recipe.values.duration import Clock, Duration, check_duration
+from llmfoundry.recipe.checks import Clock, Duration, check_duration
 
 
 def clock(max_duration: str = "100ba", *, batches_per_epoch: float = 12.5) -> Clock:

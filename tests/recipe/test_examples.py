@@ -19,11 +19,11 @@ from typing import NamedTuple
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked, read
-from llmfoundry.recipe.front.paths import ROOT, YAMLS
-from llmfoundry.recipe.front.typed import to_yaml
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked, read
+from llmfoundry.recipe.paths import ROOT, YAMLS
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
 from tests.plugin_tables import tables_as_before
 
 COMMAND = re.compile(

@@ -12,11 +12,11 @@ import pytest
 from recipe_front import Front
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.front.paths import ROOT, YAMLS, find_file
-from llmfoundry.recipe.front.typed import to_yaml
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.paths import ROOT, YAMLS, find_file
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_yaml
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 
@@ -449,8 +449,8 @@ def test_scripts_answer_from_any_folder() -> None:
 def test_the_front_needs_no_heavy_library() -> None:
     heavy = ["torch", "numpy", "transformers", "tokenizers", "datasets", "mlflow"]
     code = (
-        "import sys; from llmfoundry.recipe.front.script import run;"
-        "from llmfoundry.recipe.scripts.train import TrainRecipe;"
+        "import sys; from llmfoundry.recipe.script import run;"
+        "from llmfoundry.recipe.train import TrainRecipe;"
         f"run(TrainRecipe, 'none:none', [{str(QUICKSTART)!r}, 'model=mpt-125m', '--cfg', 'job']);"
         f"sys.exit(str([m for m in {heavy} if m in sys.modules]))"
     )

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from recipe_front import Front
 
-from llmfoundry.recipe.front.load import checked, read
-from llmfoundry.recipe.front.paths import YAMLS, group_options
-from llmfoundry.recipe.front.typed import as_written, to_yaml
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked, read
+from llmfoundry.recipe.paths import YAMLS, group_options
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import as_written, to_yaml
 
 SFT = YAMLS / "finetune" / "quickstart-sft.yaml"
 LORA = YAMLS / "finetune" / "llama-8b-lora.yaml"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.hardware import Hardware
-from llmfoundry.recipe.hardware import GPUS, known_gpu, named_gpu, short_name
+from llmfoundry.recipe.hardware import GPUS, Hardware, known_gpu, named_gpu, short_name
 
 
 def test_every_gpu_is_named_as_it_is_listed() -> None:

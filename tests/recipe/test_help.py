@@ -12,14 +12,13 @@ from mutations import SCRIPTS, SOUND
 from recipe_front import Front
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.argv import CommandLine
-from llmfoundry.recipe.front.called import as_called
-from llmfoundry.recipe.front.help.explain import help_text
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import ROOT, YAMLS
+from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.command_line import CommandLine, as_called
+from llmfoundry.recipe.help import help_text
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import ROOT, YAMLS
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 
 def test_help_lists_flags_groups_recipes_and_keys(front: Front) -> None:
@@ -31,7 +30,7 @@ def test_help_lists_flags_groups_recipes_and_keys(front: Front) -> None:
             assert f" {group.name} {choices} " in " ".join(got.out.split())
     for recipe in YAMLS.glob("*.yaml"):
         assert recipe.name in got.out
-    assert "recipe/scripts/train.py" in got.out and "device_train_microbatch_size" in got.out
+    assert "recipe/train.py" in got.out and "device_train_microbatch_size" in got.out
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -44,7 +43,7 @@ def test_help_fits_a_terminal(script: Path, width: int, monkeypatch: pytest.Monk
     assert docstring
     text = as_called(help_text(Schema.of(TrainRecipe), CommandLine(), docstring))
     assert max(map(len, text.splitlines())) <= width
-    assert "recipe/scripts/train.py" in text  # which is a file, and no command
+    assert "recipe/train.py" in text  # which is a file, and no command
     words = as_called(docstring).split()
     assert text.replace("\\\n", " ").replace(" # ", " ").split()[: len(words)] == words
 

@@ -12,11 +12,10 @@ import pytest
 from mutations import SCRIPTS
 from recipe_front import Front
 
-from llmfoundry.recipe.front.paths import ROOT, YAMLS, group_options, search_folders
+from llmfoundry.recipe.checks import VALUES, nearest_option
 from llmfoundry.recipe.other_tools.table import OTHERS
-from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.values.bounds import Choice
-from llmfoundry.recipe.values.checks import VALUES, nearest_option
+from llmfoundry.recipe.paths import ROOT, YAMLS, group_options, search_folders
+from llmfoundry.recipe.schema import Choice, Schema
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 SFT = YAMLS / "finetune" / "quickstart-sft.yaml"

@@ -15,11 +15,11 @@ from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import sketch
 from llmfoundry.plan import fit
 from llmfoundry.plan.fit import Fit, choose_fit, with_guessed_vocabulary
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.front.paths import ROOT, YAMLS
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.paths import ROOT, YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 
 RECIPES = sorted([*YAMLS.glob("*.yaml"), *YAMLS.glob("finetune/*.yaml")])
 HARDWARE = re.compile(r"\b(From )?(One|\d+) GPUs? of (\d+) GB")

@@ -11,8 +11,8 @@ from benchmarks.memory import GPU, MEMORY, spread
 from llmfoundry.plan.communication import communication
 from llmfoundry.plan.fit import choose_fit
 from llmfoundry.plan.memory import GIB
-from llmfoundry.recipe.parallel_limits import limits
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.parallel import limits
+from llmfoundry.recipe.train import TrainRecipe
 from tests.selection import slow_but
 from tests.tiny import ROOT
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.architecture.blocks import LayerConfig
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.attention import LayerConfig
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 
 ROPE = "model.attn_config.rope=true"
 LLAMA3 = "type: llama3, factor: 8, low_freq_factor: 4, high_freq_factor: 1"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.architecture.ffn import MOE_KEYS, OTHER_MOE_NAMES, FFNConfig
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.model import MOE_KEYS, OTHER_MOE_NAMES, FFNConfig
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 
 KEY = "model.ffn_config."
 LINES = {  # beside ffn_type: dmoe, moe_num_experts: 4

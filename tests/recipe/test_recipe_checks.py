@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.logger import GenerateConfig
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 GQA = "model.attn_config.attn_type=grouped_query_attention"
 LINES = {

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from recipe_front import Front
 
-from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.paths import YAMLS
 
 QUICKSTART = str(YAMLS / "quickstart.yaml")
 TARGET = """
@@ -34,8 +34,8 @@ def remember(recipe):
         raise RuntimeError("unlucky")
 """
 SCRIPT = """
-from llmfoundry.recipe.front.script import run
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.script import run
+from llmfoundry.recipe.train import TrainRecipe
 run(TrainRecipe, "sweep_target:remember")
 """
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.front.paths import YAMLS, find_file
+from llmfoundry.recipe.after_training import EvalRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import YAMLS, find_file
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.scripts.after_training import EvalRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 FINETUNING = ("finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmfoundry.recipe.resilience.watch import WatchConfig
+from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies
 
 CONFIG = WatchConfig()

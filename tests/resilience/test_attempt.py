@@ -13,10 +13,10 @@ import pytest
 from llmfoundry.commands.supervise import is_supervised, supervise
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import ResumeLimits, read_ranks, record_ranks
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.front.paths import YAMLS
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.resilience import SuperviseConfig
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.resilience.supervise import attempt, slurm
 from llmfoundry.resilience.supervise.attempt import RunningAttempt
 from tests.tiny import ROOT

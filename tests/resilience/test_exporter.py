@@ -15,7 +15,7 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.resilience.supervise import exporter as module
 from llmfoundry.resilience.supervise.exporter import STATES, Exporter, ExportTo, export_to
 from tests.loggers.hearing import closed_port

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmfoundry.heartbeat import PHASES
-from llmfoundry.recipe.resilience.hang import HangConfig
+from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.judge import RankReading, judge, refine, waits_in_torch
 from llmfoundry.resilience.hang.monitor import COLLECT, END, WATCH, Hub, HubClient, HubServer
 

@@ -16,7 +16,7 @@ import pytest
 
 from llmfoundry.events import read_events
 from llmfoundry.heartbeat import RECORDER, read_heartbeats
-from llmfoundry.recipe.resilience.hang import HangConfig
+from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS
 from llmfoundry.resilience.hang.monitor import Settings
 from tests.tiny import ENV, ROOT

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.recipe.front.load import checked, load
-from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked, load
+from llmfoundry.recipe.paths import ROOT
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.resilience.check import host
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
 from llmfoundry.resilience.check.host import (

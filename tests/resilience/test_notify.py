@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.events import read_events
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.resilience.supervise import notify
 from llmfoundry.resilience.supervise.attempt import make_ends_folder
 from llmfoundry.resilience.supervise.notify import form_of, post_to_webhook

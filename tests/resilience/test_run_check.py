@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.distributed.launch import World
-from llmfoundry.recipe.health_check import HealthCheckConfig
+from llmfoundry.recipe.resilience import HealthCheckConfig
 from llmfoundry.resilience.check import links
 from llmfoundry.resilience.check.findings import BAD, Finding, Report
 from llmfoundry.resilience.check.host import NamedPath

@@ -15,8 +15,8 @@ from llmfoundry.data.store import Store
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import GivenUp
 from llmfoundry.exit_status import FAILED, GIVE_UP, ResumeLimits
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.resilience import SuperviseConfig
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.resilience.supervise.checkpoints import (
     START,
     WAIT,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.exit_status import FAILED, GIVE_UP, MISTAKE, SAVED
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.resilience.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.resilience.supervise.decide import (
     FINISH,

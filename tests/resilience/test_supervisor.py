@@ -19,11 +19,11 @@ from llmfoundry.commands.supervise import recipe_type, supervise
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
 from llmfoundry.exit_status import ResumeLimits, own_node
-from llmfoundry.recipe.front.argv import CommandLine
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
-from llmfoundry.recipe.scripts.check import CheckFinetuneRecipe, checked_for
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.before_training import CheckFinetuneRecipe, checked_for
+from llmfoundry.recipe.command_line import CommandLine
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.resilience import SuperviseConfig
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt, new_folder
 from llmfoundry.resilience.supervise.supervisor import earlier_attempts
 from tests.tiny import ENV, ROOT
@@ -124,7 +124,7 @@ from llmfoundry.exit_status import own_node
 from llmfoundry.resilience.supervise import kubernetes
 from llmfoundry.resilience.supervise.checkpoints import list_in_folder
 from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attempts
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience import SuperviseConfig
 config = SuperviseConfig(**{"wait_seconds": 0.1} | json.loads(sys.argv[1]))
 check = ["check.py", json.dumps([own_node()])]
 kubernetes.ACCOUNT = Path(sys.argv[2])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llmfoundry.errors import RunFailure
-from llmfoundry.recipe.resilience.watch import WatchConfig
+from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.resilience.watch import watch as module
 from llmfoundry.resilience.watch.anomalies import RankTimes
 from llmfoundry.resilience.watch.watch import ForwardTimer, Watch

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmfoundry.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import load
 
 ROWS, STEPS, LR, EOS = 320, 10, 1e-3, 256
 EPS = 1e-4  # with less, AdamW makes a whole step of what rounding leaves of a gradient of 0

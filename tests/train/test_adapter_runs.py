@@ -21,10 +21,10 @@ from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.adapter import PretrainedConfig
+from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
 from tests.tiny import finetune_recipe, losses, write_recipe
 from tests.train.here import dtypes, train_here
 

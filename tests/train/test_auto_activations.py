@@ -13,12 +13,12 @@ from llmfoundry.plan.fit import checkpointing_line, choose_fit, with_guessed_voc
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.rows import USABLE
 from llmfoundry.plan.seconds import speeds, step_seconds
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.front.paths import YAMLS
+from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.hardware import GPUS
-from llmfoundry.recipe.parallel import LEVELS
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.checks import divisors
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.parallel import RECOMPUTED
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 
@@ -37,7 +37,7 @@ def test_auto_is_what_makes_the_shortest_step_of_all_that_fits(room: int) -> Non
     """Found again by trying each level with every microbatch."""
     recipe, found = make_recipe("mpt-7b"), {}
     rows = recipe.global_train_batch_size // 8
-    for level in LEVELS:
+    for level in RECOMPUTED:
         one = with_level(recipe, level)
         need = estimate(one, 8, device=CUDA)
         for n in divisors(rows):

@@ -19,8 +19,8 @@ from llmfoundry.builders.model import with_defaults
 from llmfoundry.plan import rows as plan_rows
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.rows import USABLE
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import losses, write_recipe
 from tests.train.here import dtypes, rows, train_here
 from tests.warm_scripts import on_ranks

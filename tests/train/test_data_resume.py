@@ -18,8 +18,8 @@ from llmfoundry.data.loader import Loader
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.front.load import load
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.train import TrainRecipe
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens
 from tests.tiny import RECIPE, losses, run
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmfoundry.builders.model import build_root
 from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.distributed.launch import ALONE
-from llmfoundry.recipe.architecture.hf_model import HFModelConfig
-from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.adapter import PretrainedConfig
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import finetune_recipe, losses, run, write_recipe
 
 RUN = "runs/cut/checkpoints"

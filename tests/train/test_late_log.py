@@ -186,9 +186,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.distributed.launch import World
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.scripts.train import TrainRecipe
-from llmfoundry.recipe.values.duration import Clock, Duration
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.train.callbacks import (
     EarlyStopper, LRMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
 )

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.float8 import float8_refusal, use_float8
-from llmfoundry.recipe.architecture.model import ModelConfig
-from llmfoundry.recipe.front.typed import build
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import OptimizerConfig
+from llmfoundry.recipe.typed import build
 from llmfoundry.train.optim import low_precision
 from llmfoundry.train.optim.low_precision import LowPrecisionAdamW
 from llmfoundry.train.optim.optimizers import new_optimizer

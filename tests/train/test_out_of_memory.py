@@ -16,8 +16,8 @@ from llmfoundry.builders.microbatch import memory_facts
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import StartAgain, UserError, is_out_of_memory
 from llmfoundry.events import read_events
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.out_of_memory import KIND, NAME, MicrobatchLimit, remembered
 from tests.tiny import losses, run, write_recipe
 from tests.train.here import train_here

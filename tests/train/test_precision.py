@@ -20,10 +20,10 @@ from llmfoundry.errors import UserError
 from llmfoundry.inference.decoder_rows import stream_tokens
 from llmfoundry.inference.engine import stream
 from llmfoundry.inference.requests import Request
-from llmfoundry.recipe.front.load import checked
+from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
 from tests.tiny import losses, write_recipe

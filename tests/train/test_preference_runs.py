@@ -19,9 +19,9 @@ from llmfoundry.builders.preference import with_places
 from llmfoundry.data.instructions import instruction_rows
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.front.typed import Problem, build
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.preference import FORMATS
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.typed import Problem, build
 from tests.shards import bytes_tokenizer
 from tests.tiny import losses, run, write_recipe
 

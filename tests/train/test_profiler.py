@@ -16,7 +16,7 @@ import torch
 from torch.cuda import _memory_viz
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.profile import ProfileConfig
+from llmfoundry.recipe.logger import ProfileConfig
 from llmfoundry.train import profiler
 from llmfoundry.train.profiler import (
     MemorySnapshots,

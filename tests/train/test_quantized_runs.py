@@ -19,10 +19,10 @@ from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantize_frozen
-from llmfoundry.recipe.architecture.pretrained import PretrainedConfig
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.after_training import ConvertRecipe
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.adapter import PretrainedConfig
+from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
 from tests.models.test_decoder import make_config, make_model
 from tests.models.test_quantized import GLU
 from tests.tiny import losses, write_finetune, write_recipe

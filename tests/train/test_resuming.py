@@ -14,8 +14,8 @@ from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
-from llmfoundry.recipe.front.load import checked
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here
 

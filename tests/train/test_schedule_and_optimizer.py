@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
-from llmfoundry.recipe.values.duration import Clock, Duration
 from llmfoundry.train.optim.optimizers import new_optimizer
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.trainer import falls_due

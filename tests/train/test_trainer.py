@@ -15,7 +15,7 @@ import torch
 
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.scripts.train import TrainRecipe
+from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.trainer import Trainer
 from tests.tiny import losses, write_recipe
 from tests.train.here import train_here

@@ -23,8 +23,7 @@ from llmfoundry.data.text.bpe import (
 )
 from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer, no_end_of_text
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.tokenizer import TokenizerConfig
+from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 
 _VERSION = 1  # of what is learned from a corpus; raised when the sample or the trainer changes
 

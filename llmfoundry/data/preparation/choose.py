@@ -35,7 +35,7 @@ import numpy as np
 from llmfoundry.data.preparation.engines import Run
 from llmfoundry.errors import import_optional
 from llmfoundry.files import atomic_file
-from llmfoundry.recipe.filter import FilterConfig
+from llmfoundry.recipe.data import FilterConfig
 
 Filter = Callable[[str], str | None]
 

@@ -46,8 +46,7 @@ from llmfoundry.data.preparation.readers import (
 from llmfoundry.data.shard_index import open_shards, read_index, with_sample
 from llmfoundry.data.token_shards import StreamIndex
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.filter import FilterConfig
+from llmfoundry.recipe.data import DataConfig, FilterConfig
 
 _ROWS = 1024  # read at a time
 

@@ -17,7 +17,7 @@ from typing import Any
 from llmfoundry.data.preparation.ray_engine import ray_engine
 from llmfoundry.errors import UserError
 from llmfoundry.processes import cores, end_with_parent
-from llmfoundry.recipe.front.plugins import import_plugins, imported
+from llmfoundry.recipe.plugins import import_plugins, imported
 
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from llmfoundry.errors import UserError, import_optional, one_line
-from llmfoundry.recipe.front.plugins import import_plugins, imported
+from llmfoundry.recipe.plugins import import_plugins, imported
 
 # Tasks handed to Ray ahead of a free core: an autoscaler sees what is waiting, and one call to
 # ray.wait, which is linear in them, stays at about a millisecond.

@@ -44,7 +44,7 @@ from llmfoundry.data.preparation.files import (
 )
 from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.recipe.data import DataConfig, n_bytes
-from llmfoundry.recipe.values.choices import ChoiceTable, Entry
+from llmfoundry.recipe.schema import ChoiceTable, Entry
 
 # Tests of the standard library hold deliberately broken sources; the packages are not part of it.
 _NOT_STDLIB = frozenset(

@@ -27,8 +27,8 @@ from llmfoundry.data.supervised.prepare_rows import SPELLED, SPLIT, Store, Store
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
-from llmfoundry.recipe.supervised import SupervisedConfig
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.data import SupervisedConfig
 
 _VERSION = 1  # of how rows are made; raised when the same examples become others
 _LOOKED_AT = 1 << 24  # tokens at a time

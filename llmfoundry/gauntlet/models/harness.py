@@ -33,7 +33,7 @@ from llmfoundry.gauntlet.questions import (
     Request,
     TaskRow,
 )
-from llmfoundry.recipe.values.checks import nearest
+from llmfoundry.recipe.checks import nearest
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer

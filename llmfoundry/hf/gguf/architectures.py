@@ -27,8 +27,8 @@ from llmfoundry.hf.architectures import (
     is_mixture,
 )
 from llmfoundry.hf.write_config import choose_architecture
-from llmfoundry.recipe.architecture.attention import RopeConfig
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.attention import RopeConfig
+from llmfoundry.recipe.model import ModelConfig
 
 ACTIVATION, SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config.type"
 APPROXIMATED = (

@@ -20,7 +20,7 @@ from llmfoundry.hf.architectures import is_mixture
 from llmfoundry.hf.gguf.architectures import SHAPES, computed_tensors
 from llmfoundry.hf.tensor_names import MAPS, swap_pairs
 from llmfoundry.models.lazy import LazyTensor
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 Make = Callable[[], Tensor]
 PIECE = 1 << 24  # numbers that are converted at a time: 64 MB in fp32

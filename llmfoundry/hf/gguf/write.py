@@ -21,7 +21,7 @@ from llmfoundry.hf.gguf.tensors import Planned, pieces, plan, tensor_type
 from llmfoundry.hf.gguf.tokenizer import add_tokenizer, read_vocabulary
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.lazy import Read
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 SUFFIX = ".gguf"

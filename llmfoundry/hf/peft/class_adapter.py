@@ -27,8 +27,8 @@ from llmfoundry.models.adapter import fill_adapter_from, is_added
 from llmfoundry.models.adapter_targets import select
 from llmfoundry.models.init import Distribution, draw
 from llmfoundry.ops.shard_layout import assign, full_tensor
-from llmfoundry.recipe.architecture.adapter import ALL_LINEAR, AdapterConfig
-from llmfoundry.recipe.scripts.finetune import FinetuneRecipe
+from llmfoundry.recipe.adapter import ALL_LINEAR, AdapterConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.terminal import columns
 
 _KEY, _NAME = "adapter.target_modules", "default"

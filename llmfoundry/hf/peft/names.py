@@ -23,7 +23,7 @@ from llmfoundry.hf.architectures import OWN, is_mixture
 from llmfoundry.hf.experts import ExpertNames
 from llmfoundry.hf.tensor_names import MAPS, Rule, layers, swap_pairs
 from llmfoundry.hf.write_config import choose_architecture
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -39,7 +39,7 @@ from llmfoundry.hf.peft.names import (
 )
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, layers
 from llmfoundry.models.low_rank import LowRank
-from llmfoundry.recipe.architecture.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig
 
 
 @dataclass(frozen=True)

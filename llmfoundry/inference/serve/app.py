@@ -41,7 +41,7 @@ from llmfoundry.inference.serve.requests import (
     read_fields,
 )
 from llmfoundry.inference.serve.worker import EngineWorker, Feed, News, ServerMetrics
-from llmfoundry.recipe.scripts.serve import is_loopback
+from llmfoundry.recipe.after_training import is_loopback
 
 _LEFT = 499  # nginx's status for a client that has left; nobody reads it
 _DISCARDED = 1 << 26  # bytes of a refused request's body that are read all the same

@@ -1,6 +1,6 @@
 """axolotl's settings for SFT, LoRA and preferences that need more than a name; see `table.py`.
 
-Words that it shares with Hugging Face's Trainer (learning_rate, lora_r …) are in `trainers.py`.
+Words that it shares with Hugging Face's Trainer (learning_rate, lora_r …) are in `table.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmfoundry.recipe.other_tools.entry import (
     refused,
 )
 from llmfoundry.recipe.other_tools.values import OFF, only, sharding
-from llmfoundry.recipe.values.bounds import CHAT_TEMPLATES
+from llmfoundry.recipe.schema import CHAT_TEMPLATES
 
 FORMATS = {
     "alpaca": "alpaca",

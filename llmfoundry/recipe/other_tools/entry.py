@@ -1,7 +1,7 @@
 """An entry of the table of other tools' settings, and what becomes of a setting by it.
 
-`table.py` has the entries. `front/help/hints.py` shows `write` and `why` to who typed such a word;
-`migration/` asks `take` for the value that a whole file's setting has here.
+`table.py` has the entries. `help.py` shows `write` and `why` to who typed such a word;
+`migration.py` asks `take` for the value that a whole file's setting has here.
 """
 
 from __future__ import annotations

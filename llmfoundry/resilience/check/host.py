@@ -29,9 +29,8 @@ import torch
 from llmfoundry.errors import one_line
 from llmfoundry.files import sync
 from llmfoundry.loggers.environment import package_versions
-from llmfoundry.recipe.front.paths import ROOT
-from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.values.bounds import PATH, leaves
+from llmfoundry.recipe.paths import ROOT
+from llmfoundry.recipe.schema import PATH, Schema, leaves
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
 from llmfoundry.retry import Late, within
 

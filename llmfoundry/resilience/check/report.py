@@ -19,7 +19,7 @@ from llmfoundry.errors import RunFailure, one_line
 from llmfoundry.files import atomic_write, write_json
 from llmfoundry.loggers.console import duration
 from llmfoundry.loggers.pages.page import HeatMap, Tile, page, paths, table, together
-from llmfoundry.recipe.front.paths import show
+from llmfoundry.recipe.paths import show
 from llmfoundry.resilience.check.findings import (
     BAD,
     NOTICE,

@@ -23,7 +23,7 @@ from llmfoundry.exit_status import own_node
 from llmfoundry.loggers.environment import processor
 from llmfoundry.ops.torch_private import default_store
 from llmfoundry.recipe.data import n_bytes
-from llmfoundry.recipe.health_check import HealthCheckConfig
+from llmfoundry.recipe.resilience import HealthCheckConfig
 from llmfoundry.resilience.check import host, kernel_log, links, nvml
 from llmfoundry.resilience.check.findings import BAD, UNCHECKED, Finding, Report
 from llmfoundry.resilience.check.links import PairRates, disjoint, judge_pairs, tournament

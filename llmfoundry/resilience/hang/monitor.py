@@ -29,7 +29,7 @@ from typing import Any
 
 from llmfoundry.events import add_event
 from llmfoundry.heartbeat import READER
-from llmfoundry.recipe.resilience.hang import HangConfig
+from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS, Ranks
 from llmfoundry.resilience.hang.judge import HangVerdict, RankReading, judge, refine
 

@@ -32,7 +32,7 @@ from llmfoundry.heartbeat import (
     stop_heartbeat,
 )
 from llmfoundry.processes import start_module
-from llmfoundry.recipe.resilience.hang import HangConfig
+from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.collect import PIPE, RECORDERS
 from llmfoundry.resilience.hang.monitor import FOLDER, Settings
 

@@ -20,8 +20,8 @@ from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.exit_status import FAILED, GIVE_UP
-from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.resilience.supervise.decide import STOP, Decision
 
 START, WAIT = "start", "wait"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmfoundry.exit_status import DONE, FAILED, GIVE_UP, MISTAKE, SAVED
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.resilience.supervise.causes import OUT_OF_MEMORY, Cause
 
 FINISH, RESTART, WITHOUT, STOP = "finish", "restart", "restart_without", "stop"

@@ -16,7 +16,7 @@ from typing import Any
 from llmfoundry.exit_status import SAVED
 from llmfoundry.loggers.prometheus_logger import check_textfile, need_client, serve
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.resilience.supervise.notify import print_stderr
 
 _PREFIX = "llmfoundry_supervisor_"

@@ -16,7 +16,7 @@ from pathlib import Path
 from llmfoundry.events import names_in
 from llmfoundry.exit_status import BAD_MACHINE, own_node
 from llmfoundry.files import read_json
-from llmfoundry.recipe.resilience.supervise import EXCLUDE, NODES, SuperviseConfig
+from llmfoundry.recipe.resilience import EXCLUDE, NODES, SuperviseConfig
 from llmfoundry.resilience.check import kernel_log
 from llmfoundry.resilience.supervise import kubernetes, slurm
 from llmfoundry.resilience.supervise.notify import print_stderr

@@ -33,7 +33,7 @@ from llmfoundry.loggers.background_queue import describe
 from llmfoundry.loggers.mlflow_logger import RUN_ID_FILE, tag_ended
 from llmfoundry.processes import start_module
 from llmfoundry.recipe.logger import LoggerConfig
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.redaction import hide, public, public_texts
 from llmfoundry.retry import Late, within
 

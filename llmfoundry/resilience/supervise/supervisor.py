@@ -37,8 +37,8 @@ from llmfoundry.exit_status import (
     read_ranks,
 )
 from llmfoundry.heartbeat import memory_folder
-from llmfoundry.recipe.front.paths import show
-from llmfoundry.recipe.resilience.supervise import SuperviseConfig
+from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.redaction import public_override
 from llmfoundry.resilience.check import kernel_log
 from llmfoundry.resilience.supervise import checkpoints, slurm

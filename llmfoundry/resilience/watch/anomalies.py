@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from llmfoundry.recipe.resilience.watch import WatchConfig
+from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.resilience.check.kernel_log import NVLINK_5, TAKE_OUT, WATCH, XIDS
 from llmfoundry.resilience.check.nvml import SLOWED, WARM
 from llmfoundry.resilience.check.outliers import too_small, usual_limit

@@ -23,7 +23,7 @@ from llmfoundry.distributed.collectives import all_gather_object
 from llmfoundry.errors import RunFailure
 from llmfoundry.exit_status import own_node
 from llmfoundry.ops.torch_private import start_all_gather
-from llmfoundry.recipe.resilience.watch import WatchConfig
+from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.resilience.check.nvml import GpuReader, GpuState
 from llmfoundry.resilience.check.outliers import LEAST
 from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies

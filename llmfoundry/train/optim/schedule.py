@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from llmfoundry.recipe.checks import Clock
 from llmfoundry.recipe.schedule import SCHEDULES, ScheduleConfig
-from llmfoundry.recipe.values.duration import Clock
 
 
 def build_schedule(config: ScheduleConfig, clock: Clock) -> Callable[[int], float]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.recipe.resilience.watch import WatchConfig
+from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.train.spikes import (
     Guard,
     SpikeRecord,

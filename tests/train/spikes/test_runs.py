@@ -322,7 +322,7 @@ def test_the_record_is_the_one_of_a_run_that_never_had_the_block(
 
 def test_state_of_other_settings_begins_anew() -> None:
     """A checkpoint of another window, or of a version without one, says nothing."""
-    from llmfoundry.recipe.resilience.watch import WatchConfig
+    from llmfoundry.recipe.resilience import WatchConfig
     from llmfoundry.train.spikes import SpikeHandler
 
     log: Any = SimpleNamespace()
@@ -335,7 +335,7 @@ def test_state_of_other_settings_begins_anew() -> None:
 
 
 def test_a_record_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
-    from llmfoundry.recipe.resilience.watch import WatchConfig
+    from llmfoundry.recipe.resilience import WatchConfig
     from llmfoundry.train.spikes import SpikeHandler
 
     state = {"record": {"skipped": 3, "since": "a later version"}}

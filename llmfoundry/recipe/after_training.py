@@ -1,0 +1,369 @@
+"""The recipes of scripts that take what a run wrote: eval, convert, generate, chat, serve, track.
+
+All but track.py take a `checkpoint`: a run's folder (its newest complete checkpoint) or one
+checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine; all but convert.py a model
+from elsewhere too (`builders/models.py`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.checks import inert, set_defaults
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
+from llmfoundry.recipe.schema import (
+    AUTO_ROWS,
+    CHAT_TEMPLATE,
+    NEW_TOKENS,
+    PATH,
+    ROWS,
+    TEMPERATURE,
+    TOKENS,
+    TOP_P,
+    Range,
+    choice,
+    out_of_bounds,
+)
+from llmfoundry.recipe.train import PRECISIONS
+
+FORMATS = ("hf",)
+EXPORTS = ("hf", "gguf", "peft")
+DTYPES = ("fp32", "bf16", "fp16", "q8_0")
+
+
+def _needs_checkpoint(checkpoint: str | None) -> Iterator[str]:
+    if checkpoint is None:
+        yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
+
+
+def _is_here(output: str | None) -> Iterator[str]:
+    if output is not None and "://" in output:
+        yield f"output: {output} is an address; write a folder of this machine"
+
+
+@dataclass
+class EvalRecipe:
+    """Evaluate checkpoints as their runs would, and models from elsewhere."""
+
+    FOLDER_KEY: ClassVar[str] = "checkpoint"
+
+    checkpoint: Annotated[str | None, PATH] = None
+    """A run's folder, or one checkpoint's, or the URL of one."""
+    models: Annotated[list[str], PATH] = field(default_factory=list)
+    """Models beside it, each of: a run's or a checkpoint's folder or URL; an adapter's folder, as
+    peft saves it; a folder that transformers saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an
+    OpenAI-compatible server, such as http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for
+    generation tasks."""
+    output: Annotated[str | None, PATH] = None
+    """Where results.json, rows.jsonl and gauntlet.html go; unset: beside the checkpoint's run,
+    eval/<batch>/, for others runs/<name>/eval/."""
+    precision: Annotated[str | None, choice(PRECISIONS)] = None
+    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
+    device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
+    """Rows evaluated at a time."""
+    eval: EvalConfig | None = None
+    """What is measured (group eval/); unset: what the run measured, of models beside it too."""
+    logger: LoggerConfig | None = None
+    """Where metrics go as well (group logger/); unset: MLflow where the run's went, for others
+    nowhere."""
+    cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
+    """For models without a run: where tokenized prompts are kept."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+
+    def all_models(self) -> list[str]:
+        """`checkpoint` and `models`."""
+        return [*([self.checkpoint] if self.checkpoint is not None else []), *self.models]
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        yield from _is_here(self.output)
+        if not self.models:
+            yield from _needs_checkpoint(self.checkpoint)
+        for model in {m for m in self.all_models() if self.all_models().count(m) > 1}:
+            yield f"models: {model} is there more than once; name each once"
+        if self.logger is not None:
+            yield from self.logger.check()
+        if self.eval is not None and self.eval.icl_max_fraction is not None:
+            yield "eval.icl_max_fraction: is of a training run's time; write eval.icl_rows here"
+        if self.eval is not None:
+            yield from self.eval.check()
+
+    def fill(self) -> None:
+        """Nothing is derived before the checkpoint is read."""
+
+
+@dataclass
+class ConvertRecipe:
+    """Turn a checkpoint into another format, or a Hugging Face model into a checkpoint."""
+
+    FOLDER_KEY: ClassVar[str] = "checkpoint"
+
+    checkpoint: Annotated[str | None, PATH] = None
+    """What to read: a run's folder or one checkpoint's, or the URL of one; with from=hf a hub id or
+    its folder."""
+    to: Annotated[str | None, choice(EXPORTS)] = None
+    """Format to write: hf, a folder that transformers loads, an adapter merged into its base; gguf,
+    the same as a file for llama.cpp and what is built on it; or peft, an adapter alone, for the hf
+    folder of its base."""
+    from_: Annotated[str | None, choice(FORMATS)] = None
+    """Format to read, written `from`: hf; the output is then a run's folder of ours, or with
+    to=gguf a file of that."""
+    output: Annotated[str | None, PATH] = None
+    """The folder to write; must not exist, or be empty. With to=gguf a file, NAME.gguf."""
+    dtype: Annotated[str | None, choice(DTYPES)] = None
+    """Only with to=hf or gguf: number format of the written weights, fp32, bf16, fp16, or of gguf
+    q8_0 (8 bits, a scale every 32 numbers); unset: bf16 where the base is quantised, else fp32."""
+    max_shard_gb: Annotated[float | None, Range(0.001)] = None
+    """Only with to=hf: a weight file's size at most, in units of 1e9 bytes, though no tensor is
+    split; unset: 5."""
+    architecture: str | None = None
+    """Only with to: transformers' class to write (LlamaForCausalLM …), or llmfoundry, our own,
+    which any model fits; unset: the first of transformers' that is exactly the model."""
+    adapter_experts: Annotated[str | None, choice(("stacked", "separate"))] = None
+    """Only with to=peft: stacked, as peft's target_parameters, or separate, an adapter for each
+    expert, since engines disagree on the stacked layout; default stacked."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        yield from _needs_checkpoint(self.checkpoint)
+        yield from _is_here(self.output)
+        if self.to is None:
+            yield from inert("", self, ["architecture"], "without to")
+        if self.to not in ("hf", "gguf"):
+            yield from inert("", self, ["dtype"], "without to=hf or to=gguf")
+        if self.to != "hf":
+            yield from inert("", self, ["max_shard_gb"], "without to=hf")
+        if self.dtype == "q8_0" and self.to == "hf":
+            yield "dtype: q8_0 is a format of GGUF; write to=gguf, or dtype=bf16"
+        if self.to != "peft":
+            yield from inert("", self, ["adapter_experts"], "without to=peft")
+        if (self.to is None) == (self.from_ is None) and self.to != "gguf":
+            yield "to: write either to=hf, to=gguf or to=peft (export), or from=hf (import)"
+        if self.output is None:
+            yield "output: is required; write output=DIR, the folder to write"
+        elif self.to == "gguf" and not self.output.endswith(".gguf"):
+            yield f"output: {self.output} is one file with to=gguf; write output=NAME.gguf"
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.to == "peft":
+            self.adapter_experts = self.adapter_experts or "stacked"
+
+
+@dataclass
+class DrawRecipe:
+    """What a model that writes is asked with, whether it continues a text or answers."""
+
+    FOLDER_KEY: ClassVar[str] = "checkpoint"
+
+    checkpoint: Annotated[str | None, PATH] = None
+    """A run's folder, or one checkpoint's, or the URL of one; an adapter's folder, as peft saves
+    it; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
+    max_new_tokens: Annotated[int, NEW_TOKENS] = 128
+    """Length of what is written, in tokens, unless its end comes first."""
+    temperature: Annotated[float, TEMPERATURE] = 0.8
+    """0 takes the likeliest token; more is more random."""
+    top_k: Annotated[int | None, Range(1)] = None
+    """Draw from the k likeliest tokens only."""
+    top_p: Annotated[float | None, TOP_P] = None
+    """Draw from the likeliest tokens that together reach this probability; 1: all. Default 0.9."""
+    seed: Annotated[int, Range(0)] = 17
+    """Seed of the draws."""
+    precision: Annotated[str | None, choice(PRECISIONS)] = None
+    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
+    kv_cache: bool = True
+    """Keep keys and values of earlier tokens; false computes them again each time (slow)."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        yield from _needs_checkpoint(self.checkpoint)
+        if self.temperature == 0:
+            yield from inert("", self, ["top_k", "top_p"], "with temperature: 0")
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.temperature > 0:
+            set_defaults(self, top_p=DEFAULT_TOP_P)
+
+
+@dataclass
+class GenerateRecipe(DrawRecipe):
+    """Continue a prompt with a checkpoint's model, or answer a message."""
+
+    prompt: str = ""
+    """Text to continue."""
+    message: str | None = None
+    """In place of prompt: a user's message, which is answered by the model's chat template."""
+    system: str | None = None
+    """Only with message: the system's, before it."""
+    chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
+    """Only with message: chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from super().check()
+        if self.message is None:
+            yield from inert("", self, ["system", "chat_template"], "without message")
+        elif not self.message.strip():
+            yield "message: is empty; write what is to be answered"
+        if self.message is not None and self.prompt:
+            yield "prompt: has no effect with message; write one of the two"
+
+
+@dataclass
+class ChatRecipe(DrawRecipe):
+    """Talk with a checkpoint's model on a terminal, or by lines of standard input."""
+
+    max_new_tokens: Annotated[int, NEW_TOKENS] = 512
+    """Longest answer, in tokens."""
+    system: str | None = None
+    """The system's message; /system changes it."""
+    chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
+    """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's own."""
+
+
+_PORTS = Range(0, 65535, "there are no more ports")
+_WAITING = Range(0, 2**20, "each holds its prompt in memory")
+_SLOTS = Range(1, 2**14, "keys and values of each are kept in memory")
+_SHORTEST_KEY = 16  # characters
+_SECONDS = Range(above=0, most=86_400, why="it is a day")
+
+
+@dataclass
+class ServeRecipe:
+    """Serve a model over HTTP, as OpenAI's clients ask."""
+
+    FOLDER_KEY: ClassVar[str] = "checkpoint"
+
+    checkpoint: Annotated[str | None, PATH] = None
+    """A run's folder, or one checkpoint's, or the URL of one; an adapter's folder, as peft saves
+    it; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
+    host: str = "127.0.0.1"
+    """The address to listen at: this machine alone may ask. 0.0.0.0, or any other that is not of
+    this machine alone, needs api_key_env."""
+    port: Annotated[int, _PORTS] = 8000
+    """The port to listen at; 0: any that is free, which is printed."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key that clients must send (Authorization: Bearer
+    KEY), at least 16 characters; unset: none is asked for."""
+    model_name: str | None = None
+    """What clients call the model; unset: the checkpoint as it was written."""
+    slots: Annotated[int, _SLOTS] = 16
+    """Answers written at the same time; keys and values of slots x max_seq_len tokens are kept."""
+    max_seq_len: Annotated[int | None, TOKENS] = None
+    """Tokens of a prompt and its answer together; unset: the model's own."""
+    max_new_tokens: Annotated[int | None, NEW_TOKENS] = None
+    """Tokens that one answer may have; unset: as many as max_seq_len leaves."""
+    max_answers: Annotated[int, Range(1, 2**14, "each waits in the queue")] = 128
+    """Answers to one request: its prompts times n."""
+    max_waiting: Annotated[int, _WAITING] = 256
+    """Answers that may wait for a slot, of all clients; more are refused (429)."""
+    max_body_mib: Annotated[float, Range(above=0, most=1024, why="it is held in memory")] = 4.0
+    """MiB that a request's body may have; larger ones are refused (413)."""
+    timeout: Annotated[float, _SECONDS] = 600.0
+    """Seconds that a request may take, with the time that it waits (504)."""
+    drain_timeout: Annotated[float, _SECONDS] = 30.0
+    """Seconds that requests under way may still take after SIGTERM or Ctrl-C."""
+    precision: Annotated[str | None, choice(PRECISIONS)] = None
+    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
+    chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
+    """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's own."""
+    access_log: bool = False
+    """A line on stderr for each request: client, path and status."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        if self.checkpoint is None:
+            yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
+        if not self.host or self.host != self.host.strip():
+            yield "host: is no address; write 127.0.0.1 or 0.0.0.0"
+        if self.model_name is not None and not self.model_name.strip():
+            yield "model_name: is empty; write a name"
+        if self.api_key_env is None and not self.is_local:
+            yield (
+                f"host: {self.host} can be reached from other machines; write"
+                " api_key_env=VARIABLE, the environment variable with the key that clients must"
+                " send, or host=127.0.0.1"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the address."""
+        return is_loopback(self.host)
+
+    def read_key(self) -> str | None:
+        """What clients must send; None: nothing.
+
+        Raises:
+            UserError: the variable is not set, or holds no key.
+        """
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env)
+        if not key:
+            raise UserError(
+                f"api_key_env: the variable {self.api_key_env} is not set; write"
+                f" export {self.api_key_env}=$(openssl rand -hex 32)"
+            )
+        if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            raise UserError(
+                f"api_key_env: what the variable {self.api_key_env} holds is no key of"
+                f" {_SHORTEST_KEY} or more printable ASCII characters without spaces; openssl rand"
+                " -hex 32 makes one"
+            )
+        return key
+
+    def fill(self) -> None:
+        """Nothing is derived before the checkpoint is read."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is localhost, or an address of this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+@dataclass
+class TrackRecipe:
+    """Send what a run's metrics.jsonl has to MLflow, TensorBoard and W&B, where they lack it."""
+
+    FOLDER_KEY: ClassVar[str] = "run"
+
+    run: Annotated[str | None, PATH] = None
+    """The run's folder or URL; it must have ended, as a running one sends its values itself."""
+    logger: LoggerConfig | None = None
+    """Where to (group logger/); unset: as in the run's own recipe."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        if self.run is None:
+            yield "run: is required; write run=runs/NAME, a run's folder"
+        if self.logger is not None:
+            yield from self.logger.check()
+
+    def fill(self) -> None:
+        """Nothing is derived before the run's recipe is read."""

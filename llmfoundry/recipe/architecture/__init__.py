@@ -1,1 +1,0 @@
-"""The `model` and `adapter` sections, a module each part."""

@@ -1,0 +1,399 @@
+"""The `model.attn_config` and `model.block_overrides` sections.
+
+Kinds of heads, positions, numerical guards and backends; and the layers that differ from the
+model's own settings. `layer_configs` expands these, one `LayerConfig` a block, which is all that
+the decoder asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SOFTCAP, limit
+from llmfoundry.recipe.checks import divides, inert, nearest, set_defaults
+from llmfoundry.recipe.schema import (
+    FRACTION,
+    POSITIVE,
+    TOKENS,
+    ChoiceTable,
+    Entry,
+    Range,
+    choice,
+    out_of_bounds,
+)
+
+ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+
+
+@dataclass(frozen=True)
+class NormType(Entry):
+    """A kind of norm: `make(width, eps=, bias=)`, whose `weight` begins as 1 and `bias` as 0."""
+
+
+_NORMS = "llmfoundry.models.layers"
+NORMS = ChoiceTable(
+    "model.norm_type",
+    NormType,
+    {
+        "layernorm": NormType(f"{_NORMS}:LayerNorm"),
+        "rmsnorm": NormType(f"{_NORMS}:RMSNorm"),
+        "low_precision_layernorm": NormType(f"{_NORMS}:low_precision_layernorm"),
+        "low_precision_rmsnorm": NormType(f"{_NORMS}:low_precision_rmsnorm"),
+    },
+)
+ATTN_IMPLS = ("auto", *LIMITS)
+ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+WINDOW = Range(-1, 2**31 - 1)
+
+
+@dataclass
+class RopeConfig:
+    """How rotary frequencies are stretched beyond the length that they were trained for."""
+
+    type: Annotated[str, choice(ROPE_TYPES)] = "no_scaling"
+    """no_scaling; linear: positions / factor (Chen et al., 2023); dynamic: theta grows with rows
+    longer than max_seq_len (NTK-aware); llama3: low frequencies / factor, high ones kept."""
+    factor: Annotated[float | None, Range(1)] = None
+    """Stretch; required by every type but no_scaling."""
+    low_freq_factor: Annotated[float | None, POSITIVE] = None
+    """Only with llama3, required: wavelengths above original length / this are stretched."""
+    high_freq_factor: Annotated[float | None, POSITIVE] = None
+    """Only with llama3, required: wavelengths below original length / this are kept."""
+    original_max_position_embeddings: Annotated[int | None, TOKENS] = None
+    """Only with llama3, required: the length that the frequencies were trained for."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be, are missing, or have no effect."""
+        if (yield from out_of_bounds(key, self)):
+            return
+        wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(self.type, ("factor",))
+        for name in ("factor", *LLAMA3_KEYS):
+            if name not in wanted:
+                yield from inert(key, self, [name], f"with type: {self.type}")
+            elif getattr(self, name) is None:
+                yield f"{key}{name}: type: {self.type} needs it; write a number"
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and not low < high:
+            yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
+
+
+FLOOR_SCALE = 8192  # Llama 4's
+
+
+@dataclass
+class TemperatureConfig:
+    """Queries sharpened with their position, as Llama 4 does in layers without positions."""
+
+    floor_scale: Annotated[int | None, Range(1)] = None
+    """Positions to which the same factor applies; 8192 where attn_scale is above 0."""
+    attn_scale: Annotated[float, Range(0)] = 0.0
+    """A query at p is multiplied by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)); 0: by
+    nothing."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be."""
+        yield from out_of_bounds(key, self)
+        if not self.attn_scale:
+            yield from inert(key, self, ["floor_scale"], "with attn_scale: 0")
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.attn_scale:
+            set_defaults(self, floor_scale=FLOOR_SCALE)
+
+
+@dataclass
+class AttentionConfig:
+    """Attention: kinds of heads, positions, numerical guards."""
+
+    attn_type: Annotated[str, choice(ATTN_TYPES)] = "multihead_attention"
+    """multihead_attention, multiquery_attention (one key-value head), grouped_query_attention."""
+    attn_impl: Annotated[str, choice(ATTN_IMPLS)] = "auto"
+    """auto: the fastest that the device and the other settings allow. sdpa: PyTorch's fused
+    attention. On CUDA alone: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash
+    (the flash-attn package), flash3 (flash-attn-3, on Hopper). torch: plain matmul and softmax, the
+    slow reference."""
+    kv_n_heads: Annotated[int | None, Range(1)] = None
+    """Key-value heads; divides n_heads. Only for, and required by, grouped_query_attention."""
+    softmax_scale: Annotated[float | None, POSITIVE] = None
+    """Factor on the attention logits; unset: 1 / sqrt(head_dim)."""
+    attn_logit_softcapping: Annotated[float | None, POSITIVE] = None
+    """Attention logits become c * tanh(logits / c) (Gemma 2); unset: no cap."""
+    attn_pdrop: Annotated[float, FRACTION] = 0.0
+    """Dropout on attention weights, while training."""
+    clip_qkv: Annotated[float | None, POSITIVE] = None
+    """Clamp queries, keys and values to [-c, c] after their projection; unset: no clamp."""
+    qk_ln: bool = False
+    """Normalize the whole query and key width before positions are applied."""
+    qk_gn: bool = False
+    """Normalize each query and key head by itself before positions are applied."""
+    norm_type: Annotated[str | None, choice(NORMS)] = None
+    """Only with qk_ln or qk_gn: the kind of that norm; unset: model.norm_type."""
+    norm_eps: Annotated[float | None, POSITIVE] = None
+    """Only with qk_ln or qk_gn: added to the variance under its root; unset: model.norm_eps."""
+    sliding_window_size: Annotated[int, WINDOW] = -1
+    """A token sees itself and this many tokens before it; -1: all."""
+    alibi: bool = False
+    """Attention with linear biases (Press et al., 2022) in place of position embeddings."""
+    alibi_bias_max: Annotated[int | None, Range(1)] = None
+    """ALiBi's steepest exponent: slopes 2^(-alibi_bias_max * i / n). 8 where alibi is on."""
+    rope: bool = False
+    """Rotary positions (Su et al., 2021), half-split form, over the whole head."""
+    rope_theta: Annotated[float | None, POSITIVE] = None
+    """Base of the rotary frequencies. 10000 where rope is on."""
+    rope_hf_config: RopeConfig = field(default_factory=RopeConfig)
+    """Only with rope: how frequencies are stretched for longer rows."""
+    nope: bool = False
+    """No positions at all (Kazemnejad et al., 2023): causality alone orders the tokens."""
+    attn_temperature_tuning: TemperatureConfig = field(default_factory=TemperatureConfig)
+    """Queries sharpened with their position."""
+
+    def check(self, key: str, n_heads: int) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        if (yield from out_of_bounds(key, self)):
+            return
+        if self.attn_type == "grouped_query_attention":
+            if self.kv_n_heads is None:
+                yield f"{key}kv_n_heads: {self.attn_type} needs it; write a divisor of n_heads"
+            else:
+                yield from divides(f"{key}kv_n_heads", self.kv_n_heads, "model.n_heads", n_heads)
+        elif self.kv_n_heads not in (None, self.derived_kv_heads(n_heads)):
+            yield from inert(key, self, ["kv_n_heads"], "without grouped_query_attention")
+        if self.qk_ln and self.qk_gn:
+            yield f"{key}qk_gn: and qk_ln exclude each other; set one of them to false"
+        if not (self.qk_ln or self.qk_gn):
+            yield from inert(key, self, ["norm_type", "norm_eps"], "without qk_ln or qk_gn")
+        yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
+        yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
+        yield from self._check_positions(key)
+
+    def check_impl(self, key: str, head_dim: int) -> Iterator[str]:
+        """A line where the backend that is named cannot serve these options."""
+        if self.attn_impl in LIMITS:
+            options = [name for name in (ALIBI, SOFTCAP, DROPOUT) if getattr(self, name)]
+            reason = limit(self.attn_impl, options, head_dim)
+            if reason is not None:
+                yield f"{key}attn_impl: {self.attn_impl} {reason}"
+
+    def _check_positions(self, key: str) -> Iterator[str]:
+        chosen = [name for name in ("alibi", "rope", "nope") if getattr(self, name)]
+        if len(chosen) > 1:
+            both = " and ".join(chosen[1:])
+            yield f"{key}{chosen[0]}: and {both} exclude each other; set one of them to false"
+        if not self.alibi:
+            yield from inert(key, self, ["alibi_bias_max"], "without alibi: true")
+        if not self.rope:
+            yield from inert(key, self, ["rope_theta"], "without rope: true")
+            if self.rope_hf_config != RopeConfig():
+                yield f"{key}rope_hf_config: has no effect without rope: true; remove it"
+        yield from self.rope_hf_config.check(f"{key}rope_hf_config.")
+
+    def derived_kv_heads(self, n_heads: int) -> int | None:
+        """Key-value heads that the attention type alone decides."""
+        return {"multihead_attention": n_heads, "multiquery_attention": 1}.get(self.attn_type)
+
+    def fill(self, n_heads: int, norm_type: str, norm_eps: float) -> None:
+        """Write derived values in place; the norm is the model's."""
+        set_defaults(self, kv_n_heads=self.derived_kv_heads(n_heads))
+        if self.qk_ln or self.qk_gn:
+            set_defaults(self, norm_type=norm_type, norm_eps=norm_eps)
+        if self.alibi:
+            set_defaults(self, alibi_bias_max=8)
+        if self.rope:
+            set_defaults(self, rope_theta=10000.0)
+        self.attn_temperature_tuning.fill()
+
+
+def check_window(key: str, size: int | None) -> Iterator[str]:
+    """A window is a positive number of tokens, or -1 for all."""
+    if size == 0:
+        yield f"{key}: {size}; write -1 (all earlier tokens) or a number of tokens"
+
+
+DEFAULT = "default"
+
+
+@dataclass
+class AttentionOverride:
+    """What one kind of layer does otherwise; unset: as model.attn_config says."""
+
+    sliding_window_size: Annotated[int | None, WINDOW] = None
+    """A token sees itself and this many tokens before it; -1: all."""
+    nope: bool | None = None
+    """With rope: true this layer does not rotate."""
+    reuse_kv_layer_idx: Annotated[int | None, Range(-(2**20))] = None
+    """Take keys and values of the layer this many places up, a negative number: rotated if that
+    layer rotates. The window is this layer's own."""
+    attn_temperature_tuning: TemperatureConfig | None = None
+    """Queries sharpened with their position."""
+
+    def check(self, key: str, attn: AttentionConfig) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
+        yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
+        if self.attn_temperature_tuning is not None:
+            where = f"{key}attn_temperature_tuning."
+            yield from self.attn_temperature_tuning.check(where)
+        if self.nope and not attn.rope:
+            yield f"{key}nope: has no effect without attn_config.rope: true; remove it"
+        if self.reuse_kv_layer_idx is not None and self.reuse_kv_layer_idx >= 0:
+            yield (
+                f"{key}reuse_kv_layer_idx: {self.reuse_kv_layer_idx}; write a negative number,"
+                " -1 for the layer before"
+            )
+
+
+@dataclass
+class BlockOverride:
+    """A named kind of layer."""
+
+    attn_config: AttentionOverride = field(default_factory=AttentionOverride)
+    """Attention."""
+
+
+@dataclass
+class BlockRun:
+    """One kind of layer, or a sequence of runs, repeated."""
+
+    name: str | None = None
+    """default, or a key of block_overrides.overrides."""
+    order: list[BlockRun] | None = None
+    """In place of a name: runs that are repeated together."""
+    repeat: Annotated[int, Range(1, 2**20)] = 1
+    """How often."""
+
+
+@dataclass
+class BlockOverridesConfig:
+    """Layers that differ: kinds by name, and the order in which they are stacked."""
+
+    order: list[BlockRun] = field(default_factory=list)
+    """From the first block to the last: {name: local, repeat: 3}, or {order: [...], repeat: 2}."""
+    overrides: dict[str, BlockOverride] = field(default_factory=dict)
+    """What each name means."""
+
+    def check(self, key: str, attn: AttentionConfig, n_layers: int) -> Iterator[str]:
+        """Lines for kinds that do not exist or fit, and for an order of another length."""
+        if DEFAULT in self.overrides:
+            yield f"{key}overrides.{DEFAULT}: the name of the model's own settings; write another"
+        for name, override in self.overrides.items():
+            yield from override.attn_config.check(f"{key}overrides.{name}.attn_config.", attn)
+        problems = list(self._check_runs(f"{key}order", self.order))
+        yield from problems
+        if problems:
+            return
+        length = _length(self.order)
+        if length != n_layers:
+            yield f"{key}order: is {length} layers long, but n_layers is {n_layers}"
+            return
+        names = self.names()
+        for unused in sorted(set(self.overrides) - set(names) - {DEFAULT}):
+            yield f"{key}overrides.{unused}: is not in order and has no effect; remove it"
+        sources = self.sources(names)
+        wrong: dict[str, str] = {}
+        for index, name in enumerate(names):
+            if name not in wrong:  # a line a kind is enough
+                wrong.update((name, line) for line in self._check_reuse(key, names, index, sources))
+        yield from wrong.values()
+
+    def _check_runs(self, key: str, runs: list[BlockRun]) -> Iterator[str]:
+        options = [DEFAULT, *self.overrides]
+        for index, run in enumerate(runs):
+            where = f"{key}[{index}]"
+            yield from out_of_bounds(f"{where}.", run)
+            if (run.name is None) == (run.order is None):
+                yield f"{where}: has both or neither; write a name or an order"
+            elif run.order is not None:
+                yield from self._check_runs(f"{where}.order", run.order)
+            elif run.name not in options:
+                hint = nearest(str(run.name), options)
+                yield f"{where}.name: {run.name!r} is not in overrides{hint}"
+
+    def _check_reuse(
+        self, key: str, names: list[str], index: int, sources: list[int]
+    ) -> Iterator[str]:
+        key, source = f"{key}overrides.{names[index]}.", sources[index]
+        back = self._kind(names[index]).reuse_kv_layer_idx
+        if back is None or back >= 0:
+            return
+        if source < 0:
+            where = f"{key}attn_config.reuse_kv_layer_idx"
+            yield f"{where}: {back} from layer {index} is before the first"
+
+    def names(self) -> list[str]:
+        """The kind of every layer, in order."""
+        return list(_expand(self.order))
+
+    def sources(self, names: list[str]) -> list[int]:
+        """The layer whose keys and values each layer uses in the end; its own number without reuse.
+
+        Negative where that would lie before the first.
+        """
+        found: list[int] = []
+        for index, name in enumerate(names):
+            above = index + min(0, self._kind(name).reuse_kv_layer_idx or 0)
+            found.append(found[above] if 0 <= above < index else above)
+        return found
+
+    def _kind(self, name: str) -> AttentionOverride:
+        found = self.overrides.get(name)
+        return found.attn_config if found is not None else AttentionOverride()
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ between layers.
+
+    Attributes:
+        window: a token sees itself and this many tokens before it; -1: all.
+        rotary: whether queries and keys are rotated.
+        kv_from: the layer whose keys and values are used; its own number where they are its own.
+        temperature: floor_scale and attn_scale of the queries' sharpening; None: none.
+    """
+
+    window: int
+    rotary: bool
+    kv_from: int
+    temperature: tuple[int, float] | None = None
+
+
+def layer_configs(
+    attn: AttentionConfig, overrides: BlockOverridesConfig | None, n_layers: int
+) -> list[LayerConfig]:
+    """The settings of every layer of a checked model."""
+    if overrides is None or not overrides.order:
+        overrides = BlockOverridesConfig(order=[BlockRun(DEFAULT, repeat=n_layers)])
+    names, found = overrides.names(), []
+    for name, source in zip(names, overrides.sources(names), strict=True):
+        kind = overrides._kind(name)
+        window, tuning = kind.sliding_window_size, kind.attn_temperature_tuning
+        tuning = attn.attn_temperature_tuning if tuning is None else tuning
+        floor = tuning.floor_scale or FLOOR_SCALE
+        found.append(
+            LayerConfig(
+                window=attn.sliding_window_size if window is None else window,
+                rotary=attn.rope and not kind.nope,
+                kv_from=source,
+                temperature=(floor, tuning.attn_scale) if tuning.attn_scale else None,
+            )
+        )
+    return found
+
+
+def _length(runs: list[BlockRun]) -> int:
+    """Layers of some runs, without making them."""
+    return sum(run.repeat * (1 if run.order is None else _length(run.order)) for run in runs)
+
+
+def _expand(runs: list[BlockRun]) -> Iterator[str]:
+    for run in runs:
+        for _ in range(run.repeat):
+            if run.order is not None:
+                yield from _expand(run.order)
+            else:
+                assert run.name is not None, "check the recipe first"
+                yield run.name

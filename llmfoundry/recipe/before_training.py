@@ -1,0 +1,364 @@
+"""The recipes of scripts that work before a run, or on its plan.
+
+prepare_data.py, inspect_data.py, plan.py and check.py take a training recipe with keys of their
+own (check.py none as well); fetch_eval_data.py and migrate.py have a few keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.checks import check_duration, inert, one_of, set_defaults
+from llmfoundry.recipe.command_line import CommandLine
+from llmfoundry.recipe.finetune import FinetuneRecipe, is_finetuning
+from llmfoundry.recipe.hardware import Hardware
+from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.resilience import HealthCheckConfig
+from llmfoundry.recipe.schema import PATH, TOKENS, Range, choice, out_of_bounds
+from llmfoundry.recipe.source import AUTO, CORPORA, TEXT
+from llmfoundry.recipe.train import TrainRecipe
+
+PREPARED_FORMATS = ("tokens", "mds")
+COLUMNS = ("tokens", "text")
+ENGINES = ("local", "ray")
+DTYPES = ("int32", "uint16", "uint32", "int64")
+
+
+@dataclass
+class PrepareConfig:
+    """What to make of the text that `data` names, and where."""
+
+    output: Annotated[str | None, PATH] = None
+    """A folder here or at a URL (s3:// gs:// az:// …), for train/, validation/, manifest.json and
+    tokenizer/. Unset: data.cache_folder, where training finds it."""
+    format: Annotated[str, choice(PREPARED_FORMATS)] = "tokens"
+    """tokens: a stream of ids, cut into rows of any length when it is read. mds: the shards of
+    mosaicml-streaming, which LLM Foundry trains on."""
+    column: Annotated[str | None, choice(COLUMNS)] = None
+    """Only for mds. tokens: rows of ids. text: a document a sample, as it was read. Unset:
+    tokens."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Only for mds, in place of column: keep these columns of each row as they are, each str, or
+    json for lists and the like: {prompt: str, response: str}, {messages: json}."""
+    concat_tokens: Annotated[int | None, TOKENS] = None
+    """Only for mds tokens: ids of a row; unset: the recipe's max_seq_len."""
+    bos_text: str | None = None
+    """Only for mds tokens: what stands before each document, such as <s>, and before what the
+    tokenizer itself puts there; unset: nothing."""
+    eos_text: str | None = None
+    """Only for mds tokens: what stands behind each document, and behind what the tokenizer itself
+    puts there; unset: the end of text, if the tokenizer does not put it there. '': LLM Foundry's
+    default."""
+    no_wrap: bool | None = None
+    """Only for mds tokens: begin each row with a new document; what does not fit of a row's last
+    document is left out. Unset: off, documents continue in the next row."""
+    dtype: Annotated[str | None, choice(DTYPES)] = None
+    """Only for mds tokens: integer type of the ids; default int32, as LLM Foundry writes them."""
+    compression: str | None = None
+    """Only for mds: of the shards, such as zstd or gz:9 (br, bz2, snappy too); unset: none."""
+    hashes: list[str] = field(default_factory=lambda: ["sha1"])
+    """Hashes of each shard in the index, so that readers detect damage: sha1, xxh3_64 …"""
+    size_limit: Annotated[int, Range(1, 2**32 - 1, "a shard has less than 4 GiB")] = 1 << 26
+    """Bytes of a shard, before compression; 64 MiB is Streaming's."""
+    licence: str | None = None
+    """Free text for the manifest: the licence of the text."""
+    source: str | None = None
+    """Free text for the manifest: where the text comes from."""
+    engine: Annotated[str, choice(ENGINES)] = "local"
+    """local: processes of this machine (data.num_workers). ray: a Ray cluster, the one that
+    RAY_ADDRESS names (extra: ray)."""
+
+    def check(self, key: str = "prepare.") -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from self._check_columns(key)
+        yield from out_of_bounds(key, self)
+        rows = ["concat_tokens", "bos_text", "eos_text", "no_wrap", "dtype"]
+        if self.output is None:
+            yield from inert(key, self, ["licence", "source"], "without prepare.output")
+        if self.output is None and self.format != "tokens":
+            yield f"{key}format: {self.format} needs prepare.output; write a folder or a URL"
+        if self.output is None and self.engine != "local":
+            yield f"{key}engine: {self.engine} needs prepare.output; write a folder that is shared"
+        if self.format == "tokens":
+            yield from inert(key, self, ["column", "compression", *rows], "with format: tokens")
+        elif self.columns or self.column == "text":
+            kept = "columns" if self.columns else "column: text"
+            yield from inert(key, self, rows, f"with {kept}")
+
+    def _check_columns(self, key: str) -> Iterator[str]:
+        for name, kind in self.columns.items():
+            yield from one_of(f"{key}columns.{name}", kind, ("str", "json"))
+            if {",", ":"} & set(name):
+                yield f"{key}columns: {name!r} has a comma or colon; rename the column"
+        if self.columns and self.format != "mds":
+            yield f"{key}columns: has no effect with format: {self.format}; write format: mds"
+        if self.columns and self.column is not None:
+            yield f"{key}column: and columns exclude each other; remove one"
+
+    def fill(self, *, max_seq_len: int) -> None:
+        """Write derived values in place."""
+        if self.format == "mds" and not self.columns:
+            set_defaults(self, column="tokens")
+        if self.column == "tokens":
+            set_defaults(self, concat_tokens=max_seq_len, bos_text="", no_wrap=False, dtype="int32")
+
+
+@dataclass
+class PrepareRecipe(TrainRecipe):
+    """A training recipe whose text is prepared and no more."""
+
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    """What to make of the text."""
+
+    def settle(self) -> None:
+        """Take rows of a format that is left open for documents, or for columns to be kept."""
+        for source in (self.data, *self.data.streams.values()):
+            source.format = TEXT if source.format == AUTO else source.format
+        super().settle()
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each."""
+        # Nothing is evaluated here: text that is held out by this is not there before it.
+        yield from (line for line in super().check() if not line.startswith("eval.validation:"))
+        yield from self.prepare.check()
+        if self.prepare.columns and self.data.text_column is not None:
+            yield "data.text_column: has no effect with prepare.columns; remove it"
+        if self.prepare.columns and self.data.name == "python_stdlib":
+            yield "prepare.columns: python_stdlib has files, no columns; name other data"
+        for key, form in self.data.formats():
+            if form != TEXT:
+                yield f"{key}: {form} rows are prepared when a run begins; write format: {TEXT}"
+        if self.prepare.output is None:
+            if self.data.name == "shards":
+                yield "data.name: shards are prepared already; for another form: prepare.output"
+            return
+        if self.data.name not in (*CORPORA, "shards"):
+            yield (
+                f"prepare.output: holds one source, and data.name is {self.data.name}; prepare"
+                " each of its streams by itself"
+            )
+
+    def fill(self) -> None:
+        """Write derived values in place; call after `check` found nothing."""
+        if self.prepare.columns:  # data/preparation/readers.py: columns_of
+            columns = (f"{n}:json" if k == "json" else n for n, k in self.prepare.columns.items())
+            self.data.text_column = ",".join(columns)
+            if len(self.prepare.columns) == 1:
+                self.data.text_column += ","
+        super().fill()
+        self.prepare.fill(max_seq_len=self.max_seq_len)
+
+
+@dataclass
+class InspectRecipe(TrainRecipe):
+    """What a training run reads at some time: every key of its recipe, and these."""
+
+    at: str = "0ba"
+    """The time from the run's start, a duration: 1e9tok, 0.8dur, 500ba; the step that it falls in
+    is shown."""
+    n: Annotated[int, Range(0)] = 4
+    """Rows of that step to show, at most; 0: none."""
+    json: bool = False
+    """Print lines of JSON, one for each row, stream and phase, in place of tables."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each."""
+        yield from check_duration("at", self.at)
+        yield from super().check()
+
+
+@dataclass
+class InspectFinetuneRecipe(FinetuneRecipe, InspectRecipe):
+    """What a fine-tuning run reads at some time: every key of its recipe, and these."""
+
+
+def inspected(command: CommandLine) -> type[InspectRecipe]:
+    """The kind of recipe that a command line names: fine-tuning's has model.pretrained.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    is_finetuned = is_finetuning(command.recipe, command.overrides)
+    return InspectFinetuneRecipe if is_finetuned else InspectRecipe
+
+
+PLAN_FORMATS = ("text", "json")
+
+
+@dataclass
+class PlanRecipe(TrainRecipe):
+    """What a training run would take on other hardware: every key of its recipe, and these."""
+
+    hardware: str = "8xh100"
+    """How many GPUs and which: 8xh100, 64xa100-80gb, 72xgb200, or a file of your own GPU's numbers,
+    64xmy-gpu.yaml (keys of `recipe/hardware.py`, `like: h100` for those left out)."""
+    tokens: Annotated[float | None, Range(1, 1e18)] = None
+    """Tokens that the run trains on, 1e12; unset: those of max_duration."""
+    price: Annotated[float | None, Range(above=0)] = None
+    """What a GPU costs an hour, in any currency; unset: no money is computed."""
+    failures: Annotated[float | None, Range(above=0)] = None
+    """GPU-hours from one failure that stops a run to the next; unset: none is expected. Llama 3's
+    run on 16,384 H100 had one in 50,000 (Dubey et al., 2024, table 5)."""
+    layouts: Annotated[int, Range(0, 1000)] = 8
+    """Layouts to show, the fastest first; 0: the recipe's own alone, none is searched."""
+    gpu_check: Annotated[str | None, PATH] = None
+    """A gpu-check.json of such a GPU (`make gpu-check`), whose measured speeds replace the data
+    sheet's; unset: gpu-check/gpu-check.json, where that measured the same GPU."""
+    format: Annotated[str, choice(PLAN_FORMATS)] = "text"
+    """text, or json: one object, for programs."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        try:
+            hardware = Hardware.parse(self.hardware, "hardware")
+        except UserError as error:
+            yield from error.lines()
+        else:
+            if not hardware.is_timed:
+                yield (
+                    f"hardware: {self.hardware} names no GPU, whose speed a plan needs; write such"
+                    f" as {hardware.gpus}xh100, or --dry-run={self.hardware} for memory alone"
+                )
+        yield from super().check()
+
+
+@dataclass
+class PlanFinetuneRecipe(FinetuneRecipe, PlanRecipe):
+    """What a fine-tuning run would take on other hardware: every key of its recipe, and these."""
+
+
+def planned(command: CommandLine) -> type[PlanRecipe]:
+    """The kind of recipe that a command line names: fine-tuning's has model.pretrained.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    is_finetuned = is_finetuning(command.recipe, command.overrides)
+    return PlanFinetuneRecipe if is_finetuned else PlanRecipe
+
+
+CHECK_LEVELS = ("full", "quick")
+
+
+@dataclass
+class CheckRecipe:
+    """Check this machine, or all that a launcher started it on, without a run's recipe."""
+
+    FOLDER: ClassVar[str] = "check"
+
+    level: Annotated[str, choice(CHECK_LEVELS)] = "full"
+    """full, or quick: without products, memory bandwidth and pairs."""
+    output: Annotated[str, PATH] = "check"
+    """The folder of check.json and check.html."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How many processes (nproc_per_node); its degrees do not matter here."""
+    health_check: HealthCheckConfig = field(default_factory=HealthCheckConfig)
+    """What is looked at, and the limits."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules; imported before anything is checked."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        yield from self.parallel.check()
+        yield from self.health_check.check()
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        self.parallel.fill()
+
+
+@dataclass
+class CheckRunRecipe(TrainRecipe):
+    """Check machines for a training run: every key of its recipe, and these."""
+
+    level: Annotated[str, choice(CHECK_LEVELS)] = "full"
+    """full, or quick: without products, memory bandwidth and pairs."""
+    output: Annotated[str, PATH] = "check"
+    """The folder of check.json and check.html."""
+
+
+@dataclass
+class CheckFinetuneRecipe(FinetuneRecipe, CheckRunRecipe):
+    """Check machines for a fine-tuning run: every key of its recipe, and these."""
+
+
+Checked = CheckRecipe | CheckRunRecipe
+
+
+def checked_for(command: CommandLine) -> type[Checked]:
+    """The kind of recipe that a command line names.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    if is_finetuning(command.recipe, command.overrides):
+        return CheckFinetuneRecipe
+    return CheckRecipe if command.recipe is None else CheckRunRecipe
+
+
+@dataclass
+class FetchRecipe:
+    """Bring the rows that a gauntlet's tasks read into a folder."""
+
+    gauntlet: Annotated[str | None, PATH] = None
+    """A gauntlet file whose tasks' rows to fetch; unset: eval/gauntlets/v0.3.yaml."""
+    tasks: list[str] = field(default_factory=list)
+    """Instead of a gauntlet: labels of tasks that eval/tasks/ defines."""
+    from_foundry: Annotated[str | None, PATH] = None
+    """Link to the files of a clone of https://github.com/mosaicml/llm-foundry: keep it. Rows are
+    exactly those of published results."""
+    from_hub: bool = False
+    """Take rows from the Hugging Face hub; some tasks differ there, and these are reported."""
+    output: Annotated[str | None, PATH] = None
+    """Folder to fill; unset: eval/local_data of the repository, or of the working folder where only
+    the wheel is installed: the shipped gauntlets look there."""
+    table: Annotated[str, PATH] = "eval/fetch.yaml"
+    """What is known of each file: rows, checksum, data set on the hub."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        if (self.from_foundry is None) != self.from_hub:
+            yield (
+                "from_foundry: write from_foundry=PATH, a clone of LLM Foundry, or from_hub=true"
+                + (", not both" if self.from_hub else "")
+            )
+        if self.gauntlet is not None and self.tasks:
+            yield "tasks: has no effect beside gauntlet; remove one of them"
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.gauntlet is None and not self.tasks:
+            self.gauntlet = "eval/gauntlets/v0.3.yaml"
+
+
+@dataclass
+class MigrateRecipe:
+    """Make a recipe of another tool's file."""
+
+    FILE_KEY: ClassVar[str] = "theirs"
+
+    theirs: Annotated[str | None, PATH] = None
+    """LLM Foundry's YAML: pretraining, fine-tuning, evaluation, tasks or categories, or MCLI's; or
+    axolotl's: SFT, LoRA, preferences."""
+    output: Annotated[str | None, PATH] = None
+    """The recipe to write, which must not exist; unset: the same name in the working folder, with
+    -migrated behind it where that is taken. Tasks of the file's own go beside it,
+    NAME-gauntlet.yaml."""
+    overwrite: bool = False
+    """Write over a file that is there."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        if self.theirs is None:
+            yield "theirs: is required; write the path of LLM Foundry's YAML, or axolotl's"
+        if self.output is not None and not self.output.endswith((".yaml", ".yml")):
+            yield f"output: {self.output} is no recipe's name; write {self.output}.yaml"
+
+    def fill(self) -> None:
+        """Nothing is derived."""

@@ -1,0 +1,557 @@
+"""Puts a recipe together from its schema's defaults, groups, its file and the command line.
+
+`load.py` calls it. Which files take part, and in which order, says the `defaults` list, as Hydra
+reads it: nested lists, `override` entries, `_self_` and packages are Hydra's; only the list of
+parts is asked of it, the files are read by `yaml_file.py`. Values stay untyped here, and every
+value's origin can be asked for, so that an error can name file and line.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.command_line import DEFAULT, split
+from llmfoundry.recipe.paths import group_options, search_folders, show
+from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.typed import flat, to_dict
+from llmfoundry.recipe.yaml_file import line_of, read_yaml
+from llmfoundry.redaction import MASK, hide, masked_keys, public_values
+
+_ROOT = "__recipe__"
+_SCHEME = "recipes"
+_RECIPES = "finetune"  # a folder of recipes below yamls/; all others are groups
+_NO_YAML = str(Path(__file__).resolve().parent)
+"""A folder that Hydra finds nothing in. Without one it looks for its caller's, and reads the source
+of every frame for that: half a second where many modules are loaded."""
+
+
+@dataclass(frozen=True)
+class YamlSource:
+    """A YAML file that takes part; its keys lie below the dotted `package` ("" for a recipe).
+
+    Its values in the sections `replaced` do not count: a group was chosen in their place.
+    """
+
+    path: Path
+    package: str
+    replaced: frozenset[str] = frozenset()
+
+    def load(self) -> dict[str, Any]:
+        """Its values, nested as the recipe is."""
+        values = read_yaml(self.path)
+        values.pop("defaults", None)
+        for part in reversed(self.package.split(".") if self.package else []):
+            values = {part: values}
+        return {key: value for key, value in values.items() if key not in self.replaced}
+
+    def line_of(self, key: str) -> int | None:
+        """The line on which the recipe's dotted `key` stands in the file."""
+        prefix = f"{self.package}." if self.package else ""
+        counts = key.startswith(prefix) and key.partition(".")[0] not in self.replaced
+        return line_of(self.path, key.removeprefix(prefix)) if counts else None
+
+
+class _Part(NamedTuple):
+    """A file of Hydra's list, by its name below the folders of groups."""
+
+    name: str
+    package: str
+    parent: str
+    """The file whose defaults list names it."""
+
+
+def config_parts(
+    recipe: Path | None,
+    groups: dict[str, str],
+    options: dict[str, list[str]],
+    folders: list[Path],
+) -> list[YamlSource]:
+    """The files in order of merging.
+
+    Args:
+        recipe: the recipe's file, if there is one.
+        groups: choices of the command line, `{"model": "mpt-125m"}`.
+        options: every group's choices, for errors.
+        folders: where groups and further recipes are, first found wins.
+
+    Raises:
+        UserError: the defaults list is not a list, or names what is not there.
+    """
+    for group, option in groups.items():
+        if option not in options[group]:
+            raise UserError(_missing(f"{group}/{option}", options))
+    defaults = [] if recipe is None else _defaults(recipe)
+    if not defaults and not groups:
+        return [] if recipe is None else [YamlSource(recipe, "")]
+    if "_self_" not in defaults:
+        defaults.append("_self_")
+    prefix = "" if recipe is None else f"{show(recipe)}: "
+    try:
+        found, chosen = _ask_hydra(defaults, groups, folders)
+    except FileNotFoundError as error:
+        raise UserError(prefix + _missing(str(error), options)) from error
+    except RecursionError as error:
+        raise UserError(f"{prefix}defaults: a list here includes its own file") from error
+    except (ValueError, OmegaConfBaseException) as error:
+        text = " ".join(str(error).replace(_ROOT, "it").split())
+        raise UserError(f"{prefix}defaults: {text}") from error
+    paths = {
+        part.name: path
+        for part in found
+        for folder in reversed(folders)
+        if (path := folder / f"{part.name}.yaml").is_file()
+    }
+    if recipe is not None:
+        paths[_ROOT] = recipe
+    replaced = _replaced(found, paths, groups, chosen)
+    return [
+        YamlSource(paths[part.name], part.package, replaced[part])
+        for part in found
+        if part.name in paths
+    ]
+
+
+def _replaced(
+    found: list[_Part], paths: dict[str, Path], groups: dict[str, str], chosen: dict[str, str]
+) -> dict[_Part, frozenset[str]]:
+    """The sections of each part that a choice elsewhere takes the place of.
+
+    A group that the command line chooses replaces the section in all files, one that a defaults
+    list overrides in those below that list's file; in both cases but for the choice's own files.
+    """
+    parents = {part.name: part.parent for part in found}
+    choosers: dict[str, list[str]] = {group: [""] for group in groups}  # "": the command line
+    for name, path in paths.items():
+        for entry in filter(_is_choice, _defaults(path)):
+            keyword, _, group = next(iter(entry)).rpartition(" ")
+            if keyword == "override":
+                choosers.setdefault(group.strip("/"), []).append(name)
+    replaced: dict[_Part, frozenset[str]] = {}
+    for part in found:
+        above = [part.name]
+        while (parent := parents.get(above[-1])) is not None and parent not in above:
+            above.append(parent)
+        replaced[part] = frozenset(
+            group
+            for group, names in choosers.items()
+            if not {"", *above[1:]}.isdisjoint(names)
+            and f"{group}/{chosen.get(group)}" not in above
+        )
+    return replaced
+
+
+def _defaults(recipe: Path) -> list[Any]:
+    """A copy of a file's list, empty where it has none."""
+    defaults = read_yaml(recipe).get("defaults") or []
+    where = f"{show(recipe)}:{line_of(recipe, 'defaults')}"
+    if not isinstance(defaults, list):
+        raise UserError(f"{where}: defaults: is not a list; write [model: mpt-125m, data: c4]")
+    for entry in defaults:
+        if not (isinstance(entry, str) or _is_choice(entry)):
+            raise UserError(f"{where}: defaults: {entry!r} is not a choice; write group: option")
+    return list(defaults)
+
+
+def _is_choice(entry: Any) -> bool:
+    """Whether an entry is `group: option`, with a list of options or null in its place at most."""
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return False
+    (option,) = entry.values()
+    options = option if isinstance(option, list) else [option]
+    return all(isinstance(name, str) for name in options) or option is None
+
+
+def _ask_hydra(
+    defaults: list[Any], groups: dict[str, str], folders: list[Path]
+) -> tuple[list[_Part], dict[str, str]]:
+    """The parts in order, and the option of each group.
+
+    Raises:
+        FileNotFoundError: a part does not exist; its text is the part's name.
+        ValueError: Hydra cannot make sense of the list.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
+    from hydra.errors import HydraException, MissingConfigException
+    from hydra.types import RunMode
+
+    Plugins.instance().register(_source())
+    searchpath = [f"{_SCHEME}://{folder}" for folder in folders]
+    root = {"defaults": defaults, "hydra": {"searchpath": searchpath}}
+    ConfigStore.instance().store(name=_ROOT, node=root)
+    try:
+        with initialize_config_dir(_NO_YAML, version_base="1.3"):
+            loader: Any = GlobalHydra.instance().config_loader()
+            added = groups.keys() - {
+                key for entry in defaults if _is_choice(entry) for key in entry
+            }
+            if added:  # a list below the recipe's may have them
+                below = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
+                added -= set(below.overrides.known_choices)
+            choices = [f"{'+' if g in added else ''}{g}='{groups[g]}'" for g in groups]
+            result = loader.compute_defaults_list(_ROOT, choices, RunMode.RUN)
+    except MissingConfigException as error:
+        raise FileNotFoundError(error.missing_cfg_file) from error
+    except HydraException as error:
+        raise ValueError(str(error)) from error
+    named = [
+        _Part(part.config_path, part.package or "", part.parent or "")
+        for part in result.defaults
+        if part.config_path and not part.config_path.startswith("hydra/")
+    ]
+    return named, dict(result.overrides.known_choices)
+
+
+@functools.cache
+def _source() -> type:
+    """What gives Hydra the defaults lists of the files in a folder, read as all our YAML is."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra.plugins.config_source import ConfigResult
+
+    class RecipeSource(FileConfigSource):
+        """A folder of recipes and groups."""
+
+        @staticmethod
+        def scheme() -> str:
+            return _SCHEME
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            path = Path(self.path) / self._normalize_file_name(config_path)
+            defaults = _defaults(path)
+            header = self._get_header_dict(path.read_text(encoding="utf-8", errors="replace")[:512])
+            if path.parent.name == _RECIPES:  # recipes too, whose groups lie beside their folder
+                defaults = [_from_root(entry) for entry in defaults]
+                header["package"] = "_global_"
+            config = OmegaConf.create({"defaults": defaults} if defaults else {})
+            return ConfigResult(self.provider, self.full_path(), config, header)
+
+    return RecipeSource
+
+
+def _from_root(entry: Any) -> Any:
+    """`override data: chat` of a recipe in a folder as Hydra takes it there, `override /data`."""
+    if not isinstance(entry, dict):
+        return entry
+    ((key, option),) = entry.items()
+    keyword, space, group = key.rpartition(" ")
+    return {f"{keyword}{space}/{group.lstrip('/')}": option}
+
+
+def _missing(name: str, options: dict[str, list[str]]) -> str:
+    """Why `group/option` is not there: which options there are, or which groups."""
+    group, _, option = name.rpartition("/")
+    if group in options:
+        choices, hint = options[group], nearest(option, options[group])
+        return f"could not find '{name}'; options: {', '.join(choices)}{hint}"
+    if group:
+        return f"could not find '{name}'; groups: {', '.join(options)}{nearest(group, options)}"
+    return f"could not find the recipe '{name}' of the defaults list"
+
+
+_MOST_TEXT = 1 << 20  # characters, as of a recipe's file
+_MOST_GONE = 6  # values that a note lists
+_KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*")
+_EXCLUDED = re.compile(r" and (\w+) exclude each other; remove one$")
+_NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
+
+
+@dataclass(frozen=True)
+class ValueSources:
+    """Where the values of a recipe come from."""
+
+    sources: list[YamlSource]
+    overridden: list[str]
+    """Keys of the command line."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each group of the command line: what of the recipe's section it replaces."""
+
+    def where(self, key: str) -> str:
+        """The prefix `file:line: ` of the file that decided `key`; "" for the command line."""
+        key = key.split("[")[0]
+        for given in self.overridden:
+            if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}."):
+                return ""
+        for source in reversed(self.sources):
+            line = source.line_of(key)
+            if line is not None:
+                return f"{show(source.path)}:{line}: "
+        return ""
+
+    def placed(self, line: str) -> str:
+        """A message that begins with a key: with the file it stands in, and what removes it.
+
+        The user may not want to edit that file, so that `~key` is named, which a command line has.
+        """
+        key, _, why = line.partition(":")
+        where = self.where(key) if _KEY.fullmatch(key) else ""
+        if where:
+            return where + line.replace("remove it", f"remove it, or add '~{key}'", 1)
+        other = _EXCLUDED.match(why)
+        sibling = f"{key.rpartition('.')[0]}.{other[1]}".lstrip(".") if other else ""
+        return f"{line}, or add '~{sibling}'" if sibling and self.where(sibling) else line
+
+
+@dataclass
+class Composed:
+    """The untyped recipe, interpolations still in place, and where its values come from."""
+
+    config: DictConfig
+    places: ValueSources
+
+    def where(self, key: str) -> str:
+        """As `Places.where`."""
+        return self.places.where(key)
+
+    def raw(self) -> dict[str, Any]:
+        """Plain values as written."""
+        values = OmegaConf.to_container(self.config)
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
+
+    def resolved(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Plain values with interpolations replaced, and a line for each key without a value.
+
+        A key has none whose interpolation leads nowhere, or whose secret was not saved. It is left
+        out of the values.
+
+        Raises:
+            UserError: an interpolation leads back to itself.
+        """
+        pending: dict[str, str] = {}
+        self._check_growth()
+        try:
+            values = self._resolve(self.config, "", pending)
+        except RecursionError:
+            raise UserError("an interpolation ${...} here leads back to itself") from None
+        for key in masked_keys(values):
+            pending[key] = (
+                f"{self.where(key)}{key}: has {MASK} where a secret was not saved; write"
+                " ${oc.env:NAME} there, and set the variable NAME"
+            )
+        return _without(values, pending), pending
+
+    def _check_growth(self) -> None:
+        """Before anything is replaced: interpolations that double each other have no end.
+
+        Raises:
+            UserError: what they make is too long.
+        """
+        sizes: dict[tuple[str, ...], int] = {}
+        raw = self.raw()
+
+        def size(place: tuple[str, ...], value: Any) -> int:
+            if place not in sizes:
+                sizes[place] = 1  # of one that leads back to itself, which is reported later
+                named = _NAMED.findall(value) if isinstance(value, str) else []
+                parts = [(*place, name) for name in _names(value)]
+                parts += [_named_place(name, place) for name in named]
+                found = [(part, _at(raw, part)) for part in parts]
+                sizes[place] = len(str(value)) if not _names(value) else 1
+                sizes[place] += sum(size(part, at) for part, at in found if at is not None)
+            return sizes[place]
+
+        for key, value in raw.items():
+            if size((key,), value) > _MOST_TEXT:
+                raise UserError(
+                    f"{self.where(key)}{key}: its interpolations make more than {_MOST_TEXT:,}"
+                    " characters; write the text out"
+                )
+
+    def _resolve(self, node: Any, key: str, pending: dict[str, str]) -> Any:
+        if not isinstance(node, DictConfig | ListConfig):
+            return node
+        is_list = isinstance(node, ListConfig)
+        plain: dict[Any, Any] = {}
+        names: list[Any] = [*range(len(node))] if is_list else [*node]
+        for name in names:
+            dotted = f"{key}[{name}]" if is_list else f"{key}.{name}".lstrip(".")
+            try:
+                value = "???" if OmegaConf.is_missing(node, name) else node[name]
+                plain[name] = self._resolve(value, dotted, pending)
+            except OmegaConfBaseException as error:
+                pending[dotted] = _explain(error, dotted, self.where(dotted))
+        return list(plain.values()) if is_list else plain
+
+
+def _names(value: Any) -> list[str]:
+    """The names of what a section or a list holds."""
+    if isinstance(value, dict):
+        return [str(name) for name in value]
+    return [str(i) for i in range(len(value))] if isinstance(value, list) else []
+
+
+def _named_place(name: str, place: tuple[str, ...]) -> tuple[str, ...]:
+    """Where `${name}`, written at `place`, leads: a dot in front is the section that it is in."""
+    plain = name.lstrip(".")
+    up = len(name) - len(plain)
+    parts = tuple(part for part in re.split(r"[.\[\]]+", plain) if part)
+    return (*place[:-up], *parts) if up else parts
+
+
+def value_at(raw: Any, key: str) -> Any:
+    """What is at a dotted key of plain values; None where there is nothing."""
+    return _at(raw, tuple(key.split(".")))
+
+
+def _at(raw: Any, place: tuple[str, ...]) -> Any:
+    """What is at a place; None where there is nothing."""
+    for name in place:
+        if isinstance(raw, list):
+            raw = raw[int(name)] if name.isdecimal() and int(name) < len(raw) else None
+        else:
+            raw = raw.get(name) if isinstance(raw, dict) else None
+    return raw
+
+
+def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
+    """Merge schema defaults, the files that take part, and `overrides`, in this order.
+
+    A group chosen on the command line replaces all that the files say of its section. So does a
+    key there that names a source of another kind than the recipe's (`data.paths=`).
+
+    Raises:
+        UserError: a file or an override cannot be read, or a group has no such option.
+    """
+    folders = search_folders(recipe)
+    options = group_options(folders, schema)
+    groups, values = split(overrides, schema, options)
+    defaults = to_dict(schema.cls())
+    sources = config_parts(recipe, groups, options, folders)
+    merged = _merged(defaults, sources)
+    implied = _implied(schema, merged, groups, values)
+    if implied:
+        sources = config_parts(recipe, groups | implied, options, folders)
+        merged = _merged(defaults, sources)
+    try:
+        config = OmegaConf.create(merged)
+        for key, value in values.items():
+            _set(config, key, value, defaults, schema)
+    except OmegaConfBaseException as error:
+        raise UserError(_explain(error, str(error.full_key), "")) from error
+    except RecursionError:
+        raise UserError("a value is nested too deep; flatten it") from None
+    final = OmegaConf.to_container(config)
+    notes = [*_replacements(groups | implied, sources, final)]
+    return Composed(config, ValueSources(sources, list(values), notes))
+
+
+def _replacements(
+    groups: dict[str, str], sources: Sequence[YamlSource], final: Any
+) -> Iterator[str]:
+    """A line for each recipe's section that a group replaces, with the values that are gone."""
+    for group, option in groups.items():
+        for source in sources:
+            if source.package or group not in source.replaced:
+                continue
+            said = read_yaml(source.path).get(group)
+            hide({group: said})
+            values = flat(public_values(said), group) if isinstance(said, dict) else ()
+            gone = [f"{k}: {v}" for k, v in values if v is not None and value_at(final, k) != v]
+            if gone:
+                more = f" and {len(gone) - _MOST_GONE} more" if len(gone) > _MOST_GONE else ""
+                place = f"{show(source.path)}:{line_of(source.path, group)}"
+                shown = ", ".join(gone[:_MOST_GONE])
+                yield f"{group}={option} replaces what {place} says: {shown}{more}"
+
+
+def _merged(defaults: dict[str, Any], sources: Sequence[YamlSource]) -> dict[str, Any]:
+    """The plain values of the schema's defaults and the files, in this order."""
+    merged = copy.deepcopy(defaults)
+    for source in sources:
+        _merge(merged, source.load())
+    return merged
+
+
+def _implied(
+    schema: Schema, merged: dict[str, Any], groups: dict[str, str], values: dict[str, Any]
+) -> dict[str, str]:
+    """The groups that keys of the command line choose, as {"data": "files"} for `data.paths=`.
+
+    A section's IMPLIES says which: nothing where its group or name is chosen as well, or the
+    recipe's name is the same already.
+    """
+    found: dict[str, str] = {}
+    for section, key in schema.keys.items():
+        if key.section is None or not {section, f"{section}.name"}.isdisjoint([*groups, *values]):
+            continue
+        implies = getattr(key.section.cls, "IMPLIES", {})
+        given = [(k, v) for k, v in implies.items() if _is_given(values.get(f"{section}.{k}"))]
+        if given and value_at(merged, f"{section}.name") != given[0][1][0]:
+            found[section] = given[0][1][1]
+    return found
+
+
+def _is_given(value: Any) -> bool:
+    return bool(value) and value is not DEFAULT
+
+
+def _set(
+    config: DictConfig, key: str, value: Any, defaults: dict[str, Any], schema: Schema
+) -> None:
+    """Write an override's value, or the schema's own, into `config`."""
+    try:
+        if value is DEFAULT:
+            _reset(config, key, defaults, schema)
+        else:
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        # OmegaConf's for keys that lead into a list or a number
+        raise UserError(f"{key}: is not a key; write a list or a section whole") from error
+
+
+def _reset(config: DictConfig, key: str, defaults: dict[str, Any], schema: Schema) -> None:
+    """Write the schema's own value of a key; what it has none of, such as a stream, goes."""
+    above, _, name = key.rpartition(".")
+    section = value_at(defaults, above) if above else defaults
+    is_item = not isinstance(section, dict) or name not in section
+    if is_item and schema.find(key) is not None:
+        holder = OmegaConf.select(config, above)
+        if isinstance(holder, DictConfig):
+            holder.pop(name, None)
+        return
+    value = None if is_item else section[name]
+    OmegaConf.update(config, key, value, merge=False, force_add=True)
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    """Write `values` into `into`: sections are merged, all else is replaced."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _without(value: Any, keys: Mapping[str, str], key: str = "") -> Any:
+    """Plain values but for those at the dotted `keys`."""
+    if isinstance(value, dict):
+        parts = {name: f"{key}.{name}".lstrip(".") for name in value}
+        return {
+            str(name): _without(value[name], keys, part)
+            for name, part in parts.items()
+            if part not in keys
+        }
+    if isinstance(value, list):
+        kept = [i for i in range(len(value)) if f"{key}[{i}]" not in keys]
+        return [_without(value[i], keys, f"{key}[{i}]") for i in kept]
+    return value
+
+
+def _explain(error: OmegaConfBaseException, key: str, where: str) -> str:
+    why = str(error.msg or error).splitlines()[0]
+    return f"{where}{key}: {why}; write \\${{ for a literal ${{"

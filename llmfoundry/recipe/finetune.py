@@ -1,0 +1,119 @@
+"""`FinetuneRecipe`: a training run that begins with someone's weights. `scripts/finetune.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from llmfoundry.recipe.adapter import AdapterConfig, PretrainedConfig
+from llmfoundry.recipe.data import PRETRAINED, TokenizerConfig
+from llmfoundry.recipe.load import load
+from llmfoundry.recipe.parallel import tensor_adapters
+from llmfoundry.recipe.paths import find_recipe
+from llmfoundry.recipe.preference import PreferenceConfig
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.yaml_file import read_yaml
+
+
+def _pretrained_tokenizer() -> TokenizerConfig:
+    return TokenizerConfig(name=PRETRAINED)
+
+
+@dataclass
+class FinetuneRecipe(TrainRecipe):
+    """Every key of a training run, but for the model, which is there already, and these."""
+
+    FOLDER: ClassVar[str] = "finetune"
+    NOT_GROUPS: ClassVar[tuple[str, ...]] = ("model",)
+
+    model: PretrainedConfig = field(default_factory=PretrainedConfig)  # type: ignore[assignment]
+    """The model to begin with."""
+    tokenizer: TokenizerConfig = field(default_factory=_pretrained_tokenizer)
+    """The tokenizer (group tokenizer/); unset: the model's own."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """What trains in place of the model's own parameters."""
+    freeze: list[str] = field(default_factory=list)
+    """Parts that do not train, by name: wte, "blocks.0-3", "*.attn"; each must match."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Learning from pairs of answers."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each."""
+        yield from super().check()
+        yield from self.adapter.check()
+        yield from self.preference.check()
+        yield from self.preference.check_data(self.data)
+        degrees = self.parallel.written_degrees
+        yield from tensor_adapters(self.adapter.name, self.model.quantize, degrees)
+        if self.auto_probe == "on" and self.preference.name != "none":
+            yield (
+                f"auto_probe: on measures cross-entropy, and preference.name is"
+                f" {self.preference.name}; write off"
+            )
+        if self.model.quantize != "none" and self.adapter.name == "none":
+            yield (
+                f"model.quantize: {self.model.quantize} keeps matrices that cannot train; write"
+                " adapter.name: lora, or quantize: none"
+            )
+        if self.preference.reference == "adapter" and self.adapter.name == "none":
+            yield (
+                "preference.reference: adapter needs one to switch off; write precompute, or"
+                " adapter.name: lora"
+            )
+        if self.preference.reference == "adapter" and self.adapter.pretrained is not None:
+            yield (
+                "preference.reference: adapter would take the model without adapter.pretrained for"
+                " what training begins with; write precompute"
+            )
+        if self.adapter.name != "none" and self.freeze:
+            yield "freeze: has no effect with an adapter, which freezes all else; remove it"
+        yield from self._check_context()
+        if self.load_path is not None:
+            yield "load_path: has no effect here; write the checkpoint as model.pretrained"
+
+    def _check_context(self) -> Iterator[str]:
+        """What needs whole rows in each process."""
+        degree, whole = self.parallel.context_parallel_degree, ""
+        if self.preference.name != "none":
+            whole = f"preference.name: {self.preference.name} compares answers of whole rows"
+        if degree != 1 and whole:
+            yield (
+                f"parallel.context_parallel_degree: {degree}, but {whole}; write 1, and"
+                " data_parallel_shard_degree: -1"
+            )
+
+    def _check_model_across(self) -> Iterator[str]:
+        """What the model's own files decide is checked once they are read."""
+        return iter(())
+
+    def fill(self) -> None:
+        """Write derived values in place; the model's once its files are read."""
+        super().fill()
+        self.adapter.fill()
+        self.preference.fill()
+
+    def _fill_model(self) -> None:
+        """Nothing is known yet."""
+
+
+def load_run(path: str | Path) -> TrainRecipe:
+    """The recipe that a run saved, of either kind; neither checked nor filled.
+
+    Raises:
+        UserError: as `load`.
+    """
+    return load(FinetuneRecipe if is_finetuning(path) else TrainRecipe, path)
+
+
+def is_finetuning(recipe: str | Path | None, overrides: Sequence[str] = ()) -> bool:
+    """Whether a recipe, with what the command line changes of it, has model.pretrained.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    if any(word.lstrip("+").startswith("model.pretrained=") for word in overrides):
+        return True
+    model = None if recipe is None else read_yaml(find_recipe(recipe)).get("model")
+    return isinstance(model, dict) and "pretrained" in model

@@ -1,1 +1,0 @@
-"""The command line's front: from words and files to a typed, checked recipe."""

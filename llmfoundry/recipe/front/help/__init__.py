@@ -1,1 +1,0 @@
-"""What a user is shown: the text of `--help`, completion, nearest keys."""

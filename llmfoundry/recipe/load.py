@@ -1,0 +1,116 @@
+"""The typed recipe of a file and overrides; every room that reads a saved one calls it.
+
+`checked` is what a script starts with, `load` what asks no more than it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from llmfoundry.errors import MOST_LINES, UserError
+from llmfoundry.recipe.help import unknown_key
+from llmfoundry.recipe.other_tools.table import is_foreign, tool_of
+from llmfoundry.recipe.paths import find_recipe, show
+from llmfoundry.recipe.plugins import import_plugins, leave_out
+from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.typed import Problem, build, remember, require
+from llmfoundry.recipe.yaml_file import read_yaml
+from llmfoundry.redaction import hide, hide_override
+
+T = TypeVar("T")
+
+
+def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+    """The typed recipe at `path` with `overrides`; neither checked nor filled, plugins left alone.
+
+    What cannot be had here, such as a variable that is not set, keeps its default until `require`
+    asks for it: who generates text needs no key to the training data.
+
+    Raises:
+        UserError: all unknown keys and wrong types, or the first file that cannot be read.
+    """
+    return read(recipe_type, path, overrides, plugins=False)[0]
+
+
+def checked(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+    """As `load`, all of it is required, and every line of its `check` is a problem too."""
+    recipe, problems = read(recipe_type, path, overrides)
+    require(recipe)
+    if problems:
+        raise UserError(*problems)
+    return recipe
+
+
+def read(
+    recipe_type: type[T],
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    plugins: bool = True,
+) -> tuple[T, list[str]]:
+    """As `load`, its plugins imported, what it leaves open decided, and what its `check` found."""
+    from llmfoundry.recipe.compose import compose, value_at  # OmegaConf takes its time
+
+    schema = Schema.of(recipe_type)
+    for word in overrides:
+        hide_override(word)
+    file = None if path is None else find_recipe(path)
+    if file is not None:
+        _refuse_foreign(file)
+    composed = compose(schema, file, overrides)
+    raw = composed.raw()
+    hide(raw)
+    if file is not None and raw.get("run_name", "") is None:
+        composed.config.run_name = file.stem
+    values, pending = composed.resolved()
+    hide(values)
+    problems: list[Problem] = []
+    recipe = build(recipe_type, values, problems)
+    if plugins:
+        by_file = file if "plugins" not in composed.places.overridden else None
+        import_plugins(getattr(recipe, "plugins", []), recipe=by_file)
+    elif file is not None:
+        leave_out(getattr(recipe, "plugins", []), file)
+    problems = [problem for problem in problems if problem.key not in pending]
+    if problems:
+        listed = [
+            [p] if not p.is_unknown else unknown_key(schema, p.key, value_at(values, p.key))
+            for p in problems[:MOST_LINES]
+        ]
+        problems = [*itertools.chain(*listed), *problems[MOST_LINES:]]
+        shown, others = problems[:MOST_LINES], problems[MOST_LINES:]
+        places = [composed.where(problem.key) for problem in shown]  # each is looked for in files
+        lines = [where + problem.line for where, problem in zip(places, shown, strict=True)]
+        raise UserError(*lines, *(problem.line for problem in others))
+    if plugins and hasattr(recipe, "settle"):
+        recipe.settle()
+    remember(recipe, raw, pending, composed.places)
+    return recipe, [composed.places.placed(line) for line in recipe.check()]  # type: ignore[attr-defined]
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Another tool's whole file: one line that names the way, in place of one for each key.
+
+    Raises:
+        UserError: it is one.
+    """
+    values = read_yaml(file)
+    if is_foreign(values):
+        raise UserError(
+            f"{show(file)}: is {tool_of(values)}'s; write `python scripts/migrate.py {show(file)}`,"
+            " which makes a recipe of it"
+        )
+
+
+def import_for_help(schema: Schema, path: str | None, overrides: Sequence[str]) -> None:
+    """The plugins that a command line names, whose choices `--help` lists too."""
+    words = [word for word in overrides if word.lstrip("+").startswith("plugins=")]
+    if words or path is not None:
+        from llmfoundry.recipe.compose import compose
+
+        file = None if path is None else find_recipe(path)
+        names = compose(schema, file, words).resolved()[0].get("plugins")
+        import_plugins(names if isinstance(names, list) else [], recipe=None if words else file)

@@ -1,0 +1,464 @@
+"""The `model` section: the decoder's shape, with LLM Foundry's key names.
+
+A field whose default is None is either derived (the docstring says from what) or belongs to a
+setting that is off: giving it a value then is an error, because it would have no effect. The keys
+of a mixture of experts have LLM Foundry's and megablocks' names where the meaning is theirs, and
+stand flat beside the other keys of the layer, as there. `HFModelConfig` is the shape of a model
+that a class of transformers computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar
+
+from llmfoundry.recipe.attention import (
+    NORMS,
+    AttentionConfig,
+    BlockOverridesConfig,
+    LayerConfig,
+    layer_configs,
+)
+from llmfoundry.recipe.checks import above, divides, inert, one_of, set_defaults
+from llmfoundry.recipe.schema import (
+    FRACTION,
+    MOST_LAYERS,
+    POSITIVE,
+    TOKENS,
+    WIDTH,
+    Range,
+    choice,
+    out_of_bounds,
+)
+
+FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
+OTHER_MOE_NAMES = {  # LLM Foundry's, of which each is something else
+    "torch_dmoe": "is LLM Foundry's name of a mixture without a balancing loss; write dmoe",
+    "mb_dmoe": "is LLM Foundry's name of megablocks' mixture; write dmoe",
+    "mb_moe": "is LLM Foundry's name of a mixture that drops tokens, which dmoe never does; write"
+    " dmoe",
+}
+MLP_TYPES = ("mlp", "glu")
+BALANCING = ("loss", "bias", "none")
+LBL_SCOPES = ("row", "microbatch", "global")
+MOE_IMPLS = ("grouped_mm", "torch", "megablocks")
+
+ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the arguments each takes
+    "gelu": ("approximate",),
+    "gelu_tanh": (),
+    "quick_gelu": (),
+    "silu": (),
+    "relu": (),
+    "relu2": (),
+    "relu6": (),
+    "leaky_relu": ("negative_slope",),
+    "elu": ("alpha",),
+    "celu": ("alpha",),
+    "selu": (),
+    "mish": (),
+    "softplus": ("beta", "threshold"),
+    "softsign": (),
+    "sigmoid": (),
+    "logsigmoid": (),
+    "tanh": (),
+    "tanhshrink": (),
+    "softshrink": ("lambd",),
+    "hardshrink": ("lambd",),
+    "hardsigmoid": (),
+    "hardswish": (),
+    "hardtanh": ("min_val", "max_val"),
+}
+
+
+@dataclass
+class FFNConfig:
+    """The feed-forward layer."""
+
+    REMOVED: ClassVar[dict[str, str]] = {
+        "moe_compress_activations": "experts are compressed with all else of their blocks; remove"
+        " it, and write parallel.activation_compression: int8"
+    }
+    ffn_type: Annotated[str, choice(FFN_TYPES, reasons=OTHER_MOE_NAMES)] = "mptmlp"
+    """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020). dmoe: a dropless
+    mixture of such layers (Gale et al., 2022), of which a router chooses a few for each token."""
+    ffn_act_fn: Annotated[str | dict[str, Any], choice(ACTIVATIONS)] = "gelu"
+    """An elementwise function of torch.nn.functional, gelu_tanh, quick_gelu or relu2 (squared);
+    with arguments as {name: leaky_relu, negative_slope: 0.1}."""
+    ffn_hidden_size: Annotated[int | None, WIDTH] = None
+    """Inner width, of one expert where there are several; unset: d_model * expansion_ratio."""
+    moe_num_experts: Annotated[int | None, Range(1, 2**16)] = None
+    """Only for dmoe, which requires it: number of experts of a layer."""
+    moe_top_k: Annotated[int | None, Range(1, 2**16)] = None
+    """Only for dmoe: experts that a token visits; default 1."""
+    mlp_type: Annotated[str | None, choice(MLP_TYPES)] = None
+    """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default) or glu."""
+    moe_normalize_expert_weights: Annotated[float | None, POSITIVE] = None
+    """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
+    1, as DBRX does. Unset: they stay probabilities among all experts."""
+    moe_jitter_eps: float | None = None
+    """Only for dmoe: while training the router's input is multiplied by random numbers from
+    1 - this to 1 + this (Fedus et al., 2021); unset: no noise."""
+    moe_balancing: Annotated[str | None, choice(BALANCING)] = None
+    """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
+    al., 2017; the default). bias: a number added to each expert's score where experts are
+    chosen, moved after every step (Wang et al., 2024). none: nothing."""
+    moe_loss_weight: Annotated[float | None, POSITIVE] = None
+    """Only with moe_balancing: loss, its weight (its value at perfect balance); default 0.01."""
+    moe_lbl_scope: Annotated[str | None, choice(LBL_SCOPES)] = None
+    """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the
+    default: the same whatever the microbatch), of each microbatch, as megablocks does, or global:
+    of the microbatches of all processes together (Qiu et al., 2025), which lets experts specialise
+    in kinds of text; a message of a few hundred numbers a layer more."""
+    moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
+    """Only with moe_balancing: bias, how far a step moves a bias; default 0.001."""
+    moe_zloss_weight: Annotated[float | None, POSITIVE] = None
+    """Only for dmoe: weight of the router z-loss, the mean squared logsumexp of the router's logits
+    (Zoph et al., 2022, take 0.001); unset: no such loss."""
+    shared_expert_hidden_size: Annotated[int | None, WIDTH] = None
+    """Only for dmoe: inner width of an expert that every token visits beside those chosen, with
+    weight 1; unset: none."""
+    uniform_expert_assignment: bool | None = None
+    """Only for dmoe, to measure speed: experts in turn, with the weights of those chosen."""
+    moe_force_balance: bool | None = None
+    """Only for dmoe, to measure speed: experts in turn, each with its own weight."""
+    moe_impl: Annotated[str | None, choice(MOE_IMPLS)] = None
+    """Only for dmoe: who multiplies. grouped_mm (the default): one operator for all experts.
+    torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
+
+    @property
+    def active_share(self) -> float:
+        """Share of the experts that a token visits; 1 where there are none to choose from."""
+        if self.ffn_type != "dmoe":
+            return 1.0
+        assert self.moe_top_k and self.moe_num_experts, "the recipe was not filled"
+        return self.moe_top_k / self.moe_num_experts
+
+    @property
+    def activation(self) -> tuple[str, dict[str, Any]]:
+        """Name and arguments of the activation, however it was written."""
+        if isinstance(self.ffn_act_fn, str):
+            return self.ffn_act_fn, {}
+        arguments = dict(self.ffn_act_fn)
+        return str(arguments.pop("name", "")), arguments
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be."""
+        if (yield from out_of_bounds(key, self)):
+            return
+        yield from self._check_moe(key)
+        yield from self._check_activation(f"{key}ffn_act_fn")
+
+    def _check_moe(self, key: str) -> Iterator[str]:
+        """Of the mixture's keys."""
+        if self.ffn_type != "dmoe":
+            yield from inert(key, self, MOE_KEYS, "without ffn_type: dmoe")
+            return
+        yield from self._check_router(key)
+        yield from self._check_balancing(key)
+
+    def _check_router(self, key: str) -> Iterator[str]:
+        if self.moe_num_experts is None:
+            yield f"{key}moe_num_experts: ffn_type: dmoe needs it; write a number of experts"
+        elif self.moe_top_k is not None and self.moe_top_k > self.moe_num_experts:
+            yield (
+                f"{key}moe_top_k: {self.moe_top_k} is more than moe_num_experts"
+                f" ({self.moe_num_experts}); write at most that"
+            )
+        eps = self.moe_jitter_eps
+        if eps is not None and not 0 < eps < 1:
+            yield f"{key}moe_jitter_eps: {eps}; write a number between 0 and 1, or remove it"
+        if self.uniform_expert_assignment and self.moe_force_balance:
+            why = "and uniform_expert_assignment exclude each other; set one of them to false"
+            yield f"{key}moe_force_balance: {why}"
+
+    def _check_balancing(self, key: str) -> Iterator[str]:
+        chosen = self.moe_balancing or "loss"
+        if chosen != "loss":
+            why = f"with moe_balancing: {chosen}"
+            yield from inert(key, self, ["moe_loss_weight", "moe_lbl_scope"], why)
+        if chosen != "bias":
+            why = "without moe_balancing: bias"
+            yield from inert(key, self, ["moe_bias_update_rate"], why)
+
+    def _check_activation(self, key: str) -> Iterator[str]:
+        name, arguments = self.activation
+        if not name:
+            yield f"{key}: has no name; write {{name: gelu}}"
+            return
+        yield from one_of(key, name, ACTIVATIONS)
+        for argument, value in arguments.items():
+            if argument not in ACTIVATIONS.get(name, (argument,)):
+                takes = ", ".join(ACTIVATIONS[name]) or "no arguments"
+                yield f"{key}.{argument}: {name} takes {takes}; remove it"
+            elif argument == "approximate":
+                yield from one_of(f"{key}.{argument}", value, ("none", "tanh"))
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                yield f"{key}.{argument}: {value!r} is not a number"
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.ffn_type != "dmoe":
+            return
+        set_defaults(self, moe_top_k=1, mlp_type="mlp", moe_balancing="loss", moe_impl="grouped_mm")
+        set_defaults(self, uniform_expert_assignment=False, moe_force_balance=False)
+        if self.moe_balancing == "loss":
+            set_defaults(self, moe_loss_weight=0.01, moe_lbl_scope="row")
+        if self.moe_balancing == "bias":
+            set_defaults(self, moe_bias_update_rate=1e-3)
+
+
+OF_EVERY_LAYER = ("ffn_type", "ffn_act_fn", "ffn_hidden_size")
+MOE_KEYS = [field.name for field in fields(FFNConfig) if field.name not in OF_EVERY_LAYER]
+"""Those that have no effect without experts."""
+
+
+INITS = (
+    "default_",
+    "baseline_",
+    "kaiming_normal_",
+    "kaiming_uniform_",
+    "neox_init_",
+    "small_init_",
+    "xavier_normal_",
+    "xavier_uniform_",
+)
+FAN_MODES = ("fan_in", "fan_out")
+NONLINEARITIES = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
+
+
+@dataclass
+class InitConfig:
+    """How weights start."""
+
+    name: Annotated[str, choice(INITS)] = "kaiming_normal_"
+    """kaiming_normal_, kaiming_uniform_ (He et al., 2015); xavier_normal_, xavier_uniform_ (Glorot
+    and Bengio, 2010); baseline_: normal with init_std; small_init_: normal with sqrt(2 / (5 d))
+    (Nguyen and Salazar, 2019); neox_init_: the same, residual projections divided by
+    n_layers / sqrt(10) (GPT-NeoX-20B); default_: what PyTorch's layers do by themselves."""
+    fan_mode: Annotated[str | None, choice(FAN_MODES)] = None
+    """Only for kaiming: fan_in (the default) keeps the forward pass's variance, fan_out the
+    backward pass's."""
+    init_nonlinearity: Annotated[str | None, choice(NONLINEARITIES)] = None
+    """Only for kaiming: whose gain; default relu."""
+    init_gain: float | None = None
+    """For xavier the gain, default 1; for kaiming with leaky_relu the negative slope, default 0."""
+    init_std: Annotated[float | None, POSITIVE] = None
+    """Standard deviation of baseline_; default 0.02."""
+    emb_init_std: Annotated[float | None, POSITIVE] = None
+    """Standard deviation of the embeddings; unset: the same scheme as the other weights."""
+    emb_init_uniform_lim: float | list[float] | None = None
+    """Embeddings uniform in [-l, l], or in [low, high]; unset: the same scheme as the others."""
+    router_init_std: Annotated[float | None, POSITIVE] = None
+    """Standard deviation of routers' weights. Small, experts start with equal weights (Fedus et
+    al., 2021, take a tenth of the others'); unset: the same scheme as the other weights."""
+    init_div_is_residual: Annotated[bool | float | None, POSITIVE] = None
+    """Divide the projections that write to the residual stream by sqrt(2 * n_layers) (true, the
+    default) or by a number."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
+        kaiming, xavier = self.name.startswith("kaiming"), self.name.startswith("xavier")
+        if self.name != "baseline_":
+            yield from inert(key, self, ["init_std"], "without name: baseline_")
+        if not kaiming:
+            why = "without name: kaiming_normal_ or kaiming_uniform_"
+            yield from inert(key, self, ["fan_mode", "init_nonlinearity"], why)
+        if not (xavier or (kaiming and self.init_nonlinearity == "leaky_relu")):
+            why = "without an xavier name, or kaiming with init_nonlinearity: leaky_relu"
+            yield from inert(key, self, ["init_gain"], why)
+        if self.name == "neox_init_":
+            why = "with name: neox_init_, which divides by n_layers / sqrt(10)"
+            yield from inert(key, self, ["init_div_is_residual"], why)
+        if self.name == "default_":
+            why = f"with name: {self.name}"
+            yield from inert(key, self, ["init_div_is_residual"], why)
+        if xavier:
+            yield from above(f"{key}init_gain", self.init_gain, 0)
+        yield from self._check_embeddings(key)
+
+    def _check_embeddings(self, key: str) -> Iterator[str]:
+        limits = self.emb_init_uniform_lim
+        if limits is None:
+            return
+        if self.emb_init_std is not None:
+            yield f"{key}emb_init_uniform_lim: and emb_init_std exclude each other; remove one"
+        if isinstance(limits, list):
+            if len(limits) != 2 or not limits[0] < limits[1]:
+                yield f"{key}emb_init_uniform_lim: {limits}; write [low, high] with low < high"
+        else:
+            yield from above(f"{key}emb_init_uniform_lim", limits, 0)
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.name == "baseline_":
+            set_defaults(self, init_std=0.02)
+        if self.name.startswith("kaiming"):
+            set_defaults(self, fan_mode="fan_in", init_nonlinearity="relu")
+            if self.init_nonlinearity == "leaky_relu":
+                set_defaults(self, init_gain=0.0)
+        if self.name.startswith("xavier"):
+            set_defaults(self, init_gain=1.0)
+        if self.name not in ("neox_init_", "default_"):
+            set_defaults(self, init_div_is_residual=True)
+
+
+__all__ = ["AttentionConfig", "FFNConfig", "InitConfig", "ModelConfig"]
+
+
+@dataclass
+class ModelConfig:
+    """A decoder-only transformer; MPT, GPT-2, Llama and Starcoder2 shapes are settings of it."""
+
+    name: Annotated[str, choice(("mpt_causal_lm",))] = "mpt_causal_lm"
+    """The model family; mpt_causal_lm is the project's own decoder."""
+    d_model: Annotated[int, Range(1, 2**20, "no device holds a wider matrix")] = 2048
+    """Width of the residual stream."""
+    n_heads: Annotated[int, Range(1, 2**16)] = 16
+    """Query heads."""
+    n_layers: Annotated[int, Range(1, MOST_LAYERS)] = 24
+    """Blocks."""
+    head_dim: Annotated[int | None, Range(1, 2**16)] = None
+    """Width of one head; unset: d_model / n_heads."""
+    expansion_ratio: Annotated[float | None, Range(above=0, most=2**16)] = None
+    """Inner width of the feed-forward layer over d_model; 4 unless ffn_hidden_size is given."""
+    vocab_size: Annotated[int | None, Range(1, 2**31 - 1, "ids have 32 bits")] = None
+    """Rows of the embedding; unset: the tokenizer's size, rounded up to a multiple of 64."""
+    max_seq_len: Annotated[int | None, TOKENS] = None
+    """Longest row; unset: the recipe's max_seq_len. More only widens learned positions."""
+    learned_pos_emb: bool | None = None
+    """A learned vector for each position; unset: true unless alibi or rope is on."""
+    no_bias: bool = False
+    """Drop the biases of linear layers and norms."""
+    attention_bias: bool | None = None
+    """Biases of the query, key and value projections; unset: the opposite of no_bias."""
+    norm_type: Annotated[str, choice(NORMS)] = "layernorm"
+    """layernorm or rmsnorm, computed in fp32; low_precision_layernorm, low_precision_rmsnorm: in
+    the precision of the matrix products."""
+    norm_eps: Annotated[float, POSITIVE] = 1e-5
+    """Added to the variance under the norm's root."""
+    tie_word_embeddings: bool = True
+    """Use the embedding as the output head."""
+    logit_scale: Annotated[
+        float | str | None, POSITIVE, choice(("inv_sqrt_d_model",), "a number")
+    ] = None
+    """Factor on the logits: a number, or inv_sqrt_d_model for 1 / sqrt(d_model); unset: none."""
+    final_logit_softcapping: Annotated[float | None, POSITIVE] = None
+    """Logits become c * tanh(logits / c) (Gemma 2), after logit_scale; unset: no cap."""
+    emb_pdrop: Annotated[float, FRACTION] = 0.0
+    """Dropout on the embeddings, while training."""
+    resid_pdrop: Annotated[float, FRACTION] = 0.0
+    """Dropout on what each layer adds to the residual stream, while training."""
+    embedding_fraction: float = 1.0
+    """Share of the gradient that reaches the embeddings (Ding et al., 2021; 1: all)."""
+    attn_config: AttentionConfig = field(default_factory=AttentionConfig)
+    """Attention."""
+    ffn_config: FFNConfig = field(default_factory=FFNConfig)
+    """Feed-forward layer."""
+    init_config: InitConfig = field(default_factory=InitConfig)
+    """Initialisation."""
+    block_overrides: BlockOverridesConfig | None = None
+    """Layers that differ from the settings above; unset: all are alike."""
+
+    def check(self, key: str = "model.") -> Iterator[str]:
+        """Lines for values that cannot be, contradict each other, or have no effect."""
+        if (yield from out_of_bounds(key, self)):
+            return
+        if not 0 < self.embedding_fraction <= 1:
+            yield f"{key}embedding_fraction: {self.embedding_fraction}; write a number in (0, 1]"
+        if self.head_dim is None:
+            yield from divides(f"{key}n_heads", self.n_heads, f"{key}d_model", self.d_model)
+        yield from self._check_positions(key)
+        yield from self.attn_config.check(f"{key}attn_config.", self.n_heads)
+        head_dim = self.head_dim or self.d_model // self.n_heads
+        yield from self.attn_config.check_impl(f"{key}attn_config.", head_dim)
+        yield from self.ffn_config.check(f"{key}ffn_config.")
+        yield from self.init_config.check(f"{key}init_config.")
+        if self.ffn_config.ffn_type != "dmoe":
+            why = f"without {key}ffn_config.ffn_type: dmoe"
+            yield from inert(f"{key}init_config.", self.init_config, ["router_init_std"], why)
+        if self.block_overrides is not None:
+            where = f"{key}block_overrides."
+            yield from self.block_overrides.check(where, self.attn_config, self.n_layers)
+        if self.ffn_config.moe_impl == "megablocks" and not self.no_bias:
+            yield (
+                f"{key}ffn_config.moe_impl: megablocks' experts have no biases; write grouped_mm,"
+                f" or {key}no_bias: true"
+            )
+        yield from self._check_hidden_size(key)
+
+    def _check_positions(self, key: str) -> Iterator[str]:
+        attn = self.attn_config
+        head_dim = self.head_dim or self.d_model // self.n_heads
+        if attn.rope and head_dim % 2:
+            yield f"{key}attn_config.rope: needs an even head_dim, which is {head_dim}"
+        if attn.rope_hf_config.type == "dynamic" and head_dim == 2:
+            yield f"{key}attn_config.rope_hf_config.type: dynamic needs a head_dim above 2"
+        others = [name for name in ("alibi", "rope", "nope") if getattr(attn, name)]
+        if self.learned_pos_emb and others:
+            other = others[0]
+            yield f"{key}learned_pos_emb: true, with attn_config.{other}: true; set one to false"
+        if self.learned_pos_emb is False and not others:
+            yield (
+                f"{key}learned_pos_emb: false leaves the model without positions; write"
+                " attn_config.nope: true if that is meant, or set alibi or rope"
+            )
+
+    def _check_hidden_size(self, key: str) -> Iterator[str]:
+        ratio, hidden = self.expansion_ratio, self.ffn_config.ffn_hidden_size
+        if ratio is None:
+            return
+        if hidden is not None and hidden != self.d_model * ratio:
+            yield from inert(key, self, ["expansion_ratio"], "beside ffn_config.ffn_hidden_size")
+        elif self.d_model * ratio != int(self.d_model * ratio):
+            yield f"{key}expansion_ratio: {ratio} * d_model ({self.d_model}) is not a whole number"
+
+    def fill(self, *, max_seq_len: int | None = None, vocab_size: int | None = None) -> None:
+        """Write derived values in place, so that a saved recipe specifies all that was used.
+
+        Args:
+            max_seq_len: the recipe's row length.
+            vocab_size: the tokenizer's size, once it is known.
+        """
+        attn = self.attn_config
+        if self.ffn_config.ffn_hidden_size is None:
+            set_defaults(self, expansion_ratio=4.0)
+            self.ffn_config.ffn_hidden_size = int(self.d_model * (self.expansion_ratio or 4))
+        self.ffn_config.fill()
+        set_defaults(self, head_dim=self.d_model // self.n_heads, max_seq_len=max_seq_len)
+        set_defaults(self, learned_pos_emb=not (attn.alibi or attn.rope or attn.nope))
+        set_defaults(self, attention_bias=not self.no_bias)
+        attn.fill(self.n_heads, self.norm_type, self.norm_eps)
+        self.init_config.fill()
+        if vocab_size is not None:
+            set_defaults(self, vocab_size=-(-vocab_size // 64) * 64)
+
+    def layers(self) -> list[LayerConfig]:
+        """What each block's attention does; the model must be checked."""
+        return layer_configs(self.attn_config, self.block_overrides, self.n_layers)
+
+
+HF_CAUSAL_LM = "hf_causal_lm"
+
+
+@dataclass
+class HFModelConfig(ModelConfig):
+    """A causal language model of transformers."""
+
+    name: str = HF_CAUSAL_LM
+    """Always hf_causal_lm."""
+    hf_config: dict[str, Any] = field(default_factory=dict)
+    """config.json, with what config_overrides changed."""
+    hf_attn_impl: str | None = None
+    """transformers' attn_implementation; unset: its own choice, sdpa where the class has it."""
+    code: str | None = None
+    """The folder whose own Python code makes the class, trusted by trust_remote_code; else none."""
+    hf_parameters: int = 0
+    """Parameters, a tied head counted once."""
+    hf_matrices: int = 0
+    """Of these the elements of matrices that a token meets, of experts those that it visits."""
+
+    def check(self, key: str = "model.") -> Iterator[str]:
+        """Nothing: transformers has read it."""
+        return iter(())

@@ -1,0 +1,154 @@
+"""Where recipes, groups and the files that a recipe names are found; every room may use it.
+
+A relative path is meant from the working folder or from the repository's root, in this order, so
+that `eval/gauntlets/generated.yaml` in a shipped recipe works from anywhere. A wheel carries what
+the repository has beside the package in a folder of the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.schema import Schema
+
+_PACKED = Path(__file__).resolve().parents[1] / "shipped"  # setup.py fills it in a wheel
+IS_REPOSITORY = not _PACKED.is_dir()
+ROOT = Path(__file__).resolve().parents[2] if IS_REPOSITORY else _PACKED
+"""The folder that holds yamls/, eval/ and scripts/: the repository, or the wheel's copy."""
+YAMLS = ROOT / "yamls"
+"""The shipped recipes, and below them one folder a group."""
+_SUFFIXES = (".yaml", ".yml")
+
+
+def find_file(path: str | Path, key: str) -> Path:
+    """The file or folder that `path`, the value of recipe key `key`, names.
+
+    Raises:
+        UserError: neither the working folder nor the repository has it; names the nearest path.
+    """
+    given = Path(os.path.expanduser(path))
+    for base in (Path.cwd(), ROOT):
+        if os.path.exists(base / given):  # unlike Path's, False for what no path can be
+            return base / given
+    close = nearest_path(given, [*_siblings(given), *_siblings(ROOT / given)])
+    raise UserError(f"{key}: nothing at {path}{close}")
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The recipe at `path`: a file, or the name of a shipped one, `quickstart`.
+
+    Raises:
+        UserError: there is none; names the nearest path. Or a file beside could be meant as well.
+    """
+    given = Path(os.path.expanduser(path))
+    if os.path.isfile(given):
+        return given
+    if os.path.isfile(given / "recipe.yaml"):
+        raise UserError(f"{path} is a folder; did you mean {given / 'recipe.yaml'}?")
+    if (found := _shipped_recipe(given)) is not None:
+        beside = given.with_name(f"{given.name}.yaml")
+        if given.suffix not in _SUFFIXES and beside.is_file() and not beside.samefile(found):
+            name = found.relative_to(ROOT)
+            raise UserError(
+                f"{path} can be {beside} or the shipped recipe; write {beside} or {name}"
+            )
+        return found
+    what = f"{path} is a folder, no recipe" if os.path.isdir(given) else f"no recipe at {path}"
+    if os.path.exists(given) and not os.path.isdir(given):
+        what = f"{path} is not a file; a device or a pipe cannot be a recipe"
+    recipes = [p for p in _siblings(given) if p.suffix in _SUFFIXES]
+    raise UserError(
+        what
+        + nearest_path(given, [*recipes, *YAMLS.glob("*.yaml"), *YAMLS.glob("finetune/*.yaml")])
+    )
+
+
+def is_recipe(word: str) -> bool:
+    """Whether a word names a recipe's file, or one that is shipped."""
+    return word.endswith(_SUFFIXES) or _shipped_recipe(Path(word)) is not None
+
+
+def _shipped_recipe(given: Path) -> Path | None:
+    """`yamls/quickstart.yaml` from anywhere, `quickstart`, `finetune/mpt-7b-sft`, `mpt-7b-sft`."""
+    if given.is_absolute() or ".." in given.parts:
+        return None
+    if given.suffix in _SUFFIXES:
+        places = [ROOT / given] if given.parts[0] == YAMLS.name else []
+    else:
+        places = [YAMLS / f"{given}.yaml", YAMLS / "finetune" / f"{given}.yaml"]
+    return next((place for place in places if os.path.isfile(place)), None)
+
+
+def recipe_name(path: Path) -> str:
+    """A recipe as a user would write it: its path below the working folder, or its shipped name."""
+    is_here = path.absolute().is_relative_to(Path.cwd())
+    if is_here or path.suffix not in _SUFFIXES or not path.is_relative_to(YAMLS):
+        return show(path)
+    return path.relative_to(YAMLS).with_suffix("").as_posix()
+
+
+def nearest_path(given: Path, candidates: Iterable[Path]) -> str:
+    """The clause `; did you mean PATH?` for the closest file name, of these the closest path."""
+    by_name: dict[str, list[str]] = {}
+    for path in candidates:
+        by_name.setdefault(path.name.removesuffix(".yaml"), []).append(recipe_name(path))
+    match = difflib.get_close_matches(given.name.removesuffix(".yaml"), by_name, n=1)
+    if not match:
+        return ""
+    closest = difflib.get_close_matches(str(given), by_name[match[0]], n=1, cutoff=0)
+    return f"; did you mean {closest[0]}?"
+
+
+def show(path: Path) -> str:
+    """`path` as a user would write it: relative where it lies below the working folder."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
+
+
+def search_folders(recipe: Path | None) -> list[Path]:
+    """Folders that may hold groups, first found wins: the recipe's own, then yamls/.
+
+    For a recipe at the repository's root yamls/ comes first: eval/ there is no group.
+    """
+    folders = [YAMLS]
+    if recipe is not None:
+        own = recipe.absolute().parent
+        at_root = (own / "eval").resolve() == ROOT / "eval"
+        folders = [YAMLS, own] if at_root else [own, YAMLS]
+    return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
+
+
+def group_options(folders: Iterable[Path], schema: Schema) -> dict[str, list[str]]:
+    """Each section of `schema` that is a group, and its choices: `{"model": ["mpt-125m", ...]}`.
+
+    A group is a folder of a section's name with YAML files, in one of `folders`.
+    """
+    found = {
+        name: {file.stem for folder in folders for file in (folder / name).glob("*.yaml")}
+        for name, key in schema.keys.items()
+        if key.section is not None and name not in getattr(schema.cls, "NOT_GROUPS", ())
+    }
+    return {group: sorted(options) for group, options in found.items() if options}
+
+
+def shipped(schema: Schema) -> list[Path]:
+    """The recipes under yamls/ that are for `schema`."""
+    return sorted((YAMLS / getattr(schema.cls, "FOLDER", "")).glob("*.yaml"))
+
+
+def _siblings(path: Path) -> list[Path]:
+    """What lies beside `path`, and the files of its name in folders beside its own."""
+    beside, above = path.parent, path.parent.parent
+    cousins = (above / name / path.name for name in _names(above))
+    return [beside / name for name in _names(beside)] + [p for p in cousins if os.path.exists(p)]
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing where it is not a folder, or may not be read."""
+    try:
+        return os.listdir(folder)
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,353 @@
+"""The `health_check`, `hang`, `supervise` sections and `callbacks.watch`.
+
+Whether GPUs, machines and links are sound before a run begins; when a process counts as hanging;
+anomalies that a run detects in itself; what is done when it ends before it is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from llmfoundry.recipe.checks import inert, inert_change, nearest, set_defaults
+from llmfoundry.recipe.data import n_bytes
+from llmfoundry.recipe.schema import PATH, Range, choice, out_of_bounds
+from llmfoundry.redaction import public
+
+BEFORE_RUN = ("none", "quick", "full")
+CHECKED_UNITS = ("auto", "processes", "nodes")
+_SIZE = re.compile(r"[0-9]{0,9}\.?[0-9]{1,9} ?[kmgt]?b", re.IGNORECASE)  # what n_bytes takes
+_LARGEST = 64 * 10**9  # bytes of a payload: no device has more to spare
+
+
+@dataclass
+class HealthCheckConfig:
+    """What scripts/check.py looks at, and whether a run looks before it begins.
+
+    Quick: GPU counters (NVML), the kernel's log, every path of the recipe, clocks, limits, shared
+    memory, versions. Full: also products, memory bandwidth, and all-reduces between all pairs.
+    """
+
+    before_run: Annotated[str, choice(BEFORE_RUN)] = "none"
+    """none, quick (seconds) or full (burn_seconds and the pairs); a run does not begin where
+    anything is bad, and ends with status 3."""
+    kernel_log: Annotated[str | None, PATH] = None
+    """A file with the kernel's messages; unset: /dev/kmsg, dmesg or journalctl, whichever this user
+    may read."""
+    kernel_log_hours: Annotated[float, Range(above=0, most=1e6)] = 24.0
+    """How far back the kernel's messages count; what was mended before is no fault now."""
+    min_free_disk: str = "10gb"
+    """Bytes that must be free where the run writes."""
+    max_clock_skew: Annotated[float, Range(above=0, most=1e6)] = 1.0
+    """Seconds by which a machine's clock may differ from the others'."""
+    burn_seconds: Annotated[float, Range(above=0, most=86_400, why="a day")] = 10.0
+    """How long products are computed on every device at one time. 10 s finds slow and wrong
+    devices; heat shows after 60 to 300."""
+    pairs_of: Annotated[str, choice(CHECKED_UNITS)] = "auto"
+    """What is paired for all-reduces: processes, or nodes with all their processes; auto: nodes
+    where there are several, else processes."""
+    pair_rounds: Annotated[int | None, Range(1, 2**20)] = None
+    """Rounds of the tournament; unset: all, in which each meets each (one fewer than there are)."""
+    payloads: list[str] = field(default_factory=list)
+    """Sizes of the all-reduces; unset: [64kb, 64mb, 1gb] on GPUs, [4kb, 256kb, 4mb] on CPUs."""
+    min_bus_bandwidth: Annotated[float | None, Range(above=0, most=1e6)] = None
+    """GB/s that pairs of nodes must reach with the largest payload; unset: only pairs among
+    themselves are compared."""
+    timeout: Annotated[float, Range(above=0, most=86_400, why="a day")] = 60.0
+    """Seconds after which a process, a path or a pair that does not answer is given up on."""
+
+    def check(self, key: str = "health_check.") -> Iterator[str]:
+        """Lines for values that cannot be."""
+        yield from out_of_bounds(key, self)
+        sizes = {"min_free_disk": self.min_free_disk}
+        sizes |= {f"payloads[{n}]": size for n, size in enumerate(self.payloads)}
+        for name, size in sizes.items():
+            if _SIZE.fullmatch(size.strip()) is None:
+                yield f"{key}{name}: {size!r} is not a size; write a number and kb, mb, gb or tb"
+            elif name != "min_free_disk" and not 4 <= n_bytes(size) <= _LARGEST:
+                yield f"{key}{name}: {size} cannot be sent at once; write 4b to 64gb"
+
+    def fill(self) -> None:
+        """Nothing is derived before the devices are known."""
+
+
+HANG_MONITORS = ("auto", "on", "off")
+HANG_ACTIONS = ("end", "report")
+HANG_SECONDS = Range(1, 31_536_000, "a year")
+
+
+@dataclass
+class HangConfig:
+    """A monitor process on each machine that detects which rank hangs.
+
+    It reports the phase, keeps stacks in the run's folder (hangs/), and ends the processes. Without
+    it a hang ends the run after parallel.dist_timeout seconds.
+    """
+
+    monitor: Annotated[str, choice(HANG_MONITORS)] = "auto"
+    """on, off, or auto: where a run has several processes, or a supervisor."""
+    action: Annotated[str | None, choice(HANG_ACTIONS)] = None
+    """end: kill the processes once their stacks are kept, so that torchrun or the supervisor
+    restarts them (the default); report: only report."""
+    step_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """How long the forward and backward pass, or the update, may take; unset: five times the
+    longest of the last hundred steps, at least 30 s (300 s with compile)."""
+    first_step_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """The same of the first three steps, which compile and connect; default 1800."""
+    stopped_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """How long a process may be stopped (SIGSTOP, a debugger) or a zombie, in any phase; default
+    30."""
+    data_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """How long a step's batch may take; default 900, as a store that fails is retried."""
+    save_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """How long a save may block training; default 1800."""
+    evaluation_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """How long an evaluation may take; default 14400. Tokenizing, loading and the end of a run have
+    no limit but stopped_seconds; processes join within parallel.rendezvous_timeout."""
+    callback_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """How long one call of a callback (samples are one), of yours too, may take in any phase of a
+    step; default 1800. It is named."""
+    notice_seconds: Annotated[float | None, HANG_SECONDS] = None
+    """After how long it is reported that processes wait for one which is behind; default 60."""
+
+    def check(self, key: str = "hang.") -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
+        if self.monitor == "off":
+            yield from inert(key, self, ["action", *_HANG_SECONDS], f"with {key}monitor: off")
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if self.monitor == "off":
+            return
+        self.action = self.action or "end"
+        for name, default in _HANG_SECONDS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+
+
+_HANG_SECONDS: dict[str, float | None] = {
+    "step_seconds": None,
+    "first_step_seconds": 1800.0,
+    "stopped_seconds": 30.0,
+    "data_seconds": 900.0,
+    "save_seconds": 1800.0,
+    "evaluation_seconds": 14_400.0,
+    "callback_seconds": 1800.0,
+    "notice_seconds": 60.0,
+}
+
+
+SPIKE_ACTIONS = ("off", "log", "skip", "roll_back", "stop")
+NOT_FINITE_ACTIONS = ("skip", "roll_back", "stop")
+MACHINE_ACTIONS = ("off", "log", "stop")
+LOG_ACTIONS = ("off", "log")
+_MOST = Range(0, 2**31, "no run has as many steps")
+
+
+@dataclass
+class WatchConfig:
+    """Anomalies that a run detects in itself, and its actions.
+
+    By default it only logs: each event is a line on the console and in save_folder/events.jsonl.
+    """
+
+    loss_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
+    """What to do about a step whose loss is spike_deviations above the mean of those before it: log
+    it; skip: skip its update; roll_back: go back to a checkpoint, and skip the batches since; stop:
+    end the run, with exit status 93."""
+    gradient_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
+    """The same of the gradient's norm, by its logarithm, and at least five times the mean: smaller
+    ones are normal with small batches, and clipping handles them."""
+    not_finite: Annotated[str, choice(NOT_FINITE_ACTIONS)] = "stop"
+    """What to do about a step whose loss or gradient is not finite, which never is an update."""
+    spike_window: Annotated[int, Range(8, 2**16, "each is kept on the device")] = 128
+    """Steps of which mean and deviation are taken; nothing is a spike before half of them are
+    there. OLMo-core has the same."""
+    spike_deviations: Annotated[float, Range(1, 1000)] = 6.0
+    """Standard deviations above the mean that make a spike. OLMo-core has the same."""
+    spikes_in_a_row: Annotated[int, Range(1, 2**31)] = 20
+    """With log, after so many spikes in a row the loss is at a new level, which becomes the usual
+    one; with skip the run ends then, as it no longer learns."""
+    roll_back_steps: Annotated[int | None, _MOST] = None
+    """Only with roll_back: steps to go back at least, to the newest checkpoint that is as old;
+    default 100 (PaLM). Where there is none, to the step before the spike, which is in memory."""
+    roll_back_skip: Annotated[int | None, _MOST] = None
+    """Only with roll_back: batches to skip after the spike's, in addition to those from the
+    checkpoint up to it; default 100. PaLM skipped 200 to 500 in all."""
+    roll_back_most: Annotated[int | None, Range(1, 2**31)] = None
+    """Only with roll_back: times in a row that the run may go back without passing the furthest
+    spike; then it ends. Default 3."""
+    slow_rank: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
+    """What to do about a process that computes, or waits for data, longer than the others: log
+    names it and its machine; stop: save, and end the run with exit status 75."""
+    slow_rank_above: Annotated[float, Range(above=1, most=1e6)] = 1.2
+    """Times the median of all processes; it must be an outlier too (z above 3.5), and there must be
+    four processes."""
+    mfu_drop: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
+    """What to do about a model FLOPs utilisation below that of the run's own earlier intervals on
+    the same devices (by time, so also where the peak is not known). Evaluation, saving, compilation
+    and waiting for data do not count."""
+    mfu_drop_below: Annotated[float, Range(above=0, below=1)] = 0.85
+    """Of the median of the earlier intervals."""
+    data_wait: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
+    """What to do about steps that wait longer for their batch than in earlier intervals."""
+    data_wait_above: Annotated[float, Range(above=0, below=1)] = 0.1
+    """Share of a step; it must be twice that of the earlier intervals too."""
+    stall: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
+    """What to do about logged steps that took stall_above seconds longer than usual."""
+    stall_above: Annotated[float, Range(above=0, most=1e6)] = 30.0
+    """Seconds; it must be ten usual steps too."""
+    gpu: Annotated[str, choice(LOG_ACTIONS)] = "log"
+    """What to do about XIDs, throttling and lost GPUs, by NVML (package nvidia-ml-py);
+    temperature and power are metrics then. Nothing without a GPU."""
+    interval: Annotated[int, Range(1, 2**31)] = 100
+    """Batches between two rounds in which all processes share their times, by one small all-gather
+    that nobody waits for."""
+    in_a_row: Annotated[int, Range(1, 1000)] = 2
+    """Rounds in a row that must show a slow process, a drop or a wait before it is an event: one is
+    often chance."""
+
+    def check(self, key: str) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds(key, self)
+        if "roll_back" not in (self.loss_spike, self.gradient_spike, self.not_finite):
+            names = ["roll_back_steps", "roll_back_skip", "roll_back_most"]
+            why = f"without {key}loss_spike, gradient_spike or not_finite: roll_back"
+            yield from inert(key, self, names, why)
+        for name, switches in _SWITCHES.items():
+            if all(getattr(self, switch) == "off" for switch in switches):
+                why = f"with {key}{switches[0]}" + "".join(f", {s}" for s in switches[1:]) + ": off"
+                yield from inert_change(key, self, [name], why)
+        if not {"log", "skip"} & {self.loss_spike, self.gradient_spike, self.not_finite}:
+            why = f"without log or skip of {key}loss_spike, gradient_spike or not_finite"
+            yield from inert_change(key, self, ["spikes_in_a_row"], why)
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        if "roll_back" in (self.loss_spike, self.gradient_spike, self.not_finite):
+            set_defaults(self, roll_back_steps=100, roll_back_skip=100, roll_back_most=3)
+
+    @property
+    def sees_spikes(self) -> bool:
+        """Whether losses and norms are compared with those before."""
+        return self.loss_spike != "off" or self.gradient_spike != "off"
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether processes share their times."""
+        names = (self.slow_rank, self.mfu_drop, self.data_wait, self.stall, self.gpu)
+        return any(name != "off" for name in names)
+
+
+_SPIKES = ("loss_spike", "gradient_spike")
+_ROUNDS = ("slow_rank", "mfu_drop", "data_wait", "gpu")  # which must show several times
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "spike_window": _SPIKES,
+    "spike_deviations": _SPIKES,
+    "slow_rank_above": ("slow_rank",),
+    "mfu_drop_below": ("mfu_drop",),
+    "data_wait_above": ("data_wait",),
+    "stall_above": ("stall",),
+    "interval": (*_ROUNDS, "stall"),
+    "in_a_row": _ROUNDS,
+}
+"""Keys, and those without which they have no effect."""
+
+
+RESTART_CHECKS = ("off", "quick", "full")
+WEBHOOK_FORMS = ("slack", "discord", "teams", "json")
+EXCLUDE = "{exclude}"
+"""In `launch`: the machines to leave out, with commas between."""
+NODES = "{nodes}"
+"""In `launch`: how many machines of the Slurm job are left."""
+_FIELD = re.compile(r"\{[^{}]*\}")
+
+
+@dataclass
+class SuperviseConfig:
+    """A process around the run that starts it, finds why it ended, and decides on a restart."""
+
+    enabled: bool = False
+    """Supervise a run of scripts/train.py or finetune.py; scripts/supervise.py does in any case."""
+    no_progress: Annotated[int, Range(1, 1000)] = 3
+    """Attempts in a row without a newer checkpoint, whatever the cause, after which it gives up
+    (exit status 93)."""
+    max_restarts: Annotated[int, Range(0, 1000)] = 3
+    """Restarts after failures of one kind since the last newer checkpoint; at most 1 where a loss
+    was not finite and 2 where the cause is unknown."""
+    max_restarts_per_day: Annotated[int, Range(0, 100_000)] = 24
+    """Restarts within 24 hours, whatever the cause and though each attempt leaves a newer
+    checkpoint, after which it gives up (exit status 93). 16,384 GPUs had about 8 a day."""
+    min_goodput: Annotated[float, Range(0, below=1)] = 0.25
+    """The smallest share of the last 24 hours in steps that a checkpoint has kept: below it gives
+    up (93), after at least five attempts and an hour; 0: no limit."""
+    vanished_seconds: Annotated[float, Range(0, 86_400, "a day")] = 60.0
+    """How long a checkpoint that was there after the last attempt may be missing before the next
+    start, as a file system is mounted late; then it ends with 93 and says what has vanished."""
+    store_seconds: Annotated[float, Range(0, 31_536_000, "a year")] = 3600.0
+    """How long to wait before a start for a store of checkpoints that does not answer, with pauses
+    up to 300 s; then it ends with 1."""
+    prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
+    """Serve the supervisor's own state for Prometheus here, at the address of
+    logger.prometheus_host; unset: with logger.prometheus_port a hundred ports after that."""
+    prometheus_textfile: str | None = None
+    """The same in a file NAME.prom for node-exporter; unset: with logger.prometheus_textfile in
+    the same folder, as NAME-supervisor.prom. It stays after the end, with the exit status."""
+    wait_seconds: Annotated[float, Range(0, 86_400, "a day")] = 2.0
+    """Pause before a restart; twice as long after each attempt without progress, 300 s at most."""
+    confirm: Annotated[str, choice(RESTART_CHECKS)] = "quick"
+    """How suspected machines are checked before the next start: off, quick or full, as
+    scripts/check.py does."""
+    act: bool = False
+    """Whether machines that the check finds bad are taken out: drained (Slurm) or cordoned
+    (Kubernetes), and left out of the next start. false: it is only reported, and the run restarts
+    on the same ones."""
+    launch: list[str] = field(default_factory=list)
+    """Words before `scripts/train.py RECIPE ...`, as [srun, -K, "--nodes={nodes}",
+    "--exclude={exclude}", python]; unset: this machine alone. {nodes}: how many machines of the
+    Slurm job are left, so that it continues with fewer; a number: so many, and others are spare. A
+    word with {exclude} is omitted while there is none to leave out."""
+    requeue: bool = False
+    """Whether a Slurm job that is to resume later or elsewhere (exit status 75) requeues itself
+    (scontrol requeue), with `act` without machines found bad; not after SIGINT, a person's. false:
+    whoever has started it does."""
+    webhook: str | None = None
+    """A URL that gets every decision as a line; it is a secret: write ${oc.env:SLACK_WEBHOOK}."""
+    webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS)] = None
+    """What is posted: slack: {"text": ...}, as for Mattermost, Rocket.Chat and Google Chat;
+    discord; teams: an adaptive card; json: the text and the whole event. Unset: by the URL's host,
+    else slack."""
+
+    def check(self, key: str = "supervise.") -> Iterator[str]:
+        """Lines for values that cannot be."""
+        yield from out_of_bounds(key, self)
+        if self.webhook is not None and not _is_url(self.webhook):
+            yield f"{key}webhook: is not a URL; write one that begins with https://"
+        for number, word in enumerate(self.launch):
+            for name in _FIELD.findall(word):
+                if name != EXCLUDE and nearest(name, [EXCLUDE]):
+                    yield f"{key}launch[{number}]: {name} stands for nothing; write {EXCLUDE}"
+            if not word.strip():
+                yield f"{key}launch[{number}]: is empty; remove it"
+        if self.act and self.confirm == "off":
+            yield f"{key}act: has no effect with {key}confirm: off; remove it"
+        if not (self.prometheus_textfile or ".prom").endswith(".prom"):
+            yield (
+                f"{key}prometheus_textfile: '{public(str(self.prometheus_textfile))}' does not end"
+                " in .prom, and node-exporter reads no other; write NAME.prom"
+            )
+        if self.webhook is None:
+            yield from inert(key, self, ["webhook_form"], f"without {key}webhook")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_http = parts.scheme in ("http", "https") and parts.port != 0
+    except ValueError:
+        return False
+    return is_http and bool(parts.hostname) and text.isascii() and not re.search(r"[\s\x7f]", text)

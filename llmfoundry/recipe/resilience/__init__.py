@@ -1,1 +1,0 @@
-"""Sections of hang detection, supervision and the watch of a run."""

@@ -1,1 +1,0 @@
-"""One recipe for each script."""

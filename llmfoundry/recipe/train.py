@@ -1,0 +1,374 @@
+"""`TrainRecipe`: all that a training run is. `scripts/train.py` reads one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+from llmfoundry.recipe.checks import check_duration, inert
+from llmfoundry.recipe.data import PRETRAINED, TOKENIZERS, DataConfig, TokenizerConfig
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig, ProfileConfig
+from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
+from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig, compiled_limits, limits
+from llmfoundry.recipe.resilience import HangConfig, HealthCheckConfig, SuperviseConfig
+from llmfoundry.recipe.schedule import ScheduleConfig
+from llmfoundry.recipe.schema import (
+    AUTO_ROWS,
+    LENGTH,
+    PATH,
+    ROWS,
+    RUN_NAME,
+    Range,
+    choice,
+    out_of_bounds,
+)
+from llmfoundry.recipe.source import COMPARED
+from llmfoundry.recipe.typed import flat
+
+PRECISIONS = ("fp32", "amp_bf16", "bf16", "amp_fp8")
+FP8_RECIPES = ("rowwise", "tensorwise")
+FP8 = PRECISIONS[-1]
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs
+GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
+
+# Fields and sections that do not change what is learnt: where files are, what is logged, how it is
+# computed. Model and tokenizer may not change at all (builders.resume.run_identity).
+NOT_LEARNT = re.compile(
+    r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
+    r"|auto_probe"
+    r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|profile|health_check|hang|supervise"
+    r"|callbacks(?!\.early_stopper|\.watch\.(loss_spike|gradient_spike|not_finite|spike|roll_back))"
+    r"|data\.validation"
+    r"|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch|prefetch_factor"
+    r"|download_\w+|requests_per_second|validate_hash|allow_changed|num_workers|loader_workers)"
+    r")(\..*)?"
+)
+
+
+@dataclass
+class TrainRecipe:
+    """One training run; the same file serves a laptop and a cluster."""
+
+    run_name: Annotated[str | None, RUN_NAME] = None
+    """Name of the run; unset: the recipe file's name."""
+    save_folder: Annotated[str, PATH] = "runs/${run_name}"
+    """The run's folder: recipe.yaml, metrics.jsonl, report.html, tokenizer, checkpoints. Or a URL,
+    s3://bucket/runs/${run_name} (gs, az, oci too), asked as data.storage_options, download_retry
+    and download_timeout say: the run then works in save_local_folder, and the store follows."""
+    save_local_folder: Annotated[str | None, PATH] = None
+    """Only with a URL as save_folder: the folder of each machine below which the run works, before
+    files are sent; unset: runs/ in data.cache_folder."""
+    save_local_copies: Annotated[int, Range(0, 1000)] = 0
+    """Only with a URL as save_folder: newest checkpoints that stay on the machines' own disks too,
+    so that a restart reads from the store no more than what lost machines had written."""
+    seed: Annotated[int, Range(0)] = 17
+    """Decides initial weights, the order of samples and every random draw."""
+    deterministic: bool = False
+    """Only deterministic kernels (slower on a GPU; a CPU is deterministic either way)."""
+    precision: Annotated[str, choice(PRECISIONS)] = "amp_bf16"
+    """amp_bf16: matrix products in bfloat16, weights and sums in fp32; a CPU without bfloat16
+    instructions computes in fp32, and says so. fp32: everything. bf16: the weights, gradients and
+    optimizer too are bfloat16: half the memory, small updates are lost. amp_fp8: as amp_bf16, with
+    the products of blocks' dense linear layers in 8-bit floating point (torchao, extra lowp), on
+    GPUs that have it and with compile: true; head, routers and experts stay bf16, and so do
+    evaluation and export of what was saved. Estimates and plans count it as amp_bf16."""
+    fp8_recipe: Annotated[str | None, choice(FP8_RECIPES)] = None
+    """Only with precision: amp_fp8: what shares a scale. rowwise, the default: a row of an operand,
+    more exact; tensorwise: the whole of it, faster."""
+    fp8_emulate: bool | None = None
+    """Only with precision: amp_fp8: round to fp8 and compute in more, on any device, slowly: to try
+    the numerics. Default false."""
+    compile: bool = False
+    """torch.compile each block: faster steps after a first one that takes a minute."""
+    compile_mode: Annotated[str | None, choice(COMPILE_MODES)] = None
+    """Only with compile: torch.compile's mode; "default" unless given. reduce-overhead and
+    max-autotune record CUDA graphs: on GPUs, without shards, one microbatch in a step."""
+    max_duration: str = "1ep"
+    """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
+    max_seq_len: Annotated[int, Range(2, 2**24, LENGTH)] = 2048
+    """Tokens in a row."""
+    global_train_batch_size: Annotated[int, ROWS] = 256
+    """Rows in one optimizer step, over all processes."""
+    device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
+    """Rows a process computes at a time; auto: as many as fit by the estimate. A step that runs out
+    of memory goes on with half, of a number too."""
+    auto_probe: Annotated[str, choice(("off", "on"))] = "off"
+    """Only with device_train_microbatch_size: auto. on: measure first, in a process beside each, by
+    real steps at the estimate and up, what fits; kept in data.cache_folder by recipe, code and
+    machine. off: it takes a start of the processes, and what does not fit costs one step since."""
+    device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
+    """Rows a process evaluates at a time; auto: as many as fit by the estimate."""
+    device_loss_chunk_tokens: Annotated[int | None, Range(1, 2**24)] = None
+    """Tokens whose logits the loss holds at a time, at most 12 bytes for each token and row of the
+    vocabulary; unset: 2 GiB of fp32 logits on a GPU, 8,192 tokens at most; 256 or more on a CPU."""
+    eval_interval: str = "500ba"
+    """How often to evaluate; the end of the run always is. 0ba: only the end."""
+    eval_first: bool = False
+    """Evaluate before the first step too."""
+    log_interval: str = "1ba"
+    """How often to print a line and write metrics; the loss is the mean since the last line."""
+    save_interval: str = "1000ba"
+    """How often to save a checkpoint; the end of the run always is. 0ba: only the end."""
+    save_num_checkpoints_to_keep: Annotated[int, Range(-1)] = -1
+    """Newest checkpoints to keep; -1: all."""
+    save_overwrite: bool = False
+    """Start over in a folder that holds a run already, deleting its checkpoints and metrics."""
+    save_async: bool = True
+    """Write a checkpoint in the background while training continues."""
+    save_max_wait: Annotated[float | None, Range(0)] = None
+    """Only with save_async: seconds that training waits where the checkpoint before is still being
+    written when the next is due; then that one is left out and reported. Unset: 30. The end of a
+    run, and a signal, wait for as long as it takes."""
+    save_max_failures: Annotated[int, Range(1)] = 3
+    """Saves that may fail in a row, each reported at once and retried at the next, until the run
+    ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
+    autoresume: bool = True
+    """Resume from the newest complete checkpoint in save_folder, where there is one."""
+    load_path: Annotated[str | None, PATH] = None
+    """A checkpoint, or a run's folder, or the URL of one, to start from where save_folder holds
+    none."""
+    load_weights_only: bool | None = None
+    """Only with load_path: take its weights, and start at batch 0 with new optimizer and order."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The decoder (group model/)."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer (group tokenizer/)."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text (group data/)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer (group optimizer/)."""
+    gradient_clipping: GradientClippingConfig = field(default_factory=GradientClippingConfig)
+    """The bound on the gradient."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate over time (group schedule/)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The spread over processes (group parallel/)."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """What is measured (group eval/)."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where it is recorded (group logger/)."""
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    """Observers of the loop."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Traces of steps, and snapshots of memory."""
+    health_check: HealthCheckConfig = field(default_factory=HealthCheckConfig)
+    """Whether machines are looked at first."""
+    hang: HangConfig = field(default_factory=HangConfig)
+    """When a process hangs, and what is done."""
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
+    """What starts the run again."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files, my_file.py, or modules, my_package.module, imported before anything is checked;
+    they add optimizers, schedules, callbacks, loggers, norms, task types and kinds of files."""
+
+    def settle(self) -> None:
+        """Decide what the recipe leaves to what is there, before it is checked."""
+        self.data.settle()
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each, sections and then what crosses them."""
+        yield from out_of_bounds("", self)
+        yield from check_duration(
+            "max_duration", self.max_duration, allow_dur=False, allow_zero=False
+        )
+        for key in ("eval_interval", "log_interval", "save_interval"):
+            yield from check_duration(key, getattr(self, key))
+        yield from self._check_compile()
+        yield from self._check_fp8()
+        sections = (
+            self.model,
+            self.tokenizer,
+            self.data,
+            self.optimizer,
+            self.gradient_clipping,
+            self.schedule,
+            self.parallel,
+            self.eval,
+            self.logger,
+            self.callbacks,
+            self.profile,
+            self.health_check,
+            self.hang,
+            self.supervise,
+        )
+        for section in sections:
+            yield from section.check()
+        yield from self._check_across()
+
+    def _check_fp8(self) -> Iterator[str]:
+        if self.precision != FP8:
+            yield from inert("", self, ["fp8_recipe", "fp8_emulate"], f"without precision: {FP8}")
+        elif self.parallel.tensor_parallel_degree != 1:
+            yield (
+                f"precision: {FP8} does not know the sharded matrices of"
+                f" parallel.tensor_parallel_degree: {self.parallel.tensor_parallel_degree}; write"
+                " amp_bf16, or 1"
+            )
+
+    def _check_compile(self) -> Iterator[str]:
+        mode = self.compile_mode
+        if mode is not None and not self.compile:
+            yield "compile_mode: has no effect without compile: true; remove it"
+        elif mode in GRAPH_MODES and not self.parallel.keeps_whole:
+            key = next(name for name in (*AXES[1:], EXPERT) if getattr(self.parallel, name) != 1)
+            yield (
+                f"compile_mode: {mode} replays CUDA graphs, whose weights may not move, and shards"
+                f" (parallel.{key}: {getattr(self.parallel, key)}) are gathered anew for every"
+                f" block; {GRAPH_ADVICE}"
+            )
+        level, parallel = self.parallel.activation_checkpointing, "parallel.activation"
+        if self.parallel.activation_memory_budget is not None and not self.compile:
+            yield f"{parallel}_memory_budget: has no effect without compile: true; remove it"
+        if mode in GRAPH_MODES and self.parallel.activation_compression != "none":
+            yield (
+                f"{parallel}_compression: compile_mode: {mode} keeps what its CUDA graphs write in"
+                f" memory of their own, compressed or not; {GRAPH_ADVICE}"
+            )
+        if self.compile and level == "selective" and self.cuts_within_blocks:
+            key = EXPERT if self.parallel.expert_parallel_degree != 1 else AXES[-1]
+            yield (
+                "parallel.activation_checkpointing: selective is not compiled where FSDP cuts the"
+                f" experts of a block apart (parallel.{key}: {getattr(self.parallel, key)}); write"
+                " whole or none, or compile: false"
+            )
+
+    @property
+    def cuts_within_blocks(self) -> bool:
+        """Whether FSDP has units within a block, whose hooks no graph has: layers with experts.
+
+        Those that processes share, and all beside matrices that they share; of a model that is not
+        opened yet (fine-tuning) only the former are known.
+        """
+        known = isinstance(self.model, ModelConfig)
+        mixed = known and self.model.ffn_config.ffn_type == "dmoe"
+        parallel = self.parallel
+        return parallel.expert_parallel_degree != 1 or (
+            mixed and parallel.tensor_parallel_degree != 1
+        )
+
+    def _check_model_across(self) -> Iterator[str]:
+        """What the model and the rest of the recipe must agree on."""
+        found = [*limits(self.model, self.parallel, self.parallel.written_degrees)]
+        yield from found
+        if self.compile and not found:
+            yield from compiled_limits(self.model, self.parallel)
+        if self.tokenizer.name == PRETRAINED:
+            yield (
+                f"tokenizer.name: {PRETRAINED} is for scripts/finetune.py; write one of"
+                f" {', '.join(TOKENIZERS)}"
+            )
+        for key, form in self.data.formats():
+            if form in COMPARED:
+                yield (
+                    f"{key}: {form} has answers to compare, which scripts/finetune.py does with"
+                    " preference.name: dpo and others; write prompt_response or chat"
+                )
+        longest = self.model.max_seq_len
+        if longest is not None and longest < self.max_seq_len:
+            yield (
+                f"model.max_seq_len: {longest} is shorter than the recipe's rows"
+                f" (max_seq_len: {self.max_seq_len}); remove it"
+            )
+        impl = self.model.attn_config.attn_impl
+        if self.precision == "fp32" and impl in ("varlen", "flash", "flash3"):
+            yield (
+                f"model.attn_config.attn_impl: {impl} computes in bf16 alone, but precision is"
+                " fp32; write sdpa, or precision: amp_bf16"
+            )
+
+    def _check_across(self) -> Iterator[str]:
+        yield from self._check_model_across()
+        if self.early_stop_unseen():
+            yield (
+                f"callbacks.early_stopper.metric: {self.callbacks.early_stopper.metric} is measured"
+                " on validation text, but eval.validation is false"
+            )
+        micro = self.device_train_microbatch_size
+        if isinstance(micro, int) and micro > self.global_train_batch_size:
+            yield (
+                f"device_train_microbatch_size: {micro} rows, but a step has only"
+                f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
+            )
+        if self.auto_probe == "on" and micro != "auto":
+            yield (
+                "auto_probe: on has no effect with a device_train_microbatch_size of"
+                f" {micro}; write auto for that, or remove auto_probe"
+            )
+        if self.auto_probe == "on" and self.compile_mode in GRAPH_MODES:
+            yield (
+                f"auto_probe: on has no effect with compile_mode: {self.compile_mode}, whose steps"
+                " have one microbatch; remove it"
+            )
+        if self.save_max_wait is not None and not self.save_async:
+            yield "save_max_wait: has no effect with save_async=false; remove it"
+        if self.save_num_checkpoints_to_keep == 0:
+            yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
+        yield from self._check_store()
+        if self.load_path is None and self.load_weights_only is not None:
+            yield "load_weights_only: has no effect without load_path; remove it"
+        if not self.data.holds_out() and self.eval.validation:
+            yield (
+                "eval.validation: true, but nothing is held out; write eval.validation=false, or"
+                " set data.validation (shards), or data.validation_fraction (a corpus)"
+            )
+
+    def _check_store(self) -> Iterator[str]:
+        """What a run at a URL has, and another has not."""
+        scheme, separator, place = self.save_folder.partition("://")
+        if separator and not place.strip("/"):
+            yield f"save_folder: {self.save_folder} names no bucket; write {scheme}://BUCKET/FOLDER"
+        if separator:
+            return
+        if self.save_local_folder is not None:
+            yield (
+                "save_local_folder: has no effect where save_folder is a folder; remove it, or"
+                " write a URL as save_folder"
+            )
+        if self.save_local_copies:
+            yield (
+                "save_local_copies: has no effect where save_folder is a folder; remove it, or"
+                " write a URL as save_folder"
+            )
+
+    def early_stop_unseen(self) -> bool:
+        """Whether the early stopper waits for a metric that nothing measures."""
+        metric = self.callbacks.early_stopper.metric
+        return (
+            metric is not None and metric.startswith("metrics/eval/") and not self.eval.validation
+        )
+
+    def training_settings(self) -> dict[str, Any]:
+        """Every setting of a filled recipe that changes what is learnt, by its dotted key."""
+        settings = flat(asdict(self))
+        return {key: value for key, value in settings if not NOT_LEARNT.fullmatch(key)}
+
+    def fill(self) -> None:
+        """Write derived values in place; call after `check` found nothing."""
+        self._fill_model()
+        self.tokenizer.fill()
+        self.data.fill()
+        self.optimizer.fill()
+        self.schedule.fill()
+        self.parallel.fill()
+        self.logger.fill()
+        self.callbacks.fill()
+        self.profile.fill()
+        self.hang.fill()
+        if self.precision == FP8:  # amp_bf16 in all but `use_float8`
+            self.precision = "amp_bf16"
+            self.fp8_recipe = self.fp8_recipe or FP8_RECIPES[0]
+            self.fp8_emulate = bool(self.fp8_emulate)
+        if self.compile and self.compile_mode is None:
+            self.compile_mode = "default"
+        if self.save_async and self.save_max_wait is None:
+            self.save_max_wait = 30.0
+        if self.load_path is not None and self.load_weights_only is None:
+            self.load_weights_only = False
+
+    def _fill_model(self) -> None:
+        self.model.fill(max_seq_len=self.max_seq_len)

@@ -1,0 +1,323 @@
+"""From plain values to a typed recipe and back; the schema's dataclasses decide everything.
+
+`build` collects every unknown key and every wrong type instead of stopping at the first. A field
+whose name ends with an underscore (because Python reserves the word) is written without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+
+from llmfoundry.errors import MOST_LINES, UserError
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.schema import Schema, options, section_of
+from llmfoundry.redaction import MASK, hide, public_values
+
+T = TypeVar("T")
+
+
+class Problem(NamedTuple):
+    """A mistake in a recipe: the dotted key that it is about, and why it is one."""
+
+    key: str
+    why: str
+    """What is wrong with it and what to write; of an unknown key a clause with what is near."""
+    is_unknown: bool = False
+    """Whether there is no such key."""
+
+    @property
+    def line(self) -> str:
+        """The whole, for people."""
+        return (
+            f"unknown key '{self.key}'{self.why}" if self.is_unknown else f"{self.key}: {self.why}"
+        )
+
+
+def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], key: str = "") -> T:
+    """A `schema` object with `values`; what is not given keeps its default, or must be given.
+
+    Args:
+        schema: a dataclass, whose fields may be dataclasses again; its `REMOVED` names the keys of
+            earlier versions, with what to write instead.
+        values: plain values, nested as the schema is.
+        problems: receives what is wrong; the fields concerned keep their defaults, or get None.
+        key: dotted prefix of the section, with its last dot.
+    """
+    keys, removed = Schema.of(schema).keys, getattr(schema, "REMOVED", {})
+    given: dict[str, Any] = {k.field: None for k in keys.values() if k.required}
+    for name, value in values.items():
+        dotted = f"{key}{name}"
+        if name in removed:
+            if value not in (None, False):  # recipes that earlier versions wrote have it off
+                problems.append(Problem(dotted, removed[name]))
+            continue
+        if name not in keys:
+            near = nearest(str(name), keys) if len(problems) < MOST_LINES else ""
+            problems.append(Problem(dotted, near, is_unknown=True))
+            continue
+        before = len(problems)
+        converted = to_type(keys[name].hint, value, dotted, problems)
+        if len(problems) == before:
+            given[keys[name].field] = converted
+    for name in (k.name for k in keys.values() if k.required and k.name not in values):
+        why = f"is missing; write {_noun(keys[name].hint)}"
+        problems.append(Problem(f"{key}{name}", why))
+    return schema(**given)
+
+
+class _Origin(NamedTuple):
+    """What `remember` keeps, and the recipe's values as they were then."""
+
+    raw: dict[str, Any]
+    loaded: dict[str, Any]
+    pending: dict[str, str]
+    places: Any = None
+
+
+def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str], places: Any) -> None:
+    """Keep, beside a recipe's fields, how it was written, for `as_written`, `require`, `placed`.
+
+    Args:
+        recipe: as it was read.
+        raw: its plain values, interpolations still in place.
+        pending: for each dotted key whose value cannot be had here, the line that says why.
+        places: compose.Places, which finds the file and line of a key.
+    """
+    recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending), places)
+
+
+def placed(recipe: Any, line: str) -> str:
+    """A message that asks to remove a key, with the file it stands in and what removes it there."""
+    places = _origin(recipe).places
+    return line if places is None or "remove it" not in line else str(places.placed(line))
+
+
+def as_written(recipe: Any) -> dict[str, Any]:
+    """The recipe's plain values as they may be saved: interpolations as written, secrets masked.
+
+    They are YAML's: in values that come from no interpolation a `${` is escaped.
+    """
+    origin = _origin(recipe)
+    return public_values(_put_back(to_dict(recipe), origin.loaded, origin.raw))
+
+
+def require(recipe: Any, *needed: str) -> None:
+    """Refuse a recipe if what it specifies at a `needed` key, or below one, cannot be had here.
+
+    Raises:
+        UserError: a line for each such key: a variable that is not set, or a secret that was not
+            saved.
+    """
+    lines = missing(recipe, *needed)
+    if lines:
+        raise UserError(*lines)
+
+
+def missing(recipe: Any, *needed: str) -> list[str]:
+    """The lines that `require` would raise; without `needed` of every key."""
+    below = re.compile("|".join(rf"{re.escape(key)}(?:[.\[]|$)" for key in needed))
+    return [line for key, line in _origin(recipe).pending.items() if below.match(key)]
+
+
+def notes(recipe: Any) -> list[str]:
+    """A line for each group of the command line that replaces values of the recipe."""
+    places = _origin(recipe).places
+    return [] if places is None else list(places.notes)
+
+
+def know_secrets(recipe: Any) -> None:
+    """Mask the secrets of a recipe that another process has read, as reading it would."""
+    hide(_origin(recipe).raw)
+    hide(to_dict(recipe))
+
+
+def is_named(recipe: Any) -> bool:
+    """Whether a recipe was given its run_name, which is otherwise its file's name."""
+    return _origin(recipe).raw.get("run_name", "") is not None
+
+
+def _origin(recipe: Any) -> _Origin:
+    return getattr(recipe, "_origin", _Origin({}, {}, {}))
+
+
+def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
+    """`values`, with interpolations put back where nobody changed what they led to."""
+    if isinstance(values, dict) and isinstance(raw, dict) and isinstance(loaded, dict):
+        pending = {k: v for k, v in raw.items() if k not in loaded}
+        return pending | {k: _put_back(v, loaded.get(k), raw.get(k)) for k, v in values.items()}
+    is_reference = "${" in str(raw) or MASK in str(raw)
+    return raw if is_reference and values == loaded else _escape(values)
+
+
+def to_dict(recipe: Any) -> dict[str, Any]:
+    """The recipe as plain values under the names that users write, in the schema's order."""
+    keys = Schema.of(type(recipe)).keys.values()
+    return {key.name: _to_plain(getattr(recipe, key.field)) for key in keys}
+
+
+def _to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, dict):
+        return {name: _to_plain(item) for name, item in value.items()}
+    return [_to_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def to_yaml(recipe: Any, *, resolve: bool = False) -> str:
+    """`as_written` as YAML that `load` turns back into the recipe, but for its secrets.
+
+    With `resolve` interpolations are replaced by what they led to.
+    """
+    return dump(public_values(_escape(to_dict(recipe))) if resolve else as_written(recipe))
+
+
+def dump(plain: Any) -> str:
+    """Plain values as YAML in their own order; interpolations in them stay what they are."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested sections by its dotted key, below `key`."""
+    for name, value in values.items():
+        dotted = f"{key}.{name}" if key else name
+        if isinstance(value, dict) and value:
+            yield from flat(value, dotted)
+        else:
+            yield dotted, value
+
+
+def _escape(value: Any) -> Any:
+    r"""`value` with each `${` in its texts written `\${`, and backslashes before it doubled."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def to_type(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+    """`value` as the type `hint`; appends to `problems` where it cannot be."""
+    allowed = options(hint)
+    if value is None and types.NoneType in allowed:
+        return None
+    if value == "???":
+        problems.append(Problem(key, f"is required; write {key}=VALUE"))
+        return None
+    section = section_of(hint)
+    if section is not None:
+        if isinstance(value, dict):
+            return build(section.cls, value, problems, f"{key}.")
+        why = f"{_show(value)} is not a section; write its keys below it"
+        can_be_group = isinstance(value, str) and "[" not in key
+        near = f", or `- {key}: {value}` in the defaults list" if can_be_group else ""
+        problems.append(Problem(key, why + near))
+        return None
+    kinds = {typing.get_origin(option): typing.get_args(option) for option in allowed}
+    scalars = [option for option in allowed if option in _SCALARS]
+    if list in kinds and (isinstance(value, list) or not scalars):
+        return _convert_list(kinds[list][0], value, key, problems)
+    if dict in kinds and (isinstance(value, dict) or not scalars):
+        return _convert_dict(kinds[dict][1], value, key, problems)
+    for scalar in scalars:
+        try:
+            return _SCALARS[scalar][0](value)
+        except (ValueError, TypeError, OverflowError):
+            continue
+    if isinstance(value, dict) and bool in scalars:  # LLM Foundry's `callbacks: {lr_monitor: {}}`
+        problems += [Problem(f"{key}.{name}", "", is_unknown=True) for name in value]
+        problems.append(Problem(key, f"{_show(value)} is not true or false; write true"))
+        return None
+    problems.append(Problem(key, f"{_show(value)} is not {_noun(hint)}"))
+    return None
+
+
+def _noun(hint: Any) -> str:
+    """What a value of the type `hint` is, for people."""
+    nouns = {kind: noun for kind, (_, noun) in _SCALARS.items()}
+    nouns |= {list: "a list, [...]", dict: "a mapping, {name: ...}"}
+    kinds = [typing.get_origin(option) or option for option in options(hint)]
+    return " or ".join(nouns[kind] for kind in kinds if kind in nouns)
+
+
+def _convert_list(hint: Any, value: Any, key: str, problems: list[Problem]) -> list[Any] | None:
+    if hint is str and isinstance(value, str) and value:
+        value = [value]
+    if not isinstance(value, list):
+        instead = "[...]" if value in (None, "") else f"[{value}]"
+        problems.append(Problem(key, f"{_show(value)} is not a list; write {instead}"))
+        return None
+    return [to_type(hint, item, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+
+
+def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        problems.append(Problem(key, f"{_show(value)} is not a mapping; write {{name: ...}}"))
+        return {}
+    if hint is Any:
+        return dict(value)
+    return {str(k): to_type(hint, item, f"{key}.{k}", problems) for k, item in value.items()}
+
+
+def _integer(value: Any) -> int:
+    """4, "4" (from an environment variable) or 1e3, which some YAML readers take for a text."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value.replace(".inf", "inf") if isinstance(value, str) else value)
+
+
+def _boolean(value: Any) -> bool:
+    word = str(value).lower()
+    if word not in ("true", "yes", "on", "false", "no", "off"):
+        raise ValueError
+    return word in ("true", "yes", "on")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    return str(value)
+
+
+_SCALARS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (_integer, "an integer"),
+    float: (_number, "a number"),
+    bool: (_boolean, "true or false"),
+    str: (_text, "a text"),
+}
+
+
+def _show(value: Any) -> str:
+    """A value as YAML would write it, a text in quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists on one line, sections as blocks."""
+
+    def represent_list(self, data: Any) -> yaml.SequenceNode:
+        """A list as [a, b]."""
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+_Dumper.add_representer(list, _Dumper.represent_list)

@@ -1,1 +1,0 @@
-"""What values may be: bounds, durations, and the checks that sections share."""
