@@ -342,24 +342,36 @@ def _tls(verify: Any) -> dict[str, Any]:
     if verify is False:
         return {"allow_invalid_certificates": True}
     verify = verify if isinstance(verify, str) else os.environ.get("AWS_CA_BUNDLE")
-    return {"root_certificate": Path(verify).read_bytes()} if verify else {}
+    return {"root_certificate": _settings_file(Path(verify))} if verify else {}
+
+
+def _settings_file(path: Path) -> bytes:
+    """What a setting names; its absence is not that of a file in the store."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror}; check data.storage_options and the"
+            " environment's variables"
+        ) from error
 
 
 def _s3_login(
     config: dict[str, Any], made: _Settings, address: Address, profile: str | None
 ) -> Any:
-    """Give keys to `config`, or a source of them to `made`; the session of ~/.aws, if one is read.
+    """Give `made` what has the keys, out of `config` or elsewhere; the session of ~/.aws, if read.
 
     Raises:
         NoCredentialsError: there are none; botocore's.
     """
-    if "access_key_id" in config:
-        return None
-    variables = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    if profile is None and all(os.environ.get(name) for name in variables):
-        config["access_key_id"], config["secret_access_key"] = (os.environ[n] for n in variables)
-        if token := os.environ.get("AWS_SESSION_TOKEN"):
-            config["token"] = token
+    names = ("access_key_id", "secret_access_key", "token")
+    given = {name: config.pop(name, None) for name in names}
+    if profile is None and not given["access_key_id"]:
+        variables = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+        given = {n: os.environ.get(v) for n, v in zip(names, variables, strict=True)}
+    if given["access_key_id"] and given["secret_access_key"]:
+        # By a function, or obstore would add the environment's token to keys of the recipe.
+        made.provider = lambda: {**given, "expires_at": None}
         return None
     boto3 = import_optional("boto3", f"{address.kind}:// without keys", extra="s3")
     session = boto3.Session(profile_name=profile)
@@ -409,9 +421,33 @@ def _google(address: Address) -> _Settings:
         made.config["service_account_key"] = json.dumps(nobody)
     elif isinstance(token, Mapping):
         made.config["service_account_key"] = json.dumps(dict(token))
-    elif token not in (None, "google_default", "cloud"):
-        made.config["application_credentials"] = str(Path(str(token)).expanduser())
+    else:
+        is_named = token not in (None, "google_default", "cloud")
+        place = token if is_named else os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        if place:
+            _google_login(made, Path(str(place)).expanduser())
     return made
+
+
+def _google_login(made: _Settings, path: Path) -> None:
+    """Use a file of a login: obstore knows keys and users, Google's own library the others."""
+    try:
+        kind = json.loads(_settings_file(path)).get("type")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: is no login of Google's; check data.storage_options") from error
+    if kind in ("service_account", "authorized_user"):
+        made.config["application_credentials"] = str(path)
+        return
+    auth = import_optional("google.auth", f"{path}: {kind}", package="google-auth")
+    web = import_optional("google.auth.transport.requests", str(path), package="requests")
+    scopes = ["https://www.googleapis.com/auth/devstorage.read_write"]
+    login, _ = auth.load_credentials_from_file(str(path), scopes=scopes)
+
+    def provide() -> dict[str, Any]:
+        login.refresh(web.Request())
+        return {"token": login.token, "expires_at": login.expiry.replace(tzinfo=timezone.utc)}
+
+    made.provider = provide
 
 
 def _azure(address: Address) -> _Settings:

@@ -7,14 +7,14 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
-from llmfoundry.data.store import ExistsError, Store
+from llmfoundry.data.store import ExistsError, MissingError, Store
 from llmfoundry.errors import UserError
 from tests.data.memory_server import ACCOUNT, MemoryStore, memory_server
 from tests.data.s3_server import BUCKET, FaultyS3
@@ -192,3 +192,39 @@ def test_google_is_asked_with_what_a_service_accounts_key_signs(
         how = FetchOptions(retry=0, storage_options={"gs": settings})
         assert Store(f"gs://{BUCKET}/data", how).size("empty") == 0
     assert server.logins and all(login.startswith("Bearer ey") for login in server.logins)
+
+
+def test_a_login_that_obstore_does_not_know_is_googles_librarys(
+    server: MemoryStore, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auth = pytest.importorskip("google.auth")
+
+    class Login:
+        token, expiry = "", datetime.max
+
+        def refresh(self, _: object) -> None:
+            self.token, self.expiry = "mine", datetime.now() + timedelta(days=2)
+
+    monkeypatch.setattr(auth, "load_credentials_from_file", lambda path, scopes: (Login(), "p"))
+    (tmp_path / "login.json").write_text('{"type": "external_account"}')
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "login.json"))
+    server.logins.clear()
+    settings = {"endpoint_url": f"http://127.0.0.1:{proxy.server.server_port}"}
+    how = FetchOptions(retry=0, storage_options={"gs": settings})
+    assert Store(f"gs://{BUCKET}/data", how).size("empty") == 0
+    assert server.logins == {"Bearer mine"}
+
+
+@pytest.mark.parametrize(
+    ("content", "line"), [(None, "cannot be read: No such file"), ("[]", "is no login of Google's")]
+)
+def test_a_login_that_is_none_is_not_a_missing_file(
+    content: str | None, line: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "login.json"
+    if content is not None:
+        path.write_text(content)
+    how = FetchOptions(retry=0, storage_options={"gs": {"token": str(path)}})
+    with pytest.raises(UserError, match=f"^{path}: {line}") as caught:
+        Store(f"gs://{BUCKET}/data", how).read("a")
+    assert not isinstance(caught.value, MissingError)

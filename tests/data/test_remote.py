@@ -352,9 +352,12 @@ def test_fsspecs_words_are_obstores_and_others_are_refused(
         "s3_additional_kwargs": {"ServerSideEncryption": "AES256"},
         "default_block_size": 5,
     }
-    assert _s3(address("s3://b/p", s3=given)).config == {
-        "access_key_id": "id",
-        "secret_access_key": "s",
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of other keys")
+    found = _s3(address("s3://b/p", s3=given))
+    assert found.provider is not None
+    keys = {"access_key_id": "id", "secret_access_key": "s", "token": None, "expires_at": None}
+    assert found.provider() == keys
+    assert found.config == {
         "endpoint": "https://b.far:9",
         "region": "r",
         "request_payer": True,
