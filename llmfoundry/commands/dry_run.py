@@ -23,6 +23,7 @@ from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.commands.compare import page_path, read_runs
 from llmfoundry.commands.evaluate import check_models
 from llmfoundry.commands.migrate import prepare
 from llmfoundry.commands.track import run_with_record
@@ -50,6 +51,7 @@ from llmfoundry.plan.memory import GIB, MemoryEstimate
 from llmfoundry.plan.rows import memory_of_process
 from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.after_training import (
+    CompareRecipe,
     ConvertRecipe,
     DrawRecipe,
     EvalRecipe,
@@ -414,6 +416,12 @@ def plan_planning(written: PlanRecipe) -> Rows:
     yield "to", f"the screen, as {written.format}"
 
 
+def plan_comparing(recipe: CompareRecipe) -> Rows:
+    """Of scripts/compare.py."""
+    yield "runs", ", ".join(run.name for run in read_runs(recipe))
+    yield "page", str(page_path(recipe))
+
+
 def plan_tracking(recipe: TrackRecipe) -> Rows:
     """Of scripts/track.py."""
     run = run_with_record(recipe)
@@ -472,6 +480,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "convert": plan_conversion,
     "plan": plan_planning,
     "track": plan_tracking,
+    "compare": plan_comparing,
     "fetch_eval_data": plan_fetching,
     "migrate_file": plan_migration,
     "check": plan_check,

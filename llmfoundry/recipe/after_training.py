@@ -367,3 +367,28 @@ class TrackRecipe:
 
     def fill(self) -> None:
         """Nothing is derived before the run's recipe is read."""
+
+
+@dataclass
+class CompareRecipe:
+    """Lay runs over one another on a page, and print their last numbers."""
+
+    FOLDERS_KEY: ClassVar[str] = "runs"
+
+    runs: list[str] = field(default_factory=list)
+    """Folders of runs; one that holds runs stands for all of these. They may be under way."""
+    output: Annotated[str | None, PATH] = None
+    """The page; unset: index.html in the one folder that holds runs, else compare.html here."""
+    follow: bool = False
+    """Write the page anew every 15 seconds until no run is under way; a browser reloads it."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        if not self.runs:
+            yield "runs: is empty; write folders of runs, such as runs/a runs/b, or runs for all"
+        if any(not name.strip() for name in self.runs):
+            yield "runs: a name is empty; write folders of runs, such as runs/a runs/b"
+
+    def fill(self) -> None:
+        """Nothing is derived."""

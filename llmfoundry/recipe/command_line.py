@@ -52,6 +52,8 @@ class CommandLine:
     """What the user asked for."""
 
     recipe: str | None = None
+    more: list[str] = field(default_factory=list)
+    """Words without a key after the first, which a script of several folders takes."""
     overrides: list[str] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
     hardware: Hardware | None = None
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     """Sort arguments into recipe, overrides and flags.
 
     Raises:
-        UserError: an argument that is not one of them, or a second recipe.
+        UserError: an argument that is not one of them.
     """
     command = CommandLine()
     words: list[str] = []
@@ -109,12 +111,23 @@ def _place(command: CommandLine, word: str) -> None:
     elif "--help" in command.flags and not (is_recipe(word) or "/" in word):
         command.topic = word
     elif command.recipe is not None:
-        kind = "recipes" if command.recipe.endswith((".yaml", ".yml")) else "words without a key"
-        raise UserError(
-            f"two {kind}, {command.recipe} and {word}; write one, and settings as key=value"
-        )
+        command.more.append(word)
     else:
         command.recipe = word
+
+
+def refuse_more(command: CommandLine) -> None:
+    """What follows the one path of a script.
+
+    Raises:
+        UserError: something does.
+    """
+    if command.recipe is not None and command.more:
+        kind = "recipes" if command.recipe.endswith((".yaml", ".yml")) else "words without a key"
+        raise UserError(
+            f"two {kind}, {command.recipe} and {command.more[0]}; write one, and settings as"
+            " key=value"
+        )
 
 
 def _is_recipe(word: str) -> bool:
@@ -151,6 +164,12 @@ def as_called(text: str) -> str:
 def command_line(script: str, *words: str) -> str:
     """A command to copy into a shell: of `scripts/<script>.py` with these words, quoted."""
     return as_called(f"python scripts/{script}.py {' '.join(map(_quoted, words))}")
+
+
+def as_list(words: Sequence[str]) -> str:
+    """Words as the value of a key that takes a list of texts."""
+    escaped = (word.replace("\\", "\\\\").replace("'", "\\'") for word in words)
+    return "[" + ",".join(f"'{word}'" for word in escaped) + "]"
 
 
 def _quoted(word: str) -> str:

@@ -344,12 +344,12 @@ def _understood(words: Sequence[str]) -> CommandLine:
 
 def _first(schema: Schema, command: CommandLine, current: str) -> Iterator[str]:
     """The word without a key, if there is none yet: a recipe, a file, or the folder of a run."""
-    if command.recipe is not None:
+    if command.recipe is not None and not hasattr(schema.cls, "FOLDERS_KEY"):
         return
     if "run_name" in schema.keys:
         yield from (recipe_name(path) for path in shipped(schema))
         yield from _paths(current, (".yaml", ".yml"))
-    elif getattr(schema.cls, "FOLDER_KEY", None) is not None:
+    elif hasattr(schema.cls, "FOLDER_KEY") or hasattr(schema.cls, "FOLDERS_KEY"):
         yield from (path for path in _paths(current) if path.endswith("/"))
     elif getattr(schema.cls, "FILE_KEY", None) is not None:
         yield from _paths(current, (".yaml", ".yml"))

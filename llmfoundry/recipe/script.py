@@ -20,7 +20,7 @@ from llmfoundry import __version__
 from llmfoundry.errors import RunFailure, UserError, disk_full, one_line
 from llmfoundry.exit_status import FAILED, GIVE_UP, MISTAKE, record_end
 from llmfoundry.processes import end_with_starters
-from llmfoundry.recipe.command_line import CommandLine, as_called, parse
+from llmfoundry.recipe.command_line import CommandLine, as_called, as_list, parse, refuse_more
 from llmfoundry.recipe.help import complete, help_text, unknown_flag
 from llmfoundry.recipe.load import checked, import_for_help, read
 from llmfoundry.recipe.paths import recipe_name, shipped
@@ -154,14 +154,19 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
 
 def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:
     """Scripts that work on a run, or on another tool's file, take its path without a key."""
+    folders = getattr(recipe_type, "FOLDERS_KEY", None)
+    if folders is None:
+        refuse_more(command)
     folder, file = (getattr(recipe_type, name, None) for name in ("FOLDER_KEY", "FILE_KEY"))
+    folder = folders or folder
     key, word = folder or file, command.recipe
     if key is None or word is None or (file is None and word.endswith((".yaml", ".yml"))):
         return
     if any(override.startswith(f"{key}=") for override in command.overrides):
         raise UserError(f"{word}: is {key}, which is given a second time; remove one of the two")
     command.recipe = None
-    command.overrides.insert(0, f"{key}={word}")
+    written = as_list([word, *command.more]) if folders else word
+    command.overrides.insert(0, f"{key}={written}")
 
 
 def versions() -> str:

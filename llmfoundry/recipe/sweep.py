@@ -21,7 +21,7 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.processes import keep_children
-from llmfoundry.recipe.command_line import CommandLine, choices, key_and_text
+from llmfoundry.recipe.command_line import CommandLine, choices, command_line, key_and_text
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import find_recipe, group_options, search_folders
 from llmfoundry.recipe.schema import Schema
@@ -69,6 +69,9 @@ def sweep(recipe_type: type, command: CommandLine) -> int:
         point.status = _execute([sys.executable, sys.argv[0], *recipe, *point.overrides])
         point.seconds = time.monotonic() - started
     print(_table(points))
+    together = os.path.commonpath([point.place for point in points])
+    if len(points) > 1 and os.path.isdir(together):
+        print(f"side by side: {command_line('compare', together)}")
     return sum(point.status != 0 for point in points)
 
 

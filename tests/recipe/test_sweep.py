@@ -77,7 +77,7 @@ def test_the_table_has_each_points_last_metrics_and_marks_the_best(tmp_path: Pat
     got, _ = sweep(tmp_path, "-m", QUICKSTART, "seed=2,14,15,16")
     table = got.stdout[got.stdout.index("  status") :].splitlines()
     assert table[0].split() == ["status", "time", "loss", "bits/byte", "point"]
-    rows = [line.split() for line in table[1:-1]]
+    rows = [line.split() for line in table[1:-2]]
     assert [row[2:4] for row in (rows[0], rows[1], rows[3])] == [
         ["18.0000", "4.5000"],
         ["6.0000", "1.5000"],
@@ -85,7 +85,10 @@ def test_the_table_has_each_points_last_metrics_and_marks_the_best(tmp_path: Pat
     ]
     assert len(rows[2]) == 3, "what is not finite is left out"
     assert [row[-1] for row in rows].index("best") == 3
-    assert table[-1] == "best: the least bits/byte, at the end of each run"
+    assert table[-2:] == [
+        "best: the least bits/byte, at the end of each run",
+        "side by side: python scripts/compare.py runs/quickstart",
+    ]
 
 
 def test_cfg_prints_every_point_and_runs_none(front: Front) -> None:

@@ -202,11 +202,21 @@ class Line:
     key: str = ""
 
 
-def line_chart(chart: Chart, lines: Sequence[Line], *, x_end: float, marks: Marks = ()) -> Markup:
+def line_chart(
+    chart: Chart,
+    lines: Sequence[Line],
+    *,
+    x_end: float,
+    marks: Marks = (),
+    limit: int = LIMIT,
+    axes: Sequence[Mapping[str, Sequence[float]]] = (),
+    ends: Mapping[str, float] | None = None,
+) -> Markup:
     """A <figure> of lines from 0 to `x_end`, in tokens, as in all charts of a page.
 
-    The y axis begins as a logarithmic one where positive values span more than a factor of 30.
-    Empty if no value is finite.
+    `axes` are for each line the ends of its `limit` stretches along every axis that a reader may
+    choose, and `ends` the longest line's ends along them. The y axis begins as a logarithmic one
+    where positive values span more than a factor of 30. Empty if no value is finite.
     """
     finite = [point for line in lines for point in line.points if math.isfinite(point[1])]
     if not finite:
@@ -217,7 +227,11 @@ def line_chart(chart: Chart, lines: Sequence[Line], *, x_end: float, marks: Mark
     is_log = not chart.from_zero and 0 < 30 * min(framed) < max(framed)
     data: dict[str, Any] = {"form": chart.form, "log": is_log, "zero": chart.from_zero}
     data |= {"skip": skip, "smooth": chart.smooth, "end": x_end}
-    data["lines"] = [{"label": line.label, **stretches(line.points)} for line in lines]
+    data["lines"] = [{"label": line.label, **stretches(line.points, limit)} for line in lines]
+    if axes:
+        data["ends"] = ends
+        for one, along in zip(data["lines"], axes, strict=True):
+            one["axes"] = along
     placed = [{"x": x, "what": what} for x, what in marks if 0 <= x <= x_end]
     data |= {"marks": placed} if placed else {}
     tooltip = lines[0].key if len(lines) == 1 else ""
@@ -231,10 +245,9 @@ def stretches(points: Points, limit: int = LIMIT) -> dict[str, list[float | None
         x: the end of each stretch. y: the mean of its finite values, None without any. low and
         high: left out where every stretch is one point.
     """
-    n = min(len(points), limit)
-    bounds = [i * len(points) // n for i in range(n + 1)] if n else []
+    ends = stretch_ends(len(points), limit)
     found: dict[str, list[float | None]] = {"x": [], "y": [], "low": [], "high": []}
-    for start, stop in pairwise(bounds):
+    for start, stop in pairwise([0, *(end + 1 for end in ends)]):
         values = [y for _, y in points[start:stop] if math.isfinite(y)]
         found["x"].append(_short(points[stop - 1][0], 12))
         found["y"].append(_short(math.fsum(values) / len(values)) if values else None)
@@ -243,6 +256,12 @@ def stretches(points: Points, limit: int = LIMIT) -> dict[str, list[float | None
     if len(points) <= limit:
         del found["low"], found["high"]
     return found
+
+
+def stretch_ends(n: int, limit: int = LIMIT) -> list[int]:
+    """The last of the `n` points of each of at most `limit` stretches."""
+    stretched = min(n, limit)
+    return [(i + 1) * n // stretched - 1 for i in range(stretched)]
 
 
 def _short(value: float, digits: int = DIGITS) -> float:

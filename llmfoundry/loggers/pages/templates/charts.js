@@ -6,7 +6,7 @@
 (() => {
   "use strict";
   const HEIGHT = 240, COLORS = 10, DASHES = [[], [6, 3], [2, 3]], RELOAD = 15_000, STALE = 3_600_000;
-  const view = {from: null, to: null, smoothing: 2, logs: {}}; /* tokens; percent of the run */
+  const view = {from: null, to: null, smoothing: 2, logs: {}, axis: "tokens"}; /* along the axis; percent of the run */
   const charts = [];
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
   const line = (i) => () => color(`--s${i % COLORS}`);
@@ -65,6 +65,14 @@
       this.above = this.add("span", "hint above", figure.querySelector("figcaption"));
       this.addLog(data.lines.every((one) => (one.low ?? one.y).every((v) => v === null || v > 0)));
       this.place.onkeydown = (event) => this.key(event);
+    }
+
+    /* Place the points along the axis that is chosen. */
+    placeAlong() {
+      const {ends, lines} = this.data;
+      if (!ends) return;
+      this.data.end = ends[view.axis];
+      lines.forEach((one) => { one.x = one.axes[view.axis]; });
     }
 
     add(tag, kind, parent) {
@@ -133,6 +141,7 @@
       this.plot?.destroy();
       this.plot = null;
       if (width < 80) return; /* in a folded group */
+      this.placeAlong();
       const data = this.columns(), axis = {stroke: () => color("--dim"), font: "11px system-ui, sans-serif"};
       const base = {show: true, stroke: () => color("--dim"), width: 1};
       this.plot = new uPlot({
@@ -176,7 +185,7 @@
       if (this.tip.hidden) return;
       const at = u.data[0][idx];
       this.tip.replaceChildren();
-      this.add("div", "", this.tip).textContent = `${count(at)} tokens`;
+      this.add("div", "", this.tip).textContent = `${count(at)} ${view.axis}`;
       this.data.lines.forEach((one, i) => {
         const k = one.x.indexOf(u.data[0][u.cursor.idxs[4 * i + 4] ?? idx]);
         if (k < 0) return;
@@ -264,8 +273,15 @@
   function addTools(heading) {
     const tools = document.createElement("div");
     tools.className = "tools";
+    const axes = Object.keys(charts[0].data.ends ?? {tokens: 0}).map((name) => `<option>${name}</option>`).join("");
     tools.innerHTML = '<label>smoothing <input type="range" min="0" max="20" step="1"><output></output></label>'
-      + '<button class="whole" disabled>whole run</button><span>along the bottom: tokens; drag across a chart to zoom, double-click to leave</span>';
+      + '<button class="whole" disabled>whole run</button>'
+      + `<span>along the bottom: ${axes.includes("steps") ? `<select>${axes}</select>` : "tokens"}; drag across a chart to zoom, double-click to leave</span>`;
+    const select = tools.querySelector("select");
+    if (select) {
+      select.value = view.axis;
+      select.onchange = () => { view.axis = select.value; zoom(null, null); };
+    }
     const [slider, output] = [tools.querySelector("input"), tools.querySelector("output")];
     const tell = () => { output.textContent = view.smoothing ? `${view.smoothing}% of the run` : "none"; };
     slider.value = view.smoothing;

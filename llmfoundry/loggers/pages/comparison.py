@@ -1,0 +1,262 @@
+"""Several runs on one page: their numbers, their curves laid over one another, what differs.
+
+`commands/compare.py` writes it, of metrics.jsonl, run.json, recipe.yaml and eval/*.json in each
+run's folder alone, so that it can be written at any time, while the runs go too. The idea: a run
+has one color everywhere, and every curve is kept by tokens, by steps and by hours of computing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from markupsafe import Markup
+
+from llmfoundry.files import atomic_write, read_json_if_there
+from llmfoundry.loggers.console import duration, percent, short_count
+from llmfoundry.loggers.metrics import BATCH, TOKEN, milliseconds
+from llmfoundry.loggers.pages import eval_page
+from llmfoundry.loggers.pages.charts import (
+    EVAL_BPB,
+    EVAL_LOSS,
+    GAUNTLET,
+    MEMORY,
+    MFU,
+    NORM,
+    SPEED_METRIC,
+    TRAIN_BPB,
+    TRAIN_LOSS,
+    Chart,
+    Line,
+    Rows,
+    is_number,
+    line_chart,
+    metric_names,
+    stretch_ends,
+)
+from llmfoundry.loggers.pages.page import page, part, table, together
+from llmfoundry.loggers.pages.report import STATUS, averages, metric_rows, read_evaluations
+from llmfoundry.loggers.pages.run_time import EVALUATION, TRAINING
+from llmfoundry.recipe.typed import flat
+from llmfoundry.recipe.yaml_file import read_yaml
+from llmfoundry.redaction import public
+
+POINTS = 4000  # of all lines of a chart together
+LEAST_POINTS = 100  # of one line
+OWN_KEYS = ("run_name", "save_folder")  # which differ in any case
+DECIDING = (EVAL_BPB, EVAL_LOSS, TRAIN_BPB, TRAIN_LOSS)
+"""What the best run has least of: the first that all runs have. A loss compares only where the
+tokenizer is the same."""
+COLUMNS = {EVAL_BPB: "bits per byte, validation", EVAL_LOSS: "loss, validation"}
+COLUMNS |= {TRAIN_BPB: "bits per byte, training", TRAIN_LOSS: "loss, training"}
+HOURS = "hours"
+_FALLING: dict[str, Any] = {"smooth": True, "steep": True}
+CHARTS = (
+    Chart("Training loss", {"": TRAIN_LOSS}, "nats/token", **_FALLING),
+    Chart("Validation loss", {"": EVAL_LOSS}, "nats/token", steep=True),
+    Chart("Training bits per byte", {"": TRAIN_BPB}, **_FALLING),
+    Chart("Validation bits per byte", {"": EVAL_BPB}, steep=True),
+    Chart("Gradient norm", {"": NORM}, "global L2, before clipping", smooth=True),
+    Chart("Throughput", {"": SPEED_METRIC}, "tokens/s", "count", smooth=True, from_zero=True),
+    Chart("MFU", {"": MFU}, "% of the GPU's peak", "tenth", from_zero=True, scale=100),
+    Chart("Peak memory", {"": MEMORY}, "GiB", "size", from_zero=True),
+)
+
+
+@dataclass
+class ComparedRun:
+    """What is read of a run's folder.
+
+    Attributes:
+        folder: of the run.
+        name: how the page calls it, unlike any other run's.
+        status: a key of STATUS, or running.
+        rows: of metrics.jsonl, finite or not; HOURS are of training and evaluation so far, pauses
+            left out.
+        settings: of recipe.yaml, by dotted key, as text.
+        evaluation: the last gauntlet's result; empty: there is none.
+    """
+
+    folder: Path
+    name: str
+    status: str
+    rows: Rows
+    settings: dict[str, str]
+    evaluation: dict[str, Any] = field(default_factory=dict)
+
+    def last(self, metric: str) -> float | None:
+        """The last finite value that was logged; None: there is none."""
+        found = (row[metric] for row in reversed(self.rows) if is_number(row.get(metric)))
+        return next((float(value) for value in found if abs(value) < float("inf")), None)
+
+    def middle(self, metric: str) -> float | None:
+        """The median of what was logged; None: nothing was."""
+        found = [row[metric] for row in self.rows if is_number(row.get(metric))]
+        return median(found) if found else None
+
+
+def read_run(folder: Path, name: str, *, is_held: bool) -> ComparedRun:
+    """What the page needs of a run's folder; `is_held`: a process is at work there."""
+    run = read_json_if_there(folder / "run.json")
+    status = str(run.get("summary", {}).get("status", "running"))
+    if status == "running" and not is_held:
+        status = "not finished"  # its process was killed, or lost its machine
+    recipe = folder / "recipe.yaml"
+    values = read_yaml(recipe) if recipe.exists() else {}
+    settings = {key: _as_text(value) for key, value in flat(values) if key not in OWN_KEYS}
+    evaluations = [found for found in read_evaluations(folder) if "tasks" in found]
+    rows, seconds = metric_rows(folder), dict.fromkeys((TRAINING, EVALUATION), 0.0)
+    for row in rows:
+        seconds |= {key: row[key] for key in seconds if is_number(row.get(key))}
+        row[HOURS] = sum(seconds.values()) / 3600
+    return ComparedRun(folder, name, status, rows, settings, (evaluations or [{}])[-1])
+
+
+def write_comparison(path: Path, runs: Sequence[ComparedRun], *, follows: bool) -> None:
+    """Write the page; `follows`: it will be written again, and an open one reloads itself."""
+    going = sum(run.status == "running" for run in runs)
+    evaluated = [(run.name, run.evaluation) for run in runs if run.evaluation]
+    sections = [
+        ("Runs", run_table(runs, path.parent)),
+        ("Training", charts(runs)),
+        ("Differing settings", settings_table(runs)),
+        ("Evaluation", evaluation(evaluated)),
+    ]
+    html = page(
+        title=f"{len(runs)} runs",
+        status=f"running: {going}" if going else "finished",
+        reached="",
+        tiles=[],
+        sections=sections,
+        has_charts=True,
+        written=milliseconds() if follows and going else 0,
+    )
+    atomic_write(path, html)
+
+
+def best_run(runs: Sequence[ComparedRun]) -> tuple[int, str] | None:
+    """The run with the least of what decides, and what that is; None: nothing does."""
+    for metric in DECIDING:
+        values = [run.last(metric) for run in runs]
+        known = [value for value in values if value is not None]
+        if len(known) == len(runs) > 1:
+            return values.index(min(known)), metric
+    return None
+
+
+HEAD = ("run", "status", "steps", "tokens", "time", *COLUMNS.values(), "tokens/s", "MFU")
+
+
+def run_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
+    """A row of text for each run, as HEAD names them."""
+    rows = []
+    for run in runs:
+        speed, use = run.middle(SPEED_METRIC), run.middle(MFU)
+        losses = (run.last(metric) for metric in COLUMNS)
+        rows.append(
+            (
+                run.name,
+                STATUS.get(run.status, run.status),
+                f"{run.rows[-1][BATCH]:,}" if run.rows else "0",
+                short_count(run.rows[-1][TOKEN]) if run.rows else "0",
+                duration(3600 * run.rows[-1][HOURS]) if run.rows else "",
+                *("" if value is None else f"{value:.4f}" for value in losses),
+                "" if speed is None else short_count(speed),
+                "" if use is None else percent(use),
+            )
+        )
+    return rows
+
+
+def run_table(runs: Sequence[ComparedRun], beside: Path) -> Markup:
+    """The runs, each with its color and a link to its report, the best one marked."""
+    best, rows = best_run(runs), []
+    for i, (run, row) in enumerate(zip(runs, run_rows(runs), strict=True)):
+        report = run.folder / "report.html"
+        link = os.path.relpath(report, beside).replace(os.sep, "/") if report.exists() else ""
+        name = Markup('<a href="{}">{}</a>').format(link, run.name) if link else run.name
+        mark = Markup(' <span class="hint">best</span>') if best and best[0] == i else ""
+        rows.append((part("swatch", i) + name + mark, *row[1:]))
+    used = [n for n in range(len(HEAD)) if n < 2 or any(row[n] for row in rows)]
+    listed = [[row[n] for n in used] for row in rows]
+    right = range(2, len(used))
+    found = table([HEAD[n] for n in used], listed, right=right, is_wide=True)
+    if best is not None:
+        found += Markup('<p class="hint">best: the least {}, at the end of each run</p>').format(
+            COLUMNS[best[1]]
+        )
+    return found
+
+
+def charts(runs: Sequence[ComparedRun]) -> Markup:
+    """The standard pictures with a line for each run, then the gauntlet's averages."""
+    names = dict.fromkeys(name for run in runs for name in averages(run.evaluation))
+    scores = [Chart(name.replace("_", " "), {"": f"{GAUNTLET}{name}"}) for name in names]
+    there = {name for run in runs for name in metric_names(run.rows)}
+    drawn = [_overlaid(chart, runs) for chart in (*CHARTS, *scores) if chart.metrics[""] in there]
+    return together(drawn, "charts") or Markup('<p class="hint">No step was logged.</p>')
+
+
+def _overlaid(chart: Chart, runs: Sequence[ComparedRun]) -> Markup:
+    (metric,) = chart.metrics.values()
+    limit = max(LEAST_POINTS, POINTS // len(runs))
+    lines, axes = [], []
+    for run in runs:  # one without values too: a run's color is its number
+        rows = [row for row in run.rows if is_number(row.get(metric))]
+        points = [(float(row[TOKEN]), float(row[metric]) * chart.scale) for row in rows]
+        lines.append(Line(run.name, points, metric))
+        axes.append(_axes([rows[end] for end in stretch_ends(len(rows), limit)]))
+    ends = _axes([run.rows[-1] for run in runs if run.rows])
+    return line_chart(
+        chart,
+        lines,
+        x_end=max(ends["tokens"], default=0.0),
+        limit=limit,
+        axes=axes,
+        ends={name: max(values, default=0.0) for name, values in ends.items()},
+    )
+
+
+def _axes(rows: Rows) -> dict[str, list[float]]:
+    """Of rows, the place along each axis that a reader may choose."""
+    return {
+        "tokens": [float(row[TOKEN]) for row in rows],
+        "steps": [float(row[BATCH]) for row in rows],
+        "hours": [float(f"{row[HOURS]:.6g}") for row in rows],
+    }
+
+
+def settings_table(runs: Sequence[ComparedRun]) -> Markup:
+    """Keys whose values are not the same in all runs that have a recipe."""
+    known = [run for run in runs if run.settings]
+    keys = dict.fromkeys(key for run in known for key in run.settings)
+    rows = [
+        (key, *(run.settings.get(key, "") for run in known))
+        for key in keys
+        if len({run.settings.get(key) for run in known}) > 1
+    ]
+    if not rows:
+        return Markup('<p class="hint">None: the recipes are the same.</p>') if known else Markup()
+    return table(("key", *(run.name for run in known)), rows, is_wide=True)
+
+
+def evaluation(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Markup:
+    """The last gauntlet of each run, as an evaluation's page shows several models."""
+    if not results:
+        return Markup()
+    drawn = (
+        eval_page.models_table(results, []),
+        eval_page.not_comparable(results),
+        eval_page.score_charts(results),
+        eval_page.score_table(results),
+        eval_page.task_table(results),
+    )
+    return Markup().join(drawn)
+
+
+def _as_text(value: Any) -> str:
+    return public("" if value is None else str(value))

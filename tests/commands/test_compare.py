@@ -1,0 +1,202 @@
+"""Runs side by side: what the page holds of each, which is best, what differs, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmfoundry.commands import compare as command
+from llmfoundry.commands.compare import compare, is_held, page_path
+from llmfoundry.errors import UserError
+from llmfoundry.files import try_lock
+from llmfoundry.recipe.after_training import CompareRecipe
+from llmfoundry.recipe.load import checked
+from tests.tiny import ROOT
+
+LOSS, BITS, SCORE = "loss/train/total", "metrics/eval/bits_per_byte", "eval_gauntlet/average"
+HOSTILE = "<script>alert(1)</script>"
+
+
+def write_run(
+    folder: Path, losses: list[float], *, status: str = "finished", lr: str = "1e-3", **more: Any
+) -> Path:
+    """A run's record: 1,000 tokens and 90 seconds a step; the last row has no time."""
+    folder.mkdir(parents=True)
+    rows: list[dict[str, Any]] = [
+        {"time/batch": n, "time/token": 1000 * n, "time/train": 90.0 * n, LOSS: loss}
+        for n, loss in enumerate(losses, 1)
+    ]
+    rows[-1] |= more
+    del rows[-1]["time/train"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.json").write_text(json.dumps({"summary": {"status": status}}))
+    (folder / "recipe.yaml").write_text(
+        f"run_name: {folder.name}\nseed: 1\noptimizer: {{name: adamw, lr: {lr}}}\n"
+    )
+    return folder
+
+
+def evaluated(folder: Path, accuracy: float) -> None:
+    """Add the last gauntlet of a run: a task, and the average of it."""
+    task = {
+        "label": "copa", "num_fewshot": 0, "metric": "m", "n": 100, "accuracy": accuracy,
+        "stderr": 0.05, "interval": [accuracy - 0.1, accuracy + 0.1], "chance": 0.5,
+        "majority": 0.55, "ties": 0, "truncated": 0, "failure": None, "category": "world",
+    }  # fmt: skip
+    result = {"time/batch": 3, "tasks": [task], "averages": {"average": accuracy}}
+    result |= {"intervals": {"average": [accuracy - 0.1, accuracy + 0.1]}}
+    (folder / "eval").mkdir()
+    (folder / "eval" / "ba3.json").write_text(json.dumps(result))
+
+
+def page_of(*words: str, output: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The page of a command line, and the data of its charts."""
+    compare(checked(CompareRecipe, None, [*words, f"output={output}"]))
+    html = output.read_text()
+    found = re.findall(r'<script type="application/json">(.*?)</script>', html)
+    return html, [json.loads(text) for text in found]
+
+
+def test_curves_are_kept_by_tokens_steps_and_hours(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [3.0, 2.0, 1.5])
+    write_run(tmp_path / "b", [3.0, 2.5])
+    _, (chart,) = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    a, b = chart["lines"]
+    assert (a["label"], a["x"], a["y"]) == ("a", [1000, 2000, 3000], [3, 2, 1.5])
+    assert a["axes"]["steps"] == [1, 2, 3] and b["axes"]["tokens"] == b["x"] == [1000, 2000]
+    assert a["axes"]["hours"] == [0.025, 0.05, 0.05]  # 90 s each; the last row has no time
+    assert chart["ends"] == {"tokens": 3000, "steps": 3, "hours": 0.05} and chart["end"] == 3000
+
+
+def test_a_long_run_is_stretched_alike_along_every_axis(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [1.0 + n % 7 for n in range(9000)])
+    _, (chart,) = page_of(f"runs=[{tmp_path / 'a'}]", output=tmp_path / "page.html")
+    (line,) = chart["lines"]
+    assert len(line["x"]) == len(line["low"]) == 4000
+    assert line["axes"]["tokens"] == line["x"] and line["x"][-1] == 9_000_000
+    assert line["axes"]["steps"] == [x / 1000 for x in line["x"]]
+
+
+def test_a_run_without_a_metric_keeps_its_color(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [3.0])
+    write_run(tmp_path / "b", [3.0], **{BITS: 1.25})
+    _, charts = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    assert [[line["label"] for line in chart["lines"]] for chart in charts] == [["a", "b"]] * 2
+    assert [line["y"] for line in charts[1]["lines"]] == [[], [1.25]]
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "best"),
+    [
+        ({BITS: 1.5}, {BITS: 1.25}, "b"),  # though its training loss is higher
+        ({BITS: 1.5}, {}, "a"),  # not known of both, so the training loss decides
+        ({BITS: float("nan")}, {BITS: 1.25}, "a"),
+    ],
+)
+def test_the_best_has_the_least_of_what_all_have(
+    tmp_path: Path, of_a: dict[str, float], of_b: dict[str, float], best: str
+) -> None:
+    write_run(tmp_path / "a", [3.0, 1.0], **{k: str(v) if v != v else v for k, v in of_a.items()})
+    write_run(tmp_path / "b", [3.0, 2.0], **of_b)
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    (row,) = [row for row in html.split("<tr>") if ">best<" in row]
+    assert f"{best} <span" in row
+
+
+def test_only_differing_keys_are_listed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [1.0])
+    write_run(tmp_path / "b", [1.0], lr=f"'{HOSTILE}'")
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    settings = html[html.index("Differing settings") :]
+    assert "optimizer.lr" in settings and "seed" not in settings and "run_name" not in settings
+    assert HOSTILE not in html and "&lt;script&gt;alert(1)" in settings
+
+
+def test_the_last_gauntlets_stand_beside_one_another_with_intervals(tmp_path: Path) -> None:
+    for name, accuracy in (("a", 0.6), ("b", 0.7)):
+        evaluated(write_run(tmp_path / name, [1.0]), accuracy)
+    write_run(tmp_path / "c", [1.0])
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    assert "0.6000 [0.5000, 0.7000]" in html and "0.7000 [0.6000, 0.8000]" in html
+    assert "copa" in html[html.index(">Evaluation<") :]
+
+
+def test_whether_a_run_is_under_way_is_known_by_its_lock(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [1.0], status="running")
+    assert not is_held(run)
+    lock = try_lock(run / "run.lock", mode=0o644)
+    assert lock is not None and is_held(run)
+    html, _ = page_of(f"runs=[{run}]", output=tmp_path / "page.html")
+    assert ">running: 1<" in html and "data-written" not in html
+    lock.release()
+    html, _ = page_of(f"runs=[{run}]", output=tmp_path / "page.html")
+    assert ">not finished<" in html
+
+
+def test_a_followed_page_is_written_until_no_run_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, pages = write_run(tmp_path / "a", [1.0], status="running"), []
+    lock = try_lock(run / "run.lock", mode=0o644)
+    assert lock is not None
+
+    def wait(seconds: float) -> None:
+        pages.append((tmp_path / "page.html").read_text())
+        if len(pages) == 2:
+            lock.release()
+
+    monkeypatch.setattr(command.time, "sleep", wait)
+    last, _ = page_of(f"runs=[{run}]", "follow=true", output=tmp_path / "page.html")
+    assert [">running: 1<" in page and "data-written" in page for page in pages] == [True, True]
+    assert ">not finished<" in last and "data-written" not in last
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("x/run", "y/run"):
+        write_run(tmp_path / folder, [1.0])
+    words = ", ".join(str(tmp_path / name) for name in ("x", "y", "x/run"))
+    _, (chart,) = page_of(f"runs=[{words}]", output=tmp_path / "page.html")
+    assert [line["label"] for line in chart["lines"]] == ["x/run", "y/run"]
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    torn = write_run(tmp_path / "torn", [1.0, 2.0])
+    (torn / "metrics.jsonl").write_text("no JSON\n" * 2)
+    words = [tmp_path / "empty", tmp_path / "nowhere", torn]
+    recipe = CompareRecipe([str(word) for word in words], str(tmp_path / "page.html"))
+    with pytest.raises(UserError) as caught:
+        compare(recipe)
+    lines = caught.value.lines()
+    assert len(lines) == 3 and "has no metrics.jsonl, nor has a folder in it" in lines[0]
+    assert "nowhere is not there" in lines[1] and "metrics.jsonl:1" in lines[2]
+    assert not (tmp_path / "page.html").exists()
+    with pytest.raises(UserError, match="runs: is empty"):
+        checked(CompareRecipe, None, [])
+
+
+def test_where_the_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "a", [1.0])
+    assert page_path(CompareRecipe(["runs"])) == Path("runs/index.html")
+    assert page_path(CompareRecipe(["runs/a"])) == Path("compare.html")
+    assert page_path(CompareRecipe(["runs", "runs"])) == Path("compare.html")
+
+
+def test_folders_stand_behind_the_command_as_they_are_called(tmp_path: Path) -> None:
+    names = ["lr=1e-3,seed=1", "it's [odd]"]  # a sweep's, and one that only quotes hold
+    for name in names:
+        write_run(tmp_path / name, [1.0])
+    script, began = ROOT / "scripts" / "compare.py", time.time()
+    words = [sys.executable, str(script), *names]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "compare.html").stat().st_mtime >= began - 1
+    assert all(name in done.stdout for name in names) and "compare.html" in done.stdout
