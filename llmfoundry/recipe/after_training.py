@@ -1,8 +1,8 @@
-"""The recipes of scripts that take what a run wrote: eval, convert, generate, chat, serve, track.
+"""Recipes of what takes a run: eval, convert, generate, chat, serve, track, compare.
 
-All but track.py take a `checkpoint`: a run's folder (its newest complete checkpoint) or one
-checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine; all but convert.py a model
-from elsewhere too (`builders/models.py`).
+All but track.py and compare.py take a `checkpoint`: a run's folder (its newest complete checkpoint)
+or one checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine; all but convert.py a
+model from elsewhere too (`builders/models.py`).
 """
 
 from __future__ import annotations
