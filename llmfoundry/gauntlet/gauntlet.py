@@ -258,15 +258,10 @@ class Gauntlet:
                 rows,
                 task,
                 shots,
-                settings.tokenizer,
-                mode=settings.prompts,
-                seq_len=min(settings.seq_len, task.max_seq_len or settings.seq_len),
+                settings,
                 folder=self._cache,
                 say=self._say,
                 keep=sorted(order),
-                special=settings.special,
-                generate=settings.generate or not settings.can_score,
-                chat=settings.chat,
             )
             asked = [asked[places[index]] for index in order]
             ready.append(_Ready(task, _sized(self._blank(task, shots, rows), asked), asked))

@@ -8,7 +8,7 @@ model is one record too, `PromptSettings`, which callers of `Gauntlet` make and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from llmfoundry.data.text.chat_template import ChatTemplate
@@ -328,9 +328,23 @@ class PromptSettings:
         mode = "harness" if start is None else "native"
         return cls(tokenizer, seq_len, mode, special_tokens(tokenizer, start=start))
 
+    @property
+    def around(self) -> SpecialTokens:
+        """Tokens around every text."""
+        return self.special or special_tokens(self.tokenizer)
+
+    @property
+    def writes(self) -> bool:
+        """Whether answers are to be written: no prompts, and no room for these, if not."""
+        return self.generate or not self.can_score
+
+    def of(self, task: TaskConfig) -> PromptSettings:
+        """The same in the task's own window."""
+        return replace(self, seq_len=min(self.seq_len, task.max_seq_len or self.seq_len))
+
     def describe(self) -> str:
         """How questions become tokens, in words."""
-        special = self.special or special_tokens(self.tokenizer)
+        special = self.around
         before = special.start if self.prompts == "native" else special.before
         text = self.tokenizer.decode(before) if before else "nothing"
         if self.unit == "bytes":  # it takes text, and begins documents as it will

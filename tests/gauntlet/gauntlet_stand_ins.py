@@ -1,14 +1,16 @@
-"""A tokenizer of bytes and a model that is a table, for the gauntlet's tests."""
+"""A tokenizer of bytes, a model that is a table, and prompts of plain arguments, for the tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmfoundry.gauntlet.prompts import native
+from llmfoundry.gauntlet.questions import PromptSettings, Question, TaskConfig, TaskRow
 from llmfoundry.ops.packed_layout import PackedLayout
 
 POSITIONS = 512
@@ -71,3 +73,19 @@ def random_root(vocab: int = 257, seed: int = 0) -> TableRoot:
 def constant_root(vocab: int = 257) -> TableRoot:
     """Every token is equally likely."""
     return TableRoot(torch.zeros(vocab, vocab + POSITIONS))
+
+
+def questions(
+    rows: Sequence[TaskRow],
+    task: TaskConfig,
+    shots: int,
+    tokenizer: Any,
+    *,
+    mode: str,
+    seq_len: int,
+    keep: Sequence[int] | None = None,
+    **settings: Any,
+) -> list[Question]:
+    """`prompts.native.questions` with these settings."""
+    chosen = PromptSettings(tokenizer, seq_len, mode, **settings)
+    return native.questions(rows, task, shots, chosen, keep=keep)

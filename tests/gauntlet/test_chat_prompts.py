@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from gauntlet_stand_ins import questions
 from hugging_face_models import save_model
 from test_harness import CPU, Recorder, write_tasks
 
@@ -18,7 +19,6 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel
 from llmfoundry.gauntlet.prompts.chat import chat_messages, prompt_text
-from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import Chat, TaskConfig, TaskRow
 from llmfoundry.gauntlet.rows import load_rows
 from tests.gauntlet.hugging_face_models import load_hugging_face

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from gauntlet_stand_ins import questions
 from prompt_tokenizers import (
     byte_tokenizer,
     marking_tokenizer,
@@ -16,7 +17,6 @@ from prompt_tokenizers import (
 from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.foundry import sample_examples
-from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import Question, Request, TaskConfig, TaskRow
 
 BYTES = byte_tokenizer()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gauntlet_stand_ins import questions
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
-from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.rows import chance, generators, heldout_rows, load_rows, majority
 from llmfoundry.gauntlet.task_types import type_of

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gauntlet_stand_ins import questions
 from prompt_tokenizers import (
     KINDS,
     CountingTokenizer,
@@ -20,7 +21,6 @@ from prompt_tokenizers import (
 from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel
-from llmfoundry.gauntlet.prompts.native import questions
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
 
 BYTES = byte_tokenizer()

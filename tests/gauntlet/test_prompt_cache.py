@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gauntlet_stand_ins import questions
 from prompt_tokenizers import CountingTokenizer, byte_tokenizer, trained_tokenizer
 
 from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.gauntlet.prompts.cache import cached_questions, load_questions, save_questions
-from llmfoundry.gauntlet.prompts.native import questions
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    Prompt,
+    PromptSettings,
+    Question,
+    Request,
+    TaskConfig,
+    TaskRow,
+)
 
 CHOICE, GENERATION = "multiple_choice", "generation_task_with_answers"
 TOKENIZER = byte_tokenizer()
@@ -42,10 +49,10 @@ def ask(
     **keys: Any,
 ) -> list[Question]:
     said = keys.pop("said", [])
-    settings: dict[str, Any] = {"mode": "native", "seq_len": 99, "say": said.append}
-    tokenizer = keys.pop("tokenizer", TOKENIZER)
+    keep, mode = keys.pop("keep", None), keys.pop("mode", "native")
+    settings = PromptSettings(**{"tokenizer": TOKENIZER, "seq_len": 99, "prompts": mode, **keys})
     return cached_questions(
-        some, config or task(), shots, tokenizer, folder=folder, **(settings | keys)
+        some, config or task(), shots, settings, folder=folder, say=said.append, keep=keep
     )
 
 

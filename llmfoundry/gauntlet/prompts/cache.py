@@ -12,16 +12,15 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
 from llmfoundry.data.preparation.cache import build_once, cache_key, lock_build
-from llmfoundry.data.text.tokenizer import SpecialTokens, special_tokens
 from llmfoundry.gauntlet.prompts.native import questions, uses_chat
 from llmfoundry.gauntlet.questions import (
-    Chat,
     Prompt,
+    PromptSettings,
     Question,
     Request,
     TaskConfig,
@@ -30,9 +29,6 @@ from llmfoundry.gauntlet.questions import (
 from llmfoundry.gauntlet.rows import rows_hash
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.inference.requests import common_prefix
-
-if TYPE_CHECKING:
-    from llmfoundry.data.text.tokenizer import Tokenizer
 
 _VERSION = 2  # raised when `questions` gives others for the same rows, or the file's form changes
 _FILE = "questions.npz"
@@ -43,7 +39,7 @@ _WITHOUT_EFFECT = (
     "dataset_uri",
     "num_fewshot",
     "metric_names",
-    "max_seq_len",  # the caller's seq_len stands for it
+    "max_seq_len",  # seq_len stands for it
     "do_normalization",
     "hf_loading_vars",
     "hf_parsing_map",
@@ -55,16 +51,11 @@ def cached_questions(
     rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
-    tokenizer: Tokenizer,
+    settings: PromptSettings,
     *,
-    mode: str,
-    seq_len: int,
     folder: Path,
     say: Callable[[str], None],
     keep: Sequence[int] | None = None,
-    special: SpecialTokens | None = None,
-    generate: bool = True,
-    chat: Chat | None = None,
 ) -> list[Question]:
     """What `questions` gives, from `folder` if it is there, else made and put there.
 
@@ -74,44 +65,40 @@ def cached_questions(
         rows: all rows of the task; their places do not matter.
         task: its label, scoring and source do not matter: equal prompts are shared.
         shots: number of worked examples.
-        tokenizer: known by its fingerprint.
-        mode: native, harness or foundry.
-        seq_len: longest input in tokens.
+        settings: how tasks become prompts; the tokenizer is known by its fingerprint.
         folder: where all prompts are kept.
         say: called when a file is damaged; it is made again.
         keep: indices of the rows to ask; unset: all.
-        special: tokens around every text; unset: the tokenizer's own.
-        generate: whether answers are to be written.
-        chat: how conversations are put.
 
     Raises:
         UserError: as `questions`, or `folder` cannot be written.
     """
-    settings = dataclasses.asdict(task)
-    special = special or special_tokens(tokenizer)
-    how: dict[str, Any] = {"mode": mode, "seq_len": seq_len}
-    how["generate"] = generate and type_of(task).generates
+    settings = settings.of(task)
+    chat = settings.chat
     spoken: dict[str, Any] = (
         {"chat": chat.facts()} if chat is not None and uses_chat(rows, chat) else {}
     )
     if code := TASK_TYPES.origins[task.icl_task_type].code:  # of a plugin, which may change
         spoken["code"] = code
+    fields = dataclasses.asdict(task)
     key = cache_key(
         version=_VERSION,
         rows=rows_hash(rows),
-        task={name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT},
+        task={name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT},
         shots=shots,
         keep=None if keep is None else list(keep),
-        special=dataclasses.asdict(special),
-        tokenizer=tokenizer.fingerprint,
-        **how,
+        special=dataclasses.asdict(settings.around),
+        tokenizer=settings.tokenizer.fingerprint,
+        mode=settings.prompts,
+        seq_len=settings.seq_len,
+        generate=settings.writes and type_of(task).generates,
         **spoken,
     )
     place = folder / key
     asked = list(rows) if keep is None else [rows[i] for i in keep]
 
     def make() -> list[Question]:
-        return questions(rows, task, shots, tokenizer, keep=keep, special=special, chat=chat, **how)
+        return questions(rows, task, shots, settings, keep=keep)
 
     if place.is_dir():
         found = _load_or_remove(place, asked, say)

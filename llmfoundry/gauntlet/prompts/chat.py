@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.encode import Joint, encode_joint, reasons, right_answer
 from llmfoundry.gauntlet.prompts.encode import right_context as right
-from llmfoundry.gauntlet.questions import Chat, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import Chat, PromptSettings, TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of
 from llmfoundry.inference.requests import common_prefix
 
@@ -24,19 +24,21 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
-def check_chat(rows: Sequence[TaskRow], task: TaskConfig, shots: int, mode: str, chat: Any) -> None:
+def check_chat(
+    rows: Sequence[TaskRow], task: TaskConfig, shots: int, settings: PromptSettings
+) -> None:
     """Whether rows can be put as conversations, before any text is made.
 
     Raises:
         UserError: there is no template, or what is asked for there is not.
     """
-    if chat is None:
+    if settings.chat is None:
         raise UserError(
             f"eval.icl_chat_template: rows of {task.label} are conversations, and the model has no"
             " chat template, or it is none; write zephyr, which fits any tokenizer, chatml, llama3,"
             " mpt or a Jinja file"
         )
-    if mode == "foundry":
+    if settings.prompts == "foundry":
         raise UserError(
             "eval.icl_prompts: foundry knows no conversations; write native or harness, or"
             " eval.icl_chat_template=none"

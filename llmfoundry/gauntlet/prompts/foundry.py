@@ -34,7 +34,14 @@ from llmfoundry.gauntlet.prompts.encode import (
     right_answer,
     right_context,
 )
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    Prompt,
+    PromptSettings,
+    Question,
+    Request,
+    TaskConfig,
+    TaskRow,
+)
 from llmfoundry.gauntlet.task_types import type_of
 
 if TYPE_CHECKING:
@@ -45,12 +52,8 @@ def foundry_questions(
     rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
+    settings: PromptSettings,
     keep: Sequence[int],
-    special: SpecialTokens,
-    generate: bool,
 ) -> list[Question]:
     r"""`prompts.questions` by LLM Foundry's rules.
 
@@ -63,6 +66,7 @@ def foundry_questions(
     Raises:
         UserError: an answer that fills seq_len.
     """
+    tokenizer, seq_len, special = settings.tokenizer, settings.seq_len, settings.around
     examples = _examples(rows, task, shots)
     reasoned = reasons(rows)
     spaced = len(tokenizer.encode(" a")) == 1  # R6
@@ -72,7 +76,7 @@ def foundry_questions(
     ids = _encode({*preambles, *_flat(contexts)}, tokenizer)
     answer_ids = _encode({_spaced(text, spaced) for text in _flat(options)}, tokenizer)
     n_new = 0
-    if type_of(task).generates and generate:
+    if type_of(task).generates and settings.writes:
         n_special = len(special.before) + len(special.after)
         n_new = max_new_tokens(rows, task, tokenizer, room=seq_len, n_special=n_special)
     result = []

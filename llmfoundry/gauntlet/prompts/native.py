@@ -12,9 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmfoundry.data.text.tokenizer import SpecialTokens, special_tokens
+from llmfoundry.data.text.tokenizer import SpecialTokens
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.chat import chat_joints, chat_messages, check_chat
 from llmfoundry.gauntlet.prompts.encode import (
@@ -28,7 +28,15 @@ from llmfoundry.gauntlet.prompts.encode import (
     right_context,
 )
 from llmfoundry.gauntlet.prompts.foundry import foundry_questions
-from llmfoundry.gauntlet.questions import Chat, Prompt, Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    Chat,
+    Prompt,
+    PromptSettings,
+    Question,
+    Request,
+    TaskConfig,
+    TaskRow,
+)
 from llmfoundry.gauntlet.task_types import type_of
 
 if TYPE_CHECKING:
@@ -41,14 +49,9 @@ def questions(
     rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
-    tokenizer: Tokenizer,
+    settings: PromptSettings,
     *,
-    mode: str,
-    seq_len: int,
     keep: Sequence[int] | None = None,
-    special: SpecialTokens | None = None,
-    generate: bool = True,
-    chat: Chat | None = None,
 ) -> list[Question]:
     """The rows `keep`, in its order, tokenized.
 
@@ -56,13 +59,8 @@ def questions(
         rows: all rows of the task; worked examples are drawn as if all were asked.
         task: its type, delimiters and seed.
         shots: number of worked examples.
-        tokenizer: encodes without special tokens.
-        mode: native, harness or foundry.
-        seq_len: longest input in tokens.
+        settings: how tasks become prompts.
         keep: indices of the rows to ask; unset: all.
-        special: tokens around every text; unset: the tokenizer's own.
-        generate: whether answers are to be written: no prompts, and no room for these, if not.
-        chat: how conversations are put; None: there is no template.
 
     Raises:
         UserError: too few rows to draw examples from; an answer that does not fit into seq_len.
@@ -70,13 +68,12 @@ def questions(
     asked = range(len(rows)) if keep is None else keep
     if not asked:
         return []
-    special = special or special_tokens(tokenizer)
-    how: dict[str, Any] = {"seq_len": seq_len, "keep": asked}
-    how |= {"special": special, "generate": generate}
-    if uses_chat(rows, chat):
-        check_chat(rows, task, shots, mode, chat)
-        how["chat"] = chat
-    return MODES[mode](rows, task, shots, tokenizer, **how)
+    settings = settings.of(task)
+    if uses_chat(rows, settings.chat):
+        check_chat(rows, task, shots, settings)
+    else:
+        settings = replace(settings, chat=None)
+    return MODES[settings.prompts](rows, task, shots, settings, asked)
 
 
 def uses_chat(rows: Sequence[TaskRow], chat: Chat | None) -> bool:
@@ -88,13 +85,8 @@ def native_questions(
     rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
+    settings: PromptSettings,
     keep: Sequence[int],
-    special: SpecialTokens,
-    generate: bool,
-    chat: Chat | None = None,
 ) -> list[Question]:
     r"""`questions` with joint tokenization, examples fixed per task, and none cut in the middle.
 
@@ -103,12 +95,10 @@ def native_questions(
     A question too long for the window loses whole examples from the first, then its start. A chat
     template writes itself what comes before a conversation.
     """
-    examples = _examples(rows, task, shots)
-    start = special.start if chat is None else ()
-    n_new = 0
-    if type_of(task).generates and generate:
-        n_new = _n_new(rows, task, tokenizer, room=seq_len - len(start), chat=chat)
-    window = _Window(start, seq_len, n_new, _stops(task, chat))
+    examples, chat, tokenizer = _examples(rows, task, shots), settings.chat, settings.tokenizer
+    start = settings.around.start if chat is None else ()
+    n_new = _n_new(rows, task, settings, room=settings.seq_len - len(start))
+    window = _Window(start, settings.seq_len, n_new, _stops(task, chat))
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
     waiting = list(dict.fromkeys(keep))
@@ -130,13 +120,8 @@ def harness_questions(
     rows: Sequence[TaskRow],
     task: TaskConfig,
     shots: int,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
+    settings: PromptSettings,
     keep: Sequence[int],
-    special: SpecialTokens,
-    generate: bool,
-    chat: Chat | None = None,
 ) -> list[Question]:
     r"""`questions` with native's texts, in the tokens of lm-evaluation-harness's HFLM.
 
@@ -148,10 +133,9 @@ def harness_questions(
     which in the harness takes the place of the answer's first token; and answers without a token
     of their own, which stop it: there native's border holds.
     """
-    examples = _examples(rows, task, shots)
-    n_new = 0
-    if type_of(task).generates and generate:
-        n_new = _n_new(rows, task, tokenizer, room=seq_len, chat=chat)
+    examples, chat, tokenizer = _examples(rows, task, shots), settings.chat, settings.tokenizer
+    seq_len, special = settings.seq_len, settings.around
+    n_new = _n_new(rows, task, settings, room=seq_len)
     stops, spelled = _stops(task, chat), tokenizer.decode([special.prefix])
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
@@ -284,18 +268,17 @@ def _spoken(
 
 
 def _n_new(
-    rows: Sequence[TaskRow],
-    task: TaskConfig,
-    tokenizer: Tokenizer,
-    *,
-    room: int,
-    chat: Chat | None = None,
+    rows: Sequence[TaskRow], task: TaskConfig, settings: PromptSettings, *, room: int
 ) -> int:
-    """`max_new_tokens`; what the delimiter ends in is left to the model: see joint_tokens.
+    """`max_new_tokens`, 0 where nothing is to be written.
 
-    In a conversation there is room for the end of the turn, and for a few tokens too many: what
-    writes on after a right answer shows.
+    What the delimiter ends in is left to the model: see joint_tokens. In a conversation there is
+    room for the end of the turn, and for a few tokens too many: what writes on after a right answer
+    shows.
     """
+    if not (type_of(task).generates and settings.writes):
+        return 0
+    tokenizer, chat = settings.tokenizer, settings.chat
     if chat is not None:
         end = len(tokenizer.encode_chat(chat.end_of_turn)) + _TOO_MANY
         return max_new_tokens(rows, task, tokenizer, room=room, n_special=end)
