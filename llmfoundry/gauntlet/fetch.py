@@ -1,8 +1,8 @@
 """Bring the rows of benchmarks into a folder: checked, counted, resumable.
 
 `commands.fetch_eval_data` reads the table of files, `eval/fetch.yaml`, and calls `fetch` with one
-of two routes: `from_foundry`, or `from_hub`, whose rows `fetch_maps` turns into LLM Foundry's form.
-A file is named by its path below the data folder, as in LLM Foundry:
+of two routes: `from_foundry`, or `from_hub`, whose rows `eval/hub_rows.yaml` turns into LLM
+Foundry's form. A file is named by its path below the data folder, as in LLM Foundry:
 `world_knowledge/arc_easy.jsonl`; tasks may share one. The idea: a file appears under its name only
 when it is complete, after its checksum is in `manifest.json`; so a stopped run leaves nothing to
 repair, the next one resumes, and a file that changed later is noticed. No file is ever overwritten.
@@ -10,12 +10,13 @@ repair, the next one resumes, and a file that changed later is noticed. No file 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from tqdm import tqdm
 
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.files import atomic_write, publish
-from llmfoundry.gauntlet.fetch_maps import MAPS, Row
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet, read_section
 from llmfoundry.recipe.checks import nearest, one_of
-from llmfoundry.recipe.paths import find_file, show
+from llmfoundry.recipe.paths import ROOT, find_file, show
 from llmfoundry.recipe.yaml_file import read_yaml
+
+Row = dict[str, Any]
 
 MANIFEST = "manifest.json"
 FOUNDRY_DATA = "scripts/eval/local_data"
@@ -44,7 +46,7 @@ class HubSource:
     id: str
     split: str
     mapping: str
-    """A name in `maps.MAPS`."""
+    """A name in eval/hub_rows.yaml."""
     config: str | None = None
     revision: str | None = None
     """Branch, tag or commit; refs/convert/parquet where the data set is a loading script."""
@@ -81,7 +83,7 @@ def read_table(path: Path) -> dict[str, DataFile]:
         where = f"{show(path)}: files[{i}]"
         file = read_section(DataFile, raw, where, problems)
         if file is not None and file.hub is not None:
-            problems.extend(one_of(f"{where}: hub.mapping", file.hub.mapping, MAPS))
+            problems.extend(one_of(f"{where}: hub.mapping", file.hub.mapping, hub_mappings()))
         if file is not None and file.file in table:
             problems.append(f"{where}: file: {file.file} is there before; remove one")
         elif file is not None:
@@ -447,7 +449,7 @@ def _mapped(source: Iterable[Row], hub: HubSource) -> tuple[list[Row], int]:
     Raises:
         FetchError: the source does not have the columns and values that its mapping knows.
     """
-    make = MAPS[hub.mapping]
+    make = hub_mappings()[hub.mapping]
     rows: list[Row] = []
     dropped = 0
     for number, row in enumerate(source):
@@ -464,6 +466,118 @@ def _mapped(source: Iterable[Row], hub: HubSource) -> tuple[list[Row], int]:
         chosen = random.Random(_SAMPLE_SEED).sample(range(len(rows)), hub.sample)
         rows = [rows[i] for i in sorted(chosen)]
     return rows, dropped
+
+
+# --- mappings: eval/hub_rows.yaml -------------------------------------------------------------
+
+_EXPRESSIONS = ("choices", "context_options", "aliases", "gold")
+"""Fields of a row that are no texts."""
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+HubMapping = Callable[[Row], list[Row]]
+"""From a row in the columns that its source publishes to the rows that it becomes: mostly one, none
+where it does not fit, several where a source keeps a conversation in one row."""
+
+
+@functools.cache
+def hub_mappings() -> dict[str, HubMapping]:
+    """The mappings of eval/hub_rows.yaml, which explains them, by name."""
+    import jinja2
+
+    class Missing(jinja2.StrictUndefined):
+        """A part of a column that is not there: a KeyError of its name, once it is used."""
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{**settings, "exc": KeyError})
+
+        @property
+        def _undefined_message(self) -> Any:
+            return self._undefined_name
+
+    environment = jinja2.Environment(undefined=Missing, keep_trailing_newline=True)
+    environment.filters |= _FILTERS
+    entries = read_yaml(ROOT / "eval" / "hub_rows.yaml")
+    return {name: _mapping(entry, environment) for name, entry in entries.items()}
+
+
+def _mapping(entry: Mapping[str, Any], environment: Any) -> HubMapping:
+    from jinja2.meta import find_undeclared_variables
+
+    columns: set[str] = set()
+
+    def template(text: str) -> Callable[[Row], Any]:
+        columns.update(find_undeclared_variables(environment.parse(text)))
+        return environment.from_string(text).render
+
+    def expression(text: str) -> Callable[[Row], Any]:
+        columns.update(find_undeclared_variables(environment.parse(f"{{{{ {text} }}}}")))
+        return environment.compile_expression(text, undefined_to_none=False)
+
+    where = expression(entry.get("where", "true"))
+    each = expression(entry.get("each", "[none]"))
+    let = {name: expression(text) for name, text in entry.get("let", {}).items()}
+    fields = {
+        name: expression(text) if name in _EXPRESSIONS else template(text)
+        for name, text in entry.items()
+        if name not in ("where", "each", "let")
+    }
+    columns -= {"row", "turn", "turns", *let, *environment.globals}
+
+    def make(source: Row) -> list[Row]:
+        for name in columns - source.keys():
+            raise KeyError(name)
+        known = {**source, "row": source}
+        if not where(known):
+            return []
+        for name, compute in let.items():
+            known[name] = compute(known)
+        known["turns"] = each(known)
+        return [
+            {name: write({**known, "turn": turn}) for name, write in fields.items()}
+            for turn in range(len(known["turns"]))
+        ]
+
+    return make
+
+
+def _only(values: Sequence[Any]) -> Any:
+    (value,) = values
+    return value
+
+
+def _lettered(texts: Sequence[str]) -> str:
+    """One choice a line, each after its letter."""
+    return "\n".join(f"{_LETTERS[i]}. {text}" for i, text in enumerate(texts))
+
+
+def _in_sentence(option: str, before: str, pronoun: str) -> str:
+    """`before`, and an option with the case and ending that it has there in place of `pronoun`."""
+    if not before.rstrip().endswith((".", "!", "?")):
+        name = r"^(An?|The|My|His|Her|Their|She|He|It|They)\b"
+        option = re.sub(name, lambda match: match[0].lower(), option)
+    possessive = pronoun.lower() in ("my", "his", "her", "our", "their")
+    return before + (f"{option}'s" if possessive else option)
+
+
+def _clean_wikihow(text: str) -> str:
+    """Titles in brackets end a sentence, other brackets go, and double spaces become one."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+_FILTERS: dict[str, Callable[..., Any]] = {
+    "only": _only,
+    "int": int,  # Jinja's own gives 0 for what is no number
+    "lettered": _lettered,
+    "letters": lambda texts: list(_LETTERS[: len(texts)]),
+    "sampled": lambda values, seed: random.Random(seed).sample(values, len(values)),
+    "cut": lambda text, pattern: re.split(pattern, text)[1:],
+    "distinct": lambda values: list(dict.fromkeys(values)),
+    "zip": lambda first, second: list(zip(first, second, strict=True)),
+    "clean_wikihow": _clean_wikihow,
+    "in_sentence": _in_sentence,
+}
+
+# --- what a data set's reader says ------------------------------------------------------------
 
 
 def _reason(error: Exception, hub: HubSource) -> str:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.fetch_maps import MAPS
+from llmfoundry.gauntlet.fetch import hub_mappings
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.rows import load_rows
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 
 Row = dict[str, Any]
 
+MAPS = hub_mappings()
 ABC = {"label": ["A", "B", "C"], "text": ["x", "y", "z"]}
 STORY = "Tim has a red cat."
 STORY_HEAD = (
