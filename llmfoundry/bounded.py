@@ -20,6 +20,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import select
 import signal
@@ -278,6 +279,23 @@ def _data_class(module: str, name: str) -> type:
         ):
             return found
     raise pickle.UnpicklingError(f"{module}.{name} is not data")
+
+
+def first_to_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """By name the first expression that matches its end from a dot or the beginning on, if any.
+
+    For the child, as `match_all` is; here, so that it need not import PyTorch.
+    """
+    compiled = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
+    found = {name: next((p for p, c in compiled.items() if c.match(name)), None) for name in names}
+    return {name: pattern for name, pattern in found.items() if pattern is not None}
+
+
+def match_all(expressions: Sequence[str], names: Sequence[str]) -> None:
+    """Match every name with every regular expression, to see that it ends."""
+    for expression in expressions:
+        for name in names:
+            re.match(expression, name)
 
 
 _lock = threading.RLock()

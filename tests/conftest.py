@@ -11,6 +11,7 @@ import signal
 
 import pytest
 
+from tests.day import day
 from tests.disk import skip_fsync
 
 # Under nohup, and behind &, signals are ignored, and what tests start would inherit that.
@@ -18,6 +19,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until everything is imported
 skip_fsync()
+day()  # the same for all workers
 
 LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/train/test_layouts.py",
@@ -51,6 +53,11 @@ LONG = (  # by the seconds of CPU that they take, from 45 to 10
     "tests/resilience/test_supervisor.py",  # waits
     "tests/resilience/test_hang_monitor.py",
 )
+
+
+def pytest_report_header() -> str:
+    """Which day's random cases are tried, to repeat them."""
+    return f"day of the random cases: TESTS_DAY={day()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -196,8 +196,10 @@ def _main() -> None:
 def _warm() -> None:
     """What takes each process a second when it is the first: to read a recipe, to size a run.
 
-    No thread may be left by it, and where there are GPUs a backward pass leaves some.
+    A thread would not be in the forks, and what it holds would stay held there: where there are
+    GPUs a backward pass leaves some, so that no run is sized.
     """
+    import psutil
     import torch
 
     from llmfoundry.builders.model import with_defaults
@@ -211,6 +213,7 @@ def _warm() -> None:
     if not torch.cuda.device_count():
         cpu = torch.device("cpu")
         choose_microbatch(ready, world_size=1, available=1 << 40, device=cpu)
+        assert psutil.Process().num_threads() == 1
 
 
 def _run_script(words: list[str], processes: int) -> None:

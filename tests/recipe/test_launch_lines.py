@@ -1,4 +1,7 @@
-"""Every recipe's launch lines fit the GPUs that its head names, by the estimate of every run."""
+"""Every recipe's launch lines fit the GPUs that its head names, by the estimate of every run.
+
+Each day tries a third of the recipes, or `pytest -m "slow or not slow"` all.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from llmfoundry.recipe.load import load
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import ROOT, YAMLS
 from llmfoundry.recipe.train import TrainRecipe
+from tests.day import part_of_the_day
 
 RECIPES = sorted([*YAMLS.glob("*.yaml"), *YAMLS.glob("finetune/*.yaml")])
 HARDWARE = re.compile(r"\b(From )?(One|\d+) GPUs? of (\d+) GB")
@@ -111,9 +115,12 @@ def shape(written: FinetuneRecipe) -> ModelConfig:
     return ours
 
 
+TODAY = part_of_the_day([path for path in RECIPES if path.stem not in SLOW], 3)
+
+
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=pytest.mark.slow) if p.stem in SLOW else p for p in RECIPES],
+    [path if path in TODAY else pytest.param(path, marks=pytest.mark.slow) for path in RECIPES],
     ids=lambda path: path.stem,
 )
 def test_a_launch_line_fits_what_the_head_names(path: Path) -> None:

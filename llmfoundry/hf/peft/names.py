@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llmfoundry.bounded import run_bounded
+from llmfoundry.bounded import first_to_match, match_all, run_bounded
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import OWN, is_mixture
 from llmfoundry.hf.experts import ExpertNames
@@ -231,7 +231,7 @@ def first_matches(patterns: Sequence[str], names: Sequence[str], *, file: str) -
     """
     if all(map(_NAME.fullmatch, patterns)):
         return _by_end(patterns, names)
-    return run_bounded(partial(_by_expression, patterns), [names], file=file)[0]
+    return run_bounded(partial(first_to_match, patterns), [names], file=file)[0]
 
 
 def check_patterns(config: Mapping[str, Any], names: Sequence[str], *, file: str) -> None:
@@ -242,7 +242,7 @@ def check_patterns(config: Mapping[str, Any], names: Sequence[str], *, file: str
     """
     expressions = [*_expressions(config)]
     if expressions:
-        run_bounded(partial(_match_all, expressions), [names], file=file)
+        run_bounded(partial(match_all, expressions), [names], file=file)
 
 
 def ends(name: str) -> Iterator[str]:
@@ -258,12 +258,6 @@ def _by_end(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     return {name: min(of_it, key=order.__getitem__) for name, of_it in found.items() if of_it}
 
 
-def _by_expression(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    compiled = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
-    found = {name: next((p for p, c in compiled.items() if c.match(name)), None) for name in names}
-    return {name: pattern for name, pattern in found.items() if pattern is not None}
-
-
 def _expressions(config: Mapping[str, Any]) -> Iterator[str]:
     """What peft 0.18 gives to `re`, of patterns that are more than names."""
     forms = {"target_modules": "({})$", "exclude_modules": "({})$", "rank_pattern": r"(.*\.)?({})$",
@@ -276,9 +270,3 @@ def _expressions(config: Mapping[str, Any]) -> Iterator[str]:
         for pattern in [given] if isinstance(given, str) else given or ():
             if isinstance(pattern, str) and not _NAME.fullmatch(pattern):
                 yield form.replace("{}", pattern)
-
-
-def _match_all(expressions: Sequence[str], names: Sequence[str]) -> None:
-    for expression in expressions:
-        for name in names:
-            re.match(expression, name)
