@@ -1,8 +1,10 @@
-"""Every shipped YAML: recipes train two steps when shrunk, groups compose and build."""
+"""Every shipped YAML: recipes and groups compose and build; one of each family trains two steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,14 @@ from llmfoundry.recipe.checks import Duration
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import to_dict
 from tests.tiny import losses, write_recipe
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))
+TRAINED = (  # whose models and optimizers have every choice that any recipe makes
+    *("quickstart", "dbrx-tiny", "llama-1b", "mpt-125m", "starcoder2-3b"),
+    *("dbrx-18b", "mpt-7b-128k"),
+)
 FINETUNING = ("finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
 GROUPS = [
     path
@@ -68,10 +75,41 @@ def shrunk(recipe: Path, folder: Path) -> TrainRecipe:
     return checked(TrainRecipe, recipe, overrides)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [p if p.stem in TRAINED else pytest.param(p, marks=pytest.mark.slow) for p in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
     train(shrunk(recipe, tmp_path))
     assert sorted(losses(tmp_path / "run")) == [1, 2]
+
+
+def test_what_any_recipe_chooses_one_that_is_trained_chooses() -> None:
+    """By each key of model, optimizer, schedule and layout; numbers are no choice."""
+    chosen: dict[str, set[tuple[str, object]]] = {}
+    for path in RECIPES:
+        recipe = to_dict(with_defaults(checked(TrainRecipe, path)))
+        sections = {name: recipe[name] for name in ("model", "optimizer", "schedule", "parallel")}
+        chosen[path.stem] = {*choices(sections)}
+    trained = set().union(*(chosen[name] for name in TRAINED))
+    assert {name: found - trained for name, found in chosen.items() if found - trained} == {}
+
+
+def choices(section: dict[str, Any], within: str = "") -> Iterator[tuple[str, object]]:
+    """Keys of a section and of those in it, with what is not a number, a duration or a list."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from choices(value, f"{within}{key}.")
+        elif (value is None or isinstance(value, bool | str)) and not key.startswith("t_"):
+            yield within + key, value
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_builds_its_model(path: Path) -> None:
+    recipe = with_defaults(checked(TrainRecipe, path))
+    recipe.model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
+    assert len(build_root(recipe).model.blocks) == recipe.model.n_layers
 
 
 PUBLISHED = {  # parameters; tokens of LLM Foundry's recipes, elsewhere 20 a parameter
