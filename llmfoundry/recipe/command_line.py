@@ -141,7 +141,7 @@ def _is_recipe(word: str) -> bool:
 
 _MARK = "LLMFOUNDRY_CONSOLE"
 _TORCHRUN = re.compile(r"(torchrun [^\n]*?)scripts/(\w+)\.py")
-_SCRIPT = re.compile(r"(?:python )?(?<![\w/])scripts/(\w+)\.py")  # not a/scripts/b.py
+_SCRIPT = re.compile(r"(?:python )?(?<![\w/])scripts/(\w+)\.py")  # not of another folder
 
 
 def mark_console() -> None:

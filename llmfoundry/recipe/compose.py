@@ -218,10 +218,12 @@ def _ask_hydra(
 @functools.cache
 def _source() -> type:
     """What gives Hydra the defaults lists of the files in a folder, read as all our YAML is."""
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
-    from hydra.plugins.config_source import ConfigResult
+    from hydra.core.object_type import ObjectType
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
 
-    class RecipeSource(FileConfigSource):
+    Names = list[str]  # in the class, `list` is its method
+
+    class RecipeSource(ConfigSource):
         """A folder of recipes and groups."""
 
         @staticmethod
@@ -237,6 +239,22 @@ def _source() -> type:
                 header["package"] = "_global_"
             config = OmegaConf.create({"defaults": defaults} if defaults else {})
             return ConfigResult(self.provider, self.full_path(), config, header)
+
+        def available(self) -> bool:
+            return self.is_group("")
+
+        def is_group(self, config_path: str) -> bool:
+            return (Path(self.path) / config_path).is_dir()
+
+        def is_config(self, config_path: str) -> bool:
+            return (Path(self.path) / self._normalize_file_name(config_path)).is_file()
+
+        def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
+            found: Names = []
+            for file in (Path(self.path) / config_path).iterdir():
+                place = f"{config_path}/{file.name}".lstrip("/")
+                self._list_add_result(found, place, file.name, results_filter)
+            return sorted({*found})
 
     return RecipeSource
 

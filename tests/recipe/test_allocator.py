@@ -46,7 +46,7 @@ def test_segments_grow_unless_the_user_set_any_name(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     added = allocator_settings(os.environ)
-    items = environment([], "cuda")
+    items = environment("cuda")
     assert tuple({**os.environ, **added}.get(name) for name in ALLOCATOR_VARIABLES) == expected
     assert tuple(items.get(name) for name in ALLOCATOR_VARIABLES) == expected
 
