@@ -1,4 +1,4 @@
-"""Every recipe of yamls/finetune/: sound, counted, and, with a tiny model, trained two steps."""
+"""Every recipe of yamls/finetune/: sound, counted; of each kind one trains a tiny model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.tiny import losses, write_recipe
 RECIPES = sorted((YAMLS / "finetune").glob("*.yaml"))
 QUICK = [path for path in RECIPES if path.stem.startswith("quickstart")]
 HUB = [path for path in RECIPES if path not in QUICK]
+ALIKE = ("llama-8b-lora", "mpt-7b-32k", "llama-8b-128k")
+"""Others train their choices: qLoRA's with 4 bits beside, domain adaptation's with fewer tokens."""
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|end_of_text|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -101,7 +103,11 @@ def test_all_recipes_of_the_table_are_there() -> None:
     assert {path.stem for path in HUB} == set(named.split())
 
 
-@pytest.mark.parametrize("path", HUB, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow) if p.stem in ALIKE else p for p in HUB],
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_takes_two_steps_with_a_tiny_model(path: Path, tmp_path: Path) -> None:
     written = checked(FinetuneRecipe, path)
     assert written.model.pretrained is not None
