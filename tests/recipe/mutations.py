@@ -21,6 +21,7 @@ from typing import Any
 
 from llmfoundry.recipe.after_training import (
     ChatRecipe,
+    CompareRecipe,
     ConvertRecipe,
     EvalRecipe,
     GenerateRecipe,
@@ -56,6 +57,7 @@ SCRIPTS: dict[str, type] = {
     "serve": ServeRecipe,
     "finetune": FinetuneRecipe,
     "chat": ChatRecipe,
+    "compare": CompareRecipe,
     "check": CheckRunRecipe,
     "supervise": TrainRecipe,
 }
@@ -67,6 +69,7 @@ SOUND = {  # what the scripts without a recipe's file need
     "convert": ["checkpoint=runs/x", "to=hf", "output=out"],
     "fetch_eval_data": ["from_hub=true"],
     "track": ["run=runs/x"],
+    "compare": ["runs=[runs/x]"],
     "migrate": ["theirs=theirs.yaml"],
 }
 RECIPES = sorted(YAMLS.glob("*.yaml"))
