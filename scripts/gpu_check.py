@@ -15,11 +15,11 @@ no time, 2 a mistake in the command.
 
 Without a network: torch 2.11 to 2.13, this repository, and a folder with the wheels of hydra-core,
 omegaconf, antlr4-python3-runtime, pyyaml, numpy, psutil, tqdm, msgspec, tokenizers, packaging,
-jinja2, markupsafe and fsspec; for the tests pytest, pluggy, iniconfig and pygments too. On
-a machine with a network and the same Python and processor:
-    pip wheel --no-deps -w my/wheels hydra-core omegaconf antlr4-python3-runtime==4.9.3 pyyaml \
-        numpy psutil tqdm msgspec tokenizers packaging jinja2 markupsafe fsspec pytest pluggy \
-        iniconfig pygments
+jinja2, markupsafe and fsspec; for the tests pytest, pluggy, iniconfig and pygments too. On a
+machine with a network and the same Python and processor:
+    pip wheel --no-deps -w my/wheels hydra-core omegaconf antlr4-python3-runtime==4.9.3 pyyaml
+    pip wheel --no-deps -w my/wheels numpy psutil tqdm msgspec tokenizers packaging fsspec
+    pip wheel --no-deps -w my/wheels jinja2 markupsafe pytest pluggy iniconfig pygments
 """
 
 import sys
