@@ -45,21 +45,32 @@ _PERMANENT = ("AuthenticationError", "UsageError")
 
 
 class WandbSession:
-    """An open W&B run. `server`: its address, to look whether it is there; None offline."""
+    """An open W&B run.
+
+    `server`: its address, to look whether it is there; None offline. `is_new`: nothing of it was
+    written before.
+    """
 
     max_points = 10_000
 
     def __init__(
-        self, run: Any, label: str, server: str | None, say: Callable[[str], None]
+        self,
+        run: Any,
+        label: str,
+        server: str | None,
+        say: Callable[[str], None],
+        *,
+        is_new: bool,
     ) -> None:
         self._run, self._label, self._server, self._say = run, label, server, say
         self._first_step = run.starting_step
+        self._knows_steps = is_new or server is not None
         self._next_look = time.monotonic() + _LOOK_SECONDS
         self._is_away = False
 
     def steps(self, name: str) -> Container[int]:
-        """The batches that the server has; offline nobody knows those, and none is sent again."""
-        return range(self._first_step if self._server is not None else sys.maxsize)
+        """The batches that it has; offline nobody knows an older run's, and none is sent again."""
+        return range(self._first_step if self._knows_steps else sys.maxsize)
 
     def send(self, points: Sequence[MetricPoint]) -> None:
         """Hand metrics to W&B's process, which never fails, and look whether they can arrive."""
@@ -140,7 +151,8 @@ def open_session(
     import wandb
 
     file = facts.folder / RUN_ID_FILE
-    if not file.exists():
+    is_new = not file.exists()
+    if is_new:
         atomic_write(file, f"{secrets.token_hex(4)}\n")
     settings = wandb.Settings(**_settings(facts.folder))
     at_exit = sys.exit, sys.excepthook  # wandb's own would only note an exit code, which we give
@@ -164,7 +176,7 @@ def open_session(
     )
     run.define_metric(BATCH)
     run.define_metric("*", step_metric=BATCH)
-    return WandbSession(run, label, server, say)
+    return WandbSession(run, label, server, say, is_new=is_new)
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Evaluation(Protocol):
 
     Attributes:
         name: of the model.
-        folder: where results.json is; a second evaluation there continues the same MLflow run.
+        folder: where results.json is; a second evaluation there is another run.
         results: has `metrics`.
         batch: of the checkpoint.
     """

@@ -120,6 +120,18 @@ def test_an_offline_run_is_whole_in_its_folder(tmp_path: Path, server: WandbServ
     assert server.exit_codes[-1] == 0
 
 
+def test_an_offline_run_that_begins_late_has_what_was_logged_before(
+    tmp_path: Path, server: WandbServer
+) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    rows = [{"time/batch": b, "loss/train/total": 1 / b} for b in range(1, 10)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(folder, 9, 12, "offline", server.address)
+    sync(folder, server)
+    assert losses(server) == [(b, 1 / b) for b in range(1, 13)]
+
+
 def test_a_resumed_run_resumes_in_the_same_one_and_repeats_nothing(
     tmp_path: Path, server: WandbServer
 ) -> None:
