@@ -1,4 +1,4 @@
-"""The recipe's `data` section opened: streams to train on, held-out text, and their mixture.
+"""The recipe's `data` section opened: streams to train on, and held-out text.
 
 Read `open_data` first. Process 0 alone reads the indices of shards, and what must be measured on
 their samples, and hands them to the others: thousands of processes would ask a store for the same
@@ -18,8 +18,7 @@ import numpy as np
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
-from llmfoundry.data.loader import Loader, RowFormat, Stream
-from llmfoundry.data.order import ONLY, Mixture, Order, Phase, stream_key, stream_weights
+from llmfoundry.data.order import ONLY, Order, stream_key, stream_weights
 from llmfoundry.data.preparation.bad_rows import BadRowsError
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.shard_index import Index, open_shards, read_index, with_sample
@@ -28,6 +27,7 @@ from llmfoundry.data.sources import (
     MDSTokens,
     OrderedStream,
     RowOptions,
+    Stream,
     TokenSource,
     open_source,
     too_short,
@@ -48,7 +48,6 @@ from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, prob
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.checks import Clock
 from llmfoundry.recipe.data import DataConfig, FilterConfig
 from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig
 from llmfoundry.recipe.train import TrainRecipe
@@ -177,61 +176,6 @@ def _open_all(
     if problems:
         raise BadRowsError(*problems)
     return opened, held_out[0] if len(held_out) == 1 else Chain(held_out)
-
-
-def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
-    """The proportions at the run's start, and each of the recipe's phases by its first step."""
-    phases, before = [Phase(0, data.weights)], 0.0
-    for n, phase in enumerate(recipe.data.phases):
-        at = clock.batches(phase.at)
-        if at < before:
-            raise UserError(
-                f"data.phases[{n}].at: {phase.at} lies before the phase above it; write the phases"
-                " in the order in which they begin"
-            )
-        weights = tuple(float(phase.proportions.get(s.name, 0)) for s in data.streams)
-        phases.append(Phase(math.ceil(at - 1e-9), weights))
-        before = at
-    return phases
-
-
-def build_loader(
-    recipe: TrainRecipe, data: Data, clock: Clock, tokenizer: Tokenizer, world: World
-) -> Loader:
-    """This process's share of every global batch."""
-    mixture = Mixture(
-        [stream.name for stream in data.streams],
-        build_phases(recipe, data, clock),
-        batch_size=recipe.global_train_batch_size,
-        per_stream=recipe.data.batching_method == "per_stream",
-    )
-    return Loader(
-        data.streams,
-        mixture,
-        RowFormat(
-            seq_len=recipe.max_seq_len,
-            eos_id=tokenizer.eos_id,
-            vocab_size=tokenizer.vocab_size,
-            attend_across_documents=recipe.data.attend_across_documents,
-        ),
-        data_rank=world.data_rank,
-        data_size=world.data_size,
-        workers=recipe.data.loader_workers,
-        prefetch_factor=recipe.data.prefetch_factor,
-        allow_changed=recipe.data.allow_changed,
-    )
-
-
-def mixture_lines(loader: Loader, total: int) -> list[str]:
-    """A line for each of several streams: its part of a run of `total` batches, and its epochs."""
-    streams, given = loader.streams, loader.mixture.consumed(total)
-    if len(streams) == 1:
-        return []
-    return [
-        f"data.streams.{stream.name}: {stream.n_rows:,} rows; {n / sum(given):.1%} of the run,"
-        f" {n / stream.n_rows:.2f} epochs"
-        for stream, n in zip(streams, given, strict=True)
-    ]
 
 
 def learning_corpus(config: DataConfig) -> DataConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.builders.adapter import BASE, FOLDER, adapt, has_adapter, lora_plus_ratio
 from llmfoundry.builders.callbacks import build_callbacks
-from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
+from llmfoundry.builders.data import Data, learning_corpus, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
 from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.microbatch import build_limit, settle_microbatch
@@ -39,7 +40,8 @@ from llmfoundry.builders.resume import (
 from llmfoundry.checkpoint.load import load_tensors, read_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
-from llmfoundry.data.loader import Loader
+from llmfoundry.data.loader import Loader, RowFormat
+from llmfoundry.data.order import Mixture, Phase
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.sources import tokens_left_out
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -464,6 +466,61 @@ def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
         batches_per_epoch=data.epoch_rows / size,
         max_duration=Duration.parse(recipe.max_duration),
     )
+
+
+def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
+    """The proportions at the run's start, and each of the recipe's phases by its first step."""
+    phases, before = [Phase(0, data.weights)], 0.0
+    for n, phase in enumerate(recipe.data.phases):
+        at = clock.batches(phase.at)
+        if at < before:
+            raise UserError(
+                f"data.phases[{n}].at: {phase.at} lies before the phase above it; write the phases"
+                " in the order in which they begin"
+            )
+        weights = tuple(float(phase.proportions.get(s.name, 0)) for s in data.streams)
+        phases.append(Phase(math.ceil(at - 1e-9), weights))
+        before = at
+    return phases
+
+
+def build_loader(
+    recipe: TrainRecipe, data: Data, clock: Clock, tokenizer: Tokenizer, world: World
+) -> Loader:
+    """This process's share of every global batch."""
+    mixture = Mixture(
+        [stream.name for stream in data.streams],
+        build_phases(recipe, data, clock),
+        batch_size=recipe.global_train_batch_size,
+        per_stream=recipe.data.batching_method == "per_stream",
+    )
+    return Loader(
+        data.streams,
+        mixture,
+        RowFormat(
+            seq_len=recipe.max_seq_len,
+            eos_id=tokenizer.eos_id,
+            vocab_size=tokenizer.vocab_size,
+            attend_across_documents=recipe.data.attend_across_documents,
+        ),
+        data_rank=world.data_rank,
+        data_size=world.data_size,
+        workers=recipe.data.loader_workers,
+        prefetch_factor=recipe.data.prefetch_factor,
+        allow_changed=recipe.data.allow_changed,
+    )
+
+
+def mixture_lines(loader: Loader, total: int) -> list[str]:
+    """A line for each of several streams: its part of a run of `total` batches, and its epochs."""
+    streams, given = loader.streams, loader.mixture.consumed(total)
+    if len(streams) == 1:
+        return []
+    return [
+        f"data.streams.{stream.name}: {stream.n_rows:,} rows; {n / sum(given):.1%} of the run,"
+        f" {n / stream.n_rows:.2f} epochs"
+        for stream, n in zip(streams, given, strict=True)
+    ]
 
 
 def build_checkpointer(

@@ -19,16 +19,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmfoundry.builders.data import Data, build_loader, build_phases, open_data
+from llmfoundry.builders.data import Data, open_data
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.pretrained import resolve
-from llmfoundry.builders.trainer import build_clock, make_tokenizer
+from llmfoundry.builders.trainer import build_clock, build_loader, build_phases, make_tokenizer
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.loader import Loader, Row
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.sources import Row
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

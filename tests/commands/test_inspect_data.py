@@ -12,7 +12,8 @@ import pytest
 
 from llmfoundry.commands.inspect_data import PartFacts, RowFacts, inspect_data, learned_lines
 from llmfoundry.commands.train import train
-from llmfoundry.data.loader import Loader, Rows
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.sources import Rows
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import InspectFinetuneRecipe, InspectRecipe, inspected
 from llmfoundry.recipe.command_line import parse

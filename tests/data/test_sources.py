@@ -16,11 +16,10 @@ import torch
 from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.held_out import Chain, MDSDocuments, MDSRows, TokenShards
-from llmfoundry.data.loader import Rows
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import MDSTokens, RowOptions, TokenSource, open_source
+from llmfoundry.data.sources import MDSTokens, RowOptions, Rows, TokenSource, open_source
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens

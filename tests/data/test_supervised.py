@@ -20,11 +20,13 @@ import pytest
 import torch
 
 from llmfoundry import bounded
-from llmfoundry.builders.data import Data, build_loader, open_data
+from llmfoundry.builders.data import Data, open_data
+from llmfoundry.builders.trainer import build_loader
 from llmfoundry.data.held_out import validation_batches
-from llmfoundry.data.loader import BatchPrefetcher, Loader, Row
+from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
+from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.rows import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.builders.data import build_loader
 from llmfoundry.builders.evaluation import build_evaluated, build_validation
+from llmfoundry.builders.trainer import build_loader
 from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.gauntlet.questions import Prompt, Request

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from llmfoundry.builders.job import Job
-from llmfoundry.data.loader import Loader, Row
-from llmfoundry.data.sources import OrderedStream
+from llmfoundry.data.loader import Loader
+from llmfoundry.data.sources import OrderedStream, Row
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
 from llmfoundry.train.trainer import Callback, Trainer
 

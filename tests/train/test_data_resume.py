@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.builders.data import Data, build_loader, learning_corpus, mixture_lines, open_data
+from llmfoundry.builders.data import Data, learning_corpus, open_data
 from llmfoundry.builders.model import with_defaults
-from llmfoundry.builders.trainer import build_clock
+from llmfoundry.builders.trainer import build_clock, build_loader, mixture_lines
 from llmfoundry.data.loader import Loader
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from llmfoundry.data.loader import Row
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.bad_rows import shortened
 from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.formats import KEYS
 from llmfoundry.data.supervised.prepare_rows import SPELLED, SPLIT, Store, StoreFacts
 from llmfoundry.data.text.tokenizer import Tokenizer
