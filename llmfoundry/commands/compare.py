@@ -33,6 +33,8 @@ def compare(recipe: CompareRecipe) -> None:
         UserError: a folder is no run's and holds none, or the page cannot be written.
     """
     console, output = Console(), page_path(recipe)
+    if output.exists() and not output.is_file():  # root would put the page in a device's place
+        raise UserError(f"output: {output}: is not a file; write another path")
     while True:
         runs = read_runs(recipe)
         try:
@@ -75,7 +77,7 @@ def read_runs(recipe: CompareRecipe) -> list[ComparedRun]:
     problems: list[str] = []
     for name in recipe.runs:
         folder = Path(name).expanduser()
-        inside = sorted(path.parent for path in folder.glob(f"*/{RECORD}"))
+        inside = sorted(path.parent for path in folder.glob(f"*/{RECORD}") if path.is_file())
         found = [folder] if is_run(folder) else inside
         if not found:
             is_there = folder.is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,6 +76,18 @@ def test_curves_are_kept_by_tokens_steps_and_hours(tmp_path: Path) -> None:
     assert chart["ends"] == {"tokens": 3000, "steps": 3, "hours": 0.05} and chart["end"] == 3000
 
 
+def test_hours_go_on_where_another_process_went_on(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [3.0, 2.0, 1.5])
+    times = (1800, 3600, 900)  # of one process, of one, of the next
+    rows = [
+        {"time/batch": n, "time/token": n, "time/train": seconds, LOSS: 1.0}
+        for n, seconds in enumerate(times, 1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, (chart,) = page_of(f"runs=[{run}]", output=tmp_path / "page.html")
+    assert chart["lines"][0]["axes"]["hours"] == [0.5, 1, 1.25]
+
+
 def test_a_long_run_is_stretched_alike_along_every_axis(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [1.0 + n % 7 for n in range(9000)])
     _, (chart,) = page_of(f"runs=[{tmp_path / 'a'}]", output=tmp_path / "page.html")
@@ -97,13 +110,13 @@ def test_a_run_without_a_metric_keeps_its_color(tmp_path: Path) -> None:
     [
         ({BITS: 1.5}, {BITS: 1.25}, "b"),  # though its training loss is higher
         ({BITS: 1.5}, {}, "a"),  # not known of both, so the training loss decides
-        ({BITS: float("nan")}, {BITS: 1.25}, "a"),
+        ({BITS: float("nan")}, {BITS: 1.25}, "b"),  # whose end is finite
     ],
 )
 def test_the_best_has_the_least_of_what_all_have(
     tmp_path: Path, of_a: dict[str, float], of_b: dict[str, float], best: str
 ) -> None:
-    write_run(tmp_path / "a", [3.0, 1.0], **{k: str(v) if v != v else v for k, v in of_a.items()})
+    write_run(tmp_path / "a", [3.0, 1.0], **{k: "NaN" if v != v else v for k, v in of_a.items()})
     write_run(tmp_path / "b", [3.0, 2.0], **of_b)
     html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
     (row,) = [row for row in html.split("<tr>") if ">best<" in row]
@@ -126,6 +139,53 @@ def test_the_last_gauntlets_stand_beside_one_another_with_intervals(tmp_path: Pa
     html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
     assert "0.6000 [0.5000, 0.7000]" in html and "0.7000 [0.6000, 0.8000]" in html
     assert "copa" in html[html.index(">Evaluation<") :]
+
+
+def test_a_run_keeps_its_color_and_number_where_others_have_no_gauntlet(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [1.0])
+    evaluated(write_run(tmp_path / "b", [1.0]), 0.6)
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    scores = html[html.index(">Evaluation<") :]
+    assert "1 a" in scores and "2 b" in scores and "not asked" in scores
+    assert re.findall(r'class="value" style="width:60.*?%;background:(.*?)"', scores) == [
+        "var(--s1)"
+    ]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null"])
+@pytest.mark.parametrize("name", ["run.json", "eval/ba3.json"])
+def test_a_record_that_is_none_is_named(tmp_path: Path, name: str, text: str) -> None:
+    run = write_run(tmp_path / "a", [1.0])
+    evaluated(run, 0.6)
+    (run / name).write_text(text)
+    with pytest.raises(UserError, match=re.escape(f"{run / name}: ")):
+        page_of(f"runs=[{run}]", output=tmp_path / "page.html")
+
+
+def test_a_run_without_steps_of_its_own_has_an_axis(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [1.0])
+    row = {"time/batch": 0, "time/token": 0, LOSS: 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    _, (chart,) = page_of(f"runs=[{run}]", output=tmp_path / "page.html")
+    assert chart["ends"] == {"tokens": 1, "steps": 1, "hours": 1}
+
+
+def test_a_link_holds_any_name(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "lr=1%25#2?", [1.0])
+    (run / "report.html").touch()
+    html, _ = page_of(f"runs=['{run}']", output=tmp_path / "page.html")
+    assert 'href="lr%3D1%2525%232%3F/report.html"' in html
+
+
+def test_pipes_and_devices_are_neither_read_nor_replaced(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [1.0])
+    (tmp_path / "b").mkdir()
+    os.mkfifo(tmp_path / "b" / "metrics.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    _, (chart,) = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    assert [line["label"] for line in chart["lines"]] == ["a"]
+    with pytest.raises(UserError, match="pipe: is not a file; write another path"):
+        page_of(f"runs=[{tmp_path}]", output=tmp_path / "pipe")
 
 
 def test_whether_a_run_is_under_way_is_known_by_its_lock(tmp_path: Path) -> None:

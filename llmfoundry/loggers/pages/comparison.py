@@ -7,15 +7,18 @@ has one color everywhere, and every curve is kept by tokens, by steps and by hou
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, read_json_if_there
 from llmfoundry.loggers.console import duration, percent, short_count
 from llmfoundry.loggers.metrics import BATCH, TOKEN, milliseconds
@@ -40,7 +43,7 @@ from llmfoundry.loggers.pages.charts import (
 )
 from llmfoundry.loggers.pages.page import page, part, table, together
 from llmfoundry.loggers.pages.report import STATUS, averages, metric_rows, read_evaluations
-from llmfoundry.loggers.pages.run_time import EVALUATION, TRAINING
+from llmfoundry.loggers.pages.run_time import EVALUATION, TRAINING, grown
 from llmfoundry.recipe.typed import flat
 from llmfoundry.recipe.yaml_file import read_yaml
 from llmfoundry.redaction import public
@@ -89,42 +92,66 @@ class ComparedRun:
     evaluation: dict[str, Any] = field(default_factory=dict)
 
     def last(self, metric: str) -> float | None:
-        """The last finite value that was logged; None: there is none."""
-        found = (row[metric] for row in reversed(self.rows) if is_number(row.get(metric)))
-        return next((float(value) for value in found if abs(value) < float("inf")), None)
+        """The last value that was logged, finite or not; None: there is none."""
+        found = (float(row[metric]) for row in reversed(self.rows) if is_number(row.get(metric)))
+        return next(found, None)
 
     def middle(self, metric: str) -> float | None:
-        """The median of what was logged; None: nothing was."""
-        found = [row[metric] for row in self.rows if is_number(row.get(metric))]
+        """The median of what was logged and is finite; None: nothing was."""
+        logged = (row[metric] for row in self.rows if is_number(row.get(metric)))
+        found = [value for value in logged if math.isfinite(value)]
         return median(found) if found else None
 
 
 def read_run(folder: Path, name: str, *, is_held: bool) -> ComparedRun:
-    """What the page needs of a run's folder; `is_held`: a process is at work there."""
-    run = read_json_if_there(folder / "run.json")
-    status = str(run.get("summary", {}).get("status", "running"))
+    """What the page needs of a run's folder; `is_held`: a process is at work there.
+
+    Raises:
+        UserError: a file in it cannot be read, or does not hold what a run writes there.
+    """
+    run = _mapping(folder / "run.json")
+    summary = run.get("summary")
+    status = str(summary.get("status", "running")) if isinstance(summary, dict) else "running"
     if status == "running" and not is_held:
         status = "not finished"  # its process was killed, or lost its machine
     recipe = folder / "recipe.yaml"
     values = read_yaml(recipe) if recipe.exists() else {}
     settings = {key: _as_text(value) for key, value in flat(values) if key not in OWN_KEYS}
-    evaluations = [found for found in read_evaluations(folder) if "tasks" in found]
-    rows, seconds = metric_rows(folder), dict.fromkeys((TRAINING, EVALUATION), 0.0)
+    evaluations = [found for found in _evaluations(folder) if found.get("tasks")]
+    rows, seconds = metric_rows(folder), 0.0
+    more = {key: grown(rows, key) for key in (TRAINING, EVALUATION)}
     for row in rows:
-        seconds |= {key: row[key] for key in seconds if is_number(row.get(key))}
-        row[HOURS] = sum(seconds.values()) / 3600
+        seconds += sum(next(of_key) for key, of_key in more.items() if key in row)
+        row[HOURS] = seconds / 3600
     return ComparedRun(folder, name, status, rows, settings, (evaluations or [{}])[-1])
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; empty: there is none."""
+    try:
+        found = read_json_if_there(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no object of JSON; restore or delete it")
+    return found
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The gauntlet's results, oldest first."""
+    for path in folder.glob("eval/*.json"):
+        _mapping(path)
+    return read_evaluations(folder)
 
 
 def write_comparison(path: Path, runs: Sequence[ComparedRun], *, follows: bool) -> None:
     """Write the page; `follows`: it will be written again, and an open one reloads itself."""
     going = sum(run.status == "running" for run in runs)
-    evaluated = [(run.name, run.evaluation) for run in runs if run.evaluation]
     sections = [
         ("Runs", run_table(runs, path.parent)),
         ("Training", charts(runs)),
         ("Differing settings", settings_table(runs)),
-        ("Evaluation", evaluation(evaluated)),
+        ("Evaluation", evaluation(runs)),
     ]
     html = page(
         title=f"{len(runs)} runs",
@@ -139,12 +166,16 @@ def write_comparison(path: Path, runs: Sequence[ComparedRun], *, follows: bool) 
 
 
 def best_run(runs: Sequence[ComparedRun]) -> tuple[int, str] | None:
-    """The run with the least of what decides, and what that is; None: nothing does."""
+    """The run with the least of what decides, and what that is; None: nothing does.
+
+    A run that ended with a value that is not finite is never the best.
+    """
     for metric in DECIDING:
         values = [run.last(metric) for run in runs]
         known = [value for value in values if value is not None]
-        if len(known) == len(runs) > 1:
-            return values.index(min(known)), metric
+        finite = [value for value in known if math.isfinite(value)]
+        if finite and len(known) == len(runs) > 1:
+            return values.index(min(finite)), metric
     return None
 
 
@@ -177,7 +208,7 @@ def run_table(runs: Sequence[ComparedRun], beside: Path) -> Markup:
     best, rows = best_run(runs), []
     for i, (run, row) in enumerate(zip(runs, run_rows(runs), strict=True)):
         report = run.folder / "report.html"
-        link = os.path.relpath(report, beside).replace(os.sep, "/") if report.exists() else ""
+        link = quote(os.path.relpath(report, beside)) if report.exists() else ""
         name = Markup('<a href="{}">{}</a>').format(link, run.name) if link else run.name
         mark = Markup(' <span class="hint">best</span>') if best and best[0] == i else ""
         rows.append((part("swatch", i) + name + mark, *row[1:]))
@@ -217,7 +248,7 @@ def _overlaid(chart: Chart, runs: Sequence[ComparedRun]) -> Markup:
         x_end=max(ends["tokens"], default=0.0),
         limit=limit,
         axes=axes,
-        ends={name: max(values, default=0.0) for name, values in ends.items()},
+        ends={name: max(values, default=0.0) or 1.0 for name, values in ends.items()},
     )
 
 
@@ -244,10 +275,14 @@ def settings_table(runs: Sequence[ComparedRun]) -> Markup:
     return table(("key", *(run.name for run in known)), rows, is_wide=True)
 
 
-def evaluation(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Markup:
-    """The last gauntlet of each run, as an evaluation's page shows several models."""
-    if not results:
+def evaluation(runs: Sequence[ComparedRun]) -> Markup:
+    """The last gauntlet of each run, as an evaluation's page shows several models.
+
+    Runs without one are there too: a run's color and number are its place among all.
+    """
+    if not any(run.evaluation for run in runs):
         return Markup()
+    results = [(run.name, run.evaluation or {"tasks": []}) for run in runs]
     drawn = (
         eval_page.models_table(results, []),
         eval_page.not_comparable(results),
