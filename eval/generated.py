@@ -987,10 +987,10 @@ def read_recipe(path: Path) -> dict[str, SetConfig]:
 
 def write_sets(recipe: Path) -> list[Path]:
     """Write every set of a recipe into the folder of its name; the files written."""
-    folder = recipe.with_suffix("")
+    sets, folder = read_recipe(recipe), recipe.with_suffix("")
     folder.mkdir(exist_ok=True)
     written = []
-    for name, config in read_recipe(recipe).items():
+    for name, config in sets.items():
         path = folder / f"{name}.jsonl"
         path.write_text(make_set(config, f"{recipe}: {name}"), encoding="utf-8", newline="\n")
         written.append(path)

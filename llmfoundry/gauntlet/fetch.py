@@ -506,7 +506,10 @@ def _mapping(entry: Mapping[str, Any], environment: Any) -> HubMapping:
 
     def template(text: str) -> Callable[[Row], Any]:
         columns.update(find_undeclared_variables(environment.parse(text)))
-        return environment.from_string(text).render
+        if not (whole := re.fullmatch(r"\{\{((?:(?!\}\}).)*)\}\}", text)):
+            return environment.from_string(text).render
+        value = environment.compile_expression(whole[1], undefined_to_none=False)
+        return lambda known: None if (found := value(known)) is None else str(found)  # no "None"
 
     def expression(text: str) -> Callable[[Row], Any]:
         columns.update(find_undeclared_variables(environment.parse(f"{{{{ {text} }}}}")))
@@ -567,6 +570,7 @@ def _clean_wikihow(text: str) -> str:
 _FILTERS: dict[str, Callable[..., Any]] = {
     "only": _only,
     "int": int,  # Jinja's own gives 0 for what is no number
+    "join": lambda texts, between: between.join(texts),  # Jinja's own writes None for a null
     "lettered": _lettered,
     "letters": lambda texts: list(_LETTERS[: len(texts)]),
     "sampled": lambda values, seed: random.Random(seed).sample(values, len(values)),

@@ -390,6 +390,16 @@ def test_a_published_row_becomes_llm_foundrys(
     assert MAPS[mapping](source) == expected
 
 
+def test_a_null_stays_one_and_becomes_no_text() -> None:
+    (row,) = MAPS["jeopardy"]({"context": "c", "continuation": None, "category": 3})
+    assert row == {"context": "c", "continuation": None, "category": "3"}
+    contexts = {"contexts": ["One.", None]}
+    with pytest.raises(TypeError):
+        MAPS["pubmed_qa"]({"question": "q", "context": contexts, "final_decision": "yes"})
+    with pytest.raises(TypeError):
+        MAPS["winogrande"]({"sentence": "a _ b", "option1": None, "option2": "x", "answer": "1"})
+
+
 def test_choices_of_gpqa_are_shuffled_by_the_question_alone() -> None:
     def source(question: str) -> Row:
         wrong = {f"Incorrect Answer {i}": f"wrong {i}\n" for i in (1, 2, 3)}
