@@ -80,8 +80,9 @@ def read_runs(recipe: CompareRecipe) -> list[ComparedRun]:
         inside = sorted(path.parent for path in folder.glob(f"*/{RECORD}") if path.is_file())
         found = [folder] if is_run(folder) else inside
         if not found:
-            is_there = folder.is_dir()
-            what = f"has no {RECORD}, nor has a folder in it" if is_there else "is not there"
+            what = f"has no {RECORD}, nor has a folder in it"
+            if not folder.is_dir():
+                what = "is not a folder" if folder.exists() else "is not there"
             problems.append(f"runs: {folder} {what}; write a run's folder, or one that holds runs")
         folders += [each for each in found if each not in folders]
     runs = []

@@ -230,13 +230,14 @@ def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     torn = write_run(tmp_path / "torn", [1.0, 2.0])
     (torn / "metrics.jsonl").write_text("no JSON\n" * 2)
-    words = [tmp_path / "empty", tmp_path / "nowhere", torn]
+    words = [tmp_path / "empty", tmp_path / "nowhere", torn, torn / "run.json"]
     recipe = CompareRecipe([str(word) for word in words], str(tmp_path / "page.html"))
     with pytest.raises(UserError) as caught:
         compare(recipe)
     lines = caught.value.lines()
-    assert len(lines) == 3 and "has no metrics.jsonl, nor has a folder in it" in lines[0]
-    assert "nowhere is not there" in lines[1] and "metrics.jsonl:1" in lines[2]
+    assert len(lines) == 4 and "has no metrics.jsonl, nor has a folder in it" in lines[0]
+    assert "nowhere is not there" in lines[1] and "run.json is not a folder" in lines[2]
+    assert "metrics.jsonl:1" in lines[3]
     assert not (tmp_path / "page.html").exists()
     with pytest.raises(UserError, match="runs: is empty"):
         checked(CompareRecipe, None, [])
