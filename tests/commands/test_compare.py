@@ -97,6 +97,13 @@ def test_a_long_run_is_stretched_alike_along_every_axis(tmp_path: Path) -> None:
     assert line["axes"]["steps"] == [x / 1000 for x in line["x"]]
 
 
+def test_a_run_that_is_short_beside_another_is_in_the_frame(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [3.0] * 100)
+    write_run(tmp_path / "b", [0.05])  # in the first twentieth of a, a sixtieth of its loss
+    _, (chart,) = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    assert chart["log"]
+
+
 def test_a_run_without_a_metric_keeps_its_color(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [3.0])
     write_run(tmp_path / "b", [3.0], **{BITS: 1.25})

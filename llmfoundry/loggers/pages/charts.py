@@ -43,14 +43,14 @@ _OPEN = (LOSS, ANSWERS, OPTIMIZER, SPEED)  # groups that a reader sees at once
 MARKED = ("Loss", "Gradient norm", "Throughput")  # pictures that show what happened to the run
 LIMIT = 800  # stretches of a line
 DIGITS = 6  # of a value: more than a screen has pixels
-STEEP = 0.05  # share of a run whose values do not decide the frame of a steep chart
+STEEP = 0.05  # share of a line whose values do not decide the frame of a steep chart
 
 
 @dataclass(frozen=True)
 class Chart:
     """A picture: metrics (label → name), unit, how values read (FORMS), whether noise is smoothed.
 
-    `steep`: the first twentieth of the run does not decide the frame. `is_one_if_equal`: lines that
+    `steep`: the first twentieth of a line does not decide the frame. `is_one_if_equal`: lines that
     all are the same are drawn as one, without a name.
     """
 
@@ -218,12 +218,12 @@ def line_chart(
     choose, and `ends` the longest line's ends along them. The y axis begins as a logarithmic one
     where positive values span more than a factor of 30. Empty if no value is finite.
     """
-    finite = [point for line in lines for point in line.points if math.isfinite(point[1])]
-    if not finite:
+    finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
+    if not any(finite):
         return Markup()
     skip, x_end = STEEP if chart.steep else 0.0, x_end or 1.0
-    framed = [y for x, y in finite if x >= skip * x_end]
-    framed = framed if len(framed) >= 40 else [y for _, y in finite]
+    framed = [y for points in finite for x, y in points if x >= skip * points[-1][0]]
+    framed = framed if len(framed) >= 40 else [y for points in finite for _, y in points]
     is_log = not chart.from_zero and 0 < 30 * min(framed) < max(framed)
     data: dict[str, Any] = {"form": chart.form, "log": is_log, "zero": chart.from_zero}
     data |= {"skip": skip, "smooth": chart.smooth, "end": x_end}

@@ -118,13 +118,13 @@
       })];
     }
 
-    /* Least and greatest y: a steep beginning runs out of the frame unless it is zoomed into. */
+    /* Least and greatest y: a line's steep beginning runs out of the frame unless it is zoomed into. */
     range() {
       const from = view.from ?? 0, to = view.to ?? this.data.end;
-      const seen = (start) => this.data.lines.flatMap((one) => one.x.flatMap((x, i) =>
-        x < start || x > to || one.y[i] === null ? [] : [(one.low ?? one.y)[i], (one.high ?? one.y)[i]]));
+      const seen = (skip) => this.data.lines.flatMap((one) => one.x.flatMap((x, i) =>
+        x < Math.max(from, skip * one.x.at(-1)) || x > to || one.y[i] === null ? [] : [(one.low ?? one.y)[i], (one.high ?? one.y)[i]]));
       const limits = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
-      const all = seen(from), framed = view.from === null && this.data.skip ? seen(this.data.skip * this.data.end) : all;
+      const all = seen(0), framed = view.from === null && this.data.skip ? seen(this.data.skip) : all;
       let [low, high] = limits(framed.length >= 40 ? framed : all);
       if (!(low <= high)) [low, high] = [0, 1];
       const margin = high - low > 1e-12 * Math.max(Math.abs(low), Math.abs(high)) ? 0.05 * (high - low) : Math.abs(high) * 0.1 || 1;
