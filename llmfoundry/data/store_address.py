@@ -80,7 +80,10 @@ def address_of(url: str, options: FetchOptions) -> Address:
     kind = _ALIASES.get(scheme, scheme)
     every = options.storage_options
     names = [scheme, kind, *(name for name, means in _ALIASES.items() if means == kind)]
-    given = dict(next((every[n] for n in names if n in every), {}))
+    name = next((n for n in names if n in every), kind)
+    if not isinstance(every.get(name, {}), Mapping):
+        raise UserError(f"data.storage_options.{name}: must be a mapping, such as {{anon: true}}")
+    given = dict(every.get(name, {}))
     if kind in EXTRAS:
         import_optional("obstore", f"{url}: {kind}://", extra=EXTRAS[kind])
 

@@ -28,7 +28,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 import fsspec
 
 from llmfoundry.data.store_address import EXTRAS, Address
-from llmfoundry.data.store_errors import answer_of
+from llmfoundry.data.store_errors import RequestError, answer_of
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.retry import within
 
@@ -235,6 +235,11 @@ class Bucket:
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
             named = operation if self._address.protocol == "s3" else ""
             raise answer_of(error, operation=named) from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # no Exception, and of no public module
+                raise
+            text = f"obstore cannot ask this address: {error}"
+            raise RequestError(text, status=None, operation="", attempts=1, kind="") from error
 
     def _once(self) -> Any:
         """The store for short requests, each tried once: trying again is our part."""
@@ -313,6 +318,11 @@ def _s3(address: Address) -> _Settings:
     if not region and not config.get("endpoint"):
         region = _region_of(address.bucket)
     config["region"] = region or "us-east-1"
+    if (url := config.get("endpoint")) and not re.fullmatch(r"https?://[^\s/]\S*", str(url)):
+        raise UserError(  # without the value, which may have a password
+            f"data.storage_options.{address.kind}.endpoint_url: must be https://HOST or"
+            " http://HOST; check it, or the environment's S3_ENDPOINT_URL and AWS_ENDPOINT_URL"
+        )
     if style == "virtual":
         config["virtual_hosted_style_request"] = True
         if endpoint := config.get("endpoint"):
@@ -371,7 +381,9 @@ def _s3_login(
         given = {n: os.environ.get(v) for n, v in zip(names, variables, strict=True)}
     if given["access_key_id"] and given["secret_access_key"]:
         # By a function, or obstore would add the environment's token to keys of the recipe.
-        made.provider = lambda: {**given, "expires_at": None}
+        # Of digits alone, YAML reads a key as a number.
+        login = {name: None if value is None else str(value) for name, value in given.items()}
+        made.provider = lambda: {**login, "expires_at": None}
         return None
     boto3 = import_optional("boto3", f"{address.kind}:// without keys", extra="s3")
     session = boto3.Session(profile_name=profile)
@@ -409,6 +421,11 @@ def _google(address: Address) -> _Settings:
     endpoint = given.pop("endpoint_url", None) or os.environ.get("STORAGE_EMULATOR_HOST")
     if payer := given.pop("requester_pays", None):
         payer = given.get("project") if payer is True else payer
+        if not payer:
+            raise UserError(
+                f"data.storage_options.{address.kind}.requester_pays: needs the project that pays;"
+                " write its name in place of true, or as project"
+            )
         made.client["default_headers"] = {"x-goog-user-project": str(payer)}
     made.config = _translated(address, given, {})
     if endpoint:

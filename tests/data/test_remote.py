@@ -373,6 +373,35 @@ def test_fsspecs_words_are_obstores_and_others_are_refused(
         Store("s3://b", FetchOptions(storage_options={"s3": {**given, "nonsense": 1}})).files()
 
 
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "line"),
+    [
+        (
+            "s3://b",
+            {"s3": {"anon": True, "endpoint_url": "u:pw@h:9"}},
+            r"s3\.endpoint_url: must be",
+        ),
+        ("s3://b c", {"s3": {"anon": True, "endpoint_url": NOWHERE}}, "cannot ask this address"),
+        ("gs://b", {"gs": {"token": "anon", "requester_pays": True}}, "the project that pays"),
+        ("s3://b", {"s3": "anon"}, r"storage_options\.s3: must be a mapping"),
+    ],
+)
+def test_settings_that_cannot_be_asked_with_are_one_line(
+    url: str, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(UserError, match=line) as raised:
+        Store(url, FetchOptions(storage_options=options, retry=2, timeout=5.0)).files()
+    assert "pw" not in str(raised.value)
+
+
+def test_a_key_of_digits_is_a_key(s3: FaultyS3) -> None:
+    login = {"key": 123, "secret": 456, "endpoint_url": s3.url}
+    assert Store(f"s3://{BUCKET}/data", FetchOptions(storage_options={"s3": login})).read("a")
+
+
 def test_keys_of_a_profile_are_those_of_the_aws_library(
     s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
