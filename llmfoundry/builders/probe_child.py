@@ -32,6 +32,7 @@ from llmfoundry.ops.shard_layout import local_shard
 from llmfoundry.processes import end_with
 from llmfoundry.recipe.plugins import import_plugins
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.train.callbacks import peak_memory
 from llmfoundry.train.spikes import Guard
 from llmfoundry.train.step import StepSettings, train_step
 
@@ -150,10 +151,7 @@ class _Peak:
             most = torch.cuda.max_memory_reserved(self._device)
             others = self._now() - self._first - torch.cuda.memory_reserved(self._device)
             return most + (0 if self._is_shared else max(0, others))
-        import resource
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        most *= 1 if sys.platform == "darwin" else 1024
+        most = peak_memory(self._device)
         return most - _of_files(psutil.Process().memory_info()) - self._first + RUN_BYTES
 
 

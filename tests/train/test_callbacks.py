@@ -6,6 +6,8 @@ import gc
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +96,18 @@ def test_what_remains_is_steps_and_evaluations_at_their_means(
     RuntimeEstimator().on_log(trainer, metrics)
     expected = 2 * (total - batch) + 30 * len(due)
     assert metrics["time/remaining_estimate"] == pytest.approx(expected)
+
+
+PEAK = "import torch; from llmfoundry.train.callbacks import peak_memory as peak"
+PEAK += "; print(peak(torch.device('cpu')))"
+
+
+def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
+    code = "import subprocess, sys; held = b'1' * (2 << 30)"
+    code += "; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    words = [sys.executable, "-c", code, PEAK]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert 0 < int(said) < 1 << 30
 
 
 def test_norms_are_those_of_the_tensors_and_only_where_a_step_is_logged(
