@@ -18,8 +18,9 @@ install: $(VENV)/.train ## make .venv and install what training needs
 train: $(VENV)/.train ## train yamls/quickstart.yaml on real text: minutes on a laptop's CPU
 	$(BIN)/python scripts/train.py yamls/quickstart.yaml
 
+# Three on two cores: a third of the time is spent waiting.
 test: $(VENV)/.dev ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.dev ## run the tests that take too long for CI
 	$(BIN)/python -m pytest -m slow
