@@ -154,13 +154,13 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
 
 def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:
     """Scripts that work on a run, or on another tool's file, take its path without a key."""
-    folders = getattr(recipe_type, "FOLDERS_KEY", None)
-    if folders is None:
+    names = ("FOLDERS_KEY", "FOLDER_KEY", "FILE_KEY")
+    folders, folder, file = (getattr(recipe_type, name, None) for name in names)
+    key, word = folders or folder or file, command.recipe
+    is_recipe = word is not None and file is None and word.endswith((".yaml", ".yml"))
+    if folders is None or is_recipe:
         refuse_more(command)
-    folder, file = (getattr(recipe_type, name, None) for name in ("FOLDER_KEY", "FILE_KEY"))
-    folder = folders or folder
-    key, word = folder or file, command.recipe
-    if key is None or word is None or (file is None and word.endswith((".yaml", ".yml"))):
+    if key is None or word is None or is_recipe:
         return
     if any(override.startswith(f"{key}=") for override in command.overrides):
         raise UserError(f"{word}: is {key}, which is given a second time; remove one of the two")

@@ -268,3 +268,6 @@ def test_folders_stand_behind_the_command_as_they_are_called(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "compare.html").stat().st_mtime >= began - 1
     assert all(name in done.stdout for name in names) and "compare.html" in done.stdout
+    words = [sys.executable, str(script), "mine.yaml", names[0]]  # a recipe has no folders behind
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "two recipes, mine.yaml and" in done.stderr
