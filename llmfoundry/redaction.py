@@ -129,6 +129,11 @@ def _secret_name(key: str) -> str:
     return OPTIONS if OPTIONS in parts else parts[-1] if parts[-1] in _WHOLE else ""
 
 
+def names_a_secret(variable: str) -> bool:
+    """Whether an environment variable's name says that its value is a secret."""
+    return re.search(rf"(?:^|_){_NAMES}$", variable, re.IGNORECASE) is not None
+
+
 def mask_tracebacks() -> None:
     """From now on an error that nobody catches shows no secret either."""
 

@@ -25,6 +25,7 @@ from llmfoundry.checkpoint.run_folder import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.commands.compare import page_path, read_runs
 from llmfoundry.commands.evaluate import check_models
+from llmfoundry.commands.launch import job_of
 from llmfoundry.commands.migrate import prepare
 from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.preparation.readers import find_files
@@ -62,6 +63,7 @@ from llmfoundry.recipe.before_training import (
     Checked,
     CheckRecipe,
     FetchRecipe,
+    LaunchRecipe,
     MigrateRecipe,
     PlanRecipe,
     PrepareRecipe,
@@ -416,6 +418,16 @@ def plan_planning(written: PlanRecipe) -> Rows:
     yield "to", f"the screen, as {written.format}"
 
 
+def plan_launching(recipe: LaunchRecipe) -> Rows:
+    """Where a run would be started; `dry_run=true` prints the target's object."""
+    job = job_of(recipe)
+    machines = f"{job.nodes} machine{'s' * (job.nodes > 1)}"
+    each = job.config.gpus_per_node
+    yield "target", f"{job.config.target}, {machines}" + f" of {each} GPUs" * bool(each)
+    yield "run", show(job.folder)
+    yield "object", "dry_run=true prints it"
+
+
 def plan_comparing(recipe: CompareRecipe) -> Rows:
     """Of scripts/compare.py."""
     yield "runs", ", ".join(run.name for run in read_runs(recipe))
@@ -480,6 +492,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "convert": plan_conversion,
     "plan": plan_planning,
     "track": plan_tracking,
+    "launch": plan_launching,
     "compare": plan_comparing,
     "fetch_eval_data": plan_fetching,
     "migrate_file": plan_migration,

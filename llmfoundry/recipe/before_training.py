@@ -1,7 +1,7 @@
 """The recipes of scripts that work before a run, or on its plan.
 
-prepare_data.py, inspect_data.py, plan.py and check.py take a training recipe with keys of their
-own (check.py none as well); fetch_eval_data.py and migrate.py have a few keys.
+prepare_data.py, inspect_data.py, plan.py, launch.py and check.py take a training recipe with keys
+of their own (check.py none as well); fetch_eval_data.py and migrate.py have a few keys.
 """
 
 from __future__ import annotations
@@ -238,6 +238,52 @@ def planned(command: CommandLine) -> type[PlanRecipe]:
     """
     is_finetuned = is_finetuning(command.recipe, command.overrides)
     return PlanFinetuneRecipe if is_finetuned else PlanRecipe
+
+
+@dataclass
+class LaunchRecipe(TrainRecipe):
+    """A training run for scripts/launch.py: every key of its recipe, and these."""
+
+    nodes: Annotated[int | None, Range(1, 100_000)] = None
+    """launch.nodes."""
+    gpus_per_node: Annotated[int | None, Range(0, 1024)] = None
+    """launch.gpus_per_node."""
+    dry_run: bool = False
+    """Print the target's object, and submit nothing."""
+
+    def settle(self) -> None:
+        """Move the short keys into their section."""
+        for name in ("nodes", "gpus_per_node"):
+            if getattr(self, name) is not None:
+                setattr(self.launch, name, getattr(self, name))
+        super().settle()
+
+    def check(self) -> Iterator[str]:
+        """Every problem of the recipe, a line each."""
+        yield from super().check()
+        yield from self.launch.check_launch()
+        if self.launch.target == "skypilot" and not self.dry_run:
+            yield "launch.target: skypilot is only printed; add dry_run=true, for sky launch"
+        if self.save_overwrite:
+            yield (
+                "save_overwrite: true, but every restart would delete what the run has saved; write"
+                " false"
+            )
+
+
+@dataclass
+class LaunchFinetuneRecipe(FinetuneRecipe, LaunchRecipe):
+    """A fine-tuning run for scripts/launch.py: every key of its recipe, and these."""
+
+
+def launched(command: CommandLine) -> type[LaunchRecipe]:
+    """The kind of recipe that a command line names: fine-tuning's has model.pretrained.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    is_finetuned = is_finetuning(command.recipe, command.overrides)
+    return LaunchFinetuneRecipe if is_finetuned else LaunchRecipe
 
 
 CHECK_LEVELS = ("full", "quick")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from llmfoundry.recipe.checks import check_duration, inert
 from llmfoundry.recipe.data import PRETRAINED, TOKENIZERS, DataConfig, TokenizerConfig
 from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig, ProfileConfig
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
@@ -42,6 +43,7 @@ NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|auto_probe"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|profile|health_check|hang|supervise"
+    r"|launch"
     r"|callbacks(?!\.early_stopper|\.watch\.(loss_spike|gradient_spike|not_finite|spike|roll_back))"
     r"|data\.validation"
     r"|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch|prefetch_factor"
@@ -162,6 +164,8 @@ class TrainRecipe:
     """When a process hangs, and what is done."""
     supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
     """What starts the run again."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """Where scripts/launch.py starts it (group launch/)."""
     plugins: list[str] = field(default_factory=list)
     """Python files, my_file.py, or modules, my_package.module, imported before anything is checked;
     they add optimizers, schedules, callbacks, loggers, norms, task types and kinds of files."""
@@ -195,6 +199,7 @@ class TrainRecipe:
             self.health_check,
             self.hang,
             self.supervise,
+            self.launch,
         )
         for section in sections:
             yield from section.check()

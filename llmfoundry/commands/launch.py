@@ -1,0 +1,72 @@
+"""`scripts/launch.py`: a run is given to a target, and its record kept.
+
+The order: the composed recipe and a record without a job are written, the target's client is asked,
+and the record is written again with the job. So a run that was cut off in between is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import atomic_write, try_lock
+from llmfoundry.launch import record as records
+from llmfoundry.launch.job import LOGS, RECIPE, Job, make_job
+from llmfoundry.launch.targets import TARGETS
+from llmfoundry.loggers.console import Console
+from llmfoundry.recipe.before_training import LaunchRecipe
+from llmfoundry.recipe.command_line import parse
+from llmfoundry.recipe.paths import show
+from llmfoundry.redaction import public
+
+LOCK = "launch.lock"
+
+
+def launch(recipe: LaunchRecipe) -> None:
+    """Render a checked recipe for its target, and submit it unless `dry_run`.
+
+    Raises:
+        UserError: it runs there already, or the target's client is missing or refuses.
+    """
+    job = job_of(recipe)
+    target = TARGETS[job.config.target]
+    if recipe.dry_run:
+        print(public(target.render(job)), end="")
+        return
+    try:
+        (job.folder / LOGS).mkdir(parents=True, exist_ok=True)
+        lock = try_lock(job.folder / LOCK, mode=0o644)
+    except OSError as error:
+        raise UserError(f"save_folder: cannot be written: {one_line(error)}") from error
+    if lock is None:
+        raise UserError(f"{show(job.folder)}: another process is launching it; wait for it")
+    with lock:
+        _refuse_running(job.folder)
+        records.write(job.folder, job.record)
+        atomic_write(job.folder / RECIPE, job.text)
+        record = target.submit(job)
+        records.write(job.folder, record)
+    console = Console()
+    rows = [("launched", f"{record.target} {record.job}"), ("run", show(job.folder))]
+    console.banner([*rows, ("recipe", show(job.folder / RECIPE))])
+
+
+def job_of(recipe: LaunchRecipe) -> Job:
+    """What this command launches."""
+    command = parse(sys.argv[1:])
+    given = command.recipe or "a command line"
+    return make_job(recipe, given=given, overrides=command.overrides)
+
+
+def _refuse_running(folder: Path) -> None:
+    """Two jobs of one run would fight for its folder, and the second start over or wait."""
+    record = records.read(folder)
+    if record is None or not record.job:
+        return
+    found = TARGETS[record.target].state(record)
+    if found.state in (records.WAITING, records.RUNNING):
+        raise UserError(
+            f"{show(folder)}: is {found.state} as {record.target} {record.job} ({found.reason});"
+            f" stop it (llmfoundry runs stop {record.name}), or write another run_name"
+        )

@@ -1,0 +1,1 @@
+"""A run is started on a target, looked at and stopped there: one table of functions a target."""

@@ -1,0 +1,113 @@
+"""A target's own client (ssh, sbatch, kubectl), asked as a process; whoever lacks it hears so.
+
+The targets' files call it. Nothing of what a client prints goes on with a secret in it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from llmfoundry.errors import UserError
+from llmfoundry.redaction import public
+
+SECONDS = 60.0  # for an answer
+
+
+def ask(words: Sequence[str], *, text: str = "", seconds: float = SECONDS) -> str:
+    """What a client prints, given `text` as standard input.
+
+    Raises:
+        UserError: there is no such client, or it refuses; its own last line says why.
+    """
+    try:
+        done = subprocess.run(
+            list(words),
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            errors="replace",
+        )
+    except FileNotFoundError as error:
+        raise UserError(missing(words[0])) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{words[0]}: no answer within {seconds:.0f} s; try again") from error
+    except OSError as error:
+        raise UserError(f"{words[0]}: cannot be started: {error.strerror}") from error
+    if done.returncode:
+        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        why = public(said[-1].strip()) if said else f"exit status {done.returncode}"
+        raise UserError(f"{words[0]}: {why}")
+    return done.stdout
+
+
+def secrets_here(names: Sequence[str]) -> dict[str, str]:
+    """The secrets of this shell.
+
+    Raises:
+        UserError: one is not set.
+    """
+    lines = [
+        f"launch.secrets: {name} is not set in this shell; set it"
+        for name in names
+        if not os.environ.get(name)
+    ]
+    if lines:
+        raise UserError(*lines)
+    return {name: os.environ[name] for name in names}
+
+
+def missing(client: str) -> str:
+    """The line for a client that is not there."""
+    return f"{client}: is not installed here; launch from a machine that has it, or dry_run=true"
+
+
+def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Lines of several commands as they come, each with the name of its source.
+
+    Ends once all of them have; the commands end where the caller goes no further.
+    """
+    lines: queue.Queue[tuple[str, str] | None] = queue.Queue(maxsize=10_000)
+    processes = list[subprocess.Popen[str]]()
+
+    def read(name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with suppress(ValueError, OSError):
+            for line in process.stdout:
+                lines.put((name, line.rstrip("\n")))
+        lines.put(None)
+
+    try:
+        for name, words in sources.items():
+            try:
+                process = subprocess.Popen(
+                    list(words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                )
+            except FileNotFoundError as error:
+                raise UserError(missing(words[0])) from error
+            processes.append(process)
+            threading.Thread(target=read, args=(name, process), daemon=True).start()
+        left = len(processes)
+        while left:
+            found = lines.get()
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        with suppress(queue.Empty):
+            while True:  # readers that wait for room end, too
+                lines.get_nowait()

@@ -1,0 +1,224 @@
+"""Targets without a scheduler: this machine, and machines that ssh reaches.
+
+`targets.py` lists both. The idea: they are one. A script of bash starts the supervisor as a session
+of its own, with its log in the run's folder, and prints its process's number; here bash runs it,
+and elsewhere `ssh HOST bash -s`. What is sent through standard input stands in no file and no list
+of processes, so that secrets go that way.
+
+Of several machines each has a supervisor, which starts that machine's processes by torchrun; they
+meet at the first. Where one ends, the others' processes lose it, and end as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from llmfoundry.errors import UserError
+from llmfoundry.launch.client import ask, merged_lines, secrets_here
+from llmfoundry.launch.job import LOGS, RECIPE, Job
+from llmfoundry.launch.record import (
+    ENDED,
+    RUNNING,
+    UNKNOWN,
+    LaunchRecord,
+    TargetState,
+)
+
+_END = "__llmfoundry_end_of_recipe__"
+_SESSION = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.setsid();"
+    " os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Bash lets what it starts in the background ignore SIGINT, by which a run is asked to stop."""
+_STARTED = re.compile(r"^llmfoundry started (\d+) (.*)$", re.MULTILINE)
+_PROCESS = re.compile(r"(?:(.+):)?(\d+)@(\d+)")
+_LSTART = "%a %b %d %H:%M:%S %Y"
+_SLACK = 2  # seconds by which ps may tell a start otherwise when it is asked again
+_STATE_SECONDS, _STOP_SECONDS = 20.0, 60.0
+
+
+def render(job: Job) -> str:
+    """The script of each machine."""
+    hosts = job.config.hosts or [""]
+    parts = [(f"# on {host}\n" if host else "") + script(job, n) for n, host in enumerate(hosts)]
+    return "\n".join(parts)
+
+
+def script(job: Job, node: int) -> str:
+    """The bash script that starts machine number `node`'s supervisor in the background."""
+    config, folder = job.config, _folder(job)
+    recipe = f"{folder}/{RECIPE}"
+    log, status = (f"{folder}/{LOGS}/node-{node}.{end}" for end in ("log", "exit"))
+    words = [*job.torchrun(_address(config.hosts[0]) if config.hosts else ""), *job.own_processes()]
+    command = shlex.join(job.command(recipe, *words))
+    inner = shlex.quote(f"trap : INT; {command}; echo $? > {shlex.quote(status)}")
+    lines = [f"# {job.note}", "set -e", f"cd {shlex.quote(_workdir(job))}", *_environment(job)]
+    lines += [f"mkdir -p {shlex.quote(f'{folder}/{LOGS}')}", f"rm -f {shlex.quote(status)}"]
+    if config.target == "ssh":
+        lines += [f"cat > {shlex.quote(recipe)} <<'{_END}'", job.text.rstrip("\n"), _END]
+    lines += [
+        *config.setup,
+        f"command -v {shlex.quote(job.python)} > /dev/null ||"
+        f" {{ echo {shlex.quote(_no_python(job))} >&2; exit 2; }}",
+        f"{shlex.quote(job.python)} -c '{_SESSION}' bash -c {inner}"
+        f" >> {shlex.quote(log)} 2>&1 < /dev/null &",
+        'echo "llmfoundry started $! $(LC_ALL=C ps -o lstart= -p $!)"',
+    ]
+    # In braces bash reads all of it before a line of setup could read the rest.
+    return "\n".join(["{", *lines, "exit 0", "}", ""])
+
+
+def _no_python(job: Job) -> str:
+    return f"{job.python} is not there; write launch.environment=FOLDER, which has bin/python"
+
+
+def _environment(job: Job) -> Iterator[str]:
+    if job.config.environment is not None:
+        yield f'export PATH={shlex.quote(job.config.environment + "/bin")}:"$PATH"'
+    for name, value in job.config.env.items():
+        yield f"export {name}={shlex.quote(value)}"
+    for name in job.config.secrets:
+        came = "this shell's" if job.config.target == "local" else "through standard input"
+        yield f': "${{{name}:?is not set}}"  # {came}'
+
+
+def _workdir(job: Job) -> str:
+    return job.config.workdir or os.getcwd()
+
+
+def _folder(job: Job) -> str:
+    """The run's folder on the machine that trains, for its log."""
+    if job.config.target == "local":
+        return str(job.folder.absolute())
+    return str(PurePosixPath(_workdir(job)) / "runs" / job.name)
+
+
+def _address(host: str) -> str:
+    """A host's name without its user: by which other machines reach it."""
+    return host.rpartition("@")[2]
+
+
+def submit(job: Job) -> LaunchRecord:
+    """Start the supervisor on each machine; those that have started are stopped where one fails.
+
+    Raises:
+        UserError: a machine cannot be reached, or its script fails.
+    """
+    config = job.config
+    secrets = secrets_here(config.secrets)
+    where = {"options": "\n".join(config.options), "log": f"{_folder(job)}/{LOGS}/node-*.log"}
+    record = dataclasses.replace(job.record, where=where, submitted_at=time.time())
+    for node, host in enumerate(config.hosts or [""]):
+        sent = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in secrets.items() if host)
+        try:
+            said = ask(_shell(record, host), text=sent + script(job, node))
+            found = _STARTED.search(said)
+            if found is None or not found[2].strip():
+                raise UserError(f"bash: has started nothing that lasts; see {where['log']}")
+        except UserError as error:
+            for text in _processes(record):
+                _run(record, text[0], _stop_script(text[1], now=True), _STOP_SECONDS)
+            place = f"launch.hosts[{node}]: {host}: " if host else "launch: "
+            raise UserError(f"{place}{error}") from error
+        began = int(time.mktime(time.strptime(found[2].strip(), _LSTART)))
+        mark = f"{host}:{found[1]}@{began}" if host else f"{found[1]}@{began}"
+        record = dataclasses.replace(record, job=",".join(filter(None, [record.job, mark])))
+    return record
+
+
+def state(record: LaunchRecord) -> TargetState:
+    """Whether its supervisors run; with several machines, whether any does."""
+    if not record.job:
+        return TargetState(UNKNOWN, "was not started")
+    found = list[TargetState]()
+    for node, (host, pid, began) in enumerate(_processes(record)):
+        try:
+            found.append(_state_of(record, node, host, pid, began))
+        except UserError as error:
+            found.append(TargetState(UNKNOWN, f"{host or 'here'}: {error}"))
+    first = next((s for s in found if s.state == RUNNING), None)
+    unknown = next((s for s in found if s.state == UNKNOWN), None)
+    return first or unknown or found[0]
+
+
+def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) -> TargetState:
+    status = shlex.quote(record.where.get("log", "").replace("node-*.log", f"node-{node}.exit"))
+    asked = f"LC_ALL=C ps -o stat= -o lstart= -p {pid} || true; echo; cat {status} 2>/dev/null"
+    lines = _run(record, host, f"{asked} || true", _STATE_SECONDS).split("\n")
+    if _is_same(lines[0], began):
+        return TargetState(RUNNING, f"process {pid}{f' of {host}' * bool(host)}")
+    ended = next((line for line in lines[1:] if line.strip().isdecimal()), None)
+    if ended is not None:
+        return TargetState(ENDED, f"exit status {ended.strip()}")
+    return TargetState(ENDED, "it was killed, or its machine has restarted")
+
+
+def _is_same(line: str, began: int) -> bool:
+    """Whether ps shows the process that was started, and not a later one of its number."""
+    flags, _, start = line.strip().partition(" ")
+    if not flags or flags.startswith("Z"):
+        return False
+    try:
+        return abs(time.mktime(time.strptime(start.strip(), _LSTART)) - began) <= _SLACK
+    except ValueError:
+        return False
+
+
+def stop(record: LaunchRecord, *, now: bool) -> str:
+    """Ask its supervisors to save and end; `now`: end them at once. What came of it, in words."""
+    done = list[str]()
+    for node, (host, pid, began) in enumerate(_processes(record)):
+        place = f" on {host}" * bool(host)
+        if _state_of(record, node, host, pid, began).state != RUNNING:
+            done.append(f"had ended{place}")
+            continue
+        _run(record, host, _stop_script(pid, now=now), _STOP_SECONDS)
+        done.append(f"{'ended' if now else 'asked to save and end'}{place}")
+    return ", ".join(done) or "was not started"
+
+
+def _stop_script(pid: int, *, now: bool) -> str:
+    """Signals for a supervisor's session: the second one ends its run at once."""
+    first = f"kill -INT -- -{pid}"
+    if not now:
+        return first
+    wait = f"for i in $(seq 40); do kill -0 -- -{pid} || exit 0; sleep 0.25; done"
+    return f"{first}; sleep 1; {{ {first}; {wait}; kill -KILL -- -{pid}; }} 2>/dev/null || true"
+
+
+def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
+    """What its supervisors and processes print, with the number of the machine."""
+    sources = dict[str, list[str]]()
+    for node, (host, _, _) in enumerate(_processes(record)):
+        log = record.where.get("log", "").replace("*", str(node))
+        words = ["tail", "-n", "+1", *(["-F"] if follow else []), "--", log]
+        if host:
+            words = [*_ssh(record), host, f"exec {shlex.join(words)}"]
+        sources[str(node)] = words
+    return merged_lines(sources)
+
+
+def _processes(record: LaunchRecord) -> list[tuple[str, int, int]]:
+    """Host (empty: this one), process and its start in seconds since 1970, of each machine."""
+    marks = (_PROCESS.fullmatch(mark) for mark in record.job.split(",") if mark)
+    return [(mark[1] or "", int(mark[2]), int(mark[3])) for mark in marks if mark]
+
+
+def _run(record: LaunchRecord, host: str, text: str, seconds: float) -> str:
+    return ask(_shell(record, host), text=f"{text}\n", seconds=seconds)
+
+
+def _shell(record: LaunchRecord, host: str) -> list[str]:
+    """Bash here, or on a host; no options of this record can start a program (`ssh_problems`)."""
+    return [*_ssh(record), host, "exec bash -s"] if host else ["bash", "-s"]
+
+
+def _ssh(record: LaunchRecord) -> list[str]:
+    options = record.where.get("options", "")
+    return ["ssh", "-T", "-o", "BatchMode=yes", *(options.split("\n") if options else [])]

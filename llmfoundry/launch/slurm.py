@@ -1,0 +1,173 @@
+"""Jobs of Slurm: the script for sbatch, and what squeue, scontrol, scancel and the job's log say.
+
+`targets.py` lists it. The batch script is the supervisor, on the first machine; it starts every
+attempt by srun on those that the job still has (`resilience/supervise/slurm.py`), so that a bad
+machine costs an attempt and not the job. Slurm counts no requeues: the script does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator
+
+from llmfoundry.errors import UserError
+from llmfoundry.launch.client import ask, merged_lines, secrets_here
+from llmfoundry.launch.job import LOGS, RECIPE, Job
+from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
+from llmfoundry.recipe.command_line import as_list
+from llmfoundry.recipe.resilience import EXCLUDE, NODES
+
+_WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
+_RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+
+
+def render(job: Job) -> str:
+    """The script that sbatch takes."""
+    config, folder = job.config, job.folder.absolute()
+    workdir = config.workdir or os.getcwd()
+    lines = ["#!/bin/bash", f"# {job.note}", *_directives(job)]
+    lines += [f"cd {shlex.quote(workdir)} || exit 2"]
+    if config.environment is not None:
+        lines.append(f'export PATH={shlex.quote(config.environment + "/bin")}:"$PATH"')
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in config.env.items()]
+    lines += [f': "${{{name}:?is not set}}"  # from the shell of sbatch' for name in config.secrets]
+    lines += [
+        *config.setup,
+        "# Slurm starts it again: preempted, at its limit, or when a machine was lost.",
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.restarts} ]',
+        "then requeue=true; else requeue=false; fi",
+    ]
+    words = [*_supervise(job), "supervise.requeue=$requeue"]
+    command = job.command(str(folder / RECIPE), *words)
+    quoted = (f'"{word}"' if word.endswith("$requeue") else shlex.quote(word) for word in command)
+    return "\n".join([*lines, " \\\n    ".join([f"exec {next(quoted)}", *quoted]), ""])
+
+
+def _directives(job: Job) -> Iterator[str]:
+    config = job.config
+    log = str(job.folder.absolute() / LOGS / "slurm").replace("%", "%%")
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes + (config.spare_nodes or 0)}",
+        f"--ntasks-per-node={job.processes}",
+        *([f"--gpus-per-node={config.gpus_per_node}"] if config.gpus_per_node else []),
+        "--exclusive",
+        "--no-kill",  # a machine that dies does not take the job with it
+        "--requeue" if config.restarts else "--no-requeue",
+        f"--signal=B:TERM@{config.signal_seconds}",  # ahead of the job's limit, to save
+        "--open-mode=append",
+        f"--output={log}-%j.log",
+    ]
+    chosen = {"partition": config.queue, "account": config.account, "qos": config.priority}
+    chosen["time"] = config.time
+    options += [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+    for option in [*options, *config.options]:
+        name, equals, value = option.partition("=")
+        is_plain = re.fullmatch(r"[\w.,:/@%+=\[\]*&|-]*", value)
+        text = value if is_plain else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+        yield f"#SBATCH {name}{equals}{text}"
+
+
+def _supervise(job: Job) -> list[str]:
+    """Settings of the supervisor, which is to start an attempt by srun."""
+    if job.launches_itself:
+        return ["supervise.act=true"]
+    config = job.config
+    # With spare machines always as many; without, on those that are left.
+    machines = str(job.nodes) if config.spare_nodes else NODES
+    words = ["srun", "-K", f"--nodes={machines}", f"--exclude={EXCLUDE}"]
+    if config.image is not None:
+        words.append(f"--container-image={config.image}")
+        words += [f"--container-mounts={','.join(config.mounts)}"] if config.mounts else []
+    return ["supervise.act=true", f"supervise.launch={as_list([*words, _python_of_tasks(job)])}"]
+
+
+def _python_of_tasks(job: Job) -> str:
+    return "python" if job.config.image is not None else job.python
+
+
+def submit(job: Job) -> LaunchRecord:
+    """Give the script to sbatch, through its standard input."""
+    secrets_here(job.config.secrets)
+    said = ask(["sbatch", "--parsable"], text=render(job))
+    number = said.strip().splitlines()[-1].partition(";")[0]  # NUMBER;CLUSTER
+    log = job.folder.absolute() / LOGS / f"slurm-{number}.log"
+    where = {"log": str(log)}
+    return dataclasses.replace(job.record, job=number, where=where, submitted_at=time.time())
+
+
+def state(record: LaunchRecord) -> TargetState:
+    """What Slurm says of it; of a job that it has forgotten its accounts, if it has any."""
+    if not record.job:
+        return TargetState(UNKNOWN, "was not submitted")
+    try:
+        said = ask(["squeue", "--noheader", f"--jobs={record.job}", "--format=%T|%r|%N"])
+        if said.strip():
+            return _in_queue(*said.strip().splitlines()[0].split("|"))
+    except UserError as error:
+        if "Invalid job id" not in str(error):
+            return TargetState(UNKNOWN, str(error))
+    return _of_the_past(record.job)
+
+
+def _in_queue(word: str, reason: str, nodes: str) -> TargetState:
+    said = f"{word} ({reason})" if reason not in ("", "None") else word
+    if word in _WAITS:
+        return TargetState(WAITING, said)
+    if word in _RUNS:
+        return TargetState(RUNNING, f"{said} on {nodes}" if nodes else said)
+    return TargetState(ENDED, said)
+
+
+def _of_the_past(number: str) -> TargetState:
+    """From the controller, which forgets a job after some minutes (MinJobAge), or from accounts."""
+    for words, form in (
+        (
+            ["scontrol", "--oneliner", "show", "job", number],
+            r"JobState=(\S+).* ExitCode=(\d+):(\d+)",
+        ),
+        (
+            ["sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", number],
+            r"(\w+).*\|(\d+):(\d+)",
+        ),
+    ):
+        try:
+            found = re.search(form, ask(words))
+        except UserError:
+            continue
+        if found and found[1] in (*_WAITS, *_RUNS):
+            return _in_queue(found[1], "", "")
+        if found:
+            how = f"signal {found[3]}" if found[3] != "0" else f"exit status {found[2]}"
+            return TargetState(ENDED, f"{how} ({found[1]})")
+    return TargetState(ENDED, "Slurm no longer knows the job")
+
+
+def stop(record: LaunchRecord, *, now: bool) -> str:
+    """Signal the supervisor, which saves, ends, and is not requeued; a waiting job is cancelled."""
+    if not record.job:
+        return "was not submitted"
+    found = state(record)
+    if found.state == ENDED:
+        return "had ended"
+    if found.state == WAITING or now:
+        ask(["scancel", record.job])
+        return "cancelled"
+    ask(["scancel", "--batch", "--signal=INT", record.job])
+    return "asked to save and end"
+
+
+def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
+    """What the supervisor and all ranks print, of every start of the job, in one log."""
+    words = ["tail", "-n", "+1", *(["-F"] if follow else []), "--", record.where.get("log", "")]
+    return ((_rank(line), line) for _, line in merged_lines({"": words}))
+
+
+def _rank(line: str) -> str:
+    """The rank that a line names; that of most is the first's, which alone reports."""
+    found = re.match(r"\[rank (\d+)\]", line)
+    return found[1] if found else "0"

@@ -1,0 +1,254 @@
+"""The `launch` section: where `scripts/launch.py` starts a run, and on what.
+
+Training itself does not read it, so that a recipe with one trains as without. The idea: one section
+for all targets, each key's meaning said for those that have it; a key that a target does not have
+is refused (`_TARGETS_OF`), for it would be dropped without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from llmfoundry.recipe.checks import set_defaults
+from llmfoundry.recipe.schema import Range, choice, out_of_bounds
+from llmfoundry.redaction import names_a_secret, public
+
+TARGETS = ("local", "ssh")
+OBJECTS = ("job", "jobset", "trainjob")
+_NODES = Range(1, 100_000)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)")
+_HOST = re.compile(r"[A-Za-z0-9_][\w.@:%\[\]-]*")
+_KUBERNETES_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.:@/_-]*[A-Za-z0-9])?")
+_SSH_FLAGS = re.compile(r"-[pilJ]|-p[0-9]+|-[46Cqv]+")
+_SSH_OPTIONS = re.compile(
+    r"(BatchMode|Compression|ConnectTimeout|ConnectionAttempts|IdentitiesOnly|IdentityFile|LogLevel"
+    r"|Port|ServerAlive\w+|StrictHostKeyChecking|User|UserKnownHostsFile)=[^\s].*"
+)
+_SBATCH = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+
+
+@dataclass
+class LaunchConfig:
+    """Where scripts/launch.py starts the run, under a supervisor; no effect on the run itself."""
+
+    target: Annotated[str, choice(TARGETS)] = "local"
+    """local: this machine, in the background. ssh: machines that your ssh reaches. slurm: a job of
+    sbatch. kubernetes: a Job, JobSet or TrainJob, by kubectl. skypilot: only printed, for sky."""
+    nodes: Annotated[int | None, _NODES] = None
+    """Machines that train; unset: 1, or all hosts. Several need a save_folder that all of them
+    reach: a shared file system, or a URL."""
+    gpus_per_node: Annotated[int | None, Range(0, 1024)] = None
+    """GPUs, and so processes, of each machine; 0: one process on CPUs. Unset: 8 on slurm,
+    kubernetes and skypilot; elsewhere those that the machine has."""
+    spare_nodes: Annotated[int | None, _NODES] = None
+    """slurm: machines more than `nodes`, which take the place of bad ones; unset: none, and a job
+    that loses one continues with fewer."""
+    hosts: list[str] = field(default_factory=list)
+    """ssh: machines by the names that ssh takes (user@host); all meet at the first one's."""
+    port: Annotated[int | None, Range(1, 65_535)] = None
+    """ssh, kubernetes: where the processes of several machines meet on the first; unset: 29400."""
+    workdir: str | None = None
+    """The folder in which the run is started, from which its relative paths are meant; unset: this
+    one (on ssh the same path there), on kubernetes and skypilot the image's."""
+    environment: str | None = None
+    """A folder there with bin/python, such as a venv; unset: this Python's on local and slurm, else
+    the python of the PATH."""
+    image: str | None = None
+    """A container image with llmfoundry (the repository's Dockerfile makes one). kubernetes needs
+    one; slurm starts processes in it by pyxis; skypilot: docker:IMAGE."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of bash that run first on each machine (slurm: on the first): module load cuda."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables, {NCCL_DEBUG: WARN}; they are written into files, so no secrets."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of variables with secrets, [HF_TOKEN], never their values. local, slurm: inherited from
+    this shell. ssh: sent through ssh's standard input. kubernetes: keys of the Secret `secret`.
+    skypilot: sky's secrets, of its shell."""
+    secret: str | None = None
+    """kubernetes: the Secret that has `secrets`; unset: llmfoundry, as `kubectl create secret
+    generic llmfoundry --from-env-file=FILE` makes it."""
+    mounts: list[str] = field(default_factory=list)
+    """What a container sees, SOURCE:/path. kubernetes: a PersistentVolumeClaim's name, or a path of
+    the node; slurm: a path, with `image`; skypilot: a bucket's URL or a path here."""
+    resources: dict[str, str] = field(default_factory=dict)
+    """kubernetes: more limits of a pod, {memory: 1Ti, cpu: "96", rdma/ib: "8"}; skypilot: more keys
+    of its resources, {accelerators: "A100:8", use_spot: "true"}."""
+    queue: str | None = None
+    """slurm: the partition; kubernetes: Kueue's LocalQueue (a label)."""
+    account: str | None = None
+    """slurm: whom the job is charged to."""
+    priority: str | None = None
+    """slurm: a quality of service (--qos); kubernetes: a PriorityClass, with `queue` Kueue's."""
+    time: str | None = None
+    """slurm, kubernetes: the longest time of the job, [DAYS-]HOURS:MM:SS; unset: the target's."""
+    restarts: Annotated[int | None, Range(0, 10_000)] = None
+    """slurm, kubernetes, skypilot: how often the target itself may start the job again (preempted,
+    a machine lost), beyond what its supervisor does in place; unset: 20."""
+    signal_seconds: Annotated[int | None, Range(1, 86_400)] = None
+    """slurm, kubernetes: how long before it is ended the run is told, to save; unset: 300."""
+    namespace: str | None = None
+    """kubernetes: unset: the context's."""
+    context: str | None = None
+    """kubernetes: of kubectl's configuration; unset: the current one."""
+    object: Annotated[str | None, choice(OBJECTS)] = None
+    """kubernetes: job (one machine), jobset, or trainjob (Kubeflow Trainer 2); unset: job for one
+    machine, jobset for several."""
+    service_account: str | None = None
+    """kubernetes: of the pods; unset: with supervise.act one that may cordon nodes is made."""
+    options: list[str] = field(default_factory=list)
+    """ssh: of the command ssh, ["-p", "2222"] (-i -l -J, -o of an allowed few; all else belongs
+    into ~/.ssh/config). slurm: lines of #SBATCH, ["--constraint=h100"]."""
+
+    def check(self, key: str = "launch.") -> Iterator[str]:
+        """Lines for values that cannot be, or that the target does not have."""
+        if (yield from out_of_bounds(key, self)):
+            return
+        for name, targets in _TARGETS_OF.items():
+            if getattr(self, name) not in (None, [], {}) and self.target not in targets:
+                where = ", ".join(targets)
+                yield f"{key}{name}: has no effect with target: {self.target} ({where}); remove it"
+        yield from self._check_variables(key)
+        yield from self._check_texts(key)
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            yield f"{key}time: {self.time!r} is no time; write [DAYS-]HOURS:MM:SS, as 24:00:00"
+        if not (self.workdir or "/").startswith("/"):
+            yield f"{key}workdir: {self.workdir!r} is relative; write all of the path"
+        for number, host in enumerate(self.hosts):
+            if not _HOST.fullmatch(host):
+                yield f"{key}hosts[{number}]: {host!r} is no host; write host, or user@host"
+        for number, mount in enumerate(self.mounts):
+            if not re.fullmatch(r".+:/[^:]*", mount):
+                yield f"{key}mounts[{number}]: {mount!r} is no mount; write SOURCE:/path"
+        if self.target == "slurm" and self.mounts and self.image is None:
+            yield f"{key}mounts: has no effect without {key}image; remove it"
+        if self.target == "ssh":
+            yield from ssh_problems(f"{key}options", self.options)
+        if self.target == "slurm":
+            for number, word in enumerate(self.options):
+                if not _SBATCH.fullmatch(word):
+                    yield f"{key}options[{number}]: {word!r} is none; write --name=value"
+
+    def check_launch(self, key: str = "launch.") -> Iterator[str]:
+        """Lines for what is missing where the run is launched; another command needs none of it."""
+        several = (self.nodes or 1) > 1
+        if self.target == "local" and several:
+            yield f"{key}nodes: {self.nodes}, and local is one machine; write launch=ssh, or 1"
+        if self.target == "ssh" and not self.hosts:
+            yield f"{key}hosts: is required with target: ssh; write {key}hosts=[HOST]"
+        elif self.target == "ssh" and self.nodes not in (None, len(self.hosts)):
+            yield f"{key}nodes: {self.nodes}, but there are {len(self.hosts)} hosts; remove it"
+        if self.target == "kubernetes" and self.image is None:
+            yield f"{key}image: is required with target: kubernetes; write {key}image=IMAGE"
+        if self.object == "job" and several:
+            yield f"{key}object: job is for one machine, and nodes: {self.nodes}; write jobset"
+
+    def _check_variables(self, key: str) -> Iterator[str]:
+        for name, value in self.env.items():
+            if not _VARIABLE.fullmatch(name):
+                yield f"{key}env: {name!r} is no variable; write letters, digits and _"
+            elif names_a_secret(name) or public(value) != value:
+                yield (
+                    f"{key}env.{name}: may be a secret, and env is written into files; remove it,"
+                    f" and write {key}secrets: [{name}], its name alone"
+                )
+        for name in self.secrets:
+            if not _VARIABLE.fullmatch(name):
+                yield f"{key}secrets: holds what is no variable's name; write names alone"
+            elif name in self.env:
+                yield f"{key}secrets: {name} is in {key}env too; remove it there"
+
+    def _check_texts(self, key: str) -> Iterator[str]:
+        """No text may begin another line of a script, or pass for an option of a client."""
+        texts = {name: getattr(self, name) for name in _TEXTS}
+        for name in ("hosts", "mounts", "options", "setup"):
+            texts |= {f"{name}[{n}]": text for n, text in enumerate(getattr(self, name))}
+        texts |= {f"env.{name}": text for name, text in self.env.items()}
+        texts |= {f"resources.{name}": f"{name}{text}" for name, text in self.resources.items()}
+        for name, text in texts.items():
+            if text is not None and not text.isprintable():
+                yield f"{key}{name}: has characters that no line can hold; write others"
+            elif text is not None and name in _NAMES and not _KUBERNETES_NAME.fullmatch(text):
+                yield f"{key}{name}: {text!r} is no name; write letters, digits, - and ."
+            elif text == "":
+                yield f"{key}{name}: is empty; remove it"
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        is_cluster = self.target in ("slurm", "kubernetes", "skypilot")
+        set_defaults(self, nodes=max(1, len(self.hosts)))
+        if is_cluster:
+            set_defaults(self, gpus_per_node=8, restarts=20)
+        if self.target in ("slurm", "kubernetes"):
+            set_defaults(self, signal_seconds=300)
+        if self.target in ("ssh", "kubernetes"):
+            set_defaults(self, port=29_400)
+        if self.target == "kubernetes":
+            set_defaults(self, secret="llmfoundry", object="job" if self.nodes == 1 else "jobset")
+
+    @property
+    def seconds(self) -> int | None:
+        """`time` in seconds."""
+        found = _TIME.fullmatch(self.time or "")
+        if found is None:
+            return None
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def ssh_problems(key: str, options: list[str]) -> Iterator[str]:
+    """Lines for options of ssh that could start programs here, or are none.
+
+    A run's folder records them, and folders are copied from others: ProxyCommand or -F in one would
+    be a program that listing runs starts.
+    """
+    words = iter(options)
+    for word in words:
+        if word == "-o":
+            word = f"-o{next(words, '')}"
+        if word.startswith("-o") and _SSH_OPTIONS.fullmatch(word[2:]):
+            continue
+        if not _SSH_FLAGS.fullmatch(word):
+            yield f"{key}: {word!r} is not passed on; write it into ~/.ssh/config"
+        elif word in ("-p", "-i", "-l", "-J") and next(words, "-").startswith("-"):
+            yield f"{key}: {word} has no value; write one behind it"
+
+
+_TEXTS = (
+    "workdir",
+    "environment",
+    "image",
+    "secret",
+    "queue",
+    "account",
+    "priority",
+    "namespace",
+    "context",
+    "service_account",
+)
+_NAMES = {"secret", "namespace", "service_account"}
+_TARGETS_OF: dict[str, tuple[str, ...]] = {
+    "spare_nodes": ("slurm",),
+    "hosts": ("ssh",),
+    "port": ("ssh", "kubernetes"),
+    "environment": ("local", "ssh", "slurm", "skypilot"),
+    "image": ("slurm", "kubernetes", "skypilot"),
+    "secret": ("kubernetes",),
+    "mounts": ("slurm", "kubernetes", "skypilot"),
+    "resources": ("kubernetes", "skypilot"),
+    "queue": ("slurm", "kubernetes"),
+    "account": ("slurm",),
+    "priority": ("slurm", "kubernetes"),
+    "time": ("slurm", "kubernetes"),
+    "restarts": ("slurm", "kubernetes", "skypilot"),
+    "signal_seconds": ("slurm", "kubernetes"),
+    "namespace": ("kubernetes",),
+    "context": ("kubernetes",),
+    "object": ("kubernetes",),
+    "service_account": ("kubernetes",),
+    "options": ("ssh", "slurm"),
+}
+"""Keys that only some targets have."""

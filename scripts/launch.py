@@ -1,0 +1,15 @@
+"""Launch a recipe: on this machine in the background, or by ssh.
+
+    python scripts/launch.py quickstart                            here; log: runs/quickstart/launch
+    python scripts/launch.py mpt-7b launch=ssh launch.hosts=[n1,n2] launch.workdir=/shared/runs
+
+A supervisor runs there, and starts the run again where that is of use. The composed recipe goes
+along (launch.yaml in the run's folder), and launch.json keeps what was launched, from which commit,
+and where it is. The same command resumes a run that has ended. Secrets go by their names alone.
+"""
+
+from llmfoundry.recipe.before_training import launched
+from llmfoundry.recipe.script import run
+
+if __name__ == "__main__":
+    run(launched, "llmfoundry.commands.launch:launch", help=__doc__)
