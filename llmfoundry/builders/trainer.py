@@ -538,6 +538,7 @@ def build_checkpointer(
     def failed(batch: int, seen: str, done: str) -> None:
         tracker.event("save_failed", seen, done, step=batch, action="log")
 
+    has_best = job.recipe.registry.best.metric is not None
     return Checkpointer(
         job.run,
         job.world,
@@ -547,8 +548,9 @@ def build_checkpointer(
             background=job.recipe.save_async,
             max_failures=job.recipe.save_max_failures,
             max_wait=job.recipe.save_max_wait,
+            spare=tracker.evaluations.best if has_best else None,
         ),
-        Reports(tracker.console.warn, tracker.note, failed),
+        Reports(tracker.console.warn, tracker.note, failed, partial(tracker.saved, job.run)),
         saved=batch_of(found.folder) if found is not None and own else -1,
     )
 

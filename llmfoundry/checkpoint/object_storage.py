@@ -294,13 +294,14 @@ class ObjectStorage(Storage):
             with suppress(UserError):  # the next save, or the next start, removes it
                 self._remove(folder.name)
 
-    def prune(self, batch: int, keep: int) -> None:  # noqa: D102
+    def prune(self, batch: int, keep: int, spared: int | None = None) -> None:  # noqa: D102
         older = [f.name for f in self.checkpoints() if batch_of(f) < batch]
         for name in older:
             if name not in self._committed:
                 self._committed[name] = self.has_commit(self.folder / CHECKPOINTS / name)
         complete = [name for name in older if self._committed[name]]
         kept = complete[: keep - 1] if keep > 0 else complete
+        kept += [name for name in complete if name not in kept and batch_of(Path(name)) == spared]
         for name in [name for name in older if name not in kept]:
             self._remove(name)
 

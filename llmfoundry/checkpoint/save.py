@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import Staged, TensorFiles
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.storage import Checkpoint, Storage
+from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
@@ -70,12 +70,15 @@ class SavePolicy:
         max_failures: this many failed saves in a row end the run.
         max_wait: seconds that a save in the background waits for the one before to be written; then
             it is left out. None: as long as it takes.
+        spare: of the batches of all checkpoints that one whose checkpoint stays though it is old;
+            None: none does.
     """
 
     keep: int
     background: bool
     max_failures: int
     max_wait: float | None = None
+    spare: Callable[[list[int]], int | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,14 @@ class Reports:
         note: reports each complete save.
         failed: reports one that failed or was left out: after which batch, what happened, what is
             done; None: as `warn` does.
+        saved: called on the main process at a resume, and once there is one more and older ones are
+            pruned.
     """
 
     warn: Callable[[str], None]
     note: Callable[[str], None] = lambda line: None
     failed: Callable[[int, str, str], None] | None = None
+    saved: Callable[[], None] = lambda: None
 
 
 class Checkpointer:
@@ -267,9 +273,13 @@ class Checkpointer:
         if self.saved < 0 or not self._mailbox.is_main:
             return
         try:
-            self._storage.prune(self.saved, self._policy.keep)
+            spared = None
+            if self._policy.spare is not None:
+                spared = self._policy.spare([*map(batch_of, self._storage.checkpoints())])
+            self._storage.prune(self.saved, self._policy.keep, spared)
         except (OSError, UserError) as error:
             self._reports.warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
+        self._reports.saved()
 
     def find(self, until: int) -> Checkpoint | None:
         """The newest complete checkpoint saved after at most so many steps; all call."""

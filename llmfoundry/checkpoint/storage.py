@@ -195,19 +195,21 @@ class Storage:
 
     # Removing.
 
-    def prune(self, batch: int, keep: int) -> None:
+    def prune(self, batch: int, keep: int, spared: int | None = None) -> None:
         """Remove what the checkpoint of `batch`, now complete, makes needless; the main process.
 
-        That is all before the newest `keep` (-1: none), and what interrupted saves have left; what
-        a process reads at the time goes at a later call. Later batches than this one are of a run
-        that was refused at the start; they stay until there is a newer checkpoint.
+        That is all before the newest `keep` (-1: none) but that of batch `spared`, and what
+        interrupted saves have left; what a process reads at the time goes at a later call. Later
+        batches than this one are of a run that was refused at the start; they stay until there is a
+        newer checkpoint.
         """
         older = [f for f in self.checkpoints() if batch_of(f) < batch]
         complete = [f for f in older if self._seems_complete(f)]
         needless = [f for f in older if not self.has_commit(f) and _last_change(f) < self.began]
         if keep > 0 and len(complete) >= keep:
             last = complete[keep - 1]
-            needless += [f for f in older if batch_of(f) <= batch_of(last) and self.has_commit(f)]
+            old = [f for f in older if batch_of(f) <= batch_of(last) and batch_of(f) != spared]
+            needless += [f for f in old if self.has_commit(f)]
         for folder in needless:
             remove_unpinned(folder)
 

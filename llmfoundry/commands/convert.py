@@ -17,6 +17,7 @@ from llmfoundry.builders.adapter import BASE, FOLDER, BaseCheck, adapt, has_adap
 from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.builders.pretrained import base_of, fill_tensor, open_pretrained
+from llmfoundry.builders.registry import check_registry, find_address, register_export
 from llmfoundry.checkpoint.commit import COMMIT
 from llmfoundry.checkpoint.load import check_weights, load_tensors, read_table
 from llmfoundry.checkpoint.run_folder import read_record
@@ -34,6 +35,7 @@ from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics import BATCH, read_metrics
 from llmfoundry.loggers.pages.scores import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
+from llmfoundry.loggers.registry import Tag, address_of
 from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
@@ -69,17 +71,29 @@ DTYPE_OF = {"fp32": "fp32", "amp_bf16": "bf16"}  # of a file, by what most of a 
 def convert(recipe: ConvertRecipe) -> None:
     """Convert a checked recipe's checkpoint, on the CPU."""
     recipe.fill()
-    if recipe.to == "gguf":
-        _export_gguf(recipe)
-    elif recipe.to == "peft":
-        _export_adapter(recipe)
-    elif recipe.to is not None:
-        _export(recipe)
-    else:
+    check_registry(recipe.registry)
+    name, uri = str(recipe.checkpoint), recipe.registry.uri
+    recipe = replace(recipe, checkpoint=find_address(name, "checkpoint", uri=uri, note=print))
+    if recipe.to is None:
         _import(recipe)
+        return
+    export = {"gguf": _export_gguf, "peft": _export_adapter}.get(recipe.to, _export)
+    _register(recipe, export(recipe))
 
 
-def _export(recipe: ConvertRecipe) -> None:
+def _register(recipe: ConvertRecipe, loaded: Loaded | None) -> None:
+    """Make what was written a version of a registered model, where that is asked for."""
+    assert recipe.to is not None
+    facts, output = {}, Path(str(recipe.output)).expanduser()
+    if loaded is not None:
+        facts = {Tag.RUN: str(loaded.recipe.run_name), Tag.STEP: str(loaded.state["batch"])}
+        facts[Tag.SOURCE] = public(address_of(loaded.checkpoint.storage, loaded.folder))
+    source = None if loaded is None else loaded.checkpoint
+    if line := register_export(recipe.registry, recipe.to, output, source, facts):
+        print(f"{show(output)} is {line}")
+
+
+def _export(recipe: ConvertRecipe) -> Loaded:
     assert recipe.checkpoint and recipe.output
     loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
     output = Path(recipe.output).expanduser()
@@ -87,7 +101,7 @@ def _export(recipe: ConvertRecipe) -> None:
     if isinstance(loaded.recipe.model, HFModelConfig):
         fill()
         _export_class(loaded, output, recipe)
-        return
+        return loaded
     state, model = streamed_state(loaded, note=print), loaded.root.model
     export = Export(
         dtype=recipe.dtype or ("bf16" if is_quantized(model) else "fp32"),
@@ -99,16 +113,17 @@ def _export(recipe: ConvertRecipe) -> None:
     )
     architecture = to_hf(model.config, state, _tokenizer_files(loaded), output, export)
     print(f"{loaded.checkpoint} is {architecture} in {show(output)}")
+    return loaded
 
 
-def _export_gguf(recipe: ConvertRecipe) -> None:
+def _export_gguf(recipe: ConvertRecipe) -> Loaded | None:
     """A checkpoint, or with from=hf a folder of Hugging Face's, as a file of llama.cpp's."""
     assert recipe.checkpoint and recipe.output
     output = Path(recipe.output).expanduser()
     check_output(output)
     if recipe.from_ is not None:
         _gguf_of_folder(recipe, output)
-        return
+        return None
     loaded, _ = open_checkpoint(recipe.checkpoint, ALONE, note=print)
     if isinstance(loaded.recipe.model, HFModelConfig):
         raise UserError(
@@ -129,6 +144,7 @@ def _export_gguf(recipe: ConvertRecipe) -> None:
     dtype = recipe.dtype or ("bf16" if is_quantized(loaded.root.model) else "fp32")
     name = to_gguf(model, output, dtype=dtype, architecture=recipe.architecture)
     print(f"{loaded.checkpoint} is {name} of llama.cpp in {show(output)}")
+    return loaded
 
 
 def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
@@ -158,7 +174,7 @@ def _source(loaded: Loaded) -> str:
     return "\n".join([own, *_stamps(Path(_base(loaded) or "/nowhere"))])
 
 
-def _export_adapter(recipe: ConvertRecipe) -> None:
+def _export_adapter(recipe: ConvertRecipe) -> Loaded:
     """An adapter alone; its base is neither read nor needed."""
     assert recipe.checkpoint and recipe.output and recipe.adapter_experts
     loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
@@ -172,6 +188,7 @@ def _export_adapter(recipe: ConvertRecipe) -> None:
             loaded, folder, architecture=recipe.architecture, experts=recipe.adapter_experts
         )
     print(f"{loaded.checkpoint} is an adapter of {architecture} in {show(output)}")
+    return loaded
 
 
 def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:

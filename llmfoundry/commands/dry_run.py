@@ -18,13 +18,14 @@ import torch
 from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
 from llmfoundry.builders.models import check_model, is_adapter, is_hugging_face
 from llmfoundry.builders.pretrained import resolve
+from llmfoundry.builders.registry import find_address
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.commands.compare import page_path, read_runs
-from llmfoundry.commands.evaluate import check_models
+from llmfoundry.commands.evaluate import check_models, with_addresses
 from llmfoundry.commands.launch import job_of
 from llmfoundry.commands.migrate import prepare
 from llmfoundry.commands.track import run_with_record
@@ -346,6 +347,7 @@ def plan_inspecting(written: TrainRecipe) -> Rows:
 
 def plan_evaluation(recipe: EvalRecipe) -> Rows:
     """Of scripts/eval.py."""
+    recipe, _ = with_addresses(recipe, _alone(), lambda line: None)
     check_models(recipe)
     for number, model in enumerate(recipe.all_models()):
         yield "" if number else "models", model
@@ -358,14 +360,14 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
 
 def plan_drawing(recipe: DrawRecipe) -> Rows:
     """Of scripts/generate.py and scripts/chat.py."""
-    yield from _any_model(str(recipe.checkpoint), recipe.precision)
+    yield from _any_model(_named(recipe), recipe.precision)
     how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
     yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
 
 
 def plan_serving(recipe: ServeRecipe) -> Rows:
     """Of scripts/serve.py."""
-    yield from _any_model(str(recipe.checkpoint), recipe.precision)
+    yield from _any_model(_named(recipe), recipe.precision)
     key = "none" if recipe.read_key() is None else "asked for"
     yield "at", f"{recipe.host}, port {recipe.port or 'that is free'}; API key: {key}"
     yield "answers", f"{recipe.slots} at a time, {recipe.max_waiting} may wait"
@@ -374,15 +376,21 @@ def plan_serving(recipe: ServeRecipe) -> Rows:
 def plan_conversion(recipe: ConvertRecipe) -> Rows:
     """Of scripts/convert.py."""
     if recipe.from_ is None:
-        yield from _checkpoint(str(recipe.checkpoint))
+        yield from _checkpoint(_named(recipe))
     else:
-        yield "from", f"{recipe.checkpoint}, a Hugging Face model"
+        yield "from", f"{_named(recipe)}, a Hugging Face model"
     output = Path(str(recipe.output)).expanduser()
     if recipe.to == "gguf":
         check_output(output)
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output: {output} is not empty; write another folder")
     yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
+
+
+def _named(recipe: DrawRecipe | ServeRecipe | ConvertRecipe) -> str:
+    """Where a recipe's checkpoint is, also where a registry's version names it."""
+    name, uri = str(recipe.checkpoint), recipe.registry.uri
+    return find_address(name, "checkpoint", uri=uri, note=lambda line: None)
 
 
 def _any_model(name: str, precision: str | None) -> Rows:

@@ -32,6 +32,15 @@ from llmfoundry.builders.models import (
     is_hugging_face,
     open_model,
 )
+from llmfoundry.builders.registry import (
+    Found,
+    find_version,
+    is_version,
+    link_scores,
+    logger_uri,
+    store_uri,
+    version_of,
+)
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.checkpoint.storage import Storage
@@ -39,6 +48,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
@@ -49,6 +59,7 @@ from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
+from llmfoundry.loggers.background_queue import describe
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.loggers.writers import log_evaluation
@@ -64,7 +75,7 @@ from llmfoundry.recipe.typed import missing, require
 from llmfoundry.redaction import OPTIONS, public, public_texts
 
 PAGE, REPORT = "gauntlet.html", "report.html"
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass
@@ -80,6 +91,8 @@ class Examined:
         batch: of a checkpoint; 0 elsewhere.
         logger: where metrics go as well; None: nowhere.
         report: the page of its run, if it has one.
+        model: its name as the recipe has it.
+        find_version: finds what it became in a registry.
     """
 
     name: str
@@ -90,6 +103,8 @@ class Examined:
     batch: int = 0
     logger: LoggerConfig | None = None
     report: Path | None = None
+    model: str = ""
+    find_version: Callable[[], Found | None] = lambda: None
 
     def pages(self) -> dict[str, Path]:
         """What a page about it links to, in words."""
@@ -124,13 +139,15 @@ def evaluate(recipe: EvalRecipe) -> None:
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
         console = Console(is_main=world.is_main)
+        recipe, versions = with_addresses(recipe, world, console.note)
         waiting, examined = _ready(recipe, world, console), list[Examined]()
         while waiting:
             found = waiting.popleft()()  # and its weights are let go
             if world.is_main:
                 found.write()
                 send_files(found.run, found.folder, console.warn)
-                _report(console, found, _logged(found, console))
+                places = [*_logged(found, console), *_linked(found, versions, console)]
+                _report(console, found, places)
             examined.append(found)
         if world.is_main and len(examined) > 1:
             _compare(recipe, examined, console)
@@ -146,11 +163,39 @@ def _nothing_was_found(examined: Sequence[Examined]) -> bool:
     return bool(results) and all(task["accuracy"] is None for task in tasks)
 
 
+def with_addresses(
+    recipe: EvalRecipe, world: World, note: Callable[[str], None]
+) -> tuple[EvalRecipe, dict[str, Found]]:
+    """A recipe with the addresses of versions in place of their names.
+
+    Returns:
+        The recipe, and on the main process the versions by their addresses.
+    """
+    found: dict[str, Found] = {}
+
+    def look(name: str, key: str) -> str:
+        if not is_version(name):
+            return name
+        version = find_version(name, key, uri=recipe.registry.uri)
+        found[version.address] = version
+        note(f"{key}: {name} is {version.label}, {public(version.address)}")
+        return version.address
+
+    def look_at_all() -> tuple[str | None, list[str]]:
+        first = recipe.checkpoint
+        return first and look(first, "checkpoint"), [look(m, "models") for m in recipe.models]
+
+    checkpoint, models = on_rank0(world, look_at_all)
+    return replace(recipe, checkpoint=checkpoint, models=models), found
+
+
 def check_models(recipe: EvalRecipe) -> None:
-    """Every model that is not there, at once."""
+    """Every model that is not there, at once; versions of a registry are looked for later."""
     problems: list[str] = []
     for model in recipe.all_models():
         try:
+            if is_version(model):
+                continue
             if not is_outside(model):
                 key = "models" if model in recipe.models else "checkpoint"
                 if is_url(model) and "RANK" in os.environ:
@@ -180,6 +225,19 @@ def _logged(found: Examined, console: Console) -> list[str]:
     if found.logger is None:
         return []
     return log_evaluation(found, found.logger, note=console.note, warn=console.warn)
+
+
+def _linked(found: Examined, versions: Mapping[str, Found], console: Console) -> list[str]:
+    """The version in a registry that has got the scores; none where there is none."""
+    try:
+        version = versions.get(found.model) or found.find_version()
+        if version is None:
+            return []
+        metrics, folder = found.results["metrics"], found.folder
+        return [link_scores(version, metrics, batch=found.batch, folder=folder, name=found.name)]
+    except Exception as error:  # requests', SQLAlchemy's, MLflow's
+        console.warn(f"the registry has not got the scores: {describe(error)}; run this again")
+        return []
 
 
 def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
@@ -259,7 +317,7 @@ def _ready(recipe: EvalRecipe, world: World, console: Console) -> deque[Callable
     return waiting
 
 
-def _try(read: Callable[[], Found], problems: list[str]) -> Found | None:
+def _try(read: Callable[[], T], problems: list[str]) -> T | None:
     """What `read` gives, or None and its problems added to those of others."""
     try:
         return read()
@@ -334,8 +392,25 @@ def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Calla
         metrics = measure(batch)
         results = {"checkpoint": str(loaded.checkpoint), "time/batch": batch, "metrics": metrics}
         name = f"{Path(storage.shown(run_folder)).name} {loaded.checkpoint.name}"
-        everything, report = {**results, **found}, run_folder / REPORT
-        return Examined(name, folder, storage, everything, answered, batch, logger, report)
+        return Examined(
+            name,
+            folder,
+            storage,
+            {**results, **found},
+            answered,
+            batch,
+            logger,
+            report=run_folder / REPORT,
+            model=run.name,
+            find_version=find_registered,
+        )
+
+    def find_registered() -> Found | None:
+        """By the run's own registered model, where it has one."""
+        theirs = loaded.recipe
+        registered = recipe.registry.name or theirs.registry.name
+        uri = store_uri(recipe.registry.uri or logger_uri(theirs.logger))
+        return version_of(loaded.checkpoint, registered, uri) if registered else None
 
     return ask
 
@@ -407,8 +482,21 @@ def _outside(
             "metrics": result.metrics(),
             "gauntlet": result.to_json(),
         }
-        run = Storage(folder)
-        return Examined(public(model), folder, run, results, answers, logger=recipe.logger)
+        return Examined(
+            public(model),
+            folder,
+            Storage(folder),
+            results,
+            answers,
+            logger=recipe.logger,
+            model=model,
+            find_version=find_registered,
+        )
+
+    def find_registered() -> Found | None:
+        name, at = recipe.registry.name, Path(model).expanduser()
+        is_here = name is not None and at.exists()
+        return version_of(at, str(name), store_uri(recipe.registry.uri)) if is_here else None
 
     return ask
 

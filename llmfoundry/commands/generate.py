@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
+from llmfoundry.builders.registry import find_address
 from llmfoundry.distributed.launch import World, join
 from llmfoundry.errors import enough_memory
 from llmfoundry.inference.decoder_rows import first_process, stream_tokens
@@ -34,7 +35,9 @@ def generate(recipe: GenerateRecipe) -> None:
 def open_drawn(recipe: DrawRecipe, world: World) -> OpenedModel:
     """The model that a recipe asks; what it has to say goes to stderr."""
     assert recipe.checkpoint is not None
-    return open_model(recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision)
+    uri = recipe.registry.uri
+    name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=_to_stderr)
+    return open_model(name, world, note=_to_stderr, precision=recipe.precision)
 
 
 def open_conversation(recipe: GenerateRecipe | ChatRecipe, opened: OpenedModel) -> Conversation:

@@ -8,6 +8,7 @@ import socket
 import sys
 
 from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
+from llmfoundry.builders.registry import find_address
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import join
@@ -32,7 +33,9 @@ def serve(recipe: ServeRecipe) -> None:
         if world.size > 1:
             raise UserError("scripts/serve.py is one process; start it without torchrun")
         assert recipe.checkpoint is not None
-        opened = open_model(recipe.checkpoint, world, note=_to_stderr, precision=recipe.precision)
+        uri = recipe.registry.uri
+        name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=_to_stderr)
+        opened = open_model(name, world, note=_to_stderr, precision=recipe.precision)
         template, why = chat_template(recipe, opened.tokenizer)
         loaded = opened.load()
         for line in loaded.notes:

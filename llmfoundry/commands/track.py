@@ -30,7 +30,7 @@ def track(recipe: TrackRecipe) -> None:
         written.logger = recipe.logger
     console = Console()
     with hold_run(run, ALONE, note=console.note):  # a run under way sends its record itself
-        send_record(with_defaults(written), folder, note=console.note, warn=console.warn)
+        send_record(with_defaults(written), run, note=console.note, warn=console.warn)
 
 
 def run_with_record(recipe: TrackRecipe) -> Storage:

@@ -53,6 +53,19 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Task:
+    """Something else to be done in an open session, again until it succeeds.
+
+    Attributes:
+        name: what is lacking where it was not done.
+        act: gets the session, and a function that prints a line.
+    """
+
+    name: str
+    act: Callable[[Any, Callable[[str], None]], None]
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """A run apart from its metrics.
 
@@ -100,7 +113,8 @@ class LogTarget:
     error would come again. `patience_while_away`: seconds after training for a place that fails.
     `tag` gives a session's run tags, which replace those of the same names; None: it has none.
     `is_store`: it keeps what it gets; else it shows what is now, and nothing is made up for later.
-    `is_in_order`: it takes no value of a step before its last one.
+    `is_in_order`: it takes no value of a step before its last one. `has_registry`: it keeps
+    versions of models, too.
     """
 
     label: str
@@ -111,6 +125,7 @@ class LogTarget:
     tag: Callable[[Any, Mapping[str, str]], None] | None = None
     is_store: bool = True
     is_in_order: bool = False
+    has_registry: bool = False
 
 
 def describe(error: Exception) -> str:
@@ -133,7 +148,7 @@ _PERMANENT = (
     UnicodeError,
     TypeError,
 )
-Item = MetricPoint | Samples | Path
+Item = MetricPoint | Samples | Path | Task
 KINDS = ("metric values", "samples")  # what is lost by number, and not by name
 
 
@@ -196,6 +211,11 @@ class BackgroundWriter:
     def file(self, path: Path) -> None:
         """Queue a text file to be kept with the run, as it is when its turn comes."""
         self._queue([path])
+
+    def registry(self, task: Task) -> None:
+        """Queue what is to be done with versions of models, where the place keeps any."""
+        if self._target.has_registry:
+            self._queue([task])
 
     def events(self) -> None:
         """Have the tags of events.jsonl sent, as it is when their turn comes."""
@@ -275,7 +295,7 @@ class BackgroundWriter:
             return
         for start in range(0, len(lacking), session.max_points):
             points = lacking[start : start + session.max_points]
-            if not self._persist(*_request(session, points)):
+            if not self._persist(*_request(session, points, self._note)):
                 self._count_lost(lacking[start:] if self._out_of_time() else points)
                 if self._out_of_time():
                     return
@@ -297,7 +317,7 @@ class BackgroundWriter:
         if tags_due and self._target.tag is not None:
             self._persist(partial(self._send_tags, session, self._target.tag), "the tags of events")
         if items:
-            sent = self._persist(*_request(session, items))
+            sent = self._persist(*_request(session, items, self._note))
             self._settle(items, sent=sent)
         with self._changed:
             done = self._status is not None and not (self._waiting or self._tags_due)
@@ -416,9 +436,13 @@ class BackgroundWriter:
             )
 
 
-def _request(session: Session, items: Sequence[Item]) -> tuple[Callable[[], None], str]:
+def _request(
+    session: Session, items: Sequence[Item], note: Callable[[str], None]
+) -> tuple[Callable[[], None], str]:
     """The call that sends `items`, which are all points or one other thing, and its name."""
     first = items[0]
+    if isinstance(first, Task):
+        return partial(first.act, session, note), first.name
     if isinstance(first, Samples):
         return partial(session.samples, first), f"the samples of batch {first.batch}"
     if isinstance(first, Path):
@@ -432,7 +456,7 @@ def _is_point(item: Item) -> bool:
 
 
 def _kind(item: Item) -> str:
-    return item.name if isinstance(item, Path) else KINDS[isinstance(item, Samples)]
+    return item.name if isinstance(item, Path | Task) else KINDS[isinstance(item, Samples)]
 
 
 def _discard(text: str) -> None:

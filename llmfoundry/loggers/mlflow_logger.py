@@ -119,16 +119,17 @@ def mlflow_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
         _is_permanent,
         _LOCK_SECONDS if sqlite_path(config.tracking_uri) else PATIENCE_WHILE_AWAY,
         tag=MlflowSession.tags,
+        has_registry=True,
     )
 
 
-def check_uri(uri: str) -> None:
+def check_uri(uri: str, key: str = "logger.tracking_uri") -> None:
     """Refuse what is not a store that MLflow writes to, without importing MLflow.
 
     Raises:
         UserError: an unknown kind of store, or an address without its file or host.
     """
-    key, scheme = "logger.tracking_uri", urlsplit(uri).scheme.split("+")[0]
+    scheme = urlsplit(uri).scheme.split("+")[0]
     hint = "write sqlite:///runs/mlflow.db (a file) or http://HOST:PORT (a server)"
     shown = public(uri)
     if uri == "databricks":
@@ -150,16 +151,31 @@ def open_session(
     uri: str, experiment: str, facts: RunFacts, say: Callable[[str], None]
 ) -> MlflowSession:
     """Import MLflow quietly, find or create the experiment, and begin or continue the run."""
+    client = open_client(uri)
+    return _begin(client, find_experiment(client, uri, experiment), facts, say)
+
+
+def open_client(uri: str) -> Any:
+    """MLflow's client, for runs and registered models of one store; silent."""
     _silence()
     from mlflow.tracking import MlflowClient
 
     _silence()  # once more: the import sets levels of its own
+    if (database := sqlite_path(uri)) is not None:
+        database.parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def find_experiment(client: Any, uri: str, experiment: str) -> str:
+    """The id of the experiment of a name, which is made where there is none.
+
+    Raises:
+        RuntimeError: it was deleted.
+    """
     database, location = sqlite_path(uri), None
     if database is not None:
-        database.parent.mkdir(parents=True, exist_ok=True)
         # Beside the database and absolute, so that `mlflow ui` finds it from any folder.
         location = (database.parent / ARTIFACTS).resolve().as_uri()
-    client = MlflowClient(tracking_uri=uri)
     found = client.get_experiment_by_name(experiment)
     if database is not None and _move_artifacts(database, str(location)):
         found = client.get_experiment_by_name(experiment)
@@ -171,7 +187,7 @@ def open_session(
             f"experiment '{experiment}' was deleted; restore it (mlflow experiments restore"
             f" --experiment-id {found.experiment_id}) or write another logger.experiment_name"
         )
-    return _begin(client, found.experiment_id, facts, say)
+    return str(found.experiment_id)
 
 
 def _move_artifacts(database: Path, here: str) -> bool:
@@ -234,7 +250,7 @@ def _begin(
     """Continue the folder's MLflow run, or create one."""
     file = facts.folder / RUN_ID_FILE
     run_id = file.read_text().strip() if file.exists() else ""
-    run = _existing(client, run_id) if run_id else None
+    run = existing_run(client, run_id) if run_id else None
     if run is None:
         if run_id:
             say(f"MLflow: run {run_id} is no longer in the store; a new one begins")
@@ -260,12 +276,8 @@ def tag_ended(uri: str, folder: Path, status: str) -> None:
     Raises:
         Exception: whatever MLflow raises.
     """
-    _silence()
-    from mlflow.tracking import MlflowClient
-
-    _silence()
-    client = MlflowClient(tracking_uri=uri)
-    run = _existing(client, (folder / RUN_ID_FILE).read_text().strip())
+    client = open_client(uri)
+    run = existing_run(client, (folder / RUN_ID_FILE).read_text().strip())
     if run is None:
         return
     tags = event_tags(read_events(folder))
@@ -275,12 +287,12 @@ def tag_ended(uri: str, folder: Path, status: str) -> None:
         client.set_terminated(run.info.run_id, STATUS[status])
 
 
-def _existing(client: Any, run_id: str) -> Any:
+def existing_run(client: Any, run_id: str) -> Any:
     """The run of that id, or None where it is unknown or was deleted."""
     try:
         run = client.get_run(run_id)
     except Exception as error:
-        if _error_code(error) == "RESOURCE_DOES_NOT_EXIST":
+        if error_code(error) == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise
     return run if run.info.lifecycle_stage == "active" else None
@@ -326,10 +338,10 @@ def _set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
 
 def _is_permanent(error: Exception) -> bool:
     """Whether trying again is useless: a driver that is not installed, or a refusal."""
-    return type(error).__name__ == "NoSuchModuleError" or _error_code(error) in _PERMANENT
+    return type(error).__name__ == "NoSuchModuleError" or error_code(error) in _PERMANENT
 
 
-def _error_code(error: Exception) -> str | None:
+def error_code(error: Exception) -> str | None:
     """MLflow's name for the kind of error, where it has one."""
     return getattr(error, "error_code", None)
 

@@ -1,8 +1,9 @@
 """Recipes of what takes a run: eval, convert, generate, chat, serve, track, compare.
 
 All but track.py and compare.py take a `checkpoint`: a run's folder (its newest complete checkpoint)
-or one checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine; all but convert.py a
-model from elsewhere too (`builders/models.py`).
+or one checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine, or a version in
+MLflow's registry, such as models:/NAME@best (`builders/registry.py`); all but convert.py a model
+from elsewhere too (`builders/models.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import inert, set_defaults
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
+from llmfoundry.recipe.registry import ExportRegistry, NamedRegistry, RegistryPlace
 from llmfoundry.recipe.schema import (
     AUTO_ROWS,
     CHAT_TEMPLATE,
@@ -72,6 +74,8 @@ class EvalRecipe:
     logger: LoggerConfig | None = None
     """Where metrics go as well (group logger/); unset: MLflow where the run's went, for others
     nowhere."""
+    registry: NamedRegistry = field(default_factory=NamedRegistry)
+    """Where models:/NAME@alias is found, and whose version gets the scores."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """For models without a run: where tokenized prompts are kept."""
     plugins: list[str] = field(default_factory=list)
@@ -95,6 +99,7 @@ class EvalRecipe:
             yield "eval.icl_max_fraction: is of a training run's time; write eval.icl_rows here"
         if self.eval is not None:
             yield from self.eval.check()
+        yield from self.registry.check()
 
     def fill(self) -> None:
         """Nothing is derived before the checkpoint is read."""
@@ -130,6 +135,8 @@ class ConvertRecipe:
     adapter_experts: Annotated[str | None, choice(("stacked", "separate"))] = None
     """Only with to=peft: stacked, as peft's target_parameters, or separate, an adapter for each
     expert, since engines disagree on the stacked layout; default stacked."""
+    registry: ExportRegistry = field(default_factory=ExportRegistry)
+    """Where models:/NAME@alias is found, and what the export is called there."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 
@@ -150,6 +157,9 @@ class ConvertRecipe:
             yield from inert("", self, ["adapter_experts"], "without to=peft")
         if (self.to is None) == (self.from_ is None) and self.to != "gguf":
             yield "to: write either to=hf, to=gguf or to=peft (export), or from=hf (import)"
+        yield from self.registry.check()
+        if self.to is None and self.registry.name is not None:
+            yield "registry.name: is of an export; write to=hf, to=gguf or to=peft, or remove it"
         if self.output is None:
             yield "output: is required; write output=DIR, the folder to write"
         elif self.to == "gguf" and not self.output.endswith(".gguf"):
@@ -184,6 +194,8 @@ class DrawRecipe:
     """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
     kv_cache: bool = True
     """Keep keys and values of earlier tokens; false computes them again each time (slow)."""
+    registry: RegistryPlace = field(default_factory=RegistryPlace)
+    """Where models:/NAME@alias is found."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 
@@ -191,6 +203,7 @@ class DrawRecipe:
         """Every problem, a line each."""
         yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
+        yield from self.registry.check()
         if self.temperature == 0:
             yield from inert("", self, ["top_k", "top_p"], "with temperature: 0")
 
@@ -284,6 +297,8 @@ class ServeRecipe:
     """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's own."""
     access_log: bool = False
     """A line on stderr for each request: client, path and status."""
+    registry: RegistryPlace = field(default_factory=RegistryPlace)
+    """Where models:/NAME@alias is found."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules that what is opened here needs; its own recipe's are not imported."""
 
@@ -292,6 +307,7 @@ class ServeRecipe:
         yield from out_of_bounds("", self)
         if self.checkpoint is None:
             yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
+        yield from self.registry.check()
         if not self.host or self.host != self.host.strip():
             yield "host: is no address; write 127.0.0.1 or 0.0.0.0"
         if self.model_name is not None and not self.model_name.strip():

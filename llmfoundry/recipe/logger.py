@@ -199,9 +199,13 @@ class EarlyStopperConfig:
     def fill(self) -> None:
         """Write derived values in place."""
         if self.metric is not None:
-            small = ("loss", "CrossEntropy", "Perplexity", "bits_per_byte")
-            mode = "min" if any(word in self.metric for word in small) else "max"
-            set_defaults(self, mode=mode, patience=3, min_delta=0.0)
+            set_defaults(self, mode=better_way(self.metric), patience=3, min_delta=0.0)
+
+
+def better_way(metric: str) -> str:
+    """Whether smaller values of a metric are better (min) or greater ones (max), by its name."""
+    small = ("loss", "CrossEntropy", "Perplexity", "bits_per_byte")
+    return "min" if any(word in metric for word in small) else "max"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig, ProfileConfi
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig, compiled_limits, limits
+from llmfoundry.recipe.registry import RegistryConfig
 from llmfoundry.recipe.resilience import HangConfig, HealthCheckConfig, SuperviseConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.recipe.schema import (
@@ -43,7 +44,7 @@ NOT_LEARNT = re.compile(
     r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|auto_probe"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|profile|health_check|hang|supervise"
-    r"|launch"
+    r"|launch|registry"
     r"|callbacks(?!\.early_stopper|\.watch\.(loss_spike|gradient_spike|not_finite|spike|roll_back))"
     r"|data\.validation"
     r"|data\.(.*\.)?(paths|remote|local|storage_options|cache_\w+|prefetch|prefetch_factor"
@@ -132,8 +133,8 @@ class TrainRecipe:
     autoresume: bool = True
     """Resume from the newest complete checkpoint in save_folder, where there is one."""
     load_path: Annotated[str | None, PATH] = None
-    """A checkpoint, or a run's folder, or the URL of one, to start from where save_folder holds
-    none."""
+    """A checkpoint, or a run's folder, or the URL of one, or a version in MLflow's registry,
+    models:/NAME@best, to start from where save_folder holds none."""
     load_weights_only: bool | None = None
     """Only with load_path: take its weights, and start at batch 0 with new optimizer and order."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -154,6 +155,8 @@ class TrainRecipe:
     """What is measured (group eval/)."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     """Where it is recorded (group logger/)."""
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    """What its checkpoints are called in MLflow's model registry."""
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     """Observers of the loop."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -194,6 +197,7 @@ class TrainRecipe:
             self.parallel,
             self.eval,
             self.logger,
+            self.registry,
             self.callbacks,
             self.profile,
             self.health_check,
@@ -313,6 +317,11 @@ class TrainRecipe:
             yield "save_max_wait: has no effect with save_async=false; remove it"
         if self.save_num_checkpoints_to_keep == 0:
             yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
+        if self.registry.name is not None and not self.logger.mlflow:
+            yield (
+                "registry.name: versions are kept where logger.mlflow has the run; write"
+                " logger.mlflow: true, or remove it"
+            )
         yield from self._check_store()
         if self.load_path is None and self.load_weights_only is not None:
             yield "load_weights_only: has no effect without load_path; remove it"
@@ -361,6 +370,7 @@ class TrainRecipe:
         self.schedule.fill()
         self.parallel.fill()
         self.logger.fill()
+        self.registry.fill(has_validation=self.eval.validation)
         self.callbacks.fill()
         self.profile.fill()
         self.hang.fill()
