@@ -83,13 +83,13 @@ class TensorBoardSession:
 
     def samples(self, samples: Samples) -> None:
         """The texts of a step."""
-        text = "\n\n---\n\n".join(_literal(prompt + text) for prompt, text in samples.texts)
+        text = "\n\n---\n\n".join(literal(prompt + text) for prompt, text in samples.texts)
         append(self._file, _text(samples.milliseconds, samples.batch, "samples", text))
 
     def upload(self, path: Path) -> None:
         """Show a text; the report lies in the run's folder, and TensorBoard cannot show it."""
         if path.suffix in TEXTS:
-            text = _literal(public(path.read_text(encoding="utf-8")))
+            text = literal(public(path.read_text(encoding="utf-8")))
             append(self._file, _text(milliseconds(), self._first_batch, path.stem, text))
 
     def end(self, status: str) -> None:
@@ -158,6 +158,6 @@ def _text(when: int, step: int, tag: str, text: str) -> bytes:
     return _event(when, step, summary={"value": [value]})
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Markdown that shows `text` as it is: an indented block."""
     return "\n".join(f"    {line}" for line in printable(text).split("\n"))

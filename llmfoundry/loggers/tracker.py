@@ -295,7 +295,9 @@ def send_record(
         raise UserError(f"run: {folder}/metrics.jsonl is empty; there is nothing to send")
     writers = stores(make_writers(recipe.logger, folder, note=note, warn=warn), note)
     if not writers:
-        raise UserError("logger: names no place; write logger.mlflow=true, tensorboard or wandb")
+        raise UserError(
+            "logger: names no place; write logger.mlflow=true, tensorboard, wandb or trackio"
+        )
     record = read_json_if_there(folder / "run.json")
     facts = RunFacts(
         name=record.get("name") or folder.resolve().name,

@@ -362,7 +362,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass
 class TrackRecipe:
-    """Send what a run's metrics.jsonl has to MLflow, TensorBoard and W&B, where they lack it."""
+    """Send what a run's metrics.jsonl has to MLflow and the other stores that lack it."""
 
     FOLDER_KEY: ClassVar[str] = "run"
 

@@ -54,6 +54,10 @@ LOGGERS = ChoiceTable(
             "llmfoundry.loggers.wandb_logger:wandb_target",
             keys={"wandb_mode": "online", "wandb_project": "llmfoundry", "wandb_entity": None},
         ),
+        "trackio": LoggerType(
+            "llmfoundry.loggers.trackio_logger:trackio_target",
+            keys={"trackio_project": "llmfoundry"},
+        ),
         "prometheus": LoggerType(
             "llmfoundry.loggers.prometheus_logger:prometheus_target",
             keys={
@@ -87,6 +91,10 @@ class LoggerConfig:
     """Weights & Biases' project; default llmfoundry."""
     wandb_entity: str | None = None
     """Weights & Biases' team or user; unset: the login's default."""
+    trackio: bool = False
+    """Record in trackio's database on this machine, in TRACKIO_DIR (extra trackio)."""
+    trackio_project: str | None = None
+    """trackio's project; default llmfoundry."""
     prometheus: bool = False
     """Serve the newest metrics, and how many events there were, for Prometheus to scrape."""
     prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
