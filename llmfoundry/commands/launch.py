@@ -12,6 +12,7 @@ from pathlib import Path
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, try_lock
 from llmfoundry.launch import record as records
+from llmfoundry.launch import skypilot
 from llmfoundry.launch.job import LOGS, RECIPE, Job, make_job
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.console import Console
@@ -30,10 +31,12 @@ def launch(recipe: LaunchRecipe) -> None:
         UserError: it runs there already, or the target's client is missing or refuses.
     """
     job = job_of(recipe)
-    target = TARGETS[job.config.target]
     if recipe.dry_run:
-        print(public(target.render(job)), end="")
+        name = job.config.target
+        render = skypilot.render if name == "skypilot" else TARGETS[name].render
+        print(public(render(job)), end="")
         return
+    target = TARGETS[job.config.target]
     try:
         (job.folder / LOGS).mkdir(parents=True, exist_ok=True)
         lock = try_lock(job.folder / LOCK, mode=0o644)

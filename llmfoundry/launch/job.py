@@ -6,6 +6,7 @@ travels is the composed recipe, with `${oc.env:NAME}` as written: a secret's val
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmfoundry.errors import UserError
 from llmfoundry.launch.record import LaunchRecord
-from llmfoundry.recipe.command_line import as_list
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.schema import Schema
@@ -100,7 +102,7 @@ class Job:
         words = [self.python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
         words += [f"--nproc-per-node={each}", "--rdzv-backend=c10d"]
         words += [f"--rdzv-endpoint={host}:{self.config.port}", f"--rdzv-id={self.name}"]
-        return [f"supervise.launch={as_list(words)}"]
+        return [list_key("supervise.launch", words)]
 
     def own_processes(self) -> list[str]:
         """The setting by which one machine's run has as many processes as the launch says."""
@@ -182,6 +184,28 @@ def _unset_on_target(config: LaunchConfig, text: str) -> Iterator[str]:
             f"launch.secrets: the recipe reads ${{oc.env:{name}}}, which {config.target} does not"
             f" set; write launch.secrets: [{name}], or launch.env where it is no secret"
         )
+
+
+def dump_all(*objects: Any) -> str:
+    """Objects as YAML documents; texts of several lines, such as a recipe, stay readable."""
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """A text; `|` keeps its lines."""
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def list_key(key: str, words: Sequence[str]) -> str:
+    """A setting `key=["a","b"]`, whose quotes a shell's own do not touch."""
+    return f"{key}={json.dumps(list(words), ensure_ascii=False, separators=(',', ':'))}"
 
 
 def git_state() -> dict[str, Any]:

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 
 from llmfoundry.errors import UserError
 from llmfoundry.launch.client import ask, merged_lines, secrets_here
-from llmfoundry.launch.job import LOGS, RECIPE, Job
+from llmfoundry.launch.job import LOGS, RECIPE, Job, list_key
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
-from llmfoundry.recipe.command_line import as_list
 from llmfoundry.recipe.resilience import EXCLUDE, NODES
 
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
@@ -83,7 +82,7 @@ def _supervise(job: Job) -> list[str]:
     if config.image is not None:
         words.append(f"--container-image={config.image}")
         words += [f"--container-mounts={','.join(config.mounts)}"] if config.mounts else []
-    return ["supervise.act=true", f"supervise.launch={as_list([*words, _python_of_tasks(job)])}"]
+    return ["supervise.act=true", list_key("supervise.launch", [*words, _python_of_tasks(job)])]
 
 
 def _python_of_tasks(job: Job) -> str:

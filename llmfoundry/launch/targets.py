@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from llmfoundry.launch import hosts, slurm
+from llmfoundry.launch import hosts, kubernetes, slurm
 from llmfoundry.launch.job import Job
 from llmfoundry.launch.record import LaunchRecord, TargetState
 
@@ -44,6 +44,9 @@ class Target:
 
 TARGETS: dict[str, Target] = {
     "local": Target(hosts.render, hosts.submit, hosts.state, hosts.stop, hosts.logs),
+    "kubernetes": Target(
+        kubernetes.render, kubernetes.submit, kubernetes.state, kubernetes.stop, kubernetes.logs
+    ),
     "slurm": Target(slurm.render, slurm.submit, slurm.state, slurm.stop, slurm.logs),
     "ssh": Target(hosts.render, hosts.submit, hosts.state, hosts.stop, hosts.logs),
 }

@@ -264,6 +264,17 @@ class LaunchRecipe(TrainRecipe):
         yield from self.launch.check_launch()
         if self.launch.target == "skypilot" and not self.dry_run:
             yield "launch.target: skypilot is only printed; add dry_run=true, for sky launch"
+        is_new = self.supervise.act and self.launch.service_account is None
+        if self.launch.target == "kubernetes" and is_new and self.launch.namespace is None:
+            yield (
+                "launch.namespace: is required with supervise.act, for an account that may cordon"
+                " nodes; write it, or the launch.service_account that may"
+            )
+        if self.launch.in_containers(self.save_folder):
+            yield (
+                f"save_folder: {self.save_folder} goes with the container that writes it; write a"
+                " URL, or a folder on a volume: launch.mounts=[runs:/runs] save_folder=/runs/NAME"
+            )
         if self.save_overwrite:
             yield (
                 "save_overwrite: true, but every restart would delete what the run has saved; write"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import set_defaults
 from llmfoundry.recipe.schema import Range, choice, out_of_bounds
 from llmfoundry.redaction import names_a_secret, public
 
-TARGETS = ("local", "ssh")
+TARGETS = ("local", "ssh", "slurm", "kubernetes", "skypilot")
 OBJECTS = ("job", "jobset", "trainjob")
 _NODES = Range(1, 100_000)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -50,7 +50,8 @@ class LaunchConfig:
     hosts: list[str] = field(default_factory=list)
     """ssh: machines by the names that ssh takes (user@host); all meet at the first one's."""
     port: Annotated[int | None, Range(1, 65_535)] = None
-    """ssh, kubernetes: where the processes of several machines meet on the first; unset: 29400."""
+    """ssh, kubernetes, skypilot: where processes of several machines meet on the first; unset:
+    29400."""
     workdir: str | None = None
     """The folder in which the run is started, from which its relative paths are meant; unset: this
     one (on ssh the same path there), on kubernetes and skypilot the image's."""
@@ -74,9 +75,9 @@ class LaunchConfig:
     mounts: list[str] = field(default_factory=list)
     """What a container sees, SOURCE:/path. kubernetes: a PersistentVolumeClaim's name, or a path of
     the node; slurm: a path, with `image`; skypilot: a bucket's URL or a path here."""
-    resources: dict[str, str] = field(default_factory=dict)
-    """kubernetes: more limits of a pod, {memory: 1Ti, cpu: "96", rdma/ib: "8"}; skypilot: more keys
-    of its resources, {accelerators: "A100:8", use_spot: "true"}."""
+    resources: dict[str, Any] = field(default_factory=dict)
+    """kubernetes: more limits of a pod, {memory: 1Ti, cpu: 96, rdma/ib: 8}; skypilot: more keys of
+    its resources, {accelerators: "A100:8", use_spot: true}."""
     queue: str | None = None
     """slurm: the partition; kubernetes: Kueue's LocalQueue (a label)."""
     account: str | None = None
@@ -120,6 +121,9 @@ class LaunchConfig:
         for number, host in enumerate(self.hosts):
             if not _HOST.fullmatch(host):
                 yield f"{key}hosts[{number}]: {host!r} is no host; write host, or user@host"
+        for name, value in self.resources.items():
+            if not isinstance(value, str | int | float):
+                yield f"{key}resources.{name}: {value!r} is no amount; write a number or a text"
         for number, mount in enumerate(self.mounts):
             if not re.fullmatch(r".+:/[^:]*", mount):
                 yield f"{key}mounts[{number}]: {mount!r} is no mount; write SOURCE:/path"
@@ -145,6 +149,19 @@ class LaunchConfig:
             yield f"{key}image: is required with target: kubernetes; write {key}image=IMAGE"
         if self.object == "job" and several:
             yield f"{key}object: job is for one machine, and nodes: {self.nodes}; write jobset"
+
+        if self.object == "trainjob" and self.priority is not None and self.queue is None:
+            yield f"{key}priority: a TrainJob takes one with {key}queue alone; remove it"
+        needs_gpus = self.target == "skypilot" and self.gpus_per_node != 0
+        if needs_gpus and "accelerators" not in self.resources:
+            yield f"{key}resources: names no GPU; write {key}resources.accelerators=H100"
+
+    def in_containers(self, folder: str) -> bool:
+        """Whether a folder lies within containers, or rented machines, and goes with them."""
+        if self.target not in ("kubernetes", "skypilot") or "://" in folder:
+            return False
+        paths = [mount.rpartition(":")[2].rstrip("/") for mount in self.mounts]
+        return not any(folder.startswith(f"{path}/") for path in paths)
 
     def _check_variables(self, key: str) -> Iterator[str]:
         for name, value in self.env.items():
@@ -173,7 +190,7 @@ class LaunchConfig:
                 yield f"{key}{name}: has characters that no line can hold; write others"
             elif text is not None and name in _NAMES and not _KUBERNETES_NAME.fullmatch(text):
                 yield f"{key}{name}: {text!r} is no name; write letters, digits, - and ."
-            elif text == "":
+            elif text == "" and not name.startswith("env."):
                 yield f"{key}{name}: is empty; remove it"
 
     def fill(self) -> None:
@@ -184,7 +201,7 @@ class LaunchConfig:
             set_defaults(self, gpus_per_node=8, restarts=20)
         if self.target in ("slurm", "kubernetes"):
             set_defaults(self, signal_seconds=300)
-        if self.target in ("ssh", "kubernetes"):
+        if self.target in ("ssh", "kubernetes", "skypilot"):
             set_defaults(self, port=29_400)
         if self.target == "kubernetes":
             set_defaults(self, secret="llmfoundry", object="job" if self.nodes == 1 else "jobset")
@@ -233,7 +250,7 @@ _NAMES = {"secret", "namespace", "service_account"}
 _TARGETS_OF: dict[str, tuple[str, ...]] = {
     "spare_nodes": ("slurm",),
     "hosts": ("ssh",),
-    "port": ("ssh", "kubernetes"),
+    "port": ("ssh", "kubernetes", "skypilot"),
     "environment": ("local", "ssh", "slurm", "skypilot"),
     "image": ("slurm", "kubernetes", "skypilot"),
     "secret": ("kubernetes",),

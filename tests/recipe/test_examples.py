@@ -27,13 +27,12 @@ from llmfoundry.recipe.typed import to_yaml
 from tests.plugin_tables import tables_as_before
 
 COMMAND = re.compile(
-    r"(?:(?:srun|sbatch|torchrun|python) [^\n`]*?(?<![\w/])scripts/(\w+)\.(?:py|sbatch)"
+    r"(?:(?:srun|torchrun|python) [^\n`]*?(?<![\w/])scripts/(\w+)\.py"
     r"|(?<![\w/-])llmfoundry (\w+))(?![\w/])([^\n`]*)"
 )
 END = re.compile(r"\s{2,}|\s#|\s?[;|]|\s(?:>|&&)\s")  # what follows is no argument
 NO_FRONT = {"gpu_check"}  # it takes no recipe: tests/benchmarks/test_gpu_check.py
 CONSOLE = {"cp", "ls", "completion"}  # the console's own: tests/test_console.py
-SCRIPTS = {"slurm": "train"}
 INSTEAD = {"RECIPE": "quickstart"}  # of words that a reader replaces
 VALUE = r"(?:\[[^\]]*\]|[^\s;,\[]*[^\s;,.:\[])"
 FRAGMENT = re.compile(rf"(?<![\w.=/])[a-z]+=[\w.-]*\w(?: \[?[a-z][\w.]*={VALUE})*")
@@ -78,7 +77,7 @@ def examples(text: str) -> Iterator[Example]:
         script = match[1] or match[2]
         words = shlex.split(END.split(match[3])[0].rstrip(".,:)"))
         if words and script not in NO_FRONT | CONSOLE:  # else a script is only named
-            yield Example(SCRIPTS.get(script, script), tuple(INSTEAD.get(w, w) for w in words))
+            yield Example(script, tuple(INSTEAD.get(w, w) for w in words))
 
 
 BY_PLACE = {place: list(dict.fromkeys(examples(text))) for place, text in texts()}

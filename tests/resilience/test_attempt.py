@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import signal
 from pathlib import Path
 
@@ -13,13 +11,10 @@ import pytest
 from llmfoundry.commands.supervise import is_supervised, supervise
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import ResumeLimits, read_ranks, record_ranks
-from llmfoundry.recipe.load import load
-from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.resilience.supervise import attempt, slurm
 from llmfoundry.resilience.supervise.attempt import RunningAttempt
-from tests.tiny import ROOT
 
 
 @pytest.mark.parametrize(("status", "ends"), [(1, True), (75, False), (0, False)])
@@ -56,19 +51,6 @@ def test_who_is_on_which_machine_is_known(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("SLURMD_NODENAME", node)
         record_ranks(tmp_path, [first, first + 1])
     assert read_ranks(tmp_path) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
-
-
-def test_the_example_of_a_job_is_one_that_the_recipe_understands() -> None:
-    text = (ROOT / "scripts/slurm.sbatch").read_text()
-    command = shlex.split(text[text.index("\nexec ") :].replace("\\\n", ""))
-    words = [word for word in command if word.startswith("supervise.")]
-    spare = re.search(r"slurm\.sbatch mpt-7b '(supervise\.launch=\S+)'", text)
-    assert spare
-    config = load(TrainRecipe, YAMLS / "mpt-7b.yaml", words).supervise
-    assert config.act and config.requeue
-    assert config.launch == ["srun", "-K", "--nodes={nodes}", "--exclude={exclude}", "python"]
-    config = load(TrainRecipe, YAMLS / "mpt-7b.yaml", [spare[1]]).supervise
-    assert config.launch == ["srun", "-K", "--nodes=8", "--exclude={exclude}", "python"]
 
 
 def test_the_number_of_machines_is_known_in_a_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,8 +357,7 @@ _OBSERVED = (
             " mcli.scheduling.* mcli.env_variables.* mcli.*"
         ),
         why=(
-            "the platform's; here torchrun, or scripts/slurm.sbatch, says how many"
-            " machines and GPUs"
+            "the platform's; here torchrun, or scripts/launch.py, says how many machines and GPUs"
         ),
     ),
     Other("icl_seq_len max_icl_seq_len", "eval.icl_seq_len=<1024>"),

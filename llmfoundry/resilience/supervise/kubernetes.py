@@ -3,7 +3,7 @@
 `nodes.py` calls it, in a pod. The idea: one PATCH of the API over HTTPS with what every pod has (a
 token, the cluster's certificate), and no client library. The control plane makes a taint of
 spec.unschedulable; an annotation gives the reason. Without the right to do so, the message names
-the role to grant: examples/kubernetes.yaml has it.
+the role to grant, which `launch/kubernetes.py` prints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds its service account: token (which is renewed), ca.crt, namespace."""
 ANNOTATION = "llmfoundry/cordoned"
 _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
-_EXAMPLE = "llmfoundry/resilience/examples/kubernetes.yaml"
+_EXAMPLE = "scripts/launch.py with launch=kubernetes supervise.act=true"
 
 
 def in_pod() -> bool:

@@ -1,4 +1,4 @@
-"""Jobs of real Slurm, by scripts/slurm.sbatch: struck in every way, to the same losses.
+"""Jobs of real Slurm, by scripts/launch.py: struck in every way, to the same losses.
 
 `make test-slurm`; needs slurmctld, slurmd and slurm-client, and no root.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 
 from llmfoundry.events import read_events
+from llmfoundry.launch.record import ENDED, RUNNING, WAITING, read
+from llmfoundry.launch.targets import TARGETS
 from tests.resilience.slurm.cluster import INSTALL, PATH, PYTHON, Cluster, free_ports, missing, wait
 from tests.tiny import ROOT, losses, run, write_recipe
 
@@ -65,28 +69,30 @@ def cluster(machines: Cluster) -> Cluster:
 
 
 class Job:
-    """A job by scripts/slurm.sbatch, of one process on each machine."""
+    """A job by scripts/launch.py, of one process on each machine."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        place: Path,
-        name: str,
-        *overrides: str,
-        nodes: int = 2,
-        path: str = "",
-        **more: str,
+        self, cluster: Cluster, place: Path, name: str, *overrides: str, path: str = ""
     ) -> None:
-        self.cluster, self.folder, self.log = cluster, place / "runs" / name, place / f"{name}.log"
-        options = {"output": str(self.log), "nodes": nodes, "ntasks_per_node": 1}
-        options |= {"gpus_per_node": 1, **more}
-        words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+        self.cluster, self.folder = cluster, place / "runs" / name
         keys = [f"save_folder={self.folder}", f"plugins=[{SLOW}]", *FAST, *LENGTH]
-        keys += ["callbacks.plugins.slow={}", *overrides]
-        script = [str(ROOT / "scripts/slurm.sbatch"), str(place / "tiny.yaml"), *keys]
+        keys += ["callbacks.plugins.slow={}", "launch=slurm", "nodes=2", "gpus_per_node=1"]
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
         env |= {"PATH": f"{path}:{PYTHON}:{cluster.env['PATH']}", "PYTHONUNBUFFERED": "1"}
-        self.number = cluster.submit(*words, *script, cwd=ROOT, **env)
+        script = [sys.executable, str(ROOT / "scripts/launch.py"), str(place / "tiny.yaml")]
+        done = subprocess.run(
+            [*script, *keys, *overrides],
+            cwd=place,
+            env=cluster.env | env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        record = read(self.folder)
+        assert record is not None
+        self.record, self.number = record, record.job
+        self.log = Path(record.where["log"])
 
     def wait_for(self, batch: int) -> None:
         """Wait until a step is done."""
@@ -140,6 +146,40 @@ def test_two_machines_train_as_two_processes_of_one(
     assert job.decisions() == [("done", "finish")]
 
 
+def test_it_is_launched_followed_stopped_and_resumed(
+    cluster: Cluster, place: Path, whole: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the record says alone."""
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.env[name])
+    monkeypatch.chdir(place)
+    slurm = TARGETS["slurm"]
+    blocking = cluster.submit("--nodes=3", "--exclusive", "--wrap=sleep 600", cwd=place)
+    wait(lambda: cluster.job(blocking)["JobState"] == "RUNNING", "a job in the way")
+    job = Job(cluster, place, "followed")
+    found = slurm.state(job.record)
+    assert found.state == WAITING and found.reason.startswith("PENDING ("), found
+    cluster.ask("scancel", blocking)
+    job.wait_for(10)
+    found = slurm.state(job.record)
+    assert found.state == RUNNING and found.reason == "RUNNING on n[1-2]"
+    lines = slurm.logs(job.record, follow=True)
+    assert any("40 batches" in line for _, line in lines)
+    with pytest.raises(AssertionError, match="followed: is running as slurm"):
+        Job(cluster, place, "followed")
+    assert slurm.stop(job.record, now=False) == "asked to save and end"
+    wait(lambda: slurm.state(job.record).state == ENDED, "its end")
+    assert slurm.state(job.record).reason == "exit status 75 (FAILED)"
+    assert 10 <= max(losses(job.folder)) < 40
+    again = Job(cluster, place, "followed")
+    assert again.number != job.number
+    again.wait_for(12)
+    wait(lambda: slurm.state(again.record).state == ENDED, "the end of the second")
+    assert slurm.state(again.record).reason == "exit status 0 (COMPLETED)"
+    assert slurm.stop(again.record, now=False) == "had ended"
+    assert losses(job.folder) == whole
+
+
 def test_a_job_leaves_a_drained_machine(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
@@ -162,7 +202,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_dies(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
     """Slurm itself believes it five minutes later; nobody waits for that."""
-    job = Job(cluster, place, "spare", SPARE, nodes=3)
+    job = Job(cluster, place, "spare", "launch.spare_nodes=1")
     job.wait_for(10)
     began = time.time()
     cluster.kill("n2")
@@ -275,9 +315,8 @@ def test_a_job_is_notified_ahead_of_its_limit(
     cluster: Cluster, place: Path, whole: dict[int, float]
 ) -> None:
     """By --signal of sbatch: saved, status 75, requeued, and counted."""
-    job = Job(
-        cluster, place, "limit", "callbacks.plugins.slow.seconds=5", time="4", signal="B:TERM@75"
-    )
+    limits = ("launch.time=00:04:00", "launch.signal_seconds=75")
+    job = Job(cluster, place, "limit", "callbacks.plugins.slow.seconds=5", *limits)
     began = time.time()
     wait(lambda: job.cluster.job(job.number)["Restarts"] == "1", "a requeue")
     report("limit", job, began)

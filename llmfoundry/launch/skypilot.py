@@ -1,0 +1,51 @@
+"""A task of SkyPilot, printed for `sky launch` and `sky jobs launch`; nothing is submitted here.
+
+`targets.py` lists it. Each machine runs a supervisor; they meet at the first of SKYPILOT_NODE_IPS.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from llmfoundry.launch.job import RECIPE, Job, dump_all
+
+_HEAD = "LLMFOUNDRY.HEAD"
+_END = "__llmfoundry_end_of_recipe__"
+
+
+def render(job: Job) -> str:
+    """The task as YAML."""
+    config = job.config
+    resources = dict(config.resources)
+    kind = resources.get("accelerators")
+    if isinstance(kind, str) and ":" not in kind:
+        resources["accelerators"] = f"{kind}:{config.gpus_per_node}"
+    if config.image is not None:
+        resources["image_id"] = f"docker:{config.image}"
+    resources["job_recovery"] = {"max_restarts_on_errors": config.restarts}
+    mounts = {path: source for source, _, path in (m.rpartition(":") for m in config.mounts)}
+    task: dict[str, Any] = {
+        "name": job.name.replace("/", "-"),
+        "num_nodes": job.nodes,
+        "resources": resources,
+        "envs": config.env,
+        "secrets": dict.fromkeys(config.secrets),  # of the shell of sky
+        "file_mounts": mounts,
+        "setup": "\n".join(config.setup),
+        "run": _script(job),
+    }
+    plain = {key: value for key, value in task.items() if value}
+    return f"# {job.note}\n" + dump_all(plain)
+
+
+def _script(job: Job) -> str:
+    config = job.config
+    command = job.command(RECIPE, *job.torchrun(_HEAD), *job.own_processes())
+    words = shlex.join(command).replace(_HEAD, "'\"$head\"'")
+    lines = [f"cd {shlex.quote(config.workdir)}"] if config.workdir else []
+    if config.environment is not None:
+        lines.append(f'export PATH={shlex.quote(config.environment + "/bin")}:"$PATH"')
+    lines += [f"cat > {RECIPE} <<'{_END}'", job.text.rstrip("\n"), _END]
+    lines += ['head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'] if job.nodes > 1 else []
+    return "\n".join([*lines, f"exec {words}", ""])
