@@ -37,6 +37,10 @@ from uuid import uuid4
 from llmfoundry.errors import UserError, disk_full
 
 _MARK = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}\.partial$")
+RUN_LOCK = "run.lock"
+"""In a run's folder: who trains there holds it (`checkpoint/locks.py`)."""
+SWEEP_LOCK = "sweep.lock"
+"""In the folder of a sweep's runs: held by the sweep (`commands/sweep.py`)."""
 _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts say of folders
 
 

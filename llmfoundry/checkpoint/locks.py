@@ -30,9 +30,9 @@ from llmfoundry.data.store import ExistsError, MissingError
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.files import LockedFile, remove_partials, try_lock
+from llmfoundry.files import RUN_LOCK, LockedFile, remove_partials, try_lock
 
-LOCK = "run.lock"
+LOCK = RUN_LOCK
 _PATIENCE = 5.0  # seconds: a killed process frees its memory before its locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from llmfoundry.checkpoint.locks import LOCK
-from llmfoundry.errors import UserError
-from llmfoundry.files import try_lock
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import RUN_LOCK, SWEEP_LOCK, try_lock
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.comparison import (
     HEAD,
     ComparedRun,
     read_run,
     run_rows,
+    verdict,
     write_comparison,
 )
+from llmfoundry.loggers.pages.page import is_ours
 from llmfoundry.recipe.after_training import CompareRecipe
+from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 
 RECORD = "metrics.jsonl"
+INDEX = "index.html"
 SECONDS = 15.0  # between two pages, with `follow`
 
 
@@ -30,26 +35,68 @@ def compare(recipe: CompareRecipe) -> None:
     """Write the page, until no run is under way with `follow`, and print the table.
 
     Raises:
-        UserError: a folder is no run's and holds none, or the page cannot be written.
+        UserError: a folder is no run's and holds none, no run can be read, or the page cannot be
+            written, or is another's.
     """
-    console, output = Console(), page_path(recipe)
-    if output.exists() and not output.is_file():  # root would put the page in a device's place
-        raise UserError(f"output: {output}: is not a file; write another path")
+    output, said = page_path(recipe), set[str]()
+    refuse_page(output)
     while True:
-        runs = read_runs(recipe)
+        runs, warnings = read_runs(recipe)
+        for line in warnings:
+            if line not in said:
+                print(public(line), file=sys.stderr, flush=True)
+        said |= {*warnings}
+        going = any(run.status == "running" for run in runs) or is_sweeping(recipe)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            write_comparison(output, runs, follows=recipe.follow)
+            write_comparison(output, runs, follows=recipe.follow and going, warnings=warnings)
         except OSError as error:
             raise UserError(f"output: {output}: {error.strerror}; write another path") from error
-        if not (recipe.follow and any(run.status == "running" for run in runs)):
+        if not (recipe.follow and going):
             break
         time.sleep(SECONDS)
+    print_runs(runs)
+    Console().banner([("page", str(output))])
+
+
+def print_runs(runs: Sequence[ComparedRun]) -> None:
+    """A line for each run, the best marked, and the sentences that say which it is and why."""
+    found = verdict(runs)
     rows = run_rows(runs)
+    if found is not None:
+        rows = [
+            (f"{row[0]}  best" if n in found.best else row[0], *row[1:])
+            for n, row in enumerate(rows)
+        ]
     used = [n for n in range(len(HEAD)) if any(row[n] for row in rows)]
     shown = [[row[n] for n in used] for row in rows]
-    console.table("\n".join(columns([HEAD[n] for n in used], shown, left=(0, 1))))
-    console.banner([("page", str(output))])
+    lines = columns([HEAD[n] for n in used], shown, left=(0, 1))
+    Console().table("\n".join([*lines, *(found.lines if found is not None else ())]))
+
+
+def refuse_page(output: Path) -> None:
+    """Before anything is read or written.
+
+    Raises:
+        UserError: what is there is no file, or a page of somebody else's.
+    """
+    if output.exists() and not output.is_file():  # root would put the page in a device's place
+        raise UserError(f"output: {output}: is not a file; write another path")
+    try:
+        is_free = not output.exists() or is_ours(output)
+    except OSError as error:
+        raise UserError(f"output: {output}: {one_line(error)}; write another path") from error
+    if not is_free:
+        raise UserError(
+            f"output: {output}: is not a page that this command wrote; move it, or write another"
+            " path, output=compare.html"
+        )
+
+
+def is_sweeping(recipe: CompareRecipe) -> bool:
+    """Whether a sweep is at work in one of the folders, perhaps between two of its runs."""
+    folders = [Path(name).expanduser() for name in recipe.runs]
+    return any(is_held(folder, SWEEP_LOCK) for folder in folders)
 
 
 def page_path(recipe: CompareRecipe) -> Path:
@@ -58,7 +105,7 @@ def page_path(recipe: CompareRecipe) -> Path:
         return Path(recipe.output).expanduser()
     given = [Path(name).expanduser() for name in recipe.runs]
     if len(given) == 1 and not is_run(given[0]):
-        return given[0] / "index.html"
+        return given[0] / INDEX
     return Path("compare.html")
 
 
@@ -67,11 +114,14 @@ def is_run(folder: Path) -> bool:
     return (folder / RECORD).is_file()
 
 
-def read_runs(recipe: CompareRecipe) -> list[ComparedRun]:
+def read_runs(recipe: CompareRecipe) -> tuple[list[ComparedRun], list[str]]:
     """The runs that were named, and those in folders that hold some, in this order.
 
+    Returns:
+        The runs, and a line for each that cannot be read.
+
     Raises:
-        UserError: a folder is neither, or what it holds cannot be read; all such are named.
+        UserError: a folder is neither, or none of the runs can be read; all such are named.
     """
     folders: list[Path] = []
     problems: list[str] = []
@@ -85,18 +135,18 @@ def read_runs(recipe: CompareRecipe) -> list[ComparedRun]:
                 what = "is not a folder" if folder.exists() else "is not there"
             problems.append(f"runs: {folder} {what}; write a run's folder, or one that holds runs")
         folders += [each for each in found if each not in folders]
-    runs = []
-    for folder, name in zip(folders, _names(folders), strict=True):
+    runs, unread = [], list[str]()
+    for folder, name in zip(folders, run_names(folders), strict=True):
         try:
             runs.append(read_run(folder, name, is_held=is_held(folder)))
         except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems)
-    return runs
+            unread += error.problems
+    if problems or not runs:
+        raise UserError(*problems, *unread)
+    return runs, [f"left out: {line}" for line in unread]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def run_names(folders: Sequence[Path]) -> list[str]:
     """The last part of each path, as many parts as it takes to tell it from the others."""
     plain = [Path(os.path.abspath(folder)).parts for folder in folders]
     for length in range(1, max(map(len, plain), default=1) + 1):
@@ -106,15 +156,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def is_held(folder: Path) -> bool:
+def is_held(folder: Path, name: str = RUN_LOCK) -> bool:
     """Whether a process of this machine, or of one that shares its files, is at work there."""
-    path = folder / LOCK
-    if not path.exists():
-        return False
-    try:
-        lock = try_lock(path, shared=True)
-    except OSError:
-        return False
-    if lock is not None:
-        lock.release()
-    return lock is None
+    with suppress(OSError):  # it is not there, or has no locks
+        lock = try_lock(folder / name, shared=True)
+        if lock is not None:
+            lock.release()
+        return lock is None
+    return False

@@ -24,7 +24,7 @@ from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
-from llmfoundry.commands.compare import page_path, read_runs
+from llmfoundry.commands.compare import page_path, read_runs, refuse_page
 from llmfoundry.commands.evaluate import check_models, with_addresses
 from llmfoundry.commands.launch import job_of
 from llmfoundry.commands.migrate import prepare
@@ -438,7 +438,10 @@ def plan_launching(recipe: LaunchRecipe) -> Rows:
 
 def plan_comparing(recipe: CompareRecipe) -> Rows:
     """Of scripts/compare.py."""
-    yield "runs", ", ".join(run.name for run in read_runs(recipe))
+    refuse_page(page_path(recipe))
+    runs, warnings = read_runs(recipe)
+    yield "runs", ", ".join(run.name for run in runs)
+    yield from (("warning", line) for line in warnings)
     yield "page", str(page_path(recipe))
 
 

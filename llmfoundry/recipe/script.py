@@ -25,7 +25,7 @@ from llmfoundry.recipe.help import complete, help_text, unknown_flag
 from llmfoundry.recipe.load import checked, import_for_help, read
 from llmfoundry.recipe.paths import recipe_name, shipped
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.sweep import sweep, sweep_points
+from llmfoundry.recipe.sweep import sweep_points
 from llmfoundry.recipe.typed import is_named, notes, placed, require, to_yaml
 from llmfoundry.redaction import mask_tracebacks, public
 from llmfoundry.terminal import outlast_readers, quiet_libraries, show_loading
@@ -141,8 +141,7 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
             _print(recipe_type, replace(command, overrides=point.overrides))
         return None
     if "-m" in command.flags:
-        failed = sweep(recipe_type, command)
-        return sys.exit(1) if failed else None
+        return _sweep(recipe_type, command)
     if "--cfg" in command.flags:
         return _print(recipe_type, command)
     recipe = checked(recipe_type, command.recipe, command.overrides)
@@ -150,6 +149,21 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
         for note in notes(recipe):
             print(as_called(public(note)), file=sys.stderr, flush=True)
     return recipe
+
+
+def _sweep(recipe_type: type[Any], command: CommandLine) -> None:
+    """Run every point, or only list them."""
+    if "RANK" in os.environ:
+        raise UserError("-m: starts processes of its own; run it without torchrun")
+    points = sweep_points(recipe_type, command)
+    if "--dry-run" in command.flags:
+        print(*(public(point.place) for point in points), sep="\n")
+        print(f"dry run: {len(points)} runs were checked; nothing was written or started")
+        return
+    words = [sys.executable, sys.argv[0], *([] if command.recipe is None else [command.recipe])]
+    failed = importlib.import_module("llmfoundry.commands.sweep").sweep(points, words)
+    if failed:
+        sys.exit(FAILED)
 
 
 def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:

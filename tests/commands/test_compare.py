@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from llmfoundry.commands import compare as command
 from llmfoundry.commands.compare import compare, is_held, page_path
 from llmfoundry.errors import UserError
 from llmfoundry.files import try_lock
+from llmfoundry.loggers.pages.coordinates import key_axis
 from llmfoundry.recipe.after_training import CompareRecipe
 from llmfoundry.recipe.load import checked
 from tests.tiny import ROOT
@@ -271,3 +273,94 @@ def test_folders_stand_behind_the_command_as_they_are_called(tmp_path: Path) -> 
     words = [sys.executable, str(script), "mine.yaml", names[0]]  # a recipe has no folders behind
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "two recipes, mine.yaml and" in done.stderr
+
+
+def test_a_run_that_cannot_be_read_is_left_out_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "a", [1.0])
+    torn = write_run(tmp_path / "b", [1.0, 2.0])
+    (torn / "metrics.jsonl").write_text("no JSON\n" * 2)
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    line = f"left out: {torn / 'metrics.jsonl'}:1"
+    assert line in capsys.readouterr().err and line in html and "</i>b<" not in html
+    assert "<title>1 run<" in html
+
+
+def test_a_page_that_is_not_ours_is_never_overwritten(tmp_path: Path) -> None:
+    run, theirs = write_run(tmp_path / "a", [1.0]), tmp_path / "index.html"
+    for text in ("<html>mine</html>", ""):
+        theirs.write_text(text)
+        with pytest.raises(UserError, match=r"index\.html: is not a page that this command wrote"):
+            compare(CompareRecipe([str(tmp_path)]))
+        assert theirs.read_text() == text
+    page_of(f"runs=[{run}]", output=tmp_path / "page.html")
+    page_of(f"runs=[{run}]", output=tmp_path / "page.html")  # ours, written again
+
+
+def test_a_followed_page_goes_on_between_two_runs_of_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a", [1.0])
+    lock, pages = try_lock(tmp_path / "sweep.lock", mode=0o644), []
+    assert lock is not None
+
+    def wait(seconds: float) -> None:
+        pages.append((tmp_path / "page.html").read_text())
+        lock.release()
+
+    monkeypatch.setattr(command.time, "sleep", wait)
+    last, _ = page_of(f"runs=[{tmp_path}]", "follow=true", output=tmp_path / "page.html")
+    assert len(pages) == 1 and "data-written" in pages[0] and "data-written" not in last
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ((2.0, 1.5, 1.5), "best: a tie of b, c, by the least loss, training"),
+        ((2.0, 1.5, math.nan), "best: b, by the least loss, training at the end of each run: 1.5"),
+        ((math.nan, math.inf, math.nan), "not finite at the end: a, b, c"),
+    ],
+)
+def test_who_is_best_is_said_plainly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: tuple[float, ...], said: str
+) -> None:
+    for name, loss in zip("abc", losses, strict=True):
+        write_run(tmp_path / name, [3.0, loss])
+    write_run(tmp_path / "d", [0.1], status="failed")
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    assert said in html and said in capsys.readouterr().out
+    assert "not compared, failed: d" in html
+    assert ("best:" in html) == any(map(math.isfinite, losses))
+
+
+def test_keys_are_drawn_against_the_result(tmp_path: Path) -> None:
+    for name, lr, loss in (("a", "1e-4", 3.0), ("b", "1e-3", 2.0), ("c", "1e-2", math.nan)):
+        write_run(tmp_path / name, [loss], lr=lr)
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    drawn = re.findall(r'<g class="one (\w*)" data-words="(.*?)".*?points="(.*?)"', html, re.DOTALL)
+    assert [kind for kind, _, _ in drawn] == ["", "lost", "best"], "the best lies above"
+    places = {words.split("\n")[0]: points for _, words, points in drawn}
+    assert places == {  # a logarithmic axis: 1e-3 is in the middle; the least loss is at the bottom
+        "a": "0.00,94.00 100.00,6.00",
+        "b, best": "0.00,50.00 100.00,94.00",
+        "c": "0.00,6.00",
+    }
+    assert "optimizer.lr: 1e-3\nloss, training: 2.0000\nfinished" in drawn[2][1]
+
+
+@pytest.mark.parametrize(
+    ("values", "places", "labels"),
+    [
+        (["1", "2", "5"], [94, 72, 6], ["5", "2", "1"]),
+        (["100ba", "50ba"], [6, 94], ["100ba", "50ba"]),
+        (["adamw", "", "muon"], [50, 6, 94], ["not set", "adamw", "muon"]),
+        (["1", "two"], [6, 94], ["1", "two"]),
+        (["0", "1000"], [94, 6], ["1000", "0"]),  # no logarithm of 0
+    ],
+)
+def test_an_axis_places_numbers_by_size_and_words_apart(
+    values: list[str], places: list[float], labels: list[str]
+) -> None:
+    axis = key_axis("key", values)
+    assert (axis.places, [text for _, text in axis.labels]) == (places, labels)

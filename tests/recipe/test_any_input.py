@@ -26,11 +26,11 @@ import torch
 from mutations import SCRIPTS, Case, case, prepare_folder
 
 from llmfoundry.builders.model import attention_refusal, build_root, experts_refusal, with_defaults
+from llmfoundry.commands import sweep
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.plan import fit
 from llmfoundry.plan.fit import choose_microbatch, with_guessed_vocabulary
 from llmfoundry.plan.memory import GIB
-from llmfoundry.recipe import sweep
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.paths import ROOT
 from llmfoundry.recipe.script import run
@@ -47,7 +47,7 @@ def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
     module, recipes = types.ModuleType("remembering_target"), []
     module.remember = recipes.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "remembering_target", module)
-    monkeypatch.setattr(sweep, "_execute", lambda arguments: 0)
+    monkeypatch.setattr(sweep, "_execute", lambda arguments, meanwhile: 0)
     monkeypatch.setattr(fit, "largest_fitting_recipe", lambda *_: None)  # reads all recipes
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from recipe_front import Front
 
+from llmfoundry.files import try_lock
 from llmfoundry.recipe.paths import YAMLS
 
 QUICKSTART = str(YAMLS / "quickstart.yaml")
@@ -23,12 +25,12 @@ def remember(recipe):
     reported = [recipe.run_name, recipe.save_folder, recipe.optimizer.lr, recipe.seed, os.getpid()]
     with open("reported.jsonl", "a") as file:
         print(json.dumps(reported), file=file)
-    os.makedirs(recipe.save_folder)
+    os.makedirs(recipe.save_folder, exist_ok=True)
     loss = 20 - recipe.seed if recipe.seed != 15 else float("nan")
     with open(f"{recipe.save_folder}/metrics.jsonl", "w") as file:
-        for row in ({"loss/train/total": 99.0}, {"loss/train/total": loss},
-                    {"metrics/train/bits_per_byte": loss / 4}):
-            print(json.dumps(row), file=file)
+        for n, row in enumerate(({"loss/train/total": 99.0}, {"loss/train/total": loss},
+                    {"metrics/train/bits_per_byte": loss / 4})):
+            print(json.dumps({"time/batch": n, "time/token": n, **row}), file=file)
         print('{"loss/train', file=file)
     if recipe.seed == 13:
         raise RuntimeError("unlucky")
@@ -60,35 +62,83 @@ def test_each_point_has_its_own_process_name_and_folder(tmp_path: Path) -> None:
         [names[1], f"runs/{names[1]}", 3e-3, 1],
     ]
     assert reported[0][4] != reported[1][4]
-    table = got.stdout[got.stdout.index("  status") :]
-    assert all(f"runs/{name}" in table for name in names) and table.count(" ok ") == 2
+    table = table_of(got.stdout)
+    assert [line[0] for line in table[1:3]] == [name.split("/")[1] for name in names]
+    assert [line[1:3] for line in table[1:3]] == [["best", "finished"]] * 2, "a tie"
 
 
 def test_a_failed_point_does_not_stop_the_others_but_fails_the_sweep(tmp_path: Path) -> None:
     got, reported = sweep(tmp_path, "-m", QUICKSTART, "seed=13,14")
     assert got.returncode == 1
     assert [row[3] for row in reported] == [13, 14]
-    table = got.stdout[got.stdout.index("  status") :].splitlines()
-    assert table[1].split()[:2] == ["exit", "1"] and table[2].split()[0] == "ok"
+    table = table_of(got.stdout)
+    assert table[1][:3] == ["seed=13", "exit", "1"] and table[2][:2] == ["seed=14", "finished"]
     assert "best" not in got.stdout, "of one that ended"
+    page = (tmp_path / "runs/quickstart/index.html").read_text()
+    assert "exit 1" in page and "seed=14" in page
 
 
-def test_the_table_has_each_points_last_metrics_and_marks_the_best(tmp_path: Path) -> None:
+def table_of(printed: str) -> list[list[str]]:
+    """The words of each line, from the table's head on."""
+    return [line.split() for line in printed[printed.index("run ") :].splitlines()]
+
+
+def test_the_table_has_each_points_last_metrics_and_names_the_best(tmp_path: Path) -> None:
     got, _ = sweep(tmp_path, "-m", QUICKSTART, "seed=2,14,15,16")
-    table = got.stdout[got.stdout.index("  status") :].splitlines()
-    assert table[0].split() == ["status", "time", "loss", "bits/byte", "point"]
-    rows = [line.split() for line in table[1:-2]]
-    assert [row[2:4] for row in (rows[0], rows[1], rows[3])] == [
-        ["18.0000", "4.5000"],
-        ["6.0000", "1.5000"],
-        ["4.0000", "1.0000"],
+    assert got.returncode == 0, got.stderr
+    rows = table_of(got.stdout)[1:5]
+    assert [row[-2:] for row in rows[:3]] == [
+        ["4.5000", "18.0000"],
+        ["1.5000", "6.0000"],
+        ["nan", "nan"],
     ]
-    assert len(rows[2]) == 3, "what is not finite is left out"
-    assert [row[-1] for row in rows].index("best") == 3
-    assert table[-2:] == [
-        "best: the least bits/byte, at the end of each run",
-        "side by side: python scripts/compare.py runs/quickstart",
+    assert [row[1] for row in rows] == ["finished"] * 3 + ["best"]
+    assert [line for line in got.stdout.splitlines() if line][-4:-2] == [
+        "best: seed=16, by the least bits per byte, training at the end of each run: 1.0000",
+        "not finite at the end: seed=15",
     ]
+    page = (tmp_path / "runs/quickstart/index.html").read_text()
+    assert "best: seed=16, by the least" in page and "data-written" not in page
+
+
+def test_a_point_that_is_done_is_not_run_again(tmp_path: Path) -> None:
+    first, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,13,14")
+    assert first.returncode == 1 and len(ran) == 3
+    again, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,13,14,15")
+    assert again.returncode == 1 and [row[3] for row in ran] == [13, 15]
+    assert "[1/4] runs/quickstart/seed=12: done before" in again.stdout
+    assert [line[0] for line in table_of(again.stdout)[1:5]] == [f"seed={n}" for n in range(12, 16)]
+    shutil.rmtree(tmp_path / "runs/quickstart/seed=12")
+    other, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,14", "max_duration=7ba")
+    assert other.returncode == 0 and [row[3] for row in ran] == [12, 14], "gone, and changed"
+
+
+def test_a_page_of_somebody_elses_stays_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    theirs = tmp_path / "runs/quickstart/index.html"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("<html>mine</html>")
+    got, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,14")
+    assert got.returncode == 0 and len(ran) == 2 and theirs.read_text() == "<html>mine</html>"
+    assert "no page is written: output: " in got.stderr and "page:" not in got.stdout
+
+
+def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
+    home = tmp_path / "runs/quickstart"
+    home.mkdir(parents=True)
+    lock = try_lock(home / "sweep.lock", mode=0o644)
+    assert lock is not None
+    with lock:
+        got, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,14")
+    assert got.returncode == 2 and not ran and "another sweep is at work there" in got.stderr
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    home = tmp_path / "runs/quickstart"
+    home.mkdir(parents=True)
+    for text in ("{", "[]", '{"points": 3}'):
+        (home / "sweep.json").write_text(text)
+        got, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,14")
+        assert got.returncode == 2 and not ran and "sweep.json: cannot be read" in got.stderr
 
 
 def test_cfg_prints_every_point_and_runs_none(front: Front) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, read_json_if_there
 from llmfoundry.loggers.console import duration, percent, short_count
 from llmfoundry.loggers.metrics import BATCH, TOKEN, milliseconds
-from llmfoundry.loggers.pages import eval_page
+from llmfoundry.loggers.pages import coordinates, eval_page
 from llmfoundry.loggers.pages.charts import (
     EVAL_BPB,
     EVAL_LOSS,
@@ -51,6 +51,7 @@ from llmfoundry.redaction import public
 POINTS = 4000  # of all lines of a chart together
 LEAST_POINTS = 100  # of one line
 OWN_KEYS = ("run_name", "save_folder")  # which differ in any case
+MOST_AXES = 8  # keys beside one another
 DECIDING = (EVAL_BPB, EVAL_LOSS, TRAIN_BPB, TRAIN_LOSS)
 """What the best run has least of: the first that all runs have. A loss compares only where the
 tokenizer is the same."""
@@ -144,39 +145,85 @@ def _evaluations(folder: Path) -> list[dict[str, Any]]:
     return read_evaluations(folder)
 
 
-def write_comparison(path: Path, runs: Sequence[ComparedRun], *, follows: bool) -> None:
-    """Write the page; `follows`: it will be written again, and an open one reloads itself."""
+def write_comparison(
+    path: Path, runs: Sequence[ComparedRun], *, follows: bool, warnings: Sequence[str] = ()
+) -> None:
+    """Write the page; `follows`: it will be written again, and an open one reloads itself.
+
+    `warnings` are lines about runs that could not be read.
+    """
     going = sum(run.status == "running" for run in runs)
     sections = [
-        ("Runs", run_table(runs, path.parent)),
+        ("Runs", run_table(runs, path.parent) + (part("listed", warnings) if warnings else "")),
+        ("Settings and result", parallel_coordinates(runs)),
         ("Training", charts(runs)),
         ("Differing settings", settings_table(runs)),
         ("Evaluation", evaluation(runs)),
     ]
     html = page(
-        title=f"{len(runs)} runs",
-        status=f"running: {going}" if going else "finished",
+        title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
+        status=f"running: {going}" if going else "not finished" if follows else "finished",
         reached="",
         tiles=[],
         sections=sections,
         has_charts=True,
-        written=milliseconds() if follows and going else 0,
+        written=milliseconds() if follows else 0,
     )
     atomic_write(path, html)
 
 
-def best_run(runs: Sequence[ComparedRun]) -> tuple[int, str] | None:
-    """The run with the least of what decides, and what that is; None: nothing does.
+@dataclass(frozen=True)
+class Verdict:
+    """Which runs are best, by what, and the sentences that say so."""
 
-    A run that ended with a value that is not finite is never the best.
+    metric: str
+    best: Sequence[int]
+    lines: Sequence[str]
+
+
+def verdict(runs: Sequence[ComparedRun]) -> Verdict | None:
+    """The run with the least of what decides, several where they tie; None: nothing decides.
+
+    Those that finished are judged, where any has; else all that have not failed. A run that ended
+    with a value that is not finite is never the best.
     """
+    judged = [n for n, run in enumerate(runs) if run.status == "finished"]
+    judged = judged or [n for n, run in enumerate(runs) if run.status in _MAY_WIN]
     for metric in DECIDING:
-        values = [run.last(metric) for run in runs]
-        known = [value for value in values if value is not None]
-        finite = [value for value in known if math.isfinite(value)]
-        if finite and len(known) == len(runs) > 1:
-            return values.index(min(finite)), metric
+        last = {n: value for n in judged if (value := runs[n].last(metric)) is not None}
+        if len(last) == len(judged) > 1:
+            finite = {n: value for n, value in last.items() if math.isfinite(value)}
+            best = [n for n in finite if finite[n] == min(finite.values())]
+            return Verdict(metric, best, list(_sentences(runs, judged, metric, best)))
     return None
+
+
+_MAY_WIN = ("running", "not finished", "killed")
+
+
+def _sentences(
+    runs: Sequence[ComparedRun], judged: Sequence[int], metric: str, best: Sequence[int]
+) -> Iterator[str]:
+    what, by_status = COLUMNS[metric], dict[str, list[str]]()
+    if best:
+        names = _named([runs[n].name for n in best])
+        who = names if len(best) == 1 else f"a tie of {names}"
+        value = runs[best[0]].last(metric)
+        yield f"best: {who}, by the least {what} at the end of each run: {value:.4f}"
+    lost = [runs[n].name for n in judged if not math.isfinite(runs[n].last(metric) or 0)]
+    if lost:
+        yield f"not finite at the end: {_named(lost)}"
+    for n in sorted({*range(len(runs))} - {*judged}):
+        by_status.setdefault(STATUS.get(runs[n].status, runs[n].status), []).append(runs[n].name)
+    for status, left in by_status.items():
+        yield f"not compared, {status}: {_named(left)}"
+    if best and len({runs[n].rows[-1][BATCH] for n in judged}) > 1:
+        yield "the runs that are compared did not end at the same step"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 6 else ""
+    return ", ".join(names[: 5 if more else None]) + more
 
 
 HEAD = ("run", "status", "steps", "tokens", "time", *COLUMNS.values(), "tokens/s", "MFU")
@@ -204,23 +251,50 @@ def run_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
 
 
 def run_table(runs: Sequence[ComparedRun], beside: Path) -> Markup:
-    """The runs, each with its color and a link to its report, the best one marked."""
-    best, rows = best_run(runs), []
+    """The runs, each with its color and a link to its report, the best marked."""
+    found, rows = verdict(runs), []
     for i, (run, row) in enumerate(zip(runs, run_rows(runs), strict=True)):
         report = run.folder / "report.html"
         link = quote(os.path.relpath(report, beside)) if report.exists() else ""
         name = Markup('<a href="{}">{}</a>').format(link, run.name) if link else run.name
-        mark = Markup(' <span class="hint">best</span>') if best and best[0] == i else ""
+        mark = Markup(' <span class="hint">best</span>') if found and i in found.best else ""
         rows.append((part("swatch", i) + name + mark, *row[1:]))
     used = [n for n in range(len(HEAD)) if n < 2 or any(row[n] for row in rows)]
     listed = [[row[n] for n in used] for row in rows]
     right = range(2, len(used))
-    found = table([HEAD[n] for n in used], listed, right=right, is_wide=True)
-    if best is not None:
-        found += Markup('<p class="hint">best: the least {}, at the end of each run</p>').format(
-            COLUMNS[best[1]]
+    shown = table([HEAD[n] for n in used], listed, right=right, is_wide=True)
+    lines = found.lines if found is not None else ()
+    return shown + Markup().join(Markup('<p class="hint">{}</p>').format(line) for line in lines)
+
+
+def parallel_coordinates(runs: Sequence[ComparedRun]) -> Markup:
+    """The keys in which the recipes differ against what decides."""
+    found = verdict(runs)
+    keys = differing(runs)
+    if found is None or not keys:
+        return Markup()
+    shown = keys[:MOST_AXES]
+    known = {n: run for n, run in enumerate(runs) if run.settings}
+    values = [run.last(found.metric) for run in known.values()]
+    axes = [
+        coordinates.key_axis(key, [run.settings.get(key, "") for run in known.values()])
+        for key in shown
+    ]
+    words = {
+        n: "\n".join(
+            [
+                run.name + (", best" if n in found.best else ""),
+                *(f"{key}: {run.settings.get(key, '')}" for key in shown),
+                f"{COLUMNS[found.metric]}: {'none' if value is None else f'{value:.4f}'}",
+                STATUS.get(run.status, run.status),
+            ]
         )
-    return found
+        for (n, run), value in zip(known.items(), values, strict=True)
+    }
+    more = f"; {len(keys) - MOST_AXES} more keys below" if len(keys) > MOST_AXES else ""
+    hint = "a line is a run, the best is bold, dashed: no finite end" + more
+    result = coordinates.result_axis(COLUMNS[found.metric], values)
+    return coordinates.drawn("Keys against result", hint, [*axes, result], words, found.best)
 
 
 def charts(runs: Sequence[ComparedRun]) -> Markup:
@@ -261,15 +335,17 @@ def _axes(rows: Rows) -> dict[str, list[float]]:
     }
 
 
-def settings_table(runs: Sequence[ComparedRun]) -> Markup:
-    """Keys whose values are not the same in all runs that have a recipe."""
+def differing(runs: Sequence[ComparedRun]) -> list[str]:
+    """Keys whose values are not the same in all runs that have a recipe, in its order."""
     known = [run for run in runs if run.settings]
     keys = dict.fromkeys(key for run in known for key in run.settings)
-    rows = [
-        (key, *(run.settings.get(key, "") for run in known))
-        for key in keys
-        if len({run.settings.get(key) for run in known}) > 1
-    ]
+    return [key for key in keys if len({run.settings.get(key) for run in known}) > 1]
+
+
+def settings_table(runs: Sequence[ComparedRun]) -> Markup:
+    """The keys that differ, and their values in each run that has a recipe."""
+    known = [run for run in runs if run.settings]
+    rows = [(key, *(run.settings.get(key, "") for run in known)) for key in differing(runs)]
     if not rows:
         return Markup('<p class="hint">None: the recipes are the same.</p>') if known else Markup()
     return table(("key", *(run.name for run in known)), rows, is_wide=True)

@@ -59,6 +59,19 @@ def page(
     return document.encode(errors="replace").decode()  # half a surrogate pair cannot be written
 
 
+_MARK = '<meta name="generator" content="llmfoundry">'
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is a page that `page` made, or part of one: it names us at its beginning.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return _MARK.encode() in file.read(1000)
+
+
 def part(name: str, *values: Any, **named: Any) -> Markup:
     """What a macro of parts.html makes."""
     return Markup(getattr(_templates().get_template("parts.html").module, name)(*values, **named))

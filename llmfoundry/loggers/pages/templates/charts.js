@@ -307,6 +307,23 @@
     return kept.top;
   }
 
+  /* Parallel coordinates: the values of the run whose line is pointed at or tapped. */
+  for (const one of document.querySelectorAll(".one")) {
+    const figure = one.closest("figure");
+    const tip = figure.querySelector(":scope > .tip") ?? figure.appendChild(document.createElement("div"));
+    Object.assign(tip, {className: "tip", hidden: true});
+    one.onpointermove = one.onpointerdown = ({clientX, clientY}) => {
+      const box = figure.getBoundingClientRect();
+      tip.replaceChildren(...one.dataset.words.split("\n").map((text) => Object.assign(document.createElement("div"), {textContent: text})));
+      tip.firstChild.prepend(Object.assign(document.createElement("i"), {style: `background:${one.dataset.color}`}));
+      tip.hidden = false;
+      const room = figure.clientWidth - tip.offsetWidth - 6, x = clientX - box.left + 14;
+      tip.style.left = `${Math.max(6, Math.min(x, room))}px`;
+      tip.style.top = `${clientY - box.top + 16}px`;
+    };
+    one.onpointerleave = () => { tip.hidden = true; };
+  }
+
   const top = restore();
   for (const element of document.querySelectorAll('figure script[type="application/json"]')) {
     charts.push(new Chart(element.parentElement, JSON.parse(element.textContent)));
@@ -326,7 +343,7 @@
 
   const written = Number(document.body.dataset.written); /* of a run under way */
   if (written) setInterval(() => {
-    const isUsed = document.hidden || charts.some((chart) => !chart.tip.hidden);
+    const isUsed = document.hidden || [...document.querySelectorAll(".tip")].some((tip) => !tip.hidden);
     if (!isUsed && Date.now() - written < STALE) location.reload();
   }, RELOAD);
 })();
