@@ -135,7 +135,7 @@ def find_version(written: str, key: str, *, uri: str | None = None) -> Found:
             " another version"
         )
     kind = version.tags.get(Tag.KIND)
-    if kind is None:
+    if kind is None or not {Tag.ADDRESS, Tag.FINGERPRINT} <= version.tags.keys():
         raise UserError(f"{what}: was not registered from here, and says not where its weights are")
     if kind == "gguf":
         raise UserError(

@@ -18,7 +18,7 @@ import torch
 from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
 from llmfoundry.builders.models import check_model, is_adapter, is_hugging_face
 from llmfoundry.builders.pretrained import resolve
-from llmfoundry.builders.registry import find_address
+from llmfoundry.builders.registry import find_address, is_version
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
 from llmfoundry.checkpoint.object_storage import is_url
@@ -216,7 +216,7 @@ def _alone() -> World:
 def _is_on_hub(recipe: FinetuneRecipe) -> bool:
     """Whether the model would have to be downloaded, which a dry run does not."""
     name = str(recipe.model.pretrained)
-    if name.startswith((".", "/", "~", "runs/")):
+    if name.startswith((".", "/", "~", "runs/")) or is_version(name):
         return False
     try:
         find_file(name, "model.pretrained")

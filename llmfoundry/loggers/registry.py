@@ -171,11 +171,19 @@ def _best(tagged: Iterable[tuple[Any, Mapping[str, str]]]) -> Any:
     """Of what has a value the first that none is better than; None: nothing has."""
     best, best_value = None, math.inf
     for found, tags in tagged:
-        if Tag.VALUE in tags:
-            value = float(tags[Tag.VALUE]) * (1 if tags[Tag.MODE] == "min" else -1)
-            if value < best_value:
-                best, best_value = found, value
+        value = _value(tags) * (1 if tags.get(Tag.MODE) == "min" else -1)
+        if value < best_value:  # not of NaN
+            best, best_value = found, value
     return best
+
+
+def _value(tags: Mapping[str, str]) -> float:
+    """By which a version is compared; NaN: it is not, or somebody wrote a tag that is no number."""
+    try:
+        value = float(tags.get(Tag.VALUE, math.nan)) if Tag.METRIC in tags else math.nan
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def register_saved(
@@ -208,13 +216,13 @@ def register_saved(
     known = [v for v in versions(client, name) if v.tags.get(Tag.FOLDER) == public(folder)]
     known = [v for v in known if Tag.PRUNED not in v.tags]
     has = {public(at): fingerprint for at, (_, fingerprint) in there.items()}
-    kept = [v for v in known if has.get(v.tags[Tag.ADDRESS]) == v.tags[Tag.FINGERPRINT]]
+    kept = [v for v in known if has.get(v.tags.get(Tag.ADDRESS)) == v.tags.get(Tag.FINGERPRINT)]
     for version in known:
         if version not in kept:
             _mark_pruned(client, version)
     new = []
     for at, (path, fingerprint) in there.items():
-        if public(at) not in {version.tags[Tag.ADDRESS] for version in kept}:
+        if public(at) not in {version.tags.get(Tag.ADDRESS) for version in kept}:
             batch = int(path.name[2:])
             tags = {Tag.FOLDER: public(folder), Tag.RECIPE: public(f"{at}/recipe.yaml")}
             tags |= {Tag.STEP: str(batch), **facts, **evaluations.tags(batch)}
@@ -234,7 +242,7 @@ def _warn_of_other_metric(
 ) -> None:
     if best is None or not is_new or evaluations.metric is None:
         return
-    theirs, mode = best.tags[Tag.METRIC], best.tags[Tag.MODE]
+    theirs, mode = best.tags[Tag.METRIC], best.tags.get(Tag.MODE)
     if (theirs, mode) != (evaluations.metric, evaluations.mode):
         note(
             f"registry.best.metric: {evaluations.metric}, but the best of {name} is compared by"
@@ -351,13 +359,17 @@ def _mark_pruned(client: Any, version: Any) -> None:
 
 def settle_best(client: Any, name: str) -> Any:
     """Point `best` to the best version; the version, None: there is none to compare."""
-    for _ in range(_LOOKS):
+    for look in range(1, _LOOKS + 1):
         every = versions(client, name)
         live = [version for version in every if Tag.PRUNED not in version.tags]
         holder = str(client.get_registered_model(name).aliases.get(BEST))
         best = _best_version(live, holder)
         if best is not None and str(best.version) != holder:
-            client.set_registered_model_alias(name, BEST, str(best.version))
+            try:
+                client.set_registered_model_alias(name, BEST, str(best.version))
+            except Exception:  # a server answers BAD_REQUEST where two make an alias at once
+                if look == _LOOKS:
+                    raise
         elif best is None and holder in {str(v.version) for v in every if v not in live}:
             client.delete_registered_model_alias(name, BEST)
         else:
@@ -367,12 +379,10 @@ def settle_best(client: Any, name: str) -> Any:
 
 def _best_version(live: Sequence[Any], holder: str) -> Any:
     """By the holder's metric; where it has none, by the first that a version has."""
-    with_value = [version for version in live if Tag.VALUE in version.tags]
+    with_value = [version for version in live if math.isfinite(_value(version.tags))]
     first = [v for v in with_value if str(v.version) == holder] or with_value
-    if not first:
-        return None
-    how = [first[0].tags[Tag.METRIC], first[0].tags[Tag.MODE]]
-    same = (v for v in with_value if [v.tags[Tag.METRIC], v.tags[Tag.MODE]] == how)
+    how = [first[0].tags.get(name) for name in (Tag.METRIC, Tag.MODE)] if first else []
+    same = (v for v in with_value if [v.tags.get(n) for n in (Tag.METRIC, Tag.MODE)] == how)
     return _best((version, version.tags) for version in same)
 
 
