@@ -271,6 +271,17 @@ def try_lock(path: Path, *, shared: bool = False, mode: int | None = None) -> Lo
     return _lock(path, shared, mode, fcntl.LOCK_NB)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process of this machine, or of one that shares its files, has a file locked."""
+    with suppress(OSError):  # it has no locks
+        if path.is_file():  # a pipe would wait
+            locked = try_lock(path, shared=True)
+            if locked is not None:
+                locked.release()
+            return locked is None
+    return False
+
+
 def lock(path: Path, *, mode: int) -> LockedFile:
     """Wait for the exclusive lock of a file that is made if need be and held for moments only."""
     while True:

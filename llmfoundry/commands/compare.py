@@ -7,11 +7,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import RUN_LOCK, SWEEP_LOCK, try_lock
+from llmfoundry.files import RUN_LOCK, SWEEP_LOCK, is_locked
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.comparison import (
     HEAD,
@@ -157,10 +156,5 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def is_held(folder: Path, name: str = RUN_LOCK) -> bool:
-    """Whether a process of this machine, or of one that shares its files, is at work there."""
-    with suppress(OSError):  # it is not there, or has no locks
-        lock = try_lock(folder / name, shared=True)
-        if lock is not None:
-            lock.release()
-        return lock is None
-    return False
+    """Whether a process is at work in a folder."""
+    return is_locked(folder / name)

@@ -34,6 +34,7 @@ from llmfoundry.distributed.launch import Machine, World, slurm_environment, wan
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
 from llmfoundry.hf.gguf.write import check_output
+from llmfoundry.launch.runs import find, list_runs
 from llmfoundry.loggers.console import Console, format_gib, short_count
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder
@@ -57,6 +58,7 @@ from llmfoundry.recipe.after_training import (
     ConvertRecipe,
     DrawRecipe,
     EvalRecipe,
+    RunsRecipe,
     ServeRecipe,
     TrackRecipe,
 )
@@ -445,6 +447,14 @@ def plan_comparing(recipe: CompareRecipe) -> Rows:
     yield "page", str(page_path(recipe))
 
 
+def plan_runs(recipe: RunsRecipe) -> Rows:
+    """Of scripts/runs.py."""
+    verb, *names = recipe.words
+    yield "verb", verb
+    for name in names or sorted(run.name for run in list_runs(recipe.folder)):
+        yield "run", str(find(name, recipe.folder))
+
+
 def plan_tracking(recipe: TrackRecipe) -> Rows:
     """Of scripts/track.py."""
     run = run_with_record(recipe)
@@ -505,6 +515,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "track": plan_tracking,
     "launch": plan_launching,
     "compare": plan_comparing,
+    "runs": plan_runs,
     "fetch_eval_data": plan_fetching,
     "migrate_file": plan_migration,
     "check": plan_check,

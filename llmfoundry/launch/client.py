@@ -16,6 +16,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.redaction import public
 
 SECONDS = 60.0  # for an answer
+SILENCE = ("", "")
+"""Among the lines of `merged_lines`: a second has brought none, so that a reader may look up."""
 
 
 def ask(words: Sequence[str], *, text: str = "", seconds: float = SECONDS) -> str:
@@ -68,7 +70,7 @@ def missing(client: str) -> str:
 
 
 def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Lines of several commands as they come, each with the name of its source.
+    """Lines of several commands as they come, each with the name of its source, and SILENCE.
 
     Ends once all of them have; the commands end where the caller goes no further.
     """
@@ -99,7 +101,10 @@ def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, st
             threading.Thread(target=read, args=(name, process), daemon=True).start()
         left = len(processes)
         while left:
-            found = lines.get()
+            try:
+                found = lines.get(timeout=1.0)
+            except queue.Empty:
+                found = SILENCE
             if found is None:
                 left -= 1
             else:

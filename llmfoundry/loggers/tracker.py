@@ -97,7 +97,7 @@ class Tracker:
         before = read_json_if_there(self._folder / "run.json") if first_batch > 0 else {}
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
-        self._run["summary"] = {"status": "running"}
+        self._run |= {"total_batches": total, "summary": {"status": "running"}}
         self._is_open, self._report_due = True, time.monotonic() + _REPORT_SECONDS
         self._write_run()
 

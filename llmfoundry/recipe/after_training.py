@@ -1,9 +1,9 @@
-"""Recipes of what takes a run: eval, convert, generate, chat, serve, track, compare.
+"""Recipes of what takes a run: eval, convert, generate, chat, serve, track, compare, runs.
 
-All but track.py and compare.py take a `checkpoint`: a run's folder (its newest complete checkpoint)
-or one checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine, or a version in
-MLflow's registry, such as models:/NAME@best (`builders/registry.py`); all but convert.py a model
-from elsewhere too (`builders/models.py`).
+All but track.py, compare.py and runs.py take a `checkpoint`: a run's folder (its newest complete
+checkpoint) or one checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine, or a
+version in MLflow's registry, such as models:/NAME@best (`builders/registry.py`); all but convert.py
+a model from elsewhere too (`builders/models.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.checks import inert, set_defaults
+from llmfoundry.recipe.checks import inert, inert_change, nearest, set_defaults
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
 from llmfoundry.recipe.registry import ExportRegistry, NamedRegistry, RegistryPlace
@@ -405,6 +405,60 @@ class CompareRecipe:
             yield "runs: is empty; write folders of runs, such as runs/a runs/b, or runs for all"
         if any(not name.strip() for name in self.runs):
             yield "runs: a name is empty; write folders of runs, such as runs/a runs/b"
+
+    def fill(self) -> None:
+        """Nothing is derived."""
+
+
+VERBS = ("list", "describe", "logs", "follow", "stop", "serve")
+
+
+@dataclass
+class RunsRecipe:
+    """What runs do now, wherever they were launched."""
+
+    FOLDERS_KEY: ClassVar[str] = "words"
+    _OF: ClassVar[dict[str, tuple[str, ...]]] = {
+        "format": ("list", "describe"),
+        "now": ("stop",),
+        "timeout": ("stop",),
+        "port": ("serve",),
+        "host": ("serve",),
+    }
+
+    words: list[str] = field(default_factory=list)
+    """A verb, and runs: names below `folder`, or folders. Of list and serve none."""
+    folder: Annotated[str, PATH] = "runs"
+    """The folder of runs."""
+    format: Annotated[str, choice(("text", "json"))] = "text"
+    """Of list and describe."""
+    now: bool = False
+    """stop: end at once, without saving; false: save and end."""
+    timeout: Annotated[float, Range(0, 1e6)] = 600.0
+    """stop: seconds to wait for the end."""
+    port: Annotated[int, Range(1, 65_535)] = 9465
+    """serve: of the metrics for Prometheus; a run's own is 9464."""
+    host: str = "127.0.0.1"
+    """serve: the address to listen at; 0.0.0.0: all of this machine's."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        yield from out_of_bounds("", self)
+        verb, names = (self.words or [""])[0], self.words[1:]
+        if verb not in VERBS:
+            what = f"{verb!r} is no verb" if verb else "no verb"
+            yield f"words: {what}{nearest(verb, VERBS)}; write one of {', '.join(VERBS)}"
+        elif verb in ("list", "serve") and names:
+            yield f"words: {verb} is of all runs; write folder=FOLDER for those of another"
+        elif verb not in ("list", "serve") and not names:
+            yield f"words: {verb} of which run? write its name; runs list names them"
+        elif verb in ("logs", "follow", "describe") and len(names) > 1:
+            yield f"words: {verb} is of one run; write one name"
+        else:
+            for key, verbs in self._OF.items():
+                if verb not in verbs:
+                    why = f"with {verb}: it is of {' and '.join(verbs)}"
+                    yield from inert_change("", self, [key], why)
 
     def fill(self) -> None:
         """Nothing is derived."""

@@ -1,0 +1,235 @@
+"""`scripts/runs.py`: prints what `launch/runs.py` finds, and serves it for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from llmfoundry.errors import UserError
+from llmfoundry.launch import runs as api
+from llmfoundry.launch.runs import RunDetails, RunState
+from llmfoundry.loggers.console import Console, duration, percent
+from llmfoundry.recipe.after_training import RunsRecipe
+from llmfoundry.redaction import public
+from llmfoundry.terminal import columns, shown_on
+
+_HEAD = ("run", "state", "step", "loss", "goodput", "logged", "on", "last event, or why")
+_WIDEST = 70  # characters of the last column
+_PREFIX = "llmfoundry_run_"
+_AGE_S = 5.0  # for which two scrapes get the same answer
+
+
+def runs(recipe: RunsRecipe) -> None:
+    """Do what the verb says.
+
+    Raises:
+        UserError: there is no such run, or it cannot be asked or stopped.
+    """
+    _VERBS[recipe.words[0]](recipe)
+
+
+def _list(recipe: RunsRecipe) -> None:
+    found = api.list_runs(recipe.folder)
+    if recipe.format == "json":
+        return _print_json([asdict(run) for run in found])
+    if not found:
+        return print(f"no runs in {recipe.folder}")
+    print("\n".join(columns(_HEAD, [_row(run) for run in found], left=(0, 1, 6, 7))))
+
+
+def _row(run: RunState) -> tuple[str, ...]:
+    of = f" of {run.total:,}" if run.total else f" of {run.length}" if run.length else ""
+    why = run.event if run.event and run.state in api.UNDER_WAY else run.why or run.event
+    return (
+        _plain(run.name),
+        run.state,
+        f"{run.step:,}{of}" if run.step or of else "",
+        "" if run.loss is None else f"{run.loss:.4f}",
+        "" if run.goodput is None else percent(run.goodput),
+        "" if run.logged_at is None else f"{duration(max(0.0, time.time() - run.logged_at))} ago",
+        f"{run.target} {run.nodes}".strip() if run.target else "",
+        _short(why),
+    )
+
+
+def _short(text: str) -> str:
+    line = _plain(text.replace("\n", " "))
+    return line if len(line) <= _WIDEST else f"{line[: _WIDEST - 3]}..."
+
+
+def _plain(text: str) -> str:
+    """Names and events are of a folder that anyone may have written."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in public(text))
+
+
+def _describe(recipe: RunsRecipe) -> None:
+    found = api.describe(recipe.words[1], recipe.folder)
+    if recipe.format == "json":
+        return _print_json(asdict(found))
+    Console().banner([(label, public(text)) for label, text in _rows(found) if text])
+
+
+def _rows(found: RunDetails) -> Iterator[tuple[str, str]]:
+    run = found.run
+    yield "run", run.folder
+    yield "state", f"{run.state}" + f": {run.why}" * bool(run.why)
+    step, loss, goodput = _row(run)[2:5]
+    yield "step", step
+    yield "loss", loss
+    yield "goodput", goodput
+    yield "launched", " ".join(filter(None, (run.target, run.job, _clock(found.submitted_at))))
+    yield "recipe", " ".join([found.recipe, *found.overrides]).strip()
+    yield "git", ", ".join(f"{key} {value}" for key, value in found.git.items())
+    for attempt in found.attempts:
+        yield f"attempt {attempt['attempt']}", f"{attempt['cause']}: {attempt['why']}"
+    yield "checkpoints", ", ".join(found.checkpoints)
+    scores = (f"{name} {value}" for name, value in found.evaluation.items() if value is not None)
+    yield "gauntlet", ", ".join(scores)
+    yield "software", ", ".join(f"{name} {value}" for name, value in found.environment.items())
+    for event in found.events[-5:]:
+        yield str(event["kind"]), f"{_clock(event['time'])} {event['what']}"
+    yield "logs", found.logs
+
+
+def _clock(when: float | None) -> str:
+    return "" if not when else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def _print_json(values: Any) -> None:
+    """Numbers that JSON has not are null."""
+    print(public(json.dumps(_finite(values), indent=1, default=str)))
+
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
+def _logs(recipe: RunsRecipe) -> None:
+    _print_lines(api.logs(recipe.words[1], recipe.folder))
+
+
+def _follow(recipe: RunsRecipe) -> None:
+    _print_lines(api.follow(recipe.words[1], recipe.folder))
+    state = api.state_of(api.find(recipe.words[1], recipe.folder))
+    print(_plain(f"{state.name}: {state.state}" + f": {state.why}" * bool(state.why)))
+
+
+def _print_lines(lines: Iterator[tuple[str, str]]) -> None:
+    for source, line in lines:
+        print(shown_on(sys.stdout, public(f"{source}: {line}")), flush=True)
+
+
+def _stop(recipe: RunsRecipe) -> None:
+    """All are asked side by side; what could not be stopped is said at the end."""
+    said: dict[str, str] = {}
+    problems: list[str] = []
+
+    def stop(name: str) -> None:
+        try:
+            run = api.stop(name, recipe.folder, now=recipe.now, timeout=recipe.timeout)
+            said[name] = f"{run.name}: {run.state} at step {run.step:,}"
+        except UserError as error:
+            problems.extend(error.problems)
+
+    names = list(dict.fromkeys(recipe.words[1:]))
+    threads = [threading.Thread(target=stop, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in names:
+        if name in said:
+            print(_plain(said[name]))
+    if problems:
+        raise UserError(*problems)
+
+
+def _serve(recipe: RunsRecipe) -> None:
+    from llmfoundry.loggers.prometheus_logger import need_client, serve
+
+    need_client("runs serve")
+    api.list_runs(recipe.folder)  # is there such a folder?
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(recipe.folder))
+    try:
+        server = serve(recipe.host, recipe.port, registry, key="port")
+    except OSError as error:
+        raise UserError(f"port: {error.strerror or error}; write another host or port") from error
+    print(
+        f"http://{recipe.host}:{recipe.port}/metrics has the states of {recipe.folder}", flush=True
+    )
+    try:
+        threading.Event().wait()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+_GAUGES: dict[str, tuple[str, Callable[[RunState], float | None]]] = {
+    "step": ("The last step that was logged.", lambda run: run.step),
+    "total_steps": ("Steps of the whole run.", lambda run: run.total),
+    "loss": ("Training loss at the last logged step, nats a token.", lambda run: run.loss),
+    "goodput": ("Share of a supervised run's time that trained.", lambda run: run.goodput),
+    "logged_timestamp_seconds": ("When a step was logged last.", lambda run: run.logged_at),
+}
+
+
+class Collector:
+    """What a scrape gets (prometheus_client's custom collector): every run of a folder."""
+
+    def __init__(self, folder: str) -> None:
+        """Reads nothing yet."""
+        self._folder, self._lock = folder, threading.Lock()
+        self._read_at, self._runs = -math.inf, list[RunState]()
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families; a folder that is gone has no runs."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        found = self._now()
+        states = GaugeMetricFamily(
+            f"{_PREFIX}state", "1: the state that the run is in.", labels=["run", "state"]
+        )
+        for run in found:
+            for state in api.STATES:
+                states.add_metric([run.name, state], run.state == state)
+        yield states
+        for name, (meaning, of) in _GAUGES.items():
+            family = GaugeMetricFamily(f"{_PREFIX}{name}", meaning, labels=["run"])
+            for run in found:
+                value = of(run)
+                if value is not None:
+                    family.add_metric([run.name], value)
+            yield family
+
+    def _now(self) -> list[RunState]:
+        with self._lock:
+            if time.monotonic() - self._read_at > _AGE_S:
+                try:
+                    self._runs = api.list_runs(self._folder)
+                except UserError:
+                    self._runs = []
+                self._read_at = time.monotonic()
+            return self._runs
+
+
+_VERBS: dict[str, Callable[[RunsRecipe], None]] = {
+    "list": _list,
+    "describe": _describe,
+    "logs": _logs,
+    "follow": _follow,
+    "stop": _stop,
+    "serve": _serve,
+}

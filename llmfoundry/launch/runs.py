@@ -1,0 +1,560 @@
+"""What runs do now, wherever they were launched: listed, described, read, followed, stopped.
+
+The command `llmfoundry runs` calls these functions, and so may anyone's program:
+
+    from llmfoundry.launch import runs
+    for run in runs.list_runs("runs"):
+        print(run.name, run.state, run.step, run.loss)
+
+The idea: a run's own folder says what happened (metrics.jsonl, events.jsonl, run.json), a lock that
+the kernel releases says whether somebody trains there now, and only where a run was launched
+elsewhere its target is asked. `judge` puts these together, and is a pure function. No PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llmfoundry.errors import UserError
+from llmfoundry.events import CHECKPOINTS, is_restart, read_events
+from llmfoundry.exit_status import DONE, ENDS_FOLDER, GIVE_UP, SAVED
+from llmfoundry.files import RUN_LOCK, is_locked, parse_json, read_json_if_there
+from llmfoundry.launch.client import SILENCE
+from llmfoundry.launch.record import (
+    ENDED,
+    RECORD,
+    UNKNOWN,
+    LaunchRecord,
+    TargetState,
+    read,
+)
+from llmfoundry.launch.record import RUNNING as ACTIVE
+from llmfoundry.launch.record import WAITING as QUEUED
+from llmfoundry.launch.targets import TARGETS
+from llmfoundry.loggers.metrics import BATCH, WALL
+from llmfoundry.processes import is_alive, kill_all
+from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.paths import show
+
+WAITING, RUNNING, RESTARTING = "waiting", "running", "restarting"
+GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN = (
+    "given up",
+    "finished",
+    "stopped",
+    "failed",
+    "unknown",
+)
+STATES = (WAITING, RUNNING, RESTARTING, GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN)
+UNDER_WAY = (WAITING, RUNNING, RESTARTING)
+METRICS, LOSS, TRAINING = "metrics.jsonl", "loss/train/total", "time/train"
+_FILES = (METRICS, "run.json", RECORD, "events.jsonl")
+_TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
+_ASKED = 16  # targets at a time
+_LOOK_S, _HARD_S = 1.0, 20.0
+_RESTART_S = 330.0  # a supervisor waits for 300 s at most between two attempts
+_LENGTH = re.compile(r"^max_duration: *['\"]?([\w.]+)", re.MULTILINE)
+_HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
+_ENDS = {"finished": FINISHED, "failed": FAILED, "killed": STOPPED}
+_STATUSES = {DONE: FINISHED, SAVED: STOPPED, GIVE_UP: GIVEN_UP}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as it is now."""
+
+    name: str
+    folder: str
+    state: str
+    """One of STATES."""
+    why: str = ""
+    """Of the state, in words."""
+    step: int = 0
+    """The last that was logged; 0: none."""
+    total: int | None = None
+    """Steps of the whole run; None: no process has counted them yet."""
+    length: str = ""
+    """max_duration, as its recipe has it."""
+    loss: float | None = None
+    """Of training, in nats a token, at the last step that logged it."""
+    goodput: float | None = None
+    """Of a supervised run: the share of its attempts' time that went into steps which a checkpoint
+    has kept, as supervise.min_goodput counts; of the attempt under way all steps count."""
+    logged_at: float | None = None
+    """Seconds since 1970: the last line of metrics.jsonl."""
+    event: str = ""
+    """The last one of events.jsonl."""
+    event_at: float | None = None
+    target: str = ""
+    """Where it was launched: local, ssh, slurm, kubernetes; empty: started by hand."""
+    job: str = ""
+    nodes: int = 1
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's: it has the record of one, or of its launch."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def list_runs(folder: Path | str = "runs") -> list[RunState]:
+    """All runs of a folder, by name; targets are asked side by side.
+
+    A run whose files cannot be read is listed as unknown, with the reason.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    place = Path(folder).expanduser()
+    try:
+        found = sorted(path for path in place.iterdir() if path.is_dir() and is_run(path))
+    except OSError as error:
+        raise UserError(f"folder: {place}: {error.strerror}; write the folder of runs") from error
+    with ThreadPoolExecutor(_ASKED, thread_name_prefix="runs") as pool:
+        return list(pool.map(_state_or_reason, found))
+
+
+def _state_or_reason(folder: Path) -> RunState:
+    try:
+        return state_of(folder)
+    except (UserError, OSError) as error:
+        return RunState(folder.name, str(folder), NOT_KNOWN, str(error))
+
+
+def find(name: str, folder: Path | str = "runs") -> Path:
+    """A run's folder: a path, or a name below `folder`.
+
+    Raises:
+        UserError: there is none; the nearest name.
+    """
+    places = [Path(folder).expanduser() / name, Path(name).expanduser()]
+    found = next((place for place in places if place.is_dir() and is_run(place)), None)
+    if found is not None:
+        return found
+    known = [path.name for path in places[0].parent.glob("*") if path.is_dir() and is_run(path)]
+    raise UserError(
+        f"{name}: is no run of {show(Path(folder))}{nearest(name, known)};"
+        " llmfoundry runs list names them"
+    )
+
+
+def state_of(folder: Path) -> RunState:
+    """A run as it is now.
+
+    Raises:
+        UserError: the record of its launch is torn.
+    """
+    record = read(folder)
+    events = list(read_events(folder))
+    run = _mapping(folder / "run.json")
+    rows = tail(folder / METRICS)
+    last = rows[-1] if rows else {}
+    held = is_held(folder)
+    target = _target_state(record, held=held)
+    status = str(_of(run, "summary", dict, {}).get("status", ""))
+    changed = _changed(folder / "run.json")
+    state, why = judge(held=held, target=target, status=status, changed=changed, events=events)
+    loss = next((row[LOSS] for row in reversed(rows) if LOSS in row), None)
+    return RunState(
+        name=folder.resolve().name,
+        folder=str(folder),
+        state=state,
+        why=why,
+        step=_of(last, BATCH, int, 0),
+        total=_of(run, "total_batches", int, None),
+        length=_length(folder),
+        loss=None if loss is None else float(loss),
+        goodput=goodput(rows, events),
+        logged_at=last[WALL] / 1000 if _is_number(last.get(WALL)) else None,
+        event=str(events[-1]["what"]) if events else "",
+        event_at=float(events[-1]["time"]) if events else None,
+        target=record.target if record else "",
+        job=record.job if record else "",
+        nodes=record.nodes if record else 1,
+    )
+
+
+def judge(
+    *,
+    held: bool,
+    target: TargetState | None,
+    status: str,
+    changed: float,
+    events: Sequence[Mapping[str, Any]],
+    now: float | None = None,
+) -> tuple[str, str]:
+    """A run's state, one of STATES, and why.
+
+    Args:
+        held: a process has the run's lock now.
+        target: what the target says; None: it was started by hand.
+        status: in run.json, of the process that trained last.
+        changed: when run.json was, in seconds since 1970.
+        events: of events.jsonl.
+        now: seconds since 1970; unset: the clock's.
+    """
+    now = time.time() if now is None else now
+    decision = next((e for e in reversed(events) if e["kind"] in ("decision", "start")), None)
+    # A supervisor decides after the process has written its end; a later one was started by hand.
+    decided = decision is not None and float(decision["time"]) + 5 >= changed
+    if held:
+        return RUNNING, target.reason if target else "a process holds its folder"
+    if target is not None and target.state == QUEUED:
+        return WAITING, target.reason
+    if target is not None and target.state == ACTIVE:
+        if decision is not None and is_restart(decision):
+            return RESTARTING, str(decision["what"])
+        if _ENDS.get(status) == FINISHED:
+            return FINISHED, target.reason
+        return WAITING, f"{target.reason}, and does not train yet"
+    if target is not None and target.state == UNKNOWN and _ENDS.get(status) is None:
+        return NOT_KNOWN, target.reason
+    if decided and decision is not None:
+        is_soon = float(decision["time"]) + _RESTART_S > now
+        if decision["kind"] == "decision" and not is_restart(decision):
+            ends = _of(decision, "exit_status", int, DONE)
+            return _STATUSES.get(ends, FAILED), str(decision["what"])
+        if target is None and is_soon:
+            is_first = decision["kind"] == "start" and decision.get("attempt") == 1
+            return WAITING if is_first else RESTARTING, str(decision["what"])
+    if status in _ENDS:
+        return _ENDS[status], target.reason if target else ""
+    if target is not None and target.state == ENDED and not status:
+        return FAILED, target.reason
+    return FAILED, "its process was killed, or lost its machine" if status else "it never trained"
+
+
+def goodput(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> float | None:
+    """The field of `RunState`; None: no supervisor has recorded anything yet."""
+    useful = took = 0.0
+    begun = None
+    for event in events:
+        if event["kind"] == "start":
+            begun = float(event["time"])
+        elif event["kind"] == "decision" and "took" in event:
+            useful, took, begun = (
+                useful + _float(event, "useful"),
+                took + _float(event, "took"),
+                None,
+            )
+    last = next((row for row in reversed(rows) if TRAINING in row and WALL in row), None)
+    if begun is not None and last is not None and last[WALL] / 1000 > begun:
+        took += last[WALL] / 1000 - begun
+        useful += min(_float(last, TRAINING), last[WALL] / 1000 - begun)
+    return min(1.0, useful / took) if took > 0 else None
+
+
+def tail(path: Path) -> list[dict[str, Any]]:
+    """The last rows of a file of JSON lines; a torn or foreign line is left out."""
+    if not path.is_file():  # a pipe would wait
+        return []
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read(_TAIL).split(b"\n")
+    except OSError:
+        return []
+    rows = []
+    for line in lines if size <= _TAIL else lines[1:]:
+        with suppress(ValueError):
+            row = parse_json(line.decode(errors="replace"))
+            if isinstance(row, dict) and type(row.get(BATCH)) is int:
+                rows.append(row)
+    return rows
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process of this machine, or of one that shares its files, is at work there."""
+    return is_locked(folder / RUN_LOCK)
+
+
+def _holder(folder: Path) -> psutil.Process:
+    """The process that has the run's lock.
+
+    Raises:
+        UserError: it is another machine's, or gone.
+    """
+    try:
+        text = (folder / RUN_LOCK).read_text(encoding="utf-8", errors="replace").strip()[:500]
+    except OSError as error:
+        raise UserError(f"{show(folder)}: its process has just ended") from error
+    found = _HOLDER.fullmatch(text)
+    if found is not None and found[2] != socket.gethostname():
+        raise UserError(f"{show(folder)}: is trained by {text}; stop it there")
+    with suppress(psutil.Error, ValueError):
+        process = psutil.Process(int(found[1]) if found else -1)
+        paths = [Path(file.path) for file in process.open_files()]
+        if any(path.name == RUN_LOCK and path.samefile(folder / RUN_LOCK) for path in paths):
+            return process  # and no later process of its number
+    raise UserError(f"{show(folder)}: who holds it cannot be told ({text}); stop it by hand")
+
+
+def _target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | None:
+    if record is None or not record.job:
+        return None
+    if held and record.target == "local":  # two processes less for each run
+        return TargetState(ACTIVE, f"process {record.job}")
+    return TARGETS[record.target].state(record)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = read_json_if_there(path)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _of(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    found = values.get(key)
+    return found if isinstance(found, kind) and not isinstance(found, bool) else default
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _float(values: Mapping[str, Any], key: str) -> float:
+    value = values.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _length(folder: Path) -> str:
+    """max_duration without reading all of a recipe's YAML, of which there may be hundreds."""
+    with suppress(OSError):
+        path = folder / "recipe.yaml"
+        if path.is_file():
+            found = _LENGTH.search(path.read_text(encoding="utf-8", errors="replace")[:_TAIL])
+            return found[1] if found else ""
+    return ""
+
+
+@dataclass(frozen=True)
+class RunDetails:
+    """All that is known of one run."""
+
+    run: RunState
+    recipe: str = ""
+    """As it was launched; empty: started by hand."""
+    overrides: list[str] = field(default_factory=list)
+    git: dict[str, Any] = field(default_factory=dict)
+    submitted_at: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """A supervisor's decisions: attempt, cause, why, action, step, seconds."""
+    checkpoints: list[str] = field(default_factory=list)
+    """Names of those in the run's folder, oldest first."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """The last gauntlet's averages, and the step it was at."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """The last twenty."""
+    logs: str = ""
+    """Where they are."""
+
+
+def describe(name: str, folder: Path | str = "runs") -> RunDetails:
+    """All that is known of one run.
+
+    Raises:
+        UserError: there is no such run, or the record of its launch is torn.
+    """
+    place = find(name, folder)
+    record, events = read(place), list(read_events(place))
+    kept = ("attempt", "cause", "why", "action", "step", "seconds", "status")
+    decisions = [event for event in events if event["kind"] == "decision"]
+    results = [_mapping(path) for path in sorted(place.glob("eval/*.json"))]
+    results = sorted((r for r in results if type(r.get(BATCH)) is int), key=lambda r: r[BATCH])
+    newest = results[-1] if results else {}
+    averages = newest.get("averages") or {"average": newest.get("average")}
+    return RunDetails(
+        run=state_of(place),
+        recipe=record.recipe if record else "",
+        overrides=list(record.overrides) if record else [],
+        git=dict(record.git) if record else {},
+        submitted_at=record.submitted_at if record else None,
+        environment=_of(_mapping(place / "run.json"), "environment", dict, {}),
+        attempts=[{key: event.get(key) for key in kept} for event in decisions],
+        checkpoints=sorted(p.name for p in (place / CHECKPOINTS).glob("*/") if p.is_dir()),
+        evaluation={BATCH: newest[BATCH], **averages} if newest else {},
+        events=events[-20:],
+        logs=(record.where.get("log", "") if record else "") or f"{place}/{METRICS}",
+    )
+
+
+def logs(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
+    """(Machine or rank, line) of what a run has printed.
+
+    Of a run that was started by hand, whose terminal nobody keeps: its metrics and events.
+
+    Raises:
+        UserError: there is no such run, or its target does not answer.
+    """
+    place = find(name, folder)
+    record = read(place)
+    if record is not None and record.job:
+        lines = TARGETS[record.target].logs(record, follow=False)
+        return (line for line in lines if line != SILENCE)
+    return _Recorded(place).lines()
+
+
+def follow(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
+    """The same, live: ends with the run, and leaves it alone.
+
+    Raises:
+        UserError: there is no such run, or its target does not answer.
+    """
+    place = find(name, folder)
+    record = read(place)
+    if record is None or not record.job:
+        yield from _follow_recorded(place)
+        return
+    lines = TARGETS[record.target].logs(record, follow=True)
+    has_ended = False
+    for line in lines:
+        if line != SILENCE:
+            yield line
+        elif has_ended:  # silent since: all of it has come
+            return
+        else:
+            has_ended = _state_or_reason(place).state not in UNDER_WAY
+
+
+def _follow_recorded(place: Path) -> Iterator[tuple[str, str]]:
+    recorded = _Recorded(place)
+    while True:
+        is_under_way = _state_or_reason(place).state in UNDER_WAY
+        yield from recorded.lines()
+        if not is_under_way:
+            return
+        time.sleep(_LOOK_S)
+
+
+class _Recorded:
+    """The lines that metrics.jsonl and events.jsonl have gained, by time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[str, tuple[int, int]] = {}  # the file's number and bytes that were read
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Those since the last call."""
+        found: list[tuple[float, str, str]] = []
+        for row in self._new(METRICS):
+            found.append((_float(row, WALL) / 1000, "metrics", _metrics_line(row)))
+        for event in self._new("events.jsonl"):
+            found.append((_float(event, "time"), str(event.get("kind")), str(event.get("what"))))
+        for when, source, text in sorted(found, key=lambda line: line[0]):
+            clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+            yield source, f"{clock} {text}"
+
+    def _new(self, name: str) -> Iterator[dict[str, Any]]:
+        path = self._folder / name
+        if not path.is_file():
+            return
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                inode, size = self._read.get(name, (status.st_ino, 0))
+                if inode != status.st_ino or size > status.st_size:  # it went back: from its start
+                    size = 0
+                file.seek(size)
+                whole, _, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return
+        self._read[name] = (status.st_ino, size + len(whole) + bool(whole))
+        for line in whole.split(b"\n"):
+            with suppress(ValueError):
+                row = parse_json(line.decode(errors="replace"))
+                if isinstance(row, dict):
+                    yield row
+
+
+def _metrics_line(row: Mapping[str, Any]) -> str:
+    shown = [f"step {row.get(BATCH)}"]
+    for name, value in row.items():
+        if name.startswith(("loss/", "metrics/")) or name in ("throughput/tokens_per_sec",):
+            shown.append(f"{name} {value:.5g}" if _is_number(value) else f"{name} {value}")
+    return ", ".join(shown)
+
+
+def stop(
+    name: str, folder: Path | str = "runs", *, now: bool = False, timeout: float = 600.0
+) -> RunState:
+    """Ask a run to save and end, and wait for it; `now`: end it at once, unsaved.
+
+    Args:
+        name: of the run, or its folder.
+        folder: of runs.
+        now: without a checkpoint of the steps since the last.
+        timeout: seconds to wait for its end.
+
+    Raises:
+        UserError: there is no such run, it is not under way, it cannot be stopped from here, or it
+            is still at it after `timeout`.
+    """
+    place = find(name, folder)
+    record, before = read(place), state_of(place)
+    if before.state not in UNDER_WAY and not is_held(place):
+        raise UserError(f"{show(place)}: is {before.state}, so there is nothing to stop")
+    target = _target_state(record, held=False)
+    if record is not None and target is not None and target.state in (QUEUED, ACTIVE):
+        TARGETS[record.target].stop(record, now=now)
+    else:
+        _stop_here(place, timeout=timeout, now=now)
+    deadline = time.monotonic() + timeout
+    while (after := state_of(place)).state in UNDER_WAY or is_held(place):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{show(place)}: was asked to save and end, and is {after.state} after"
+                f" {timeout:.0f} s; look again, or write now=true"
+            )
+        time.sleep(0.2)
+    return after
+
+
+def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
+    """Signal the process that trains on this machine; its supervisor, if any, ends with it.
+
+    Between two attempts of a supervisor nobody holds the folder: the next one is waited for.
+    """
+    deadline = time.monotonic() + timeout
+    while not is_held(place):
+        if time.monotonic() > deadline or state_of(place).state not in UNDER_WAY:
+            raise UserError(f"{show(place)}: no process trains it; there is nothing to stop")
+        time.sleep(0.2)
+    process = _outermost(_holder(place))
+    process.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a script started with &
+    if not now:
+        return
+    deadline = time.monotonic() + _HARD_S
+    time.sleep(1.0)
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGINT)
+        while is_alive(process):
+            if time.monotonic() > deadline:
+                return kill_all(process.pid)
+            time.sleep(0.1)
+
+
+def _outermost(process: psutil.Process) -> psutil.Process:
+    """The supervisor of a process that trains, or itself; what it starts has a folder for ends."""
+    with suppress(psutil.Error):
+        if ENDS_FOLDER in process.environ():
+            return next(p for p in process.parents() if ENDS_FOLDER not in p.environ())
+    return process

@@ -1,0 +1,365 @@
+"""Runs are listed, described, read, followed and stopped, whoever started them; what is not so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmfoundry.commands.runs import runs as command
+from llmfoundry.errors import UserError
+from llmfoundry.events import add_event
+from llmfoundry.files import RUN_LOCK, try_lock
+from llmfoundry.launch import runs
+from llmfoundry.launch.record import LaunchRecord, TargetState, write
+from llmfoundry.recipe.after_training import RunsRecipe
+from llmfoundry.recipe.load import checked
+from tests.loggers.hearing import closed_port
+from tests.tiny import ENV, ROOT, losses, write_recipe
+
+SLOW = ("callbacks.plugins.slow={}", f"plugins=[{ROOT / 'tests/resilience/slow_steps.py'}]")
+LOSS = "loss/train/total"
+
+
+def write_run(folder: Path, steps: int = 3, *, status: str = "finished") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"time/batch": n, "time/unix_ms": 1000 * (1000 + n), "time/train": 0.5 * n, LOSS: 4.0 / n}
+        for n in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = {"total_batches": 10, "summary": {"status": status}}
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "recipe.yaml").write_text("max_duration: 10ba\n")
+    return folder
+
+
+def decision(action: str, when: float, status: int = 0, **more: Any) -> dict[str, Any]:
+    event = {"kind": "decision", "action": action, "time": when, "what": f"decided {action}"}
+    return event | {"exit_status": status} | more
+
+
+@pytest.mark.parametrize(
+    ("state", "given"),
+    [
+        ("running", {"held": True}),
+        ("running", {"held": True, "events": [decision("restart", 99)]}),
+        ("finished", {"status": "finished"}),
+        ("stopped", {"status": "killed"}),
+        ("failed", {"status": "failed"}),
+        ("failed", {"status": "running"}),  # kill -9
+        ("failed", {}),
+        ("given up", {"status": "failed", "events": [decision("stop", 60, 93)]}),
+        ("stopped", {"status": "killed", "events": [decision("stop", 60, 75)]}),
+        ("failed", {"status": "running", "events": [decision("stop", 60, 1)]}),
+        ("restarting", {"status": "running", "events": [decision("restart", 60)]}),
+        ("failed", {"status": "running", "events": [decision("restart", 60)], "now": 5000.0}),
+        # A later start by hand is newer than what a supervisor once decided.
+        ("stopped", {"status": "killed", "events": [decision("stop", 20, 93)]}),
+        ("waiting", {"events": [{"kind": "start", "time": 60, "what": "a", "attempt": 1}]}),
+        ("restarting", {"events": [{"kind": "start", "time": 60, "what": "a", "attempt": 2}]}),
+        ("waiting", {"target": TargetState("waiting", "PENDING (Resources)")}),
+        ("waiting", {"target": TargetState("running", "process 1")}),
+        (
+            "restarting",
+            {"target": TargetState("running"), "events": [decision("restart", 60)], "now": 5000.0},
+        ),
+        ("unknown", {"target": TargetState("unknown", "no answer"), "status": "running"}),
+        ("finished", {"target": TargetState("unknown", "no answer"), "status": "finished"}),
+        ("failed", {"target": TargetState("ended", "exit status 1")}),
+    ],
+)
+def test_the_state_of_a_run_follows_from_its_lock_target_and_record(
+    state: str, given: dict[str, Any]
+) -> None:
+    usual: dict[str, Any] = {
+        "held": False,
+        "target": None,
+        "status": "",
+        "changed": 50.0,
+        "events": [],
+        "now": 100.0,
+    }
+    assert runs.judge(**(usual | given))[0] == state
+
+
+def test_goodput_counts_what_checkpoints_kept_and_the_attempt_under_way() -> None:
+    start = {"kind": "start", "time": 0.0, "what": "a"}
+    rows = [{"time/unix_ms": 160_000, "time/train": 50.0}]
+    ended = decision("restart", 90.0, useful=40.0, took=100.0)
+    assert runs.goodput([], [start, ended]) == pytest.approx(0.4)
+    again = {**start, "time": 100.0}
+    assert runs.goodput(rows, [start, ended, again]) == pytest.approx((40 + 50) / (100 + 60))
+    assert runs.goodput(rows, []) is None
+
+
+def test_runs_are_listed_with_what_their_folders_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", status="running")
+    add_event(tmp_path / "runs/b", "loss_spike", "rose", step=2)
+    (tmp_path / "runs/not-a-run").mkdir()
+    lock = try_lock(tmp_path / "runs/b" / RUN_LOCK, mode=0o644)
+    assert lock is not None
+    with lock:
+        a, b = runs.list_runs("runs")
+    assert (a.name, a.state, a.step, a.total, a.length) == ("a", "finished", 3, 10, "10ba")
+    assert a.loss == pytest.approx(4 / 3) and a.logged_at == 1003
+    assert (b.state, b.event) == ("running", "rose")
+    command(recipe("list"))
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["run", "state", "step"]
+    assert lines[0].split()[:5] == ["a", "finished", "3", "of", "10"] and "1.3333" in lines[0]
+    command(recipe("list", "format=json"))
+    assert [r["name"] for r in json.loads(capsys.readouterr().out)] == ["a", "b"]
+    command(recipe("describe", "a", "format=json"))
+    assert json.loads(capsys.readouterr().out)["run"]["step"] == 3
+
+
+def recipe(verb: str, *words: str) -> RunsRecipe:
+    names = [word for word in words if "=" not in word]
+    keys = [word for word in words if "=" in word]
+    return checked(RunsRecipe, None, [f"words=[{','.join([verb, *names])}]", *keys])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lst"], "did you mean 'list'"),
+        (["stop"], "stop of which run?"),
+        (["list", "a"], "list is of all runs"),
+        (["follow", "a", "b"], "follow is of one run"),
+        (["list", "now=true"], "now: has no effect with list"),
+        (["stop", "a", "port=1"], "port: has no effect with stop"),
+    ],
+)
+def test_words_that_mean_nothing_are_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        recipe(*words)
+    assert len(error.value.problems) == 1 and says in error.value.problems[0]
+
+
+def test_names_that_are_no_runs_are_one_line(tmp_path: Path) -> None:
+    write_run(tmp_path / "quickstart")
+    with pytest.raises(UserError, match="did you mean 'quickstart'"):
+        runs.describe("quickstrat", tmp_path)
+    with pytest.raises(UserError, match="is finished, so there is nothing to stop"):
+        runs.stop("quickstart", tmp_path)
+    with pytest.raises(UserError, match="folder"):
+        runs.list_runs(tmp_path / "none")
+
+
+def test_hostile_folders_end_no_listing(tmp_path: Path) -> None:
+    write_run(tmp_path / "good")
+    for name in ("torn", "array", "pipe", "link", "\x1b[31mred"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "torn/launch.json").write_text('{"name": ')
+    (tmp_path / "array/run.json").write_text('[1, {"summary": 3}]')
+    (tmp_path / "array/metrics.jsonl").write_bytes(b'{"time/batch": "x"}\n\xff\xfe\n[1]\n')
+    (tmp_path / "array/events.jsonl").write_text('{"time": 1}\n"x"\n')
+    (tmp_path / "\x1b[31mred/run.json").write_text('{"summary": {"status": ["finished"]}}')
+    os.mkfifo(tmp_path / "pipe/metrics.jsonl")
+    (tmp_path / "pipe/run.json").write_text("{}")
+    (tmp_path / "link/run.json").symlink_to("/dev/zero")
+    (tmp_path / "link/events.jsonl").write_text("")
+    found = {run.name: run for run in runs.list_runs(tmp_path)}
+    assert found["good"].state == "finished"
+    assert found["torn"].state == "unknown" and "launch.json" in found["torn"].why
+    assert {run.state for name, run in found.items() if name not in ("good", "torn")} == {"failed"}
+    read = subprocess.run(
+        [sys.executable, ROOT / "scripts/runs.py", "list", f"folder={tmp_path}"],
+        capture_output=True,
+        text=True,
+        env=ENV,
+        timeout=60,
+    )
+    assert read.returncode == 0 and "\x1b" not in read.stdout and r"\x1b[31mred" in read.stdout
+
+
+def test_what_a_target_prints_is_followed_until_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launched run, whose log a process here writes."""
+    folder = write_run(tmp_path / "mine", status="running")
+    log = folder / "launch/node-0.log"
+    log.parent.mkdir()
+    log.write_text("first\n")
+    sleeper = subprocess.Popen(["sleep", "60"])
+    began = int(time.time())
+    where = {"log": f"{log.parent}/node-*.log"}
+    write(folder, LaunchRecord("mine", "local", f"{sleeper.pid}@{began}", where))
+    assert [*runs.logs("mine", tmp_path)] == [("0", "first")]
+    found: list[tuple[str, str]] = []
+    thread = threading.Thread(target=lambda: found.extend(runs.follow("mine", tmp_path)))
+    thread.start()
+    until(lambda: bool(runs.state_of(folder).state == "waiting"), "the target's process")
+    with log.open("a") as file:
+        file.write("second\n")
+    sleeper.kill()
+    sleeper.wait()
+    thread.join(30)
+    assert not thread.is_alive() and found == [("0", "first"), ("0", "second")]
+
+
+def test_what_a_run_started_by_hand_records_is_followed_through_a_rewind(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "mine", status="running")
+    lock = try_lock(folder / RUN_LOCK, mode=0o644)
+    assert lock is not None
+    lines: list[str] = []
+    with lock:
+        reader = threading.Thread(
+            target=lambda: lines.extend(line for _, line in runs.follow("mine", tmp_path))
+        )
+        reader.start()
+        until(lambda: len(lines) == 3, "what was there")
+        add_event(folder, "roll_back", "went back to step 1")
+        write_run(folder, 1, status="running")
+        until(lambda: len(lines) == 5, "what came")
+    reader.join(30)
+    steps = [line.partition("step ")[2].partition(",")[0] for line in lines]
+    assert sorted(steps[3:]) == ["1", "1"] and steps[:3] == ["1", "2", "3"]
+    assert sum("went back to step 1" in line for line in lines) == 1
+
+
+def until(is_so: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.1)
+
+
+Start = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a script on a recipe of slow steps, in a folder of its own."""
+    write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    started: list[subprocess.Popen[bytes]] = []
+    words = ["tiny.yaml", *SLOW, "max_duration=600ba", "save_interval=5ba"]
+
+    def begin(script: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(ROOT / f"scripts/{script}.py"), *words]
+        quiet = subprocess.DEVNULL
+        started.append(subprocess.Popen(command, env=ENV, stderr=quiet, stdout=quiet))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def is_at(batch: int) -> bool:
+    folder = Path("runs/tiny")
+    return (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) >= batch
+
+
+def test_a_run_is_stopped_saved_killed_and_stopped_under_a_supervisor(start: Start) -> None:
+    process = start("train")
+    until(lambda: is_at(3), "steps")
+    assert runs.list_runs()[0].state == "running"
+    stopped = runs.stop("tiny", timeout=60)
+    assert stopped.state == "stopped" and process.wait(30) == 75
+    last = f"ba{stopped.step:07}"
+    assert runs.describe("tiny").checkpoints[-1] == last
+
+    process = start("train")
+    until(lambda: is_at(stopped.step + 2), "more steps")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    dead = runs.state_of(Path("runs/tiny"))
+    assert dead.state == "failed" and "killed" in dead.why
+    with pytest.raises(UserError, match="is failed, so there is nothing to stop"):
+        runs.stop("tiny")
+
+    process = start("supervise")
+    until(lambda: is_at(dead.step + 3), "steps under a supervisor")
+    ended = runs.stop("tiny", now=True, timeout=60)
+    assert ended.state in ("stopped", "failed") and process.wait(30) != 0
+    assert not runs.is_held(Path("runs/tiny"))
+
+
+def test_the_states_are_served_for_prometheus(tmp_path: Path) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from llmfoundry.commands.runs import Collector
+
+    write_run(tmp_path / "a")
+    write_run(tmp_path / 'b"\n', status="running")
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(Collector(str(tmp_path)))
+    text = prometheus_client.generate_latest(registry).decode()
+    assert 'llmfoundry_run_state{run="a",state="finished"} 1.0' in text
+    assert 'llmfoundry_run_state{run="a",state="running"} 0.0' in text
+    assert 'llmfoundry_run_state{run="b\\"\\n",state="failed"} 1.0' in text
+    assert 'llmfoundry_run_step{run="a"} 3.0' in text
+    if shutil.which("promtool"):
+        words = ["promtool", "check", "metrics"]
+        done = subprocess.run(words, input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
+def test_a_real_prometheus_scrapes_the_states_and_a_dead_run_fires_its_alert(
+    tmp_path: Path,
+) -> None:
+    folder = write_run(tmp_path / "runs/dies", status="running")
+    port, own = closed_port(), closed_port()
+    rules = (ROOT / "llmfoundry/resilience/examples/prometheus-rules.yaml").read_text()
+    (tmp_path / "rules.yml").write_text(rules.replace("for: 1m", "for: 2s"))
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["rules.yml"],
+        "scrape_configs": [
+            {"job_name": "runs", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+        ],
+    }
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    serve = [sys.executable, str(ROOT / "scripts/runs.py"), "serve", f"port={port}"]
+    scrape = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    scrape += [f"--web.listen-address=127.0.0.1:{own}"]
+    processes = [subprocess.Popen(words, cwd=tmp_path, env=ENV) for words in (serve, scrape)]
+
+    def ask(query: str) -> bool:
+        address = f"http://127.0.0.1:{own}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+        try:
+            return bool(json.load(urllib.request.urlopen(address, timeout=10))["data"]["result"])
+        except OSError:
+            return False
+
+    try:
+        lock = try_lock(folder / RUN_LOCK, mode=0o644)
+        assert lock is not None
+        with lock:
+            until(lambda: ask('llmfoundry_run_state{run="dies",state="running"} == 1'), "a scrape")
+            assert not ask('ALERTS{alertname="LlmfoundryRunDead"}')
+        until(
+            lambda: ask('ALERTS{alertname="LlmfoundryRunDead",run="dies",alertstate="firing"}'),
+            "the alert",
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_copied_record_answers_as_a_program_would_read_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    assert json.loads(json.dumps(asdict(runs.describe("a", tmp_path))))["run"]["name"] == "a"
