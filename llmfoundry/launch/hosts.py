@@ -17,7 +17,10 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+import psutil
 
 from llmfoundry.errors import UserError
 from llmfoundry.launch.client import ask, merged_lines, secrets_here
@@ -29,6 +32,7 @@ from llmfoundry.launch.record import (
     LaunchRecord,
     TargetState,
 )
+from llmfoundry.processes import is_alive
 
 _END = "__llmfoundry_end_of_recipe__"
 _SESSION = (
@@ -148,7 +152,10 @@ def state(record: LaunchRecord) -> TargetState:
 
 
 def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) -> TargetState:
-    status = shlex.quote(record.where.get("log", "").replace("node-*.log", f"node-{node}.exit"))
+    file = record.where.get("log", "").replace("node-*.log", f"node-{node}.exit")
+    if not host:
+        return _state_here(Path(file), pid, began)
+    status = shlex.quote(file)
     asked = f"LC_ALL=C ps -o stat= -o lstart= -p {pid} || true; echo; cat {status} 2>/dev/null"
     lines = _run(record, host, f"{asked} || true", _STATE_SECONDS).split("\n")
     if _is_same(lines[0], began):
@@ -156,6 +163,19 @@ def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) 
     ended = next((line for line in lines[1:] if line.strip().isdecimal()), None)
     if ended is not None:
         return TargetState(ENDED, f"exit status {ended.strip()}")
+    return TargetState(ENDED, "it was killed, or its machine has restarted")
+
+
+def _state_here(status: Path, pid: int, began: int) -> TargetState:
+    """Of this machine's process, without others being started for each of hundreds of runs."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if is_alive(process) and abs(process.create_time() - began) <= _SLACK:
+            return TargetState(RUNNING, f"process {pid}")
+    with suppress(OSError):
+        text = status.read_text(errors="replace").strip() if status.is_file() else ""
+        if text.isdecimal():
+            return TargetState(ENDED, f"exit status {text[:9]}")
     return TargetState(ENDED, "it was killed, or its machine has restarted")
 
 

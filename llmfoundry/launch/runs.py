@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def is_run(folder: Path) -> bool:
 
 
 def list_runs(folder: Path | str = "runs") -> list[RunState]:
-    """All runs of a folder, by name; targets are asked side by side.
+    """All runs of a folder, and of a sweep's folder in it; targets are asked side by side.
 
     A run whose files cannot be read is listed as unknown, with the reason.
 
@@ -117,11 +117,30 @@ def list_runs(folder: Path | str = "runs") -> list[RunState]:
     """
     place = Path(folder).expanduser()
     try:
-        found = sorted(path for path in place.iterdir() if path.is_dir() and is_run(path))
+        found = [run for path in sorted(place.iterdir()) for run in _runs_at(path)]
     except OSError as error:
         raise UserError(f"folder: {place}: {error.strerror}; write the folder of runs") from error
     with ThreadPoolExecutor(_ASKED, thread_name_prefix="runs") as pool:
-        return list(pool.map(_state_or_reason, found))
+        states = list(pool.map(_state_or_reason, found))
+    named = zip(states, found, strict=True)
+    runs = [replace(run, name=path.relative_to(place).as_posix()) for run, path in named]
+    return [run for run in runs if Path(run.folder).is_dir()]  # not removed meanwhile
+
+
+def _runs_at(path: Path) -> list[Path]:
+    """A run's folder, also one that may not be read, or the runs of a sweep's."""
+    if _is_run(path):
+        return [path]
+    with suppress(OSError):
+        return [run for run in sorted(path.iterdir()) if _is_run(run)]
+    return []
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return path.is_dir() and is_run(path)
+    except PermissionError:
+        return True
 
 
 def _state_or_reason(folder: Path) -> RunState:
@@ -138,10 +157,10 @@ def find(name: str, folder: Path | str = "runs") -> Path:
         UserError: there is none; the nearest name.
     """
     places = [Path(folder).expanduser() / name, Path(name).expanduser()]
-    found = next((place for place in places if place.is_dir() and is_run(place)), None)
+    found = next((place for place in places if _is_run(place)), None)
     if found is not None:
         return found
-    known = [path.name for path in places[0].parent.glob("*") if path.is_dir() and is_run(path)]
+    known = [path.name for path in places[0].parent.glob("*") if _is_run(path)]
     raise UserError(
         f"{name}: is no run of {show(Path(folder))}{nearest(name, known)};"
         " llmfoundry runs list names them"
@@ -164,7 +183,8 @@ def state_of(folder: Path) -> RunState:
     status = str(_of(run, "summary", dict, {}).get("status", ""))
     changed = _changed(folder / "run.json")
     state, why = judge(held=held, target=target, status=status, changed=changed, events=events)
-    loss = next((row[LOSS] for row in reversed(rows) if LOSS in row), None)
+    losses = (_number(row.get(LOSS)) for row in reversed(rows))
+    logged_at = _number(last.get(WALL))
     return RunState(
         name=folder.resolve().name,
         folder=str(folder),
@@ -173,9 +193,9 @@ def state_of(folder: Path) -> RunState:
         step=_of(last, BATCH, int, 0),
         total=_of(run, "total_batches", int, None),
         length=_length(folder),
-        loss=None if loss is None else float(loss),
+        loss=next((loss for loss in losses if loss is not None), None),
         goodput=goodput(rows, events),
-        logged_at=last[WALL] / 1000 if _is_number(last.get(WALL)) else None,
+        logged_at=None if logged_at is None else logged_at / 1000,
         event=str(events[-1]["what"]) if events else "",
         event_at=float(events[-1]["time"]) if events else None,
         target=record.target if record else "",
@@ -248,9 +268,9 @@ def goodput(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any
                 None,
             )
     last = next((row for row in reversed(rows) if TRAINING in row and WALL in row), None)
-    if begun is not None and last is not None and last[WALL] / 1000 > begun:
-        took += last[WALL] / 1000 - begun
-        useful += min(_float(last, TRAINING), last[WALL] / 1000 - begun)
+    if begun is not None and last is not None and (logged := _float(last, WALL) / 1000) > begun:
+        took += logged - begun
+        useful += min(_float(last, TRAINING), logged - begun)
     return min(1.0, useful / took) if took > 0 else None
 
 
@@ -324,9 +344,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _number(value: Any) -> float | None:
+    """A number of a record, in which those that are not finite are texts; None: it is none."""
+    with suppress(ValueError, OverflowError):
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
 def _float(values: Mapping[str, Any], key: str) -> float:
-    value = values.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return _number(values.get(key)) or 0.0
 
 
 def _changed(path: Path) -> float:
@@ -381,7 +408,7 @@ def describe(name: str, folder: Path | str = "runs") -> RunDetails:
     results = [_mapping(path) for path in sorted(place.glob("eval/*.json"))]
     results = sorted((r for r in results if type(r.get(BATCH)) is int), key=lambda r: r[BATCH])
     newest = results[-1] if results else {}
-    averages = newest.get("averages") or {"average": newest.get("average")}
+    averages = _of(newest, "averages", dict, {}) or {"average": newest.get("average")}
     return RunDetails(
         run=state_of(place),
         recipe=record.recipe if record else "",

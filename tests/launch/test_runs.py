@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -189,6 +190,78 @@ def test_hostile_folders_end_no_listing(tmp_path: Path) -> None:
         timeout=60,
     )
     assert read.returncode == 0 and "\x1b" not in read.stdout and r"\x1b[31mred" in read.stdout
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {LOSS: "abc"},
+        {LOSS: [1]},
+        {LOSS: None},
+        {"time/unix_ms": 10**400},
+        {"time/train": 10**400, "time/unix_ms": 10**15},
+    ],
+)
+def test_numbers_that_are_none_end_no_listing(tmp_path: Path, row: dict[str, Any]) -> None:
+    write_run(tmp_path / "good")
+    folder = write_run(tmp_path / "odd")
+    add_event(folder, "start", "attempt 1", attempt=1)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"time/batch": 9, **row}) + "\n")
+    (folder / "eval").mkdir()
+    (folder / "eval/ba9.json").write_text('{"time/batch": 9, "averages": [1]}')
+    assert [run.step for run in runs.list_runs(tmp_path)] == [3, 9]
+    assert runs.describe("odd", tmp_path).evaluation["time/batch"] == 9
+
+
+def test_a_folder_that_may_not_be_read_ends_no_listing() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # pytest's own is for one user alone
+        above, is_root = Path(place), os.geteuid() == 0
+        above.chmod(0o755)
+        closed = write_run(above / "closed")
+        write_run(above / "good")
+        closed.chmod(0)
+        try:
+            if is_root:
+                os.seteuid(65534)
+            found = {run.name: run for run in runs.list_runs(above)}
+        finally:
+            if is_root:
+                os.seteuid(0)
+            closed.chmod(0o755)
+        assert found["good"].state == "finished"
+        assert found["closed"].state == "unknown" and "Permission" in found["closed"].why
+
+
+def test_runs_of_a_sweep_have_its_name_and_one_that_is_removed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sweep/lr=1e-3", "sweep/lr=2e-3", "going"):
+        write_run(tmp_path / name)
+    (tmp_path / "link").symlink_to("sweep/lr=1e-3")
+    (tmp_path / "cache/deep").mkdir(parents=True)
+    state_of = runs.state_of
+
+    def removed_first(folder: Path) -> runs.RunState:
+        if folder.name == "going":
+            shutil.rmtree(folder)
+        return state_of(folder)
+
+    monkeypatch.setattr(runs, "state_of", removed_first)
+    names = [run.name for run in runs.list_runs(tmp_path)]
+    assert names == ["link", "sweep/lr=1e-3", "sweep/lr=2e-3"]
+    assert runs.describe(names[1], tmp_path).run.state == "finished"
+
+
+def test_two_hundred_runs_take_about_a_second(tmp_path: Path) -> None:
+    for n in range(200):
+        folder = write_run(tmp_path / f"{n:03d}", 30)
+        where = {"log": str(folder / "node-*.log")}
+        write(folder, LaunchRecord(folder.name, "local", "999999@5", where=where))
+        (folder / "node-0.exit").write_text("0\n")
+    began = time.monotonic()
+    assert {run.state for run in runs.list_runs(tmp_path)} == {"finished"}
+    assert time.monotonic() - began < 5  # 0.5 s where nothing else runs; as processes 10
 
 
 def test_what_a_target_prints_is_followed_until_the_run_ends(
