@@ -49,7 +49,13 @@ def launch(recipe: LaunchRecipe) -> None:
         records.write(job.folder, job.record)
         atomic_write(job.folder / RECIPE, job.text)
         record = target.submit(job)
-        records.write(job.folder, record)
+        try:
+            records.write(job.folder, record)
+        except OSError as error:
+            raise UserError(
+                f"{show(job.folder)}: runs as {record.target} {record.job}; note that, for its"
+                f" record cannot be written: {one_line(error)}"
+            ) from error
     console = Console()
     rows = [("launched", f"{record.target} {record.job}"), ("run", show(job.folder))]
     console.banner([*rows, ("recipe", show(job.folder / RECIPE))])

@@ -58,12 +58,13 @@ def train(recipe: TrainRecipe) -> None:
     ):
         before_run(filled, world, run.folder)
         stopped_by = _train(recipe, world, run)
-    if not world.is_main:  # these end as they would: a launcher would end the main one
-        return
-    if stopped_by:
-        record_end(SAVED, "stopped", [f"stopped by {stopped_by}, and saved"])
+    if world.is_main or world.local_rank == 0:  # each machine may have a supervisor of its own
+        if stopped_by:
+            record_end(SAVED, "stopped", [f"stopped by {stopped_by}, and saved"])
+        else:
+            record_end(DONE, "done", ["the run is complete"])
+    if stopped_by and world.is_main:  # of others a launcher would end the main one
         sys.exit(SAVED)
-    record_end(DONE, "done", ["the run is complete"])
 
 
 def _resuming(recipe: TrainRecipe) -> list[str]:

@@ -44,7 +44,7 @@ _STARTED = re.compile(r"^llmfoundry started (\d+) (.*)$", re.MULTILINE)
 _PROCESS = re.compile(r"(?:(.+):)?(\d+)@(\d+)")
 _LSTART = "%a %b %d %H:%M:%S %Y"
 _SLACK = 2  # seconds by which ps may tell a start otherwise when it is asked again
-_STATE_SECONDS, _STOP_SECONDS = 20.0, 60.0
+_STATE_SECONDS, _STOP_SECONDS, _SETUP_SECONDS = 40.0, 60.0, 3600.0
 
 
 def render(job: Job) -> str:
@@ -121,13 +121,14 @@ def submit(job: Job) -> LaunchRecord:
     for node, host in enumerate(config.hosts or [""]):
         sent = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in secrets.items() if host)
         try:
-            said = ask(_shell(record, host), text=sent + script(job, node))
+            text = sent + script(job, node)
+            said = ask(_shell(record, host), text=text, seconds=_SETUP_SECONDS)
             found = _STARTED.search(said)
             if found is None or not found[2].strip():
                 raise UserError(f"bash: has started nothing that lasts; see {where['log']}")
         except UserError as error:
-            for text in _processes(record):
-                _run(record, text[0], _stop_script(text[1], now=True), _STOP_SECONDS)
+            for other, pid, _ in _processes(record):
+                _run(record, other, _stop_script(pid, now=True), _STOP_SECONDS)
             place = f"launch.hosts[{node}]: {host}: " if host else "launch: "
             raise UserError(f"{place}{error}") from error
         began = int(time.mktime(time.strptime(found[2].strip(), _LSTART)))
@@ -146,9 +147,8 @@ def state(record: LaunchRecord) -> TargetState:
             found.append(_state_of(record, node, host, pid, began))
         except UserError as error:
             found.append(TargetState(UNKNOWN, f"{host or 'here'}: {error}"))
-    first = next((s for s in found if s.state == RUNNING), None)
-    unknown = next((s for s in found if s.state == UNKNOWN), None)
-    return first or unknown or found[0]
+    order = {RUNNING: 0, UNKNOWN: 1, ENDED: 2}  # of those that have ended, the one that failed
+    return min(found, key=lambda each: (order[each.state], each.reason == "exit status 0"))
 
 
 def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) -> TargetState:
@@ -216,7 +216,7 @@ def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
     """What its supervisors and processes print, with the number of the machine."""
     sources = dict[str, list[str]]()
     for node, (host, _, _) in enumerate(_processes(record)):
-        log = record.where.get("log", "").replace("*", str(node))
+        log = record.where.get("log", "").replace("node-*.log", f"node-{node}.log")
         words = ["tail", "-n", "+1", *(["-F"] if follow else []), "--", log]
         if host:
             words = [*_ssh(record), host, f"exec {shlex.join(words)}"]
@@ -241,4 +241,10 @@ def _shell(record: LaunchRecord, host: str) -> list[str]:
 
 def _ssh(record: LaunchRecord) -> list[str]:
     options = record.where.get("options", "")
-    return ["ssh", "-T", "-o", "BatchMode=yes", *(options.split("\n") if options else [])]
+    own = [
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=20",
+    ]  # the first of two counts
+    return ["ssh", "-T", *(options.split("\n") if options else []), *own]

@@ -133,6 +133,9 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
         raise UserError(*problems)
     folder = folder_here(recipe)
     own = [w for w in overrides if w.lstrip("+~").startswith("supervise.")]
+    given = " ".join(given.split())  # it stands in comments, of a line
+    if not str(folder.absolute()).isprintable():
+        raise UserError("save_folder: has characters that no line of a script can hold; rename it")
     record = LaunchRecord(
         name=folder.name,
         target=config.target,

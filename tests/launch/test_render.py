@@ -207,6 +207,16 @@ def test_secrets_are_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["nodes=2"], "launch.nodes: 2, and local is one machine; write launch=ssh, or 1"),
+        (["launch.queue=long"], "launch.queue: has no effect with target: local"),
+        (["launch.env={HF_TOKEN: hf_x}"], "launch.env.HF_TOKEN: may be a secret"),
+        (["launch.env={U: 'https://a:b@c'}"], "launch.env.U: may be a secret"),
+        (["launch.target=slrum"], "launch.target: 'slrum' is not a choice; did you mean 'slurm'?"),
+        (["launch.hostz=[a]"], "unknown key 'launch.hostz'; did you mean 'hosts'?"),
+        (
+            ["data.storage_options={key: abcdefghijk}"],
+            "data.storage_options.key: has a secret, and the recipe is written into files",
+        ),
         (["launch=ssh"], "launch.hosts: is required"),
         (
             ["launch=ssh", "launch.hosts=['-oProxyCommand=x']"],
@@ -235,6 +245,7 @@ def test_what_a_target_does_not_take_is_one_line(words: list[str], line: str) ->
     with pytest.raises(UserError) as refused:
         render(*words)
     assert any(line in found for found in refused.value.problems), refused.value
+    assert "abcdefghijk" not in str(refused.value) and "hf_x" not in str(refused.value)
 
 
 def test_training_itself_takes_any_launch_section() -> None:

@@ -124,12 +124,26 @@ def test_two_hosts_meet_and_outlive_a_process_that_dies(
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     there = words(daemon, place, "127.0.0.1", "localhost")
-    quick = ["supervise.wait_seconds=0", "parallel.dist_timeout=60", f"launch.port={port}"]
+    quick = [
+        "callbacks.plugins.slow.seconds=0.5",
+        "supervise.wait_seconds=0",
+        "parallel.dist_timeout=60",
+        f"launch.port={port}",
+    ]
     done = launch(place, *LENGTH, *SLOW, *there, *quick, "gpus_per_node=0")
     assert done.returncode == 0, done.stderr
     ssh, record = TARGETS["ssh"], recorded(place)
     assert record.nodes == 2 and record.job.count("@") == 4
-    wait(lambda: is_at(place, 12), "step 12", 240)
+    wait(lambda: is_at(place, 3), "step 3", 240)
+    assert ssh.stop(record, now=False).count("asked to save and end") == 2
+    wait(lambda: ssh.state(record).state == ENDED, "the end of both", 120)
+    assert ssh.state(record).reason == "exit status 75"
+    exits = [path.read_text() for path in place.glob("there/runs/tiny/launch/node-*.exit")]
+    assert exits == ["75\n", "75\n"]
+    assert launch(place, *LENGTH, *SLOW, *there, *quick, "gpus_per_node=0").returncode == 0
+    record, saved = recorded(place), max(losses(place / "runs/tiny"))
+    assert saved < 45
+    wait(lambda: is_at(place, saved + 3), "three steps more", 240)
     killed = 0
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
