@@ -41,13 +41,16 @@ def launch(recipe: LaunchRecipe) -> None:
         (job.folder / LOGS).mkdir(parents=True, exist_ok=True)
         lock = try_lock(job.folder / LOCK, mode=0o644)
     except OSError as error:
-        raise UserError(f"save_folder: cannot be written: {one_line(error)}") from error
+        raise _unwritable(job.folder, error) from error
     if lock is None:
         raise UserError(f"{show(job.folder)}: another process is launching it; wait for it")
     with lock:
         _refuse_running(job.folder)
-        records.write(job.folder, job.record)
-        atomic_write(job.folder / RECIPE, job.text)
+        try:
+            records.write(job.folder, job.record)
+            atomic_write(job.folder / RECIPE, job.text)
+        except OSError as error:
+            raise _unwritable(job.folder, error) from error
         record = target.submit(job)
         try:
             records.write(job.folder, record)
@@ -59,6 +62,10 @@ def launch(recipe: LaunchRecipe) -> None:
     console = Console()
     rows = [("launched", f"{record.target} {record.job}"), ("run", show(job.folder))]
     console.banner([*rows, ("recipe", show(job.folder / RECIPE))])
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"save_folder: {show(folder)} cannot be written: {one_line(error)}")
 
 
 def job_of(recipe: LaunchRecipe) -> Job:

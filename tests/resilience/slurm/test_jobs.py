@@ -156,7 +156,7 @@ def test_it_is_launched_followed_stopped_and_resumed(
     slurm = TARGETS["slurm"]
     blocking = cluster.submit("--nodes=3", "--exclusive", "--wrap=sleep 600", cwd=place)
     wait(lambda: cluster.job(blocking)["JobState"] == "RUNNING", "a job in the way")
-    job = Job(cluster, place, "followed")
+    job = Job(cluster, place, "followed", "callbacks.plugins.slow.seconds=1")
     found = slurm.state(job.record)
     assert found.state == WAITING and found.reason.startswith("PENDING ("), found
     cluster.ask("scancel", blocking)
