@@ -6,7 +6,8 @@ and elsewhere `ssh HOST bash -s`. What is sent through standard input stands in 
 of processes, so that secrets go that way.
 
 Of several machines each has a supervisor, which starts that machine's processes by torchrun; they
-meet at the first. Where one ends, the others' processes lose it, and end as well.
+meet at the first (`distributed/rendezvous.py`). Where one ends, the others miss it, and start again
+as well.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Job:
         if self.launches_itself or self.nodes == 1:
             return []
         each = "gpu" if self.config.gpus_per_node is None else self.processes
-        words = [self.python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
+        words = [self.python, "-m", "llmfoundry.distributed.rendezvous", f"--nnodes={self.nodes}"]
         words += [f"--nproc-per-node={each}", "--rdzv-backend=c10d"]
         words += [f"--rdzv-endpoint={host}:{self.config.port}", f"--rdzv-id={self.name}"]
         return [list_key("supervise.launch", words)]
