@@ -25,6 +25,7 @@ from llmfoundry.recipe.after_training import (
     ConvertRecipe,
     EvalRecipe,
     GenerateRecipe,
+    RunsRecipe,
     ServeRecipe,
     TrackRecipe,
 )
@@ -32,6 +33,7 @@ from llmfoundry.recipe.before_training import (
     CheckRunRecipe,
     FetchRecipe,
     InspectRecipe,
+    LaunchRecipe,
     MigrateRecipe,
     PlanRecipe,
     PrepareRecipe,
@@ -60,6 +62,8 @@ SCRIPTS: dict[str, type] = {
     "compare": CompareRecipe,
     "check": CheckRunRecipe,
     "supervise": TrainRecipe,
+    "launch": LaunchRecipe,
+    "runs": RunsRecipe,
 }
 SOUND = {  # what the scripts without a recipe's file need
     "eval": ["checkpoint=runs/x"],
@@ -71,6 +75,7 @@ SOUND = {  # what the scripts without a recipe's file need
     "track": ["run=runs/x"],
     "compare": ["runs=[runs/x]"],
     "migrate": ["theirs=theirs.yaml"],
+    "runs": ["words=[list]"],
 }
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 FINETUNES = sorted(YAMLS.glob("finetune/*.yaml"))
