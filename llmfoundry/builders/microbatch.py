@@ -75,7 +75,7 @@ SHORT = 3
 _PAUSE = 0.2  # seconds between two looks at the processes
 _FAILED, _RUNNING, _DONE = 0, 1, 2
 _OTHER = re.compile(  # of a recipe: what its steps' memory does not depend on
-    r"run_name|seed|max_duration|save_\w+|load_\w+|autoresume|\w+_interval|eval_\w+|auto_probe"
+    r"run_name|seed|max_duration|pause_at|save_\w+|load_\w+|autoresume|\w+_interval|eval_\w+|auto_probe"
     r"|device_eval_batch_size|tokenizer|data|schedule|eval|logger|callbacks|profile|health_check"
     r"|hang|supervise|preference"
 )

@@ -4,10 +4,17 @@ A process each, because memory, compiled code and process groups of one run woul
 next. In the folder that the points share, `sweep.json` keeps which of them are done, so that the
 same command, or one with more values, runs only what is missing; what was cut off in the middle
 resumes as any run does. Whose recipe has changed since, or whose folder is gone, runs again.
+
+Halving: all points run to the first pause, the better of them from there to the next, and so on
+(Jamieson and Talwalkar, 2016). Every run keeps the schedule of its whole max_duration, and a pause
+is exact (`pause_at`), so points are compared after equal shares of the same schedule, and the
+winner is the run that it would have been alone. With a learning rate that is still high a loss is
+above what its decay would make of it: what is compared is the order of such losses.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -29,13 +36,14 @@ from llmfoundry.commands.compare import (
 )
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import SWEEP_LOCK, read_json_if_there, try_lock, write_json
-from llmfoundry.loggers.pages.comparison import ComparedRun, read_run, write_comparison
+from llmfoundry.loggers.pages.comparison import DECIDING, ComparedRun, read_run, write_comparison
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.command_line import command_line
-from llmfoundry.recipe.sweep import SweepPoint
+from llmfoundry.recipe.sweep import SweepConfig, SweepPoint
 from llmfoundry.redaction import public
 
 RECORD = "sweep.json"
+END = "null"  # of pause_at: a run goes to its end
 
 
 @dataclass
@@ -44,24 +52,43 @@ class PointEnd:
 
     status: int
     seconds: float
+    pause: str = END
+    """Where it was paused, as pause_at has it."""
+
+    @property
+    def words(self) -> str:
+        """For a table."""
+        if self.status:
+            return f"exit {self.status}"
+        return "finished" if self.pause == END else f"paused at {self.pause}"
 
 
-def sweep(points: Sequence[SweepPoint], command: Sequence[str]) -> int:
+def sweep(points: Sequence[SweepPoint], command: Sequence[str], config: SweepConfig) -> int:
     """Run all points, and print and draw what became of them; how many failed.
 
     Args:
         points: each with its overrides.
         command: what they follow: the interpreter, the script, and the recipe.
+        config: how far each of them runs.
 
     Raises:
         UserError: another sweep is at work in the same folder, or it cannot be written.
     """
     keep_children()
     home = _home(points)
+    if home is None and config.how == "halving":
+        raise UserError("sweep.how: halving keeps its record beside the runs; write a save_folder")
     with _held(home):
         going = Sweep(points, command, home)
-        for number in range(len(points)):
-            going.run(number)
+        kept = list(range(len(points)))
+        for pause in config.rungs(len(points)):
+            if len(kept) < len(points):
+                names = ", ".join(public(points[number].place) for number in kept)
+                print(f"{len(kept)} of {len(points)} go on: {names}", flush=True)
+            for number in kept:
+                going.run(number, pause)
+            if pause != END:
+                kept = going.better(kept, pause, max(1, len(kept) // config.factor))
         going.write_page(is_over=True)
     print_runs(going.read())
     if going.page is not None:
@@ -81,39 +108,76 @@ class Sweep:
         self.record = _read_record(home)
         self.page = _free_page(home)
 
-    def run(self, number: int) -> None:
-        """Run a point to its end, unless it is done."""
+    def run(self, number: int, pause: str) -> None:
+        """Run a point to a pause or its end, unless it has come as far before."""
         point = self.points[number]
         head = f"[{number + 1}/{len(self.points)}] {public(point.place)}"
-        if (end := self._done(point)) is not None:
+        if (end := self._done(point, pause)) is not None:
             print(f"{head}: done before", flush=True)
             self.ends[point.place] = end
             return
-        print(head, flush=True)
+        is_training = pause != END or any(end.pause != END for end in self.ends.values())
+        more = [f"pause_at={pause}"] if is_training else []
+        if point.place in self.ends:  # or it would begin again
+            more += ["autoresume=true", "save_overwrite=false"]
+        print(head + (f" until {pause}" if pause != END else ""), flush=True)
         started = time.monotonic()
-        status = _execute([*self.command, *point.overrides], self.write_page)
-        self.ends[point.place] = PointEnd(status, time.monotonic() - started)
-        self._keep(point)
+        status = _execute([*self.command, *point.overrides, *more], self.write_page)
+        self.ends[point.place] = PointEnd(status, time.monotonic() - started, pause)
+        self._keep(point, pause)
 
-    def _done(self, point: SweepPoint) -> PointEnd | None:
-        kept = self.record.get(public(point.place), {})
-        if kept.get("status") != 0 or kept.get("recipe") != point.digest:
+    def _done(self, point: SweepPoint, pause: str) -> PointEnd | None:
+        kept = self._kept(point)
+        passed = [name for name in kept["at"] if _share(name) >= _share(pause)]
+        if kept["status"] != 0 or not passed:
             return None
-        return PointEnd(0, float(kept.get("seconds", 0))) if Path(point.place).exists() else None
+        return PointEnd(0, float(kept["seconds"]), pause)
 
-    def _keep(self, point: SweepPoint) -> None:
+    def _kept(self, point: SweepPoint) -> dict[str, Any]:
+        """What the record has of a point as it is now."""
+        kept = self.record.get(public(point.place), {})
+        is_same = kept.get("recipe") == point.digest and Path(point.place).exists()
+        nothing = {"status": 1, "seconds": 0.0, "at": {}}
+        return nothing | kept if is_same else nothing
+
+    def _keep(self, point: SweepPoint, pause: str) -> None:
+        """Record how far a point has come, and its losses there."""
         if self.home is None:
             return
-        end = self.ends[point.place]
+        end, kept = self.ends[point.place], self._kept(point)
+        if end.status == 0:
+            run = self._read(Path(point.place), point.place, end)
+            losses = {name: run.last(name) for name in DECIDING}
+            kept["at"][pause] = {
+                name: str(value) for name, value in losses.items() if value is not None
+            }
         self.record[public(point.place)] = {
+            **kept,
             "recipe": point.digest,
             "status": end.status,
-            "seconds": round(end.seconds, 1),
+            "seconds": round(kept["seconds"] + end.seconds, 1),
         }
         try:
             write_json(self.home / RECORD, {"points": self.record})
         except OSError as error:  # the next may have room again
             print(f"{RECORD}: {one_line(error)}; this point will run again", file=sys.stderr)
+
+    def better(self, numbers: Sequence[int], pause: str, count: int) -> list[int]:
+        """Of points that were paused, the `count` with the least of what all have, in order.
+
+        One that an earlier sweep has taken further goes on in any case. One that failed, or whose
+        loss is not finite, does not.
+        """
+        ended = [n for n in numbers if self.ends[self.points[n].place].status == 0]
+        kept = {n: self._kept(self.points[n])["at"] for n in ended}
+        here = _share(pause)
+        further = {n for n, at in kept.items() if max(map(_share, at), default=0.0) > here}
+        losses = {n: at[pause] for n, at in kept.items() if pause in at}
+        common = [name for name in DECIDING if all(name in one for one in losses.values())]
+        values = {n: float(one[common[0]]) for n, one in losses.items() if common}
+        finite = [n for n, value in values.items() if math.isfinite(value)]
+        best = sorted(finite, key=lambda n: values[n])[:count]
+        return sorted({*further, *best})
 
     def read(self) -> list[ComparedRun]:
         """What is known of each point, those that failed or have not begun too."""
@@ -124,7 +188,7 @@ class Sweep:
 
     def _read(self, folder: Path, name: str, end: PointEnd | None) -> ComparedRun:
         is_there = self.home is not None and folder.is_dir()
-        status = "not begun" if end is None else f"exit {end.status}" if end.status else "finished"
+        status = "not begun" if end is None else end.words
         found = ComparedRun(folder, public(name), status, [], {})
         if is_there:
             try:
@@ -145,6 +209,11 @@ class Sweep:
             write_comparison(self.page, runs, follows=not is_over)
         except OSError as error:
             print(f"{self.page}: {one_line(error)}; the sweep goes on", file=sys.stderr)
+
+
+def _share(pause: str) -> float:
+    """Of the run, where it pauses."""
+    return 1.0 if pause == END else float(pause.removesuffix("dur"))
 
 
 def _home(points: Sequence[SweepPoint]) -> Path | None:

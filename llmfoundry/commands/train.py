@@ -30,7 +30,7 @@ from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.resilience.hang.start_monitor import keep_recorder, monitored
 from llmfoundry.terminal import outlast_full_disks
-from llmfoundry.train.trainer import Trainer
+from llmfoundry.train.trainer import PAUSED, Trainer
 
 GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds
 
@@ -58,12 +58,13 @@ def train(recipe: TrainRecipe) -> None:
     ):
         before_run(filled, world, run.folder)
         stopped_by = _train(recipe, world, run)
+    is_cut_off = stopped_by not in ("", PAUSED)
     if world.is_main or world.local_rank == 0:  # each machine may have a supervisor of its own
-        if stopped_by:
+        if is_cut_off:
             record_end(SAVED, "stopped", [f"stopped by {stopped_by}, and saved"])
         else:
-            record_end(DONE, "done", ["the run is complete"])
-    if stopped_by and world.is_main:  # of others a launcher would end the main one
+            record_end(DONE, "done", [f"the run is {'paused' if stopped_by else 'complete'}"])
+    if is_cut_off and world.is_main:  # of others a launcher would end the main one
         sys.exit(SAVED)
 
 
@@ -96,7 +97,8 @@ def _train(written: TrainRecipe, world: World, run: Storage) -> str:
         tracker.close(status, final)
     if stopped_by:
         tracker.note(f"stopped by {stopped_by} after batch {trainer.batch}, and saved")
-        tracker.note("the same command resumes from there")
+        later = " with a later pause_at, or null," if stopped_by == PAUSED else ""
+        tracker.note(f"the same command{later} resumes from there")
     elif world.is_main:
         tracker.console.finish(_results(trainer, job, has_page=tracker.page is not None))
     return stopped_by

@@ -12,6 +12,7 @@ user would write them. The console command marks its processes, and so those tha
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ from llmfoundry.recipe.paths import is_recipe
 from llmfoundry.recipe.schema import Key, Schema
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+    from hydra.core.override_parser.types import IntervalSweep, Override
 
 SETTINGS = {
     "key=value": "set a key: optimizer.lr=1e-3, data.paths=[a,b]",
@@ -41,7 +42,9 @@ FLAGS = {
     "--version": "versions of the project, torch, transformers and Python",
     "--resolve": "with --cfg job: with ${...} replaced by their values",
     "-m": "sweep: run every combination of values in key=a,b, each in a process of its own; with"
-    " --cfg job or --dry-run none is run",
+    " --cfg job or --dry-run none is run. sweep=random sweep.n=8 draws as many, also from"
+    " interval(a,b), tag(log,interval(a,b)); sweep=halving pauses them on the way, and the better"
+    " third goes on (sweep.factor=3); sweep.seed=17",
 }
 _SAME = {"-h": "--help", "-c": "--cfg", "--multirun": "-m", "-V": "--version"}
 _KNOWN = {flag.split()[0] for flag in FLAGS}
@@ -255,7 +258,48 @@ def choices(override: str, groups: dict[str, list[str]]) -> list[str]:
     try:
         return [f"{key}={element}" for element in parsed.sweep_string_iterator()]
     except HydraException as error:
-        raise UserError(f"{override}: cannot be listed; write {key}=a,b or a range()") from error
+        raise UserError(
+            f"{override}: cannot be listed; write {key}=a,b or a range(), or draw from it,"
+            " sweep=random sweep.n=8"
+        ) from error
+
+
+def draw(override: str, groups: dict[str, list[str]], at: float) -> str:
+    """One of what `override` stands for, of an interval too, at a share from 0 to below 1.
+
+    `interval(a,b)` is even, `tag(log,interval(a,b))` even in the logarithm, `int(interval(a,b))` of
+    whole numbers, both ends among them. Floats have four digits, as folders are named after them.
+
+    Raises:
+        UserError: an interval that is none.
+    """
+    key, swept = key_and_text(override)[0], _interval(override)
+    if swept is None:
+        options = list(dict.fromkeys(choices(override, groups)))
+        return options[int(at * len(options))]
+    low, high, is_log = swept.start, swept.end, "log" in swept.tags
+    if low is None or high is None or not low < high or (is_log and low <= 0):
+        ends = "0 < a < b" if is_log else "a < b"
+        raise UserError(f"{override}: is no interval; write interval(a,b) with {ends}")
+    if is_int := isinstance(low, int):
+        low, high = low - 0.5 * (not is_log), high + (1 if is_log else 0.5)
+    value = low * (high / low) ** at if is_log else low + (high - low) * at
+    if is_int:
+        return f"{key}={min(int(swept.end or 0), math.floor(value if is_log else value + 0.5))}"
+    return f"{key}={min(max(float(f'{value:.4g}'), low), high):g}"
+
+
+def is_interval(override: str) -> bool:
+    """Whether it stands for values without end."""
+    return _interval(override) is not None
+
+
+def _interval(override: str) -> IntervalSweep | None:
+    from hydra.core.override_parser.types import IntervalSweep
+
+    parsed = None if override.startswith("~") else _parse(key_and_text(override)[1])
+    swept = None if parsed is None else parsed._value
+    return swept if isinstance(swept, IntervalSweep) else None
 
 
 def _value(key: str, text: str, declared: Key | None) -> Any:

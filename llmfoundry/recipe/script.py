@@ -25,7 +25,7 @@ from llmfoundry.recipe.help import complete, help_text, unknown_flag
 from llmfoundry.recipe.load import checked, import_for_help, read
 from llmfoundry.recipe.paths import recipe_name, shipped
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.sweep import sweep_points
+from llmfoundry.recipe.sweep import is_sweeps, sweep_config, sweep_points
 from llmfoundry.recipe.typed import is_named, notes, placed, require, to_yaml
 from llmfoundry.redaction import mask_tracebacks, public
 from llmfoundry.terminal import outlast_readers, quiet_libraries, show_loading
@@ -135,12 +135,7 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
         return None
     _check_installation()
     _need_recipe(schema, command)
-    if "-m" in command.flags and "--cfg" in command.flags:
-        for point in sweep_points(recipe_type, command):
-            print(f"---\n# {public(point.place)}")
-            _print(recipe_type, replace(command, overrides=point.overrides))
-        return None
-    if "-m" in command.flags:
+    if "-m" in command.flags or any(map(is_sweeps, command.overrides)):
         return _sweep(recipe_type, command)
     if "--cfg" in command.flags:
         return _print(recipe_type, command)
@@ -152,16 +147,24 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
 
 
 def _sweep(recipe_type: type[Any], command: CommandLine) -> None:
-    """Run every point, or only list them."""
+    """Run every point, or only print or list them."""
+    config = sweep_config(command)
+    if "--cfg" in command.flags:
+        for point in sweep_points(recipe_type, command, config):
+            print(f"---\n# {public(point.place)}")
+            _print(recipe_type, replace(command, overrides=point.overrides))
+        return
     if "RANK" in os.environ:
         raise UserError("-m: starts processes of its own; run it without torchrun")
-    points = sweep_points(recipe_type, command)
+    points = sweep_points(recipe_type, command, config)
     if "--dry-run" in command.flags:
         print(*(public(point.place) for point in points), sep="\n")
+        if len(rungs := config.rungs(len(points))) > 1:
+            print(f"paused at {', '.join(rungs[:-1])}; one of {config.factor} goes on each time")
         print(f"dry run: {len(points)} runs were checked; nothing was written or started")
         return
     words = [sys.executable, sys.argv[0], *([] if command.recipe is None else [command.recipe])]
-    failed = importlib.import_module("llmfoundry.commands.sweep").sweep(points, words)
+    failed = importlib.import_module("llmfoundry.commands.sweep").sweep(points, words, config)
     if failed:
         sys.exit(FAILED)
 

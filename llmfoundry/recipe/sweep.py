@@ -1,4 +1,4 @@
-"""`-m`: every combination of the listed values as a run; which they are, and where each writes.
+"""`-m`: combinations of the listed values as runs; which they are, and where each writes.
 
 All points are checked before the first starts; `commands/sweep.py` runs them.
 """
@@ -8,14 +8,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.command_line import CommandLine, choices, key_and_text
+from llmfoundry.recipe.command_line import (
+    MOST_POINTS,
+    CommandLine,
+    choices,
+    draw,
+    is_interval,
+    key_and_text,
+)
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import find_recipe, group_options, search_folders
-from llmfoundry.recipe.schema import Schema
+from llmfoundry.recipe.schema import Range, Schema, choice, out_of_bounds
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.redaction import public_override
 
@@ -36,21 +44,103 @@ class SweepPoint:
     """Of the whole recipe: the same point of a later sweep has the same."""
 
 
-def sweep_points(recipe_type: type, command: CommandLine) -> list[SweepPoint]:
-    """The combinations in order, the last key fastest, each checked and given places to write.
+HOW = {
+    "grid": "every combination",
+    "random": "n combinations, drawn",
+    "halving": "those of a grid, or n that are drawn; all are paused on the way, the best go on",
+}
+MOST_TRIES = 100  # draws for each point, where combinations are few
+
+
+@dataclass
+class SweepConfig:
+    """Which points a sweep has, and how far each runs; no part of their recipes."""
+
+    how: Annotated[str, choice(HOW)] = "grid"
+    """grid: every combination. random: n that are drawn. halving: successive halving, of n that are
+    drawn, or of the grid."""
+    n: Annotated[int | None, Range(1, MOST_POINTS)] = None
+    """Only random and halving: points that are drawn; more of them go on with the same sequence."""
+    seed: Annotated[int, Range(0)] = 17
+    """Of the draws."""
+    factor: Annotated[int, Range(2)] = 3
+    """Only halving: one of so many goes on, and so many times further. 3: Li et al. (2018)."""
+
+    def check(self) -> Iterator[str]:
+        """Lines for values that cannot be, or have no effect."""
+        yield from out_of_bounds("sweep.", self)
+        if self.how == "grid" and self.n is not None:
+            yield "sweep.n: a grid has all points; remove it, or write sweep=random"
+        if self.how == "random" and self.n is None:
+            yield "sweep.n: is missing; write how many points are drawn, such as sweep.n=8"
+        if self.how != "halving" and self.factor != SweepConfig.factor:
+            yield "sweep.factor: has no effect without sweep=halving; remove it"
+
+    def rungs(self, n: int) -> list[str]:
+        """Where `n` points pause, as pause_at has it, and `null` for the last.
+
+        Raises:
+            UserError: they would never pause.
+        """
+        if self.how != "halving":
+            return ["null"]
+        n_rungs = 1
+        while self.factor**n_rungs <= n:
+            n_rungs += 1
+        if n_rungs == 1:
+            raise UserError(
+                f"sweep.factor: one of {self.factor} would go on, but there are only {n} points;"
+                " write more points, or a smaller factor"
+            )
+        shares = (self.factor ** (rung - n_rungs + 1) for rung in range(n_rungs - 1))
+        return [*(f"{share:.10g}dur" for share in shares), "null"]
+
+
+@dataclass
+class SweepRecipe:
+    """What of a command line is its sweep's."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """Which points (sweep=random is sweep.how=random)."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem."""
+        yield from self.sweep.check()
+
+
+def is_sweeps(word: str) -> bool:
+    """Whether an override is the sweep's own, and of no recipe."""
+    return word.startswith(("sweep=", "sweep."))
+
+
+def sweep_config(command: CommandLine) -> SweepConfig:
+    """The sweep's own words, taken out of a command line.
+
+    Raises:
+        UserError: they have problems.
+    """
+    words = [word for word in command.overrides if is_sweeps(word)]
+    command.overrides = [word for word in command.overrides if not is_sweeps(word)]
+    written = [re.sub("^sweep=", "sweep.how=", word) for word in words]
+    return checked(SweepRecipe, None, written).sweep
+
+
+def sweep_points(recipe_type: type, command: CommandLine, config: SweepConfig) -> list[SweepPoint]:
+    """The combinations in order, each checked and given places to write.
 
     Raises:
         UserError: nothing is listed, or points' recipes have problems.
     """
     path = None if command.recipe is None else find_recipe(command.recipe)
-    groups = group_options(search_folders(path), Schema.of(recipe_type))
-    lists = [dict.fromkeys(choices(word, groups)) for word in command.overrides]
-    if all(len(options) < 2 for options in lists):
-        raise UserError("-m: nothing to sweep; list values as in optimizer.lr=1e-3,3e-4 or drop -m")
+    schema = Schema.of(recipe_type)
+    if config.how == "halving" and "pause_at" not in schema.keys:
+        raise UserError("sweep.how: halving is for training runs, which can pause; write random")
+    groups = group_options(search_folders(path), schema)
     points: dict[str, SweepPoint] = {}
     problems: dict[str, None] = {}
-    for combination in itertools.product(*lists):
-        own = [word for word, options in zip(combination, lists, strict=True) if len(options) > 1]
+    combinations, is_swept = _combinations(command.overrides, groups, config)
+    for combination in combinations:
+        own = [word for word, varies in zip(combination, is_swept, strict=True) if varies]
         try:
             recipe: Any = checked(recipe_type, command.recipe, combination)
         except UserError as error:
@@ -62,7 +152,60 @@ def sweep_points(recipe_type: type, command: CommandLine) -> list[SweepPoint]:
         points[point.place] = point
     if problems:
         raise UserError(*problems)
+    config.rungs(len(points))
     return list(points.values())
+
+
+def _combinations(
+    words: Sequence[str], groups: dict[str, list[str]], config: SweepConfig
+) -> tuple[list[tuple[str, ...]], list[bool]]:
+    """The points' overrides, of a grid the last key fastest, and which of the words vary."""
+    if config.n is None:
+        lists = [list(dict.fromkeys(choices(word, groups))) for word in words]
+        is_swept = [len(options) > 1 for options in lists]
+        found = list(itertools.islice(itertools.product(*lists), MOST_POINTS + 1))
+        if len(found) > MOST_POINTS:
+            raise UserError(f"-m: more than {MOST_POINTS:,} points; write fewer values")
+    else:
+        is_swept = [is_interval(word) or len({*choices(word, groups)}) > 1 for word in words]
+        found = _drawn(words, is_swept, groups, config) if any(is_swept) else []
+    if not any(is_swept):
+        raise UserError("-m: nothing to sweep; list values as in optimizer.lr=1e-3,3e-4 or drop -m")
+    return found, is_swept
+
+
+def _drawn(
+    words: Sequence[str],
+    is_swept: Sequence[bool],
+    groups: dict[str, list[str]],
+    config: SweepConfig,
+) -> list[tuple[str, ...]]:
+    """N different combinations: a draw depends on the seed, the key and its number alone.
+
+    Raises:
+        UserError: there are not as many.
+    """
+    n, found = config.n or 0, dict[tuple[str, ...], None]()
+    for number in range(MOST_TRIES * n):
+        point = tuple(
+            draw(word, groups, _uniform(f"{config.seed}/{key_and_text(word)[0]}/{number}"))
+            if varies
+            else word
+            for word, varies in zip(words, is_swept, strict=True)
+        )
+        found[point] = None
+        if len(found) == n:
+            return list(found)
+    raise UserError(
+        f"sweep.n: {n}, but no more than {len(found)} different points were found; write at most"
+        " that, or sweep=grid for all"
+    )
+
+
+def _uniform(name: str) -> float:
+    """From 0 to below 1, the same in every release of Python."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _placed(

@@ -41,7 +41,7 @@ GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 # Fields and sections that do not change what is learnt: where files are, what is logged, how it is
 # computed. Model and tokenizer may not change at all (builders.resume.run_identity).
 NOT_LEARNT = re.compile(
-    r"(plugins|run_name|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
+    r"(plugins|run_name|pause_at|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|auto_probe"
     r"|eval_\w+|log_interval|model|tokenizer|parallel|eval|logger|profile|health_check|hang|supervise"
     r"|launch|registry"
@@ -123,6 +123,9 @@ class TrainRecipe:
     """Start over in a folder that holds a run already, deleting its checkpoints and metrics."""
     save_async: bool = True
     """Write a checkpoint in the background while training continues."""
+    pause_at: str | None = None
+    """Evaluate, save and end here, with status 0; the same command with a later one, or null, goes
+    on as if it had not ended: the schedule is that of max_duration. Unset: run to the end."""
     save_max_wait: Annotated[float | None, Range(0)] = None
     """Only with save_async: seconds that training waits where the checkpoint before is still being
     written when the next is due; then that one is left out and reported. Unset: 30. The end of a
@@ -183,6 +186,8 @@ class TrainRecipe:
         yield from check_duration(
             "max_duration", self.max_duration, allow_dur=False, allow_zero=False
         )
+        if self.pause_at is not None:
+            yield from check_duration("pause_at", self.pause_at, allow_zero=False)
         for key in ("eval_interval", "log_interval", "save_interval"):
             yield from check_duration(key, getattr(self, key))
         yield from self._check_compile()

@@ -94,6 +94,7 @@ class LoopRecipe(Protocol):
     eval_interval: str
     eval_first: bool
     save_interval: str
+    pause_at: str | None
     model: ModelConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
@@ -167,6 +168,10 @@ class TrainingLog(Protocol):
         """Show and record what was seen in a step (from 1), what was done, and further facts."""
 
 
+PAUSED = "pause_at"
+"""What `fit` returns where the recipe's key of this name has ended the run."""
+
+
 @dataclass
 class Trainer:
     """All parts of a run, and the loop over them."""
@@ -210,6 +215,8 @@ class Trainer:
         self.evaluations = 0
         self.latest_evaluation: dict[str, float] = {}
         self.ended_early = self._to_stop = ""
+        pause = self.recipe.pause_at
+        self._pause = math.inf if pause is None else math.ceil(self.clock.batches(pause) - 1e-9)
         watch, report = self.recipe.callbacks.watch, self.tracker.event
         self.spikes = SpikeHandler(watch, self.world.device, report, self.state.get("spikes", {}))
         self._losses = self._begin_losses(self.state)
@@ -256,6 +263,8 @@ class Trainer:
                 callback.close()
 
     def _fit(self) -> str:
+        if not self.done and self.batch >= self._pause:  # it was paused here before, or later
+            return PAUSED
         signal_name = ""
         self._started = time.perf_counter()
         self._batches = BatchPrefetcher(self.loader, self.batch)
@@ -348,7 +357,9 @@ class Trainer:
         if not lags(self.world.device):
             self._check_guard()  # nothing to wait for there
         self._log(result if logs else None)
-        if self.done or self.is_due(self.recipe.eval_interval):
+        if not self.done and self.batch == self._pause:
+            self.stop_and_save(PAUSED)
+        if self.done or self._to_stop == PAUSED or self.is_due(self.recipe.eval_interval):
             self._evaluate()
         beat("callbacks", self.batch)
         for callback in self._calling("on_step"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,8 @@ QUICKSTART = str(YAMLS / "quickstart.yaml")
 TARGET = """
 import json, os
 def remember(recipe):
-    reported = [recipe.run_name, recipe.save_folder, recipe.optimizer.lr, recipe.seed, os.getpid()]
+    reported = [recipe.run_name, recipe.save_folder, recipe.optimizer.lr, recipe.seed, os.getpid(),
+                recipe.pause_at]
     with open("reported.jsonl", "a") as file:
         print(json.dumps(reported), file=file)
     os.makedirs(recipe.save_folder, exist_ok=True)
@@ -206,3 +208,71 @@ def test_the_point_at_work_ends_with_its_sweep(tmp_path: Path, end: signal.Signa
         psutil.Process(pid).wait(10)  # it has closed the pipe, and is about to end
     assert ("saved" in said) == (end == signal.SIGTERM)
     assert "pid" not in said  # no other point was begun
+
+
+def test_a_random_sweep_is_drawn_by_its_seed_and_more_of_it_goes_on(front: Front) -> None:
+    def points(*words: str) -> list[str]:
+        swept = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "seed=int(interval(1,3))"]
+        got = front(QUICKSTART, *swept, "model.n_layers=2,3", "sweep=random", *words, "--dry-run")
+        assert (got.status, got.errors) == (0, [])
+        return [line for line in got.out.splitlines() if line.startswith("runs/")]
+
+    few, more = points("sweep.n=5"), points("sweep.n=40")
+    assert more[:5] == few and len({*more}) == 40 and points("sweep.n=5", "sweep.seed=1") != few
+    values = [
+        dict(re.findall(r"([\w.]+)=([\w.-]+)", line.partition("/quickstart/")[2])) for line in more
+    ]
+    rates = sorted(float(each["optimizer.lr"]) for each in values)
+    assert 1e-4 <= rates[0] < 1e-3 and 1e-2 < rates[-1] <= 1e-1
+    assert 10 < sum(rate < 10**-2.5 for rate in rates) < 30, "half of them, by the logarithm"
+    assert {each["seed"] for each in values} == {"1", "2", "3"}
+    assert {each["model.n_layers"] for each in values} == {"2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ["seed=1,2", "sweep=rondom"],
+            "sweep.how: 'rondom' is not a choice; did you mean",
+        ),
+        (["seed=1,2", "sweep=random"], "sweep.n: is missing"),
+        (["seed=1,2", "sweep.n=2"], "sweep.n: a grid has all points"),
+        (["seed=1,2", "sweep=random", "sweep.n=3"], "sweep.n: 3, but no more than 2 different"),
+        (
+            ["seed=1,2", "sweep=random", "sweep.n=2", "sweep.factor=2"],
+            "sweep.factor: has no effect",
+        ),
+        (["seed=1,2", "sweep=halving"], "sweep.factor: one of 3 would go on"),
+        (["seed=interval(1,2)", "-m"], "seed=interval(1,2): cannot be listed"),
+        (["seed=interval(2,1)", "sweep=random", "sweep.n=2"], "seed=interval(2,1): is no interval"),
+        (["seed=tag(log,interval(0,1))", "sweep=halving", "sweep.n=9"], "with 0 < a < b"),
+        (["seed=1", "sweep=random", "sweep.n=2"], "-m: nothing to sweep"),
+        (["seed=1,2", "sweep.m=3"], "unknown key 'sweep.m'"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(front: Front, words: list[str], why: str) -> None:
+    got = front(QUICKSTART, *words)
+    assert got.status == 2 and why in got.errors[0], got.errors
+
+
+def test_halving_runs_all_to_a_pause_and_the_better_on(tmp_path: Path) -> None:
+    """The target's loss is 20 - seed; that of 15 is not finite, and 13 fails."""
+    words = ("sweep=halving", "sweep.factor=2", QUICKSTART)
+    got, ran = sweep(tmp_path, *words, "seed=13,15,18,19")
+    assert got.returncode == 1, "one failed"
+    quarter, half = "0.25dur", "0.5dur"
+    assert [(row[3], row[5]) for row in ran] == [
+        *((seed, quarter) for seed in (13, 15, 18, 19)),
+        *((seed, half) for seed in (18, 19)),
+        (19, None),
+    ]
+    assert "2 of 4 go on: runs/quickstart/seed=18, runs/quickstart/seed=19" in got.stdout
+    assert [" ".join(row[1:4]) for row in table_of(got.stdout)[1:5]] == [
+        "exit 1 2", "paused at 0.25dur", "paused at 0.5dur", "best finished 2",
+    ]  # fmt: skip
+    again, ran = sweep(tmp_path, *words, "seed=12,13,15,18,19")
+    assert again.returncode == 1 and [(row[3], row[5]) for row in ran] == [
+        (12, quarter),
+        (13, quarter),
+    ]

@@ -50,7 +50,8 @@ from llmfoundry.redaction import public
 
 POINTS = 4000  # of all lines of a chart together
 LEAST_POINTS = 100  # of one line
-OWN_KEYS = ("run_name", "save_folder")  # which differ in any case
+OWN_KEYS = ("run_name", "save_folder", "pause_at")  # which differ in any case
+PAUSED = "paused"  # a status begins so, of a run that pause_at has ended
 MOST_AXES = 8  # keys beside one another
 DECIDING = (EVAL_BPB, EVAL_LOSS, TRAIN_BPB, TRAIN_LOSS)
 """What the best run has least of: the first that all runs have. A loss compares only where the
@@ -117,6 +118,8 @@ def read_run(folder: Path, name: str, *, is_held: bool) -> ComparedRun:
         status = "not finished"  # its process was killed, or lost its machine
     recipe = folder / "recipe.yaml"
     values = read_yaml(recipe) if recipe.exists() else {}
+    if status == "killed" and values.get("pause_at") is not None:
+        status = PAUSED
     settings = {key: _as_text(value) for key, value in flat(values) if key not in OWN_KEYS}
     evaluations = [found for found in _evaluations(folder) if found.get("tasks")]
     rows, seconds = metric_rows(folder), 0.0
@@ -184,14 +187,16 @@ class Verdict:
 def verdict(runs: Sequence[ComparedRun]) -> Verdict | None:
     """The run with the least of what decides, several where they tie; None: nothing decides.
 
-    Those that finished are judged, where any has; else all that have not failed. A run that ended
-    with a value that is not finite is never the best.
+    Those that finished are judged, where any has; else those that were paused, as by halving, else
+    all that have not failed. A single one that finished has won against those paused. A run that
+    ended with a value that is not finite is never the best.
     """
     judged = [n for n, run in enumerate(runs) if run.status == "finished"]
-    judged = judged or [n for n, run in enumerate(runs) if run.status in _MAY_WIN]
+    paused = [n for n, run in enumerate(runs) if run.status.startswith(PAUSED)]
+    judged = judged or paused or [n for n, run in enumerate(runs) if run.status in _MAY_WIN]
     for metric in DECIDING:
         last = {n: value for n in judged if (value := runs[n].last(metric)) is not None}
-        if len(last) == len(judged) > 1:
+        if judged and len(last) == len(judged) and len({*judged, *paused}) > 1:
             finite = {n: value for n, value in last.items() if math.isfinite(value)}
             best = [n for n in finite if finite[n] == min(finite.values())]
             return Verdict(metric, best, list(_sentences(runs, judged, metric, best)))
