@@ -319,13 +319,28 @@ def _value(key: str, text: str, declared: Key | None) -> Any:
 
 
 def _parse(text: str) -> Override | None:
-    """The value as Hydra's grammar reads it; None where it does not."""
+    """The value as Hydra's grammar reads it; None where it does not.
+
+    Raises:
+        UserError: a sweep stands inside a list, where Hydra would not run it.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     if len(text) > LONGEST:
         return None
     try:
-        return OverridesParser.create().parse_override(f"key={text}")
+        parsed = OverridesParser.create().parse_override(f"key={text}")
     except (HydraException, ValueError, RecursionError):  # the last of numbers and lists too long
         return None
+    inside = getattr(parsed._value, "list", parsed._value)  # a,b is a sweep of its own
+    if isinstance(inside, list | dict) and _holds_sweep(inside):
+        raise UserError(f"{text}: a range() or interval() among other values; write its values")
+    return parsed
+
+
+def _holds_sweep(value: Any) -> bool:
+    from hydra.core.override_parser.types import Sweep
+
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Sweep) or any(map(_holds_sweep, inner))

@@ -342,6 +342,17 @@ def test_a_sweep_has_an_end(front: Front) -> None:
     assert line == "seed=range(1,1000000000): has more than 10,000 points; write fewer"
 
 
+@pytest.mark.parametrize("flags", [[], ["-m"]])
+@pytest.mark.parametrize(
+    "word",
+    ["seed=range(1,3),4", "optimizer.betas=[interval(0,1),0.9]", "model={n_layers: choice(1,2)}"],
+)
+def test_a_sweep_inside_other_values_is_one_line(front: Front, word: str, flags: list[str]) -> None:
+    (line,) = front(QUICKSTART, *flags, word).errors
+    text = word.partition("=")[2]
+    assert line == f"{text}: a range() or interval() among other values; write its values"
+
+
 def test_only_true_and_false_are_booleans_and_dates_stay_texts(front: Front) -> None:
     write("r.yaml", "defaults: [eval: off]\nrun_name: 2024-01-01\ndata: {shuffle: off}\n")
     recipe = front("r.yaml").recipe
