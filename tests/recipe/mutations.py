@@ -207,7 +207,8 @@ model optimizer.lr ~ ~seed ~nope ~seed=wrong ~/x.yaml ~nobody/x.yaml + ++ +seed=
 /dev/stdin /dev/null pipe folder closed.yaml / . .. // x.yaml a.b.c.d=1 a..b=1 .a=1 a.=1
 seed.x=1 data.paths[0]=x data.paths.0=x data.paths=[a,,b] [=] {}=1 seed=1,2
 seed=range(1,1000000000) seed=range(1,3) optimizer=glob(*) seed=choice(1,2)
-optimizer.lr=interval(0,1) seed=sort(3,1) model={ model=} model={a: model=' seed=${seed}
+optimizer.lr=interval(0,1) optimizer.lr=interval(0,1),3 seed=[range(1,2)] seed=sort(3,1)
+model={ model=} model={a: model=' seed=${seed}
 seed=${oc.env:HOME} run_name=${run_name}${run_name} model@x=mpt-125m model@=mpt-125m
 model=/mpt-125m model=../quickstart model= model=null model.d_model=1000000001
 model.n_layers=1e9 model.n_layers=200000 parallel.nproc_per_node=1e9 data.loader_workers=100000
