@@ -77,6 +77,8 @@ LINES = {
     "health_check.before_run=maybe": "health_check.before_run: 'maybe' is not a choice (choices: ",
     "hang={monitor: off, data_seconds: 9}": "hang.data_seconds: has no effect with hang.monitor: ",
     "supervise.max_restarts=-1": "supervise.max_restarts: -1 is too small; write 0 or more",
+    "launch.queue=x": "launch.queue: has no effect with target: local",
+    "registry.best.metric=x": "registry.best.metric: has no effect without registry.name",
 }
 
 
