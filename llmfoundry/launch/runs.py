@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from typing import Any
 import psutil
 
 from llmfoundry.errors import UserError
-from llmfoundry.events import CHECKPOINTS, is_restart, read_events
-from llmfoundry.exit_status import DONE, ENDS_FOLDER, GIVE_UP, SAVED
-from llmfoundry.files import RUN_LOCK, is_locked, parse_json, read_json_if_there
+from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event, is_restart, read_events
+from llmfoundry.exit_status import DONE, ENDS_FOLDER, GIVE_UP, SAVED, own_node
+from llmfoundry.files import RUN_LOCK, is_locked, parse_json, read_json_if_there, try_lock
 from llmfoundry.launch.client import SILENCE
 from llmfoundry.launch.record import (
     ENDED,
@@ -63,6 +63,7 @@ _FILES = (METRICS, "run.json", RECORD, "events.jsonl")
 _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
 _ASKED = 16  # targets at a time
 _LOOK_S, _HARD_S = 1.0, 20.0
+_QUIET_S = 600.0  # without a sign, after which a run of another machine counts as dead
 _RESTART_S = 330.0  # a supervisor waits for 300 s at most between two attempts
 _LENGTH = re.compile(r"^max_duration: *['\"]?([\w.]+)", re.MULTILINE)
 _HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
@@ -182,7 +183,17 @@ def state_of(folder: Path) -> RunState:
     target = _target_state(record, held=held)
     status = str(_of(run, "summary", dict, {}).get("status", ""))
     changed = _changed(folder / "run.json")
-    state, why = judge(held=held, target=target, status=status, changed=changed, events=events)
+    supervised = _supervised(folder)
+    state, why = judge(
+        held=held,
+        target=target,
+        status=status,
+        changed=changed,
+        events=events,
+        supervised=supervised,
+    )
+    if target is None:
+        state, why = _seen_from_here(folder, state, why, held=held, is_ended=status in _ENDS)
     losses = (_number(row.get(LOSS)) for row in reversed(rows))
     logged_at = _number(last.get(WALL))
     return RunState(
@@ -211,6 +222,7 @@ def judge(
     status: str,
     changed: float,
     events: Sequence[Mapping[str, Any]],
+    supervised: bool | None = None,
     now: float | None = None,
 ) -> tuple[str, str]:
     """A run's state, one of STATES, and why.
@@ -221,6 +233,7 @@ def judge(
         status: in run.json, of the process that trained last.
         changed: when run.json was, in seconds since 1970.
         events: of events.jsonl.
+        supervised: whether a supervisor is at work there; None: that cannot be told.
         now: seconds since 1970; unset: the clock's.
     """
     now = time.time() if now is None else now
@@ -240,11 +253,11 @@ def judge(
     if target is not None and target.state == UNKNOWN and _ENDS.get(status) is None:
         return NOT_KNOWN, target.reason
     if decided and decision is not None:
-        is_soon = float(decision["time"]) + _RESTART_S > now
+        is_soon = supervised or float(decision["time"]) + _RESTART_S > now
         if decision["kind"] == "decision" and not is_restart(decision):
             ends = _of(decision, "exit_status", int, DONE)
             return _STATUSES.get(ends, FAILED), str(decision["what"])
-        if target is None and is_soon:
+        if target is None and is_soon and supervised is not False:
             is_first = decision["kind"] == "start" and decision.get("attempt") == 1
             return WAITING if is_first else RESTARTING, str(decision["what"])
     if status in _ENDS:
@@ -297,6 +310,35 @@ def tail(path: Path) -> list[dict[str, Any]]:
 def is_held(folder: Path) -> bool:
     """Whether a process of this machine, or of one that shares its files, is at work there."""
     return is_locked(folder / RUN_LOCK)
+
+
+def _supervised(folder: Path) -> bool | None:
+    """Whether a supervisor is at work there: each holds a lock of its machine's name."""
+    locks: list[Path] = []
+    with suppress(OSError):
+        locks = sorted((folder / FOLDERS[0]).glob("*.lock"))
+    if any(map(is_locked, locks)):
+        return True
+    return False if [path.stem for path in locks] == [own_node()] else None
+
+
+def _seen_from_here(
+    folder: Path, state: str, why: str, *, held: bool, is_ended: bool
+) -> tuple[str, str]:
+    """The state, where a run of another machine, whose lock may not come here, is said to be so."""
+    text = ""
+    with suppress(OSError):
+        if (folder / RUN_LOCK).is_file():
+            text = (folder / RUN_LOCK).read_bytes()[:500].decode(errors="replace").strip()
+    found = _HOLDER.fullmatch(text)
+    if found is None or found[2] == socket.gethostname():
+        return state, why
+    ago = time.time() - max(_changed(folder / name) for name in (*_FILES, RUN_LOCK))
+    if held:
+        return state, f"on {found[2]}"
+    if state == FAILED and not is_ended and ago < _QUIET_S:
+        return NOT_KNOWN, f"{found[2]} wrote {ago:.0f} s ago; its lock is not seen here"
+    return state, why
 
 
 def _holder(folder: Path) -> psutil.Process:
@@ -540,10 +582,13 @@ def stop(
     if before.state not in UNDER_WAY and not is_held(place):
         raise UserError(f"{show(place)}: is {before.state}, so there is nothing to stop")
     target = _target_state(record, held=False)
-    if record is not None and target is not None and target.state in (QUEUED, ACTIVE):
-        TARGETS[record.target].stop(record, now=now)
-    else:
-        _stop_here(place, timeout=timeout, now=now)
+    with _alone(place) as is_first:
+        if record is not None and target is not None and target.state in (QUEUED, ACTIVE):
+            who = f"{record.job} {record.submitted_at:.0f}"
+            if is_first and _may_ask(place, who, now=now):
+                TARGETS[record.target].stop(record, now=now)
+        elif is_first:
+            _stop_here(place, timeout=timeout, now=now)
     deadline = time.monotonic() + timeout
     while (after := state_of(place)).state in UNDER_WAY or is_held(place):
         if time.monotonic() > deadline:
@@ -553,6 +598,33 @@ def stop(
             )
         time.sleep(0.2)
     return after
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[bool]:
+    """Whether no other stop is asking this run at the moment; the folder itself is locked."""
+    locked, is_first = None, True
+    with suppress(OSError):  # a file system without locks
+        locked = try_lock(place)
+        is_first = locked is not None
+    try:
+        yield is_first
+    finally:
+        if locked is not None:
+            locked.release()
+
+
+def _may_ask(place: Path, who: str, *, now: bool) -> bool:
+    """Whether a process or job was not asked before: a second signal would end it without a save.
+
+    That it is asked becomes an event of the run.
+    """
+    if not now and any(e["kind"] == "stop" and e.get("who") == who for e in read_events(place)):
+        return False
+    with suppress(OSError):
+        what = "is ended at once" if now else "is asked to save and end"
+        add_event(place, "stop", f"{what} by llmfoundry runs stop", action="stop", who=who)
+    return True
 
 
 def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
@@ -566,6 +638,8 @@ def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
             raise UserError(f"{show(place)}: no process trains it; there is nothing to stop")
         time.sleep(0.2)
     process = _outermost(_holder(place))
+    if not _may_ask(place, f"{process.pid} {process.create_time():.0f}", now=now):
+        return
     process.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a script started with &
     if not now:
         return

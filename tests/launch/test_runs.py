@@ -22,8 +22,9 @@ import pytest
 
 from llmfoundry.commands.runs import runs as command
 from llmfoundry.errors import UserError
-from llmfoundry.events import add_event
-from llmfoundry.files import RUN_LOCK, try_lock
+from llmfoundry.events import add_event, read_events
+from llmfoundry.exit_status import own_node
+from llmfoundry.files import RUN_LOCK, is_locked, try_lock
 from llmfoundry.launch import runs
 from llmfoundry.launch.record import LaunchRecord, TargetState, write
 from llmfoundry.recipe.after_training import RunsRecipe
@@ -264,6 +265,41 @@ def test_two_hundred_runs_take_about_a_second(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5  # 0.5 s where nothing else runs; as processes 10
 
 
+@pytest.mark.parametrize(("action", "alive"), [("start", "waiting"), ("restart", "restarting")])
+def test_a_supervisor_that_was_killed_is_neither_waiting_nor_restarting(
+    tmp_path: Path, action: str, alive: str
+) -> None:
+    folder = write_run(tmp_path / "a", status="running")
+    kind = "start" if action == "start" else "decision"
+    add_event(folder, kind, "attempt 1", action=action, attempt=1)
+    assert runs.state_of(folder).state == alive  # of an older supervisor, for some minutes
+    (folder / "supervise").mkdir()
+    lock = folder / "supervise" / f"{own_node()}.lock"
+    with try_lock(lock, mode=0o644) or pytest.fail():
+        assert runs.state_of(folder).state == alive
+    assert runs.state_of(folder).state == "failed"
+    lock.rename(lock.with_name("node-17.lock"))  # which may be alive, and its lock not come here
+    assert runs.state_of(folder).state == alive
+
+
+def test_a_run_of_another_machine_is_said_to_be_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", status="running")
+    lock = folder / RUN_LOCK
+    lock.write_text("process 5 on node-17, since 2026-01-02 03:04:05+00:00\n")
+    with try_lock(lock) or pytest.fail():
+        found = runs.state_of(folder)
+        assert (found.state, found.why) == ("running", "on node-17")
+        with pytest.raises(
+            UserError, match=r"is trained by process 5 on node-17, .*; stop it there"
+        ):
+            runs.stop("a", tmp_path)
+    found = runs.state_of(folder)
+    assert found.state == "unknown" and found.why.startswith("node-17 wrote ")
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+    assert runs.state_of(folder).state == "failed"
+
+
 def test_what_a_target_prints_is_followed_until_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +400,20 @@ def test_a_run_is_stopped_saved_killed_and_stopped_under_a_supervisor(start: Sta
 
     process = start("supervise")
     until(lambda: is_at(dead.step + 3), "steps under a supervisor")
+    assert is_locked(Path("runs/tiny/supervise") / f"{own_node()}.lock")
+    both = [threading.Thread(target=runs.stop, args=["tiny"]) for _ in range(2)]
+    for stop in both:
+        stop.start()
+    for stop in both:
+        stop.join()
+    assert process.wait(30) == 75
+    saved = runs.state_of(Path("runs/tiny"))
+    assert runs.describe("tiny").checkpoints[-1] == f"ba{saved.step:07}" > last
+    asked = [e for e in read_events(Path("runs/tiny")) if e["kind"] == "stop"]
+    assert len(asked) == 2  # of this process, and of the first
+
+    process = start("supervise")
+    until(lambda: is_at(saved.step + 3), "steps under a supervisor")
     ended = runs.stop("tiny", now=True, timeout=60)
     assert ended.state in ("stopped", "failed") and process.wait(30) != 0
     assert not runs.is_held(Path("runs/tiny"))

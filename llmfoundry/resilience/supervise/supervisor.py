@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -36,6 +37,7 @@ from llmfoundry.exit_status import (
     read_ends,
     read_ranks,
 )
+from llmfoundry.files import LockedFile, try_lock
 from llmfoundry.heartbeat import memory_folder
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.resilience import SuperviseConfig
@@ -97,6 +99,7 @@ class Supervisor:
         self._nodes = Nodes(self.config)
         self._signals: list[int] = []  # received: the first makes it stop
         self._running: RunningAttempt | None = None
+        self._lock: LockedFile | None = None  # by which others see that it is at work
         # Checkpoints, by batch: the newest that must be there; resume from one before (None: any).
         self._newest = self._recorded_newest()
         self._resume_before: int | None = None
@@ -119,6 +122,8 @@ class Supervisor:
             self._exporter.end(status, lambda: bool(self._signals))
             raise
         finally:
+            if self._lock is not None:
+                self._lock.release()
             self._reporter.wait()
             self._nodes.end_standby()
             for number, handler in handlers.items():  # stopping already: further signals do nothing
@@ -196,6 +201,8 @@ class Supervisor:
         return next(iter([batch for batch in found if type(batch) is int][-1:]), -1)
 
     def _attempt(self, heartbeats: Path) -> Decision:
+        if self._lock is None:  # not before: the folder may be missing, and is to be seen so
+            self._lock = self._show_itself()
         number = len(self.attempts) + 1
         launcher, excluded = self._nodes.launcher(is_first=not self.attempts)
         command = [*launcher, *self.script]
@@ -217,6 +224,14 @@ class Supervisor:
         evidence = self._evidence(running, status, log_size, events[first:], excluded)
         self._previous = running.times, running.times.last_moved(evidence.hang, self.node)
         return self._decide(number, running.times, evidence, excluded)
+
+    def _show_itself(self) -> LockedFile | None:
+        """Lock a file of this machine's name, as long as it can be written."""
+        path = self.folder / FOLDER / f"{os.path.basename(self.node)}.lock"
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return try_lock(path, mode=0o644)
+        return None
 
     def _watch(self, running: RunningAttempt) -> int:
         """Wait until an attempt has ended; its status."""
