@@ -80,16 +80,10 @@ def sweep(points: Sequence[SweepPoint], command: Sequence[str], config: SweepCon
         raise UserError("sweep.how: halving keeps its record beside the runs; write a save_folder")
     with _held(home):
         going = Sweep(points, command, home)
-        kept = list(range(len(points)))
-        for pause in config.rungs(len(points)):
-            if len(kept) < len(points):
-                names = ", ".join(public(points[number].place) for number in kept)
-                print(f"{len(kept)} of {len(points)} go on: {names}", flush=True)
-            for number in kept:
-                going.run(number, pause)
-            if pause != END:
-                kept = going.better(kept, pause, max(1, len(kept) // config.factor))
-        going.write_page(is_over=True)
+        try:
+            going.run_all(config)
+        finally:  # after Ctrl-C too
+            going.write_page(is_over=True)
     print_runs(going.read())
     if going.page is not None:
         print(f"page: {going.page}")
@@ -107,6 +101,18 @@ class Sweep:
         self.ends: dict[str, PointEnd] = {}
         self.record = _read_record(home)
         self.page = _free_page(home)
+
+    def run_all(self, config: SweepConfig) -> None:
+        """Run every point to its end, or all to a pause and those that are better on."""
+        kept = list(range(len(self.points)))
+        for pause in config.rungs(len(self.points)):
+            if len(kept) < len(self.points):
+                names = ", ".join(public(self.points[number].place) for number in kept)
+                print(f"{len(kept)} of {len(self.points)} go on: {names}", flush=True)
+            for number in kept:
+                self.run(number, pause)
+            if pause != END:
+                kept = self.better(kept, pause, max(1, len(kept) // config.factor))
 
     def run(self, number: int, pause: str) -> None:
         """Run a point to a pause or its end, unless it has come as far before."""
@@ -251,12 +257,23 @@ def _read_record(home: Path | None) -> dict[str, dict[str, Any]]:
     try:
         found = read_json_if_there(home / RECORD)
         points = found.get("points", {})
-        return {str(place): dict(point) for place, point in points.items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return {str(place): _checked_point(point) for place, point in points.items()}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise UserError(
             f"{home / RECORD}: cannot be read: {one_line(error)}; restore it, or delete it, and"
             " every point runs again"
         ) from error
+
+
+def _checked_point(point: dict[str, Any]) -> dict[str, Any]:
+    """What `Sweep._keep` writes of a point, and nothing else."""
+    at = {pause: dict(losses) for pause, losses in point["at"].items()}
+    for pause, losses in at.items():
+        _share(pause)
+        for value in losses.values():
+            float(value)
+    seconds = float(point["seconds"])
+    return {"recipe": point["recipe"], "status": int(point["status"]), "seconds": seconds, "at": at}
 
 
 def _free_page(home: Path | None) -> Path | None:

@@ -137,7 +137,8 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     home = tmp_path / "runs/quickstart"
     home.mkdir(parents=True)
-    for text in ("{", "[]", '{"points": 3}'):
+    bad = ('{"recipe": "", "status": 0, "seconds": 1, "at": {"x": {}}}', '{"status": 0}', "3")
+    for text in ("{", "[]", '{"points": 3}', *(f'{{"points": {{"a": {one}}}}}' for one in bad)):
         (home / "sweep.json").write_text(text)
         got, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,14")
         assert got.returncode == 2 and not ran and "sweep.json: cannot be read" in got.stderr

@@ -156,6 +156,7 @@ def write_comparison(
     `warnings` are lines about runs that could not be read.
     """
     going = sum(run.status == "running" for run in runs)
+    is_open = follows or any(run.status in ("not begun", "not finished") for run in runs)
     sections = [
         ("Runs", run_table(runs, path.parent) + (part("listed", warnings) if warnings else "")),
         ("Settings and result", parallel_coordinates(runs)),
@@ -165,7 +166,7 @@ def write_comparison(
     ]
     html = page(
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
-        status=f"running: {going}" if going else "not finished" if follows else "finished",
+        status=f"running: {going}" if going else "not finished" if is_open else "finished",
         reached="",
         tiles=[],
         sections=sections,
