@@ -75,7 +75,7 @@ def list_recipes(arguments: Sequence[str]) -> None:
         files = sorted(YAMLS.glob(pattern))
         rows = _rows({path.stem: _first_sentence(path) for path in files})
         print("\n".join([f"llmfoundry {title} RECIPE", *rows, ""]))
-    choices = ", ".join(name for name in groups if name != "finetune")
+    choices = ", ".join(name for name in groups if name not in ("finetune", "scaling"))
     print(f"llmfoundry ls GROUP lists the choices of one: {choices}")
     print("llmfoundry cp NAME FILE copies a recipe, GROUP/CHOICE or a gauntlet for you to edit")
 

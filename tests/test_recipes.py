@@ -25,7 +25,7 @@ TRAINED = (  # whose models and optimizers have every choice that any recipe mak
     *("quickstart", "dbrx-tiny", "llama-1b", "mpt-125m", "starcoder2-3b"),
     *("dbrx-18b", "mpt-7b-128k"),
 )
-FINETUNING = ("finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
+FINETUNING = ("scaling", "finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
 GROUPS = [
     path
     for path in sorted(YAMLS.glob("*/*.yaml"))

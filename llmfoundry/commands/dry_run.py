@@ -6,6 +6,7 @@ idea: what a command refuses before it begins is refused here too, with the same
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections import Counter
@@ -28,6 +29,9 @@ from llmfoundry.commands.compare import page_path, read_runs, refuse_page
 from llmfoundry.commands.evaluate import check_models, with_addresses
 from llmfoundry.commands.launch import job_of
 from llmfoundry.commands.migrate import prepare
+from llmfoundry.commands.scaling import print_plan as print_grid
+from llmfoundry.commands.scaling import refuse_changed
+from llmfoundry.commands.scaling_grid import grid
 from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.preparation.readers import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
@@ -78,10 +82,12 @@ from llmfoundry.recipe.hardware import Gpu, Hardware
 from llmfoundry.recipe.migration import report
 from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.paths import find_file, show
+from llmfoundry.recipe.scaling import ScalingRecipe
 from llmfoundry.recipe.source import SourceConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.check.host import recipe_paths
+from llmfoundry.scaling.points import read_points
 
 Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")
@@ -464,6 +470,20 @@ def plan_tracking(recipe: TrackRecipe) -> Rows:
     yield "to", ", ".join(stores) or "nothing"
 
 
+def plan_scaling(written: ScalingRecipe) -> Rows:
+    """Of scripts/scaling.py."""
+    recipe = copy.deepcopy(written)
+    if recipe.fit is not None:
+        points = read_points(find_file(recipe.fit, "fit"))
+        yield "runs", f"{len(points)} of {recipe.fit}"
+    else:
+        made = grid(recipe)
+        refuse_changed(made)
+        print_grid(recipe, made, Console())
+        yield "runs", f"{len(made)} of {recipe.base}"
+    yield "to", recipe.output
+
+
 def plan_fetching(recipe: FetchRecipe) -> Rows:
     """Of scripts/fetch_eval_data.py."""
     recipe.fill()
@@ -516,6 +536,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "launch": plan_launching,
     "compare": plan_comparing,
     "runs": plan_runs,
+    "scaling": plan_scaling,
     "fetch_eval_data": plan_fetching,
     "migrate_file": plan_migration,
     "check": plan_check,

@@ -41,6 +41,7 @@ from llmfoundry.recipe.before_training import (
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.scaling import ScalingRecipe
 from llmfoundry.recipe.schema import Schema, options
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_dict
@@ -60,6 +61,7 @@ SCRIPTS: dict[str, type] = {
     "finetune": FinetuneRecipe,
     "chat": ChatRecipe,
     "compare": CompareRecipe,
+    "scaling": ScalingRecipe,
     "check": CheckRunRecipe,
     "supervise": TrainRecipe,
     "launch": LaunchRecipe,
@@ -74,6 +76,7 @@ SOUND = {  # what the scripts without a recipe's file need
     "fetch_eval_data": ["from_hub=true"],
     "track": ["run=runs/x"],
     "compare": ["runs=[runs/x]"],
+    "scaling": ["fit=points.csv"],
     "migrate": ["theirs=theirs.yaml"],
     "runs": ["words=[list]"],
 }

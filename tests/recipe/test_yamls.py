@@ -16,7 +16,7 @@ from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import TrainRecipe
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))
-FINETUNING = ("finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
+FINETUNING = ("scaling", "finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
 SUPERVISED = [f"data/{n}.yaml" for n in ("chat", "instructions", "preference", "prompt_response")]
 CHOICES = [
     path
@@ -80,7 +80,7 @@ def test_choices_for_text_of_ones_own_ask_for_it() -> None:
 
 def test_groups_are_sections() -> None:
     folders = {path.name for path in YAMLS.iterdir() if path.is_dir()}
-    assert folders - {"finetune"} <= set(Schema.of(FinetuneRecipe).keys)
+    assert folders - {"finetune", "scaling"} <= set(Schema.of(FinetuneRecipe).keys)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

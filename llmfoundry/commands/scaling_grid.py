@@ -1,0 +1,285 @@
+"""The runs of a scaling experiment: each point's recipe, by the rules, and what it counts.
+
+`commands/scaling.py` calls `grid`. The idea: a point is the base recipe's command line and nothing
+else, so that any of them can be run by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmfoundry.builders.model import with_defaults
+from llmfoundry.errors import UserError
+from llmfoundry.models.counts import active_parameter_count, flops_per_token, parameter_count
+from llmfoundry.plan.fit import with_guessed_vocabulary
+from llmfoundry.recipe.command_line import as_list
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.scaling import PowerRule, ScalingRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.typed import as_written, flat
+from llmfoundry.scaling.points import Point
+
+MOST_WIDTH = 1 << 17
+COMPARED = ("tokenizer.", "data.", "eval.validation")
+"""Keys that families share, else their losses do not compare."""
+
+
+@dataclass(frozen=True)
+class GridPoint:
+    """A run to be made.
+
+    Attributes:
+        point: what it counts; without a loss.
+        words: of its command line behind the base recipe.
+        settings: of its whole recipe, by dotted key.
+        steps: of the run.
+        rows: of a step.
+    """
+
+    point: Point
+    words: list[str]
+    settings: dict[str, Any]
+    steps: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A family's model of one width.
+
+    Attributes:
+        family: its name.
+        width: of the model.
+        words: that make it of the base recipe.
+        recipe: filled, with a vocabulary.
+        total: parameters.
+        active: that a token meets.
+        non_embedding: of these, without embeddings and an untied head.
+        flops: of training on a token.
+    """
+
+    family: str
+    width: int
+    words: list[str]
+    recipe: TrainRecipe
+    total: int
+    active: int
+    non_embedding: int
+    flops: float
+
+
+def grid(recipe: ScalingRecipe) -> list[GridPoint]:
+    """All points, those that are held out last.
+
+    Raises:
+        UserError: a point's recipe has problems; all are named.
+    """
+    bases = {family: base_of(recipe, family) for family in recipe.families or [""]}
+    _refuse_unlike(bases)
+    held = recipe.held_out
+    widths = [*recipe.sizes, *([held.size] if held else [])]
+    shapes = {
+        (family, width): shape_of(recipe, family, base, width)
+        for family, base in bases.items()
+        for width in widths
+    }
+    aims: list[tuple[Shape, float, float, bool]] = []  # shape, what was asked for, tokens, held out
+    for family in bases:
+        for width, aim in itertools.product(recipe.sizes, recipe.tokens or recipe.compute):
+            shape = shapes[family, width]
+            tokens = aim if recipe.tokens else aim / shape.flops
+            aims.append((shape, aim, tokens, False))
+    _settle_rules(recipe, bases, aims)
+    if held is not None:
+        aims += [(shapes[family, held.size], held.tokens, held.tokens, True) for family in bases]
+    points, problems = [], dict[str, None]()
+    for shape, aim, tokens, is_held in aims:
+        sweeps: Any = [(1.0, 1.0)]
+        if not is_held:
+            sweeps = itertools.product(recipe.lr_factors, recipe.batch_factors)
+        for factors, seed in itertools.product(sweeps, recipe.seeds or [shape.recipe.seed]):
+            try:
+                made = point_of(recipe, shape, tokens, factors, seed)
+            except UserError as error:
+                problems |= dict.fromkeys(error.problems)
+                continue
+            points.append(replace(made, point=replace(made.point, held_out=is_held, target=aim)))
+    if problems:
+        raise UserError(*problems)
+    names = [made.point.name for made in points]
+    if len({*names}) < len(names):
+        raise UserError("tokens: two points are the same run; write values further apart")
+    return points
+
+
+def base_of(recipe: ScalingRecipe, family: str) -> TrainRecipe:
+    """A family's recipe before any rule, filled.
+
+    Raises:
+        UserError: it has problems, or measures nothing that a law could be fitted to.
+    """
+    base = checked(TrainRecipe, recipe.base, [*_words(recipe, family), "run_name=scaling"])
+    if not base.eval.validation:
+        raise UserError("base: eval.validation is false, but the law is of held-out text's loss")
+    if any(group.lr is not None for group in base.optimizer.param_groups):
+        raise UserError("base: optimizer.param_groups set an lr, which no rule changes; remove it")
+    return with_defaults(base)
+
+
+def _words(recipe: ScalingRecipe, family: str) -> list[str]:
+    """What the family's command line has before any rule."""
+    plugins = [f"plugins={as_list(recipe.plugins)}"] * bool(recipe.plugins)
+    return [*plugins, *recipe.overrides, *recipe.families.get(family, [])]
+
+
+def _refuse_unlike(bases: dict[str, TrainRecipe]) -> None:
+    """Losses of other tokens or other text do not compare."""
+    first, *others = bases.items()
+    for family, base in others:
+        written, mine = dict(flat(as_written(base))), dict(flat(as_written(first[1])))
+        for key, value in written.items():
+            if key.startswith(COMPARED) and value != mine.get(key):
+                raise UserError(
+                    f"families.{family}: {key} is {value}, and {first[0]}'s is {mine.get(key)}:"
+                    " their losses do not compare; write one for both"
+                )
+
+
+def shape_of(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) -> Shape:
+    """The family's model of a width, by the rules.
+
+    Raises:
+        UserError: the width does not divide into heads, or the model cannot be.
+    """
+    model, rules = base.model, recipe.rules
+    head = rules.head_dim or model.head_dim
+    assert head is not None
+    if width % head:
+        near = max(1, round(width / head)) * head
+        raise UserError(f"sizes: {width} is no multiple of rules.head_dim {head}; write {near}")
+    heads = width // head
+    layers = max(1, round(width / (rules.aspect_ratio or model.d_model / model.n_layers)))
+    words = [f"model.d_model={width}", f"model.n_layers={layers}", f"model.n_heads={heads}"]
+    attention, ffn = model.attn_config, model.ffn_config
+    if model.head_dim != model.d_model // model.n_heads or model.d_model % model.n_heads:
+        words.append(f"model.head_dim={head}")
+    if attention.attn_type == "grouped_query_attention" and attention.kv_n_heads:
+        most = max(1, round(heads * attention.kv_n_heads / model.n_heads))
+        kv = max(n for n in range(1, most + 1) if heads % n == 0)
+        words.append(f"model.attn_config.kv_n_heads={kv}")
+    if model.expansion_ratio is None and ffn.ffn_hidden_size:
+        hidden = max(8, round(ffn.ffn_hidden_size * width / model.d_model / 8) * 8)
+        words.append(f"model.ffn_config.ffn_hidden_size={hidden}")
+    own = [*_words(recipe, family), *words]
+    made = checked(TrainRecipe, recipe.base, [*own, "run_name=scaling"])
+    filled = with_guessed_vocabulary(with_defaults(made))
+    shaped, total = filled.model, parameter_count(filled.model)
+    assert shaped.vocab_size is not None
+    embedded = shaped.vocab_size * width * (1 if shaped.tie_word_embeddings else 2)
+    if shaped.learned_pos_emb:
+        embedded += (shaped.max_seq_len or 0) * width
+    active = active_parameter_count(shaped)
+    flops = flops_per_token(shaped, filled.max_seq_len)
+    return Shape(family, width, own, filled, total, active, active - embedded, flops)
+
+
+def _settle_rules(
+    recipe: ScalingRecipe,
+    bases: dict[str, TrainRecipe],
+    aims: Sequence[tuple[Shape, float, float, bool]],
+) -> None:
+    """Write in place where a rule has its base's number, and which that is."""
+    recipe.fill()
+    base = next(iter(bases.values()))
+    values = {
+        "lr": base.optimizer.lr,
+        "batch_tokens": base.global_train_batch_size * base.max_seq_len,
+    }
+    for name, value in values.items():
+        rule: PowerRule = getattr(recipe.rules, name)
+        rule.value = rule.value or float(value)
+        rule.at = rule.at or min(_quantity(rule, shape, tokens) for shape, _, tokens, _ in aims)
+
+
+def _quantity(rule: PowerRule, shape: Shape, tokens: float) -> float:
+    known = {"compute": shape.flops * tokens, "parameters": shape.active}
+    return float((known | {"tokens": tokens, "width": shape.width})[rule.by])
+
+
+def point_of(
+    recipe: ScalingRecipe, shape: Shape, tokens: float, factors: tuple[float, float], seed: int
+) -> GridPoint:
+    """A run by the settled rules, tokens rounded to whole steps."""
+    rules, length = recipe.rules, shape.recipe.max_seq_len
+    batch = rules.batch_tokens.number(_quantity(rules.batch_tokens, shape, tokens)) * factors[1]
+    rows = max(1, round(batch / length))
+    steps = max(1, round(tokens / (rows * length)))
+    lr = float(f"{rules.lr.number(_quantity(rules.lr, shape, tokens)) * factors[0]:.4g}")
+    trained = steps * rows * length
+    name = ",".join(_name(recipe, shape, trained, lr, rows, seed))
+    words = [
+        *shape.words,
+        f"optimizer.lr={lr}",
+        f"global_train_batch_size={rows}",
+        f"max_duration={steps}ba",
+        f"seed={seed}",
+        f"run_name={re.sub(r'[^A-Za-z0-9._-]+', '-', name)}",
+        f"save_folder={recipe.output}/points/{name}",
+    ]
+    point = Point(
+        name=name,
+        family=shape.family,
+        parameters=getattr(shape, recipe.parameters),
+        tokens=trained,
+        flops=trained * shape.flops,
+        total=shape.total,
+        active=shape.active,
+        non_embedding=shape.non_embedding,
+        width=shape.width,
+        lr=lr,
+        batch_tokens=rows * length,
+        seed=seed,
+    )
+    settings = dict(flat(as_written(checked(TrainRecipe, recipe.base, words))))
+    return GridPoint(point, words, settings, steps, rows)
+
+
+def _name(
+    recipe: ScalingRecipe, shape: Shape, tokens: int, lr: float, rows: int, seed: int
+) -> Iterator[str]:
+    """What tells a run from the others of the grid."""
+    if shape.family:
+        yield shape.family
+    yield f"size={shape.width}"
+    yield f"tokens={tokens}"
+    if len(recipe.lr_factors) > 1:
+        yield f"lr={lr:g}"
+    if len(recipe.batch_factors) > 1:
+        yield f"rows={rows}"
+    if recipe.seeds:
+        yield f"seed={seed}"
+
+
+def shape_near(recipe: ScalingRecipe, family: str, parameters: float) -> Shape:
+    """The family's model, by the rules, whose parameters come nearest to a number."""
+    base = base_of(recipe, family)
+    head = recipe.rules.head_dim or base.model.head_dim
+    assert head is not None
+    low, high = 1, 2
+    while high * head < MOST_WIDTH and _size(recipe, family, base, high * head) < parameters:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_small = _size(recipe, family, base, middle * head) < parameters
+        low, high = (middle, high) if is_small else (low, middle)
+    both = [shape_of(recipe, family, base, heads * head) for heads in (low, high)]
+    return min(both, key=lambda one: abs(math.log(getattr(one, recipe.parameters) / parameters)))
+
+
+def _size(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) -> int:
+    return int(getattr(shape_of(recipe, family, base, width), recipe.parameters))

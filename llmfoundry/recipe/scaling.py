@@ -1,0 +1,231 @@
+"""`ScalingRecipe`: a grid of small runs of one training recipe, and what to predict from them.
+
+`scripts/scaling.py` reads one. The idea: a point of the grid is the base recipe with a width and a
+number of tokens; depth, heads, batch and learning rate follow from these by the stated rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.command_line import key_and_text
+from llmfoundry.recipe.hardware import Hardware
+from llmfoundry.recipe.schema import PATH, POSITIVE, WIDTH, Range, choice, out_of_bounds
+
+QUANTITIES = ("compute", "parameters", "tokens", "width")
+COUNTED = ("active", "total", "non_embedding")
+DECIDED = {
+    **dict.fromkeys(("save_folder", "save_local_folder", "run_name"), "output"),
+    "max_duration": "tokens",
+    "model.d_model": "sizes",
+    **dict.fromkeys(("model.n_layers", "model.n_heads", "model.head_dim"), "rules"),
+}
+"""Keys of the base recipe that are not its own here, and the key here that decides them."""
+MOST_RUNS = 1000
+_BUDGET = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)(h?)", re.IGNORECASE)
+
+
+@dataclass
+class PowerRule:
+    """A number that grows as a power of another: value * (x / at) ** exponent."""
+
+    value: Annotated[float | None, POSITIVE] = None
+    """The number where x is `at`; unset: the base recipe's."""
+    by: Annotated[str, choice(QUANTITIES)] = "compute"
+    """What x is: counted FLOPs of the run, parameters (active), tokens, or width."""
+    at: Annotated[float | None, POSITIVE] = None
+    """Where the number is `value`; unset: the least x of the grid."""
+    exponent: Annotated[float | None, Range(-4, 4)] = None
+    """The power; 0: the same everywhere."""
+
+    def number(self, x: float) -> float:
+        """The rule's number at x; filled."""
+        assert self.value is not None and self.at is not None and self.exponent is not None
+        return float(self.value * (x / self.at) ** self.exponent)
+
+
+@dataclass
+class RulesConfig:
+    """How a point's keys follow from its width and tokens."""
+
+    aspect_ratio: Annotated[float | None, POSITIVE] = None
+    """Width over layers; unset: the base recipe's. The loss hardly depends on it between 20 and
+    100 (Kaplan et al., 2020, figure 5)."""
+    head_dim: Annotated[int | None, Range(1, 4096)] = None
+    """Width of a head, of which sizes are multiples; unset: the base recipe's. Key-value heads and
+    the feed-forward layer keep the base recipe's ratio."""
+    lr: PowerRule = field(default_factory=PowerRule)
+    """Of optimizer.lr; by default compute ** -0.125 (DeepSeek LLM, 2024, arXiv 2401.02954, section
+    3.1). Under muP write {by: width, exponent: -1}."""
+    batch_tokens: PowerRule = field(default_factory=PowerRule)
+    """Of the tokens of a step, rounded to whole rows; by default compute ** 0.3271 (the same)."""
+
+    def check(self, key: str = "rules.") -> Iterator[str]:
+        """Lines for values that cannot be."""
+        yield from out_of_bounds(key, self)
+        yield from out_of_bounds(f"{key}lr.", self.lr)
+        yield from out_of_bounds(f"{key}batch_tokens.", self.batch_tokens)
+
+
+@dataclass
+class HeldOutConfig:
+    """A larger point, which is predicted before it is run, and not fitted."""
+
+    size: Annotated[int, WIDTH]
+    """Its width."""
+    tokens: Annotated[float, Range(1, 1e15)]
+    """Its tokens."""
+
+
+@dataclass
+class ScalingRecipe:
+    """Sizes times tokens of one recipe, the law of their loss, and what it predicts."""
+
+    FOLDER: ClassVar[str] = "scaling"
+
+    base: Annotated[str | None, PATH] = None
+    """The training recipe: a file, or a shipped one's name."""
+    overrides: list[str] = field(default_factory=list)
+    """Settings of it for all points, as on its command line: [tokenizer=bytes, logger=none]."""
+    families: dict[str, list[str]] = field(default_factory=dict)
+    """Kinds of model to compare, each with its own settings: {dense: [model=dbrx-tiny-dense], moe:
+    [model=dbrx-tiny]}; each has the whole grid and a law of its own. Unset: one."""
+    sizes: list[Annotated[int, WIDTH]] = field(default_factory=list)
+    """Widths (model.d_model)."""
+    tokens: list[Annotated[float, Range(1, 1e15)]] = field(default_factory=list)
+    """Tokens that each size trains on, each a run of its own with a whole schedule, rounded to
+    whole steps."""
+    compute: list[Annotated[float, Range(1, 1e30)]] = field(default_factory=list)
+    """In place of tokens: FLOPs of each run, so that sizes compare at equal compute (isoFLOP)."""
+    lr_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
+    """Learning rates of each point, times the rule's; the best one is fitted, and its trend."""
+    batch_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
+    """Batches of each point, times the rule's; the best one is fitted, and its trend."""
+    seeds: list[Annotated[int, Range(0)]] = field(default_factory=list)
+    """Seeds of each point, each a run; unset: the base recipe's."""
+    held_out: HeldOutConfig | None = None
+    """A larger run that tests the law."""
+    rules: RulesConfig = field(default_factory=RulesConfig)
+    """How depth, heads, batch and learning rate follow."""
+    output: Annotated[str, PATH] = "runs/scaling"
+    """The experiment's folder: points/, a run's folder each; scaling.json, points.csv and
+    scaling.html."""
+    workers: Annotated[int, Range(1, 64)] = 1
+    """Runs at a time on this machine, whose cores they share."""
+    fit: Annotated[str | None, PATH] = None
+    """In place of base: a CSV, or a JSON list, of runs that there are, whose columns are named
+    parameters (N), tokens (D) or flops (C), loss, and if it has them family and held_out."""
+    parameters: Annotated[str, choice(COUNTED)] = "active"
+    """What the law's N counts: active (what a token meets: of experts those it visits), total, or
+    non_embedding (active, without embeddings and an untied head)."""
+    bootstrap: Annotated[int, Range(20, 10_000)] = 200
+    """Sets of runs, drawn with replacement, behind each interval (80 %)."""
+    budget: str | None = None
+    """What to predict the best model for: FLOPs, 1e21, or hours of a GPU of `hardware`, 1000h."""
+    extrapolate: bool = False
+    """Predict at more than 100 times the compute of the largest run that was fitted, marked."""
+    hardware: str | None = None
+    """GPUs that the time of points and of the budget is planned for, 8xh100, as scripts/plan.py
+    has them; unset: times are those of runs that are done."""
+    price: Annotated[float | None, POSITIVE] = None
+    """What a GPU, or without `hardware` this machine, costs an hour, in any currency."""
+    flops_per_second: Annotated[float | None, POSITIVE] = None
+    """What this machine reaches, for the plan before a run is done; unset: its time is unknown."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules, imported before anything is checked."""
+
+    def check(self) -> Iterator[str]:
+        """Every problem, a line each."""
+        if (yield from out_of_bounds("", self)):
+            return
+        if (self.base is None) == (self.fit is None):
+            yield "base: write base=RECIPE, whose runs to fit, or fit=points.csv" + (
+                ", not both" if self.base else ""
+            )
+        yield from self.rules.check()
+        yield from self._check_grid()
+        yield from self._check_words()
+        yield from self._check_prediction()
+
+    def _check_grid(self) -> Iterator[str]:
+        if self.fit is not None:
+            own = ["overrides", "families", "sizes", "tokens", "compute", "seeds", "held_out"]
+            own += ["hardware", "flops_per_second"]
+            for key in own:
+                if getattr(self, key):
+                    yield f"{key}: has no effect with fit; remove it"
+            if self.budget is not None and self.budget.strip().lower().endswith("h"):
+                yield "budget: hours need a base, whose speed is known; write FLOPs, 1e21"
+            return
+        if self.held_out is not None:
+            yield from out_of_bounds("held_out.", self.held_out)
+        if bool(self.tokens) == bool(self.compute):
+            yield "tokens: write tokens=[…], or compute=[…] in FLOPs" + (
+                ", not both" if self.tokens else ""
+            )
+        for key in ("sizes", "tokens", "compute", "lr_factors", "batch_factors", "seeds"):
+            values = getattr(self, key)
+            if len({*values}) < len(values):
+                yield f"{key}: has a value twice; remove one"
+        if not self.sizes or not self.lr_factors or not self.batch_factors:
+            yield "sizes, lr_factors, batch_factors: each needs a value; write sizes=[64,96,128]"
+        lists = (self.sizes, self.tokens or self.compute, self.lr_factors, self.batch_factors)
+        count = max(1, len(self.families)) * max(1, len(self.seeds))
+        for values in lists:
+            count *= len(values)
+        if count > MOST_RUNS:
+            yield f"sizes: {count:,} runs; write fewer values, {MOST_RUNS} runs or less"
+
+    def _check_words(self) -> Iterator[str]:
+        for name in self.families:
+            if not re.fullmatch(r"[\w.-]{1,64}", name) or name.startswith("."):
+                yield f"families: {name!r} cannot name a folder; write letters, digits, - and _"
+        listed = {"overrides": self.overrides}
+        listed |= {f"families.{name}": words for name, words in self.families.items()}
+        for key, words in listed.items():
+            for word in words:
+                try:
+                    named, _ = key_and_text(word)
+                except UserError as error:
+                    yield from (f"{key}: {line}" for line in error.problems)
+                    continue
+                if named in DECIDED or (named == "seed" and self.seeds):
+                    yield f"{key}: {named} is decided by {DECIDED.get(named, 'seeds')}; remove it"
+
+    def _check_prediction(self) -> Iterator[str]:
+        if self.budget is not None and not _BUDGET.fullmatch(self.budget.strip()):
+            yield f"budget: {self.budget!r}; write FLOPs, 1e21, or hours of a GPU, 1000h"
+        elif self.budget is not None and self.budget_number[0] <= 0:
+            yield f"budget: {self.budget} must be greater than 0"
+        elif self.extrapolate and self.budget is None:
+            yield "extrapolate: has no effect without a budget; remove it"
+        elif self.budget is not None and self.budget_number[1] and self.hardware is None:
+            yield "budget: hours are of GPUs; write hardware=8xh100, or FLOPs, 1e21"
+        if self.hardware is None:
+            return
+        try:
+            hardware = Hardware.parse(self.hardware, "hardware")
+        except UserError as error:
+            yield from error.lines()
+            return
+        if not hardware.is_timed:
+            yield f"hardware: {self.hardware} names no GPU, whose speed a plan needs; write 8xh100"
+        if self.flops_per_second is not None:
+            yield "flops_per_second: has no effect with hardware; remove one of the two"
+
+    @property
+    def budget_number(self) -> tuple[float, bool]:
+        """The budget, and whether it is hours."""
+        match = _BUDGET.fullmatch((self.budget or "").strip())
+        assert match is not None
+        return float(match[1]), bool(match[2])
+
+    def fill(self) -> None:
+        """Write derived values in place."""
+        for rule, exponent in ((self.rules.lr, -0.125), (self.rules.batch_tokens, 0.3271)):
+            if rule.exponent is None:
+                rule.exponent = exponent

@@ -1,0 +1,188 @@
+"""A grid of tiny runs: planned, run, resumed, refused where it changed; the held-out one's test."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmfoundry.commands import scaling as command
+from llmfoundry.commands.dry_run import print_plan
+from llmfoundry.commands.scaling import scaling
+from llmfoundry.commands.scaling_grid import grid, shape_near
+from llmfoundry.commands.train import train
+from llmfoundry.errors import RunFailure, UserError
+from llmfoundry.models.counts import parameter_count
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.scaling import ScalingRecipe
+from llmfoundry.recipe.train import TrainRecipe
+from tests.tiny import write_recipe
+
+GRID: dict[str, Any] = {
+    "sizes": [16, 32],
+    "tokens": [512, 1024, 2048],
+    "held_out": {"size": 48, "tokens": 3072},
+    "rules": {"aspect_ratio": 16, "head_dim": 16, "batch_tokens": {"exponent": 0}},
+    "bootstrap": 20,
+}
+
+
+def write_grid(folder: Path, **changes: Any) -> Path:
+    """scaling.yaml in `folder`, over tiny.yaml, whose points are made in this process."""
+    if not (folder / "tiny.yaml").exists():
+        write_recipe(folder)
+    path = folder / "scaling.yaml"
+    values = GRID | {"base": str(folder / "tiny.yaml"), "output": str(folder / "out")} | changes
+    path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    return path
+
+
+class Here:
+    """In place of a process: the run itself, at once."""
+
+    def __init__(self, *words: str, status: int = 0, **options: Any) -> None:
+        self.returncode = status
+        if status == 0:
+            train(checked(TrainRecipe, words[2], words[3:]))
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs, in the order in which they began."""
+    names: list[str] = []
+
+    def start(*words: str, **options: Any) -> Here:
+        names.append(next(w for w in words if w.startswith("save_folder=")).rpartition("/")[2])
+        return Here(*words)
+
+    monkeypatch.setattr(command, "start_module", start)
+    monkeypatch.setattr(command, "_BETWEEN", 0.0)
+    return names
+
+
+def test_grid_is_run_fitted_tested_and_not_run_again(
+    tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = checked(ScalingRecipe, write_grid(tmp_path))
+    print_plan("scaling", recipe)
+    assert "7 of 7 runs" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    scaling(recipe)
+    assert len(started) == 7 and started[-1] == "size=48,tokens=3072"
+    found = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    (test,) = found["families"][""]["held_out"]
+    assert test["before"] is True and test["measured"] > 0
+    assert "size=48,tokens=3072" not in found["families"][""]["residuals"]
+    told = json.loads((tmp_path / "out" / "held_out.json").read_text())[""]
+    run = tmp_path / "out" / "points" / "size=48,tokens=3072" / "recipe.yaml"
+    assert told["written"] < run.stat().st_mtime and told["predicted"] == test["predicted"]
+    page = (tmp_path / "out" / "scaling.html").read_text()
+    assert f"{test['predicted']:.4f}" in page or f"{test['predicted']:.4g}" in page
+    scaling(recipe)
+    assert len(started) == 7
+    again = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert again == found
+    (tmp_path / "out" / "held_out.json").unlink()  # what is told now was seen
+    scaling(recipe)
+    again = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert again["families"][""]["held_out"][0]["before"] is False
+    table = tmp_path / "out" / "points.csv"
+    law = tmp_path / "law"
+    scaling(checked(ScalingRecipe, None, [f"fit={table}", f"output={law}", "bootstrap=20"]))
+    alone = json.loads((law / "scaling.json").read_text())["families"][""]
+    assert alone["law"] == pytest.approx(found["families"][""]["law"])
+
+
+def test_changed_point_is_refused_by_its_key(tmp_path: Path, started: list[str]) -> None:
+    path = write_grid(tmp_path, held_out=None)
+    scaling(checked(ScalingRecipe, path))
+    changed = checked(ScalingRecipe, path, ["overrides=['optimizer.weight_decay=0.1']"])
+    with pytest.raises(UserError, match=r"optimizer.weight_decay: was 0.0 when size=16,tokens=512"):
+        scaling(changed)
+    scaling(checked(ScalingRecipe, path, ["overrides=['log_interval=2ba']"]))  # not what is learnt
+    assert len(started) == 6
+
+
+def test_failed_run_is_named_and_the_others_are_run(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*words: str, stdout: io.BufferedWriter, **options: Any) -> Here:
+        started.append(words[0])
+        stdout.write(b"out of luck\n")
+        return Here(status=1) if len(started) == 2 else Here(*words)
+
+    monkeypatch.setattr(command, "start_module", start)
+    with pytest.raises(RunFailure, match=r"exit status 1 after .*: out of luck; see ") as caught:
+        scaling(checked(ScalingRecipe, write_grid(tmp_path, held_out=None)))
+    assert str(caught.value).count("exit status") == 1 and len(started) == 6
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    recipe = checked(ScalingRecipe, write_grid(tmp_path))
+    with command._held(tmp_path / "out"), pytest.raises(UserError, match="another process"):
+        scaling(recipe)
+
+
+def test_rules_decide_the_points(tmp_path: Path) -> None:
+    rules = {"aspect_ratio": 16, "head_dim": 16, "lr": {"by": "width", "exponent": -1}}
+    rules["batch_tokens"] = {"by": "tokens", "exponent": 1}
+    made = grid(checked(ScalingRecipe, write_grid(tmp_path, rules=rules)))
+    by_name = {one.point.name: one for one in made}
+    small, large = (by_name[f"size={size},tokens=1024"] for size in (16, 32))
+    assert small.point.lr == pytest.approx(3e-3) and large.point.lr == pytest.approx(1.5e-3)
+    assert [by_name[f"size=16,tokens={n}"].rows for n in (512, 1024, 2048)] == [4, 8, 16]
+    one = checked(TrainRecipe, tmp_path / "tiny.yaml", large.words)
+    assert (one.model.d_model, one.model.n_layers, one.model.n_heads) == (32, 2, 2)
+    assert large.point.flops > 6 * 1024 * large.point.non_embedding
+    assert large.point.tokens == large.steps * large.rows * 64
+
+
+def test_equal_compute_gives_larger_models_fewer_tokens(tmp_path: Path) -> None:
+    path = write_grid(tmp_path, tokens=None, held_out=None, compute=[3e9, 6e9])
+    points = [one.point for one in grid(checked(ScalingRecipe, path))]
+    for point in points:
+        assert point.flops == pytest.approx(point.target, rel=0.2)
+
+
+def test_mixture_and_dense_have_the_same_active_blocks() -> None:
+    recipe = checked(ScalingRecipe, YAMLS / "scaling" / "dense-vs-moe.yaml")
+    points = [one.point for one in grid(recipe)]
+    dense, moe = (
+        next(p for p in points if p.family == family and p.width == 64)
+        for family in ("dense", "moe")
+    )
+    assert moe.active == pytest.approx(dense.active, rel=0.05) and moe.total > 2 * dense.total
+
+
+def test_shape_near_a_size_is_the_nearest_there_is(tmp_path: Path) -> None:
+    recipe = checked(ScalingRecipe, write_grid(tmp_path))
+    recipe.fill()
+    found = shape_near(recipe, "", 1e6)
+    assert found.total == parameter_count(found.recipe.model)
+    assert 0.8 < found.active / 1e6 < 1.25 and found.width % 16 == 0
+
+
+@pytest.mark.parametrize(
+    "word, why",
+    [
+        ("sizes=[16,20]", "sizes: 20 is no multiple of rules.head_dim 16; write 16"),
+        ("overrides=['max_duration=1ep']", "overrides: max_duration is decided by tokens"),
+        ("tokens=[]", "tokens: write tokens="),
+        ("budget=lots", "budget: 'lots'; write FLOPs"),
+        ("fit=x.csv", "base: write base=RECIPE"),
+        ("budget=1000h", "budget: hours are of GPUs; write hardware=8xh100"),
+        ("families={a: ['data.validation_fraction=0.3'], b: []}", "losses do not compare"),
+        ("families={../x: []}", "cannot name a folder"),
+        ("tokens=[512,513]", "two points are the same run"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, word: str, why: str) -> None:
+    with pytest.raises(UserError, match=why.replace("[", r"\[")):
+        grid(checked(ScalingRecipe, write_grid(tmp_path), [word]))

@@ -1,0 +1,112 @@
+"""From runs to laws, gains, trends and predictions; what files of runs may hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmfoundry.errors import UserError
+from llmfoundry.scaling.analysis import fit_families, gains, refuse_far, summary, trends
+from llmfoundry.scaling.law import Law
+from llmfoundry.scaling.points import Point, finite, fitted, read_points, to_csv
+
+LAW = Law(1.5, 50.0, 200.0, 0.3, 0.35)
+
+
+def runs(family: str = "", *, law: Law = LAW) -> list[Point]:
+    """A grid of three sizes and three numbers of tokens, without noise."""
+    return [
+        Point(f"{family}{n:g}-{d:g}", family, n, d, 6 * n * d, float(law.loss(n, d)), target=d)
+        for n in (1e6, 2e6, 4e6)
+        for d in (2e7, 4e7, 8e7)
+    ]
+
+
+def test_held_out_run_is_predicted_and_not_fitted() -> None:
+    far = replace(runs()[0], name="far", parameters=8e6, tokens=1.6e8, flops=48 * 1.6e14)
+    held = replace(far, held_out=True, loss=float(LAW.loss(8e6, 1.6e8)) * 1.01)
+    (fit,) = fit_families([*runs(), held], rounds=20)
+    assert len(fit.points) == 9
+    told = fit.held_out(held)
+    found = summary([*runs(), held], [fit], {"": told | {"before": True}})
+    (test,) = found["families"][""]["held_out"]
+    assert test["error"] == pytest.approx(1 / 1.01 - 1, rel=1e-3)
+    assert test["times_largest"] == pytest.approx(4)
+
+
+def test_gain_is_the_compute_that_is_saved() -> None:
+    """A law of a third of the cost in size and data: D and N count three times, so C nine times."""
+    better = replace(LAW, a=LAW.a * 3**-LAW.alpha, b=LAW.b * 3**-LAW.beta)
+    (gain,) = gains(fit_families([*runs("dense"), *runs("moe", law=better)], rounds=20))
+    assert gain["gain"] == pytest.approx(9, rel=1e-3)
+    assert (gain["family"], gain["over"]) == ("moe", "dense")
+
+
+def test_best_learning_rate_and_its_trend() -> None:
+    points = []
+    for one in runs():
+        best = 1e-2 * (one.flops / 1e14) ** -0.2
+        for lr in (best / 3, best / 1.2, 2 * best):
+            loss = one.loss + 0.05 * math.log(lr / best) ** 2
+            points.append(
+                replace(one, lr=lr, batch_tokens=1.0, loss=loss, width=int(one.parameters / 1e4))
+            )
+    used = fitted(points)
+    assert len(used) == 9
+    assert all(one.loss < 1.003 * before.loss for one, before in zip(used, runs(), strict=True))
+    (trend,) = trends(points)
+    assert trend["exponent"] == pytest.approx(-0.2, abs=1e-6)
+    assert not any(best["at_end"] for best in trend["best"])
+
+
+def test_far_budgets_are_refused_unless_asked_for() -> None:
+    fits = fit_families(runs(), rounds=20)
+    largest = fits[0].most_flops
+    refuse_far(fits, 99 * largest, allowed=False)
+    with pytest.raises(UserError, match=r"budget: .* 101 times .* extrapolate=true"):
+        refuse_far(fits, 101 * largest, allowed=False)
+    refuse_far(fits, 101 * largest, allowed=True)
+
+
+def test_too_few_runs_are_refused() -> None:
+    with pytest.raises(UserError, match="5 constants, and 3 runs"):
+        fit_families(runs()[:3], rounds=20)
+
+
+def test_points_come_back_from_their_own_table(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    path.write_text(to_csv(runs()))
+    back = read_points(path)
+    assert [(p.parameters, p.tokens, p.flops, p.loss) for p in back] == [
+        (p.parameters, p.tokens, p.flops, p.loss) for p in runs()
+    ]
+    rows = [{"N": 1e6, "C": 1.2e14, "Loss": 3.0}]
+    (tmp_path / "points.json").write_text(json.dumps(rows))
+    (one,) = read_points(tmp_path / "points.json")
+    assert one.tokens == pytest.approx(2e7)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "has no rows"),
+        ("n,d\n1,2\n", "row 1: loss: is missing"),
+        ("n,loss\n1,2\n", "row 1: tokens: is missing"),
+        ("n,d,loss\n1,2,3\n1,-2,3\n", "row 2: tokens: '-2' is not a positive number"),
+        ("n,d,loss\n1,inf,3\n", "row 1: tokens: 'inf' is not"),
+        ("n,d,loss\n1,2,x\n", "row 1: loss: 'x' is not"),
+    ],
+)
+def test_files_that_hold_no_runs_are_one_line(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "p.csv").write_text(text)
+    with pytest.raises(UserError, match=why):
+        read_points(tmp_path / "p.csv")
+
+
+def test_json_has_no_nan() -> None:
+    cleaned = finite({"a": float("nan"), "b": [float("inf"), 1.0]})
+    assert json.dumps(cleaned, allow_nan=False) == '{"a": null, "b": [null, 1.0]}'
