@@ -75,10 +75,10 @@ class RulesConfig:
 class HeldOutConfig:
     """A larger point, which is predicted before it is run, and not fitted."""
 
-    size: Annotated[int, WIDTH]
-    """Its width."""
-    tokens: Annotated[float, Range(1, 1e15)]
-    """Its tokens."""
+    size: Annotated[int, WIDTH] = 0
+    """Its width; is required."""
+    tokens: Annotated[float, Range(1, 1e15)] = 0.0
+    """Its tokens; is required."""
 
 
 @dataclass
