@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness test-llama-cpp test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-activations bench-layouts bench-plan bench-checkpoint bench-faults gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness test-llama-cpp test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-activations bench-layouts bench-plan bench-checkpoint bench-faults docs gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,9 @@ bench-faults: $(VENV)/.dev ## faults injected into runs of four processes: who d
 gpu-check: $(VENV)/.gpu ## tests, kernels, speed, memory and losses on this machine's GPU, on one page: CHECK="minutes=60 steps=mfu"
 	$(BIN)/python scripts/gpu_check.py $(CHECK)
 
+docs: $(VENV)/.docs ## build the site of the documentation: build/site
+	$(BIN)/python docs/build_site.py
+
 test-harness: $(VENV)/.dev $(VENV)/.eval ## the tests that compare with lm-evaluation-harness
 	$(BIN)/python -m pytest tests/gauntlet/test_harness.py tests/benchmarks/test_evaluation.py
 
@@ -115,6 +118,10 @@ $(VENV)/.gpu: $(VENV)/.train
 
 $(VENV)/.bench: $(VENV)/.train
 	$(PIP) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.train
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.eval: $(VENV)/.train

@@ -24,6 +24,8 @@ READMES = {
     for path in sorted(ROOT.glob(pattern))
 }
 README = READMES["README.md"]
+DOCS = {p.relative_to(ROOT).as_posix(): p.read_text() for p in sorted(ROOT.glob("docs/**/*.md"))}
+PAGES = READMES | DOCS
 
 # Lines that are not run, and why; each must still be in some README.
 NOT_RUN = {
@@ -204,9 +206,9 @@ def test_extras_that_a_readme_names_are_there() -> None:
         assert re.search(rf"^{name} = \[", project, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("page", READMES)
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_what_is_there(page: str) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", READMES[page]):
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", PAGES[page]):
         path, _, anchor = target.partition("#")
         file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), target
@@ -219,10 +221,10 @@ def test_links_lead_to_what_is_there(page: str) -> None:
 ELSEWHERE = {"eval/local_data"}  # fetched, not shipped
 
 
-@pytest.mark.parametrize("page", READMES)
+@pytest.mark.parametrize("page", PAGES)
 def test_paths_that_a_readme_names_exist(page: str) -> None:
     tops = "llmfoundry|scripts|yamls|eval|tests|benchmarks|constraints|pyproject"
-    text = re.sub(r"```.*?```", "", READMES[page], flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for path in re.findall(rf"`((?:{tops})[\w.\-/]*[/.][\w.\-/]*)`", text):
         if path not in ELSEWHERE and not path.startswith("eval."):  # a recipe's key
             assert (ROOT / path).exists(), path
@@ -231,7 +233,7 @@ def test_paths_that_a_readme_names_exist(page: str) -> None:
 OTHERS = {"convert_composer_to_hf.py"}  # LLM Foundry's
 FILES = [
     path.relative_to(ROOT)
-    for top in ("llmfoundry", "scripts", "yamls", "eval", "tests", "benchmarks")
+    for top in ("llmfoundry", "scripts", "yamls", "eval", "tests", "benchmarks", "docs")
     for path in (ROOT / top).rglob("*")
 ]
 
@@ -242,9 +244,9 @@ def is_here(path: str) -> bool:
     return (ROOT / path).exists() or any(file.parts[-len(parts) :] == parts for file in FILES)
 
 
-@pytest.mark.parametrize("page", READMES)
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs/keys" not in page])
 def test_programs_that_a_readme_names_exist(page: str) -> None:
-    text = READMES[page]
+    text = PAGES[page]
     modules = re.findall(r"python -m (benchmarks[\w.]*)", text)
     names = re.findall(r"(?<![\w./:-])[\w./-]*\w\.(?:py|css|js)\b(?!\w)", text)
     for path in {*names, *(f"{module.replace('.', '/')}.py" for module in modules)}:

@@ -212,7 +212,7 @@ def _topic(schema: Schema, dotted: str) -> Iterator[str]:
     if section is None:
         if key.owners:  # else the name of an item, such as a stream's
             yield from _key(key, dotted)
-        section, prefix = key.item, f"{dotted}{_item(key)}."
+        section, prefix = key.item, f"{dotted}{item_name(key)}."
         if section is None:
             return
     yield f"{dotted}: {section.meaning}"
@@ -220,7 +220,7 @@ def _topic(schema: Schema, dotted: str) -> Iterator[str]:
         yield from _key(below, f"{prefix}{below.name}")
 
 
-def _item(key: Key) -> str:
+def item_name(key: Key) -> str:
     """How the items of a list or a mapping of sections are named: [N] or .NAME."""
     is_list = any(typing.get_origin(option) is list for option in key.types)
     return "[N]" if is_list else ".NAME"
@@ -230,20 +230,29 @@ def _key(key: Key, dotted: str) -> Iterator[str]:
     if key.section is not None:
         yield f"  {dotted}  (section, {len(key.section.keys)} keys)"
     elif key.item is not None:
-        yield f"  {dotted}{_item(key)}  (section, {len(key.item.keys)} keys)"
+        yield f"  {dotted}{item_name(key)}  (section, {len(key.item.keys)} keys)"
     else:
-        kinds = " | ".join(
-            str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
-            for kind in key.types
-        ).replace("typing.", "")
-        default = dump({key.name: key.default}).partition(": ")[2].strip()
-        yield f"  {dotted}: {kinds.replace('NoneType', 'null')} = {default}"
+        yield f"  {dotted}: {type_text(key)} = {default_text(key)}"
     yield _indented(key.meaning, " " * 6)
     choice = key.rule(Choice)
     if choice is not None:
         for option, meaning in choice.meanings().items():
             yield _indented(f"{option}: {meaning}", " " * 6)
         yield _indented(f"choices: {choice.listed()}", " " * 6)
+
+
+def type_text(key: Key) -> str:
+    """The types of its value, as users write them: `int | null`."""
+    kinds = (
+        str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
+        for kind in key.types
+    )
+    return " | ".join(kinds).replace("typing.", "").replace("NoneType", "null")
+
+
+def default_text(key: Key) -> str:
+    """Its default, as YAML has it on one line."""
+    return dump({key.name: key.default}).partition(": ")[2].strip()
 
 
 def _indented(text: str, indent: str) -> str:

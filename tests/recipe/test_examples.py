@@ -65,7 +65,7 @@ def texts() -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(ROOT)), comment_of(path)
     for path in sorted((ROOT / "scripts").glob("*.py")):
         yield str(path.relative_to(ROOT)), ast.get_docstring(ast.parse(path.read_text())) or ""
-    for top in ("", "yamls", "llmfoundry", "eval", "benchmarks", "scripts"):
+    for top in ("", "docs", "yamls", "llmfoundry", "eval", "benchmarks", "scripts"):
         for path in sorted((ROOT / top).glob("**/*.md" if top else "*.md")):
             if path.name != "CHANGELOG.md":  # what was once
                 yield str(path.relative_to(ROOT)), path.read_text()
@@ -90,7 +90,7 @@ for found in BY_PLACE.values():  # each is tried where it is first shown
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A newcomer's folder: the repository's, a copy of a recipe, and a run."""
-    for name in ("scripts", "yamls", "eval", "README.md"):
+    for name in ("scripts", "yamls", "eval", "docs", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my.yaml").write_bytes((YAMLS / "quickstart.yaml").read_bytes())
     (plugin,) = re.findall(

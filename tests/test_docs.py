@@ -1,0 +1,111 @@
+"""The documentation: pages are linked and current, the notebook runs, the site is built.
+
+tests/recipe/test_examples.py composes every command of docs/, tests/test_readme.py follows links.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tiny import ENV, ROOT
+
+DOCS = ROOT / "docs"
+
+
+def nav() -> list[str]:
+    """The pages of the site, in order."""
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    return re.findall(r"([\w./-]+\.md)$", text, re.MULTILINE)
+
+
+def test_every_page_is_in_the_site_once() -> None:
+    there = {path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md")}
+    shown = nav()
+    assert len(shown) == len(set(shown)) > 40
+    assert there <= set(shown)
+    assert [page for page in shown if not (ROOT / page).is_file()] == []
+
+
+def test_the_keys_are_those_of_the_recipes() -> None:
+    written = runpy.run_path(str(DOCS / "generate_keys.py"))["pages"]()
+    there = {path.name: path.read_text() for path in (DOCS / "keys").glob("*.md")}
+    assert there.keys() == written.keys(), "python docs/generate_keys.py"
+    stale = [name for name in there if there[name] != written[name]]
+    assert stale == [], "python docs/generate_keys.py"
+
+
+def test_files_for_the_forge_are_what_it_reads() -> None:
+    for path in (ROOT / ".github").rglob("*.yml"):
+        assert isinstance(yaml.safe_load(path.read_text()), dict), path
+    forms = [yaml.safe_load(p.read_text()) for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")]
+    for form in forms:
+        if "body" in form:
+            assert {"name", "description"} <= form.keys()
+            for part in form["body"]:
+                assert part["type"] in {"textarea", "input"} and part["attributes"]["label"]
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["steps"]
+    assert steps[-1]["run"] == "bash .ci/run" and (ROOT / ".ci/run").is_file()
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{cited["version"]}"' in project
+    assert {"cff-version", "title", "message", "authors"} <= cited.keys()
+
+
+def cells() -> list[str]:
+    """The code of the notebook."""
+    notebook = json.loads((DOCS / "notebook.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    found = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in found), "clear its outputs"
+    return ["".join(cell["source"]) for cell in found]
+
+
+def test_the_notebook_is_python() -> None:
+    assert len(cells()) == 5
+    for cell in cells():
+        compile(cell, "notebook", "exec")
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("scripts", "yamls", "eval"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+    module = types.ModuleType("notebook")
+    shown = []
+    for cell in cells():
+        *_, last = cell.split("\n\n\n")[-1].split("\n")
+        exec(cell, module.__dict__)
+        shown.append(eval(last, module.__dict__) if re.match(r"[(\w]", last) else None)
+    tokens, loss = shown[1]
+    assert tokens == 30 * 1024 and 0 < loss < 9
+    assert shown[2]._repr_svg_().startswith("<svg") and "30,720 tokens" in shown[2]._repr_svg_()
+    assert shown[3] == ("finished", 30, 30)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("zensical") is None, reason="needs zensical: pip install -e .[docs]"
+)
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    for name in ("docs", "yamls", "llmfoundry", "benchmarks", "eval"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("local_data"))
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.yml"), *ROOT.glob("LICENSE"), ROOT / "NOTICE"):
+        shutil.copy(path, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "docs/build_site.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "build/site/docs/index.html").is_file()
