@@ -50,7 +50,8 @@ from llmfoundry.redaction import public
 
 POINTS = 4000  # of all lines of a chart together
 LEAST_POINTS = 100  # of one line
-OWN_KEYS = ("run_name", "save_folder", "pause_at")  # which differ in any case
+OWN_KEYS = ("run_name", "save_folder", "pause_at", "autoresume", "save_overwrite")
+"""Of which the numbers of a run do not depend."""
 PAUSED = "paused"  # a status begins so, of a run that pause_at has ended
 MOST_AXES = 8  # keys beside one another
 DECIDING = (EVAL_BPB, EVAL_LOSS, TRAIN_BPB, TRAIN_LOSS)
