@@ -254,6 +254,7 @@ def test_runs_of_a_sweep_have_its_name_and_one_that_is_removed_is_left_out(
     assert runs.describe(names[1], tmp_path).run.state == "finished"
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_take_about_a_second(tmp_path: Path) -> None:
     for n in range(200):
         folder = write_run(tmp_path / f"{n:03d}", 30)
@@ -380,7 +381,7 @@ def is_at(batch: int) -> bool:
     return (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) >= batch
 
 
-def test_a_run_is_stopped_saved_killed_and_stopped_under_a_supervisor(start: Start) -> None:
+def test_a_run_is_stopped_saved_and_one_that_is_killed_has_failed(start: Start) -> None:
     process = start("train")
     until(lambda: is_at(3), "steps")
     assert runs.list_runs()[0].state == "running"
@@ -398,8 +399,11 @@ def test_a_run_is_stopped_saved_killed_and_stopped_under_a_supervisor(start: Sta
     with pytest.raises(UserError, match="is failed, so there is nothing to stop"):
         runs.stop("tiny")
 
+
+@pytest.mark.slow
+def test_two_stops_at_once_are_one_and_now_is_at_once_under_a_supervisor(start: Start) -> None:
     process = start("supervise")
-    until(lambda: is_at(dead.step + 3), "steps under a supervisor")
+    until(lambda: is_at(3), "steps under a supervisor")
     assert is_locked(Path("runs/tiny/supervise") / f"{own_node()}.lock")
     both = [threading.Thread(target=runs.stop, args=["tiny"]) for _ in range(2)]
     for stop in both:
@@ -408,9 +412,9 @@ def test_a_run_is_stopped_saved_killed_and_stopped_under_a_supervisor(start: Sta
         stop.join()
     assert process.wait(30) == 75
     saved = runs.state_of(Path("runs/tiny"))
-    assert runs.describe("tiny").checkpoints[-1] == f"ba{saved.step:07}" > last
+    assert runs.describe("tiny").checkpoints[-1] == f"ba{saved.step:07}"
     asked = [e for e in read_events(Path("runs/tiny")) if e["kind"] == "stop"]
-    assert len(asked) == 2  # of this process, and of the first
+    assert len(asked) == 1
 
     process = start("supervise")
     until(lambda: is_at(saved.step + 3), "steps under a supervisor")

@@ -115,14 +115,14 @@ def test_a_report_that_fails_is_said_and_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_recipe_is_flat_and_its_passwords_hidden() -> None:
     made = TrainRecipe(run_name="tiny")
-    made.logger.tracking_uri = "http://me:secret@host:5000"
+    made.logger.tracking_uri = "http://me:hunter-2@host:5000"
     made.fill()
     flat = flatten(made)
     assert flat["optimizer.betas"] == [0.9, 0.95]
     assert flat["model.attn_config.attn_type"] == "multihead_attention"
     assert flat["load_path"] is None and flat["save_async"] is True
     assert flat["logger.tracking_uri"] == "http://me:***@host:5000"
-    assert "secret" not in str(flat)
+    assert "hunter-2" not in str(flat)
 
 
 @pytest.mark.parametrize(

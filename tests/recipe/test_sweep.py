@@ -137,8 +137,7 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     home = tmp_path / "runs/quickstart"
     home.mkdir(parents=True)
-    bad = ('{"recipe": "", "status": 0, "seconds": 1, "at": {"x": {}}}', '{"status": 0}', "3")
-    for text in ("{", "[]", '{"points": 3}', *(f'{{"points": {{"a": {one}}}}}' for one in bad)):
+    for text in ("{", '{"points": {"a": {"recipe": "", "status": 0, "at": {"x": {}}}}}'):
         (home / "sweep.json").write_text(text)
         got, ran = sweep(tmp_path, "-m", QUICKSTART, "seed=12,14")
         assert got.returncode == 2 and not ran and "sweep.json: cannot be read" in got.stderr
@@ -257,6 +256,7 @@ def test_a_sweep_that_cannot_be_is_refused(front: Front, words: list[str], why: 
     assert got.status == 2 and why in got.errors[0], got.errors
 
 
+@pytest.mark.slow  # tests/train/test_pause.py compares bytes of a pause
 def test_halving_runs_all_to_a_pause_and_the_better_on(tmp_path: Path) -> None:
     """The target's loss is 20 - seed; that of 15 is not finite, and 13 fails."""
     words = ("sweep=halving", "sweep.factor=2", QUICKSTART)
