@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +22,19 @@ import yaml
 from tests.tiny import ENV, ROOT
 
 DOCS = ROOT / "docs"
+QUESTIONS = {  # as users type them into the site's search, and the page that answers
+    "train on my own text": "docs/train-my-text/",
+    "resume a run that was killed": "docs/tutorials/pretraining/",
+    "fine-tune on chat conversations": "docs/finetune-chats/",
+    "merge lora adapter": "docs/lora/",
+    "write my own evaluation task": "docs/evaluate/",
+    "compare two runs": "docs/compare/",
+    "learning rate sweep": "docs/sweep/",
+    "slurm job": "docs/slurm/",
+    "openai compatible server": "docs/serve/",
+    "migrate llm foundry yaml": "docs/migrate/",
+    "custom optimizer plugin": "docs/add-optimizer/",
+}
 
 
 def nav() -> list[str]:
@@ -109,3 +123,16 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "build/site/docs/index.html").is_file()
+    index = json.loads((tmp_path / "build/site/search.json").read_text())["items"]
+    for question, page in QUESTIONS.items():
+        assert page in found(index, question), question
+
+
+def found(index: list[dict[str, Any]], question: str) -> set[str]:
+    """The pages that the site's search can show: those with every word, at the head of one."""
+    texts: dict[str, str] = {}
+    for item in index:
+        page = item["location"].partition("#")[0]
+        texts[page] = f"{texts.get(page, '')} {item['title']} {item['text']}".lower()
+    words = [re.compile(rf"\b{re.escape(word)}") for word in re.findall(r"\w+", question.lower())]
+    return {page for page, text in texts.items() if all(word.search(text) for word in words)}
