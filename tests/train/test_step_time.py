@@ -157,7 +157,7 @@ def test_parts_add_up_to_the_time_of_training(run: Path) -> None:
     parts = sum(2 * row[f"{PREFIX}{name}"] for row in timed for name in REPORTED)
     assert parts == pytest.approx(timed[-1]["time/train"], rel=0.15, abs=0.02)
     for row in timed:
-        assert row[f"{PREFIX}data"] == pytest.approx(row["time/data_wait"], rel=0.5, abs=1e-3)
+        assert row[f"{PREFIX}data"] == pytest.approx(row["time/data_wait"], rel=0.5, abs=2e-2)
         assert min(row[f"{PREFIX}{name}"] for name in ("forward", "backward", "optimizer")) > 0
 
 
