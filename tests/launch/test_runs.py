@@ -385,8 +385,8 @@ def test_a_run_is_stopped_saved_and_one_that_is_killed_has_failed(start: Start) 
     process = start("train")
     until(lambda: is_at(3), "steps")
     assert runs.list_runs()[0].state == "running"
-    stopped = runs.stop("tiny", timeout=60)
-    assert stopped.state == "stopped" and process.wait(30) == 75
+    stopped = runs.stop("tiny", timeout=120)
+    assert stopped.state == "stopped" and process.wait(120) == 75
     last = f"ba{stopped.step:07}"
     assert runs.describe("tiny").checkpoints[-1] == last
 
@@ -410,7 +410,7 @@ def test_two_stops_at_once_are_one_and_now_is_at_once_under_a_supervisor(start: 
         stop.start()
     for stop in both:
         stop.join()
-    assert process.wait(30) == 75
+    assert process.wait(120) == 75
     saved = runs.state_of(Path("runs/tiny"))
     assert runs.describe("tiny").checkpoints[-1] == f"ba{saved.step:07}"
     asked = [e for e in read_events(Path("runs/tiny")) if e["kind"] == "stop"]
@@ -418,8 +418,8 @@ def test_two_stops_at_once_are_one_and_now_is_at_once_under_a_supervisor(start: 
 
     process = start("supervise")
     until(lambda: is_at(saved.step + 3), "steps under a supervisor")
-    ended = runs.stop("tiny", now=True, timeout=60)
-    assert ended.state in ("stopped", "failed") and process.wait(30) != 0
+    ended = runs.stop("tiny", now=True, timeout=120)
+    assert ended.state in ("stopped", "failed") and process.wait(120) != 0
     assert not runs.is_held(Path("runs/tiny"))
 
 
