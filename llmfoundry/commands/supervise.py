@@ -15,8 +15,7 @@ from pathlib import Path
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.processes import end_with_starters
-from llmfoundry.recipe.command_line import CommandLine
-from llmfoundry.recipe.finetune import FinetuneRecipe, is_finetuning
+from llmfoundry.recipe.finetune import FinetuneRecipe, either
 from llmfoundry.recipe.paths import ROOT
 from llmfoundry.recipe.resilience import NODES
 from llmfoundry.recipe.train import TrainRecipe
@@ -96,10 +95,5 @@ def _folder(recipe: TrainRecipe) -> Path:
     return run_storage(recipe).folder
 
 
-def recipe_type(command: CommandLine) -> type[TrainRecipe]:
-    """The kind of recipe that a command line names.
-
-    Raises:
-        UserError: its file cannot be read.
-    """
-    return FinetuneRecipe if is_finetuning(command.recipe, command.overrides) else TrainRecipe
+recipe_type = either(TrainRecipe, FinetuneRecipe)
+"""The kind of recipe that a command line names."""

@@ -44,6 +44,8 @@ from llmfoundry.launch.record import RUNNING as ACTIVE
 from llmfoundry.launch.record import WAITING as QUEUED
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.metrics import BATCH, WALL
+from llmfoundry.loggers.pages.charts import TRAIN_LOSS, is_number
+from llmfoundry.loggers.pages.run_time import TRAINING
 from llmfoundry.processes import is_alive, kill_all
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import show
@@ -58,7 +60,7 @@ GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN = (
 )
 STATES = (WAITING, RUNNING, RESTARTING, GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN)
 UNDER_WAY = (WAITING, RUNNING, RESTARTING)
-METRICS, LOSS, TRAINING = "metrics.jsonl", "loss/train/total", "time/train"
+METRICS = "metrics.jsonl"
 _FILES = (METRICS, "run.json", RECORD, "events.jsonl")
 _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
 _ASKED = 16  # targets at a time
@@ -194,7 +196,7 @@ def state_of(folder: Path) -> RunState:
     )
     if target is None:
         state, why = _seen_from_here(folder, state, why, held=held, is_ended=status in _ENDS)
-    losses = (_number(row.get(LOSS)) for row in reversed(rows))
+    losses = (_number(row.get(TRAIN_LOSS)) for row in reversed(rows))
     logged_at = _number(last.get(WALL))
     return RunState(
         name=folder.resolve().name,
@@ -326,11 +328,7 @@ def _seen_from_here(
     folder: Path, state: str, why: str, *, held: bool, is_ended: bool
 ) -> tuple[str, str]:
     """The state, where a run of another machine, whose lock may not come here, is said to be so."""
-    text = ""
-    with suppress(OSError):
-        if (folder / RUN_LOCK).is_file():
-            text = (folder / RUN_LOCK).read_bytes()[:500].decode(errors="replace").strip()
-    found = _HOLDER.fullmatch(text)
+    found = _HOLDER.fullmatch(_holder_text(folder))
     if found is None or found[2] == socket.gethostname():
         return state, why
     ago = time.time() - max(_changed(folder / name) for name in (*_FILES, RUN_LOCK))
@@ -341,16 +339,23 @@ def _seen_from_here(
     return state, why
 
 
+def _holder_text(folder: Path) -> str:
+    """What the process that trains has written into its lock; empty: nothing."""
+    with suppress(OSError):
+        if (folder / RUN_LOCK).is_file():  # a pipe would wait
+            return (folder / RUN_LOCK).read_bytes()[:500].decode(errors="replace").strip()
+    return ""
+
+
 def _holder(folder: Path) -> psutil.Process:
     """The process that has the run's lock.
 
     Raises:
         UserError: it is another machine's, or gone.
     """
-    try:
-        text = (folder / RUN_LOCK).read_text(encoding="utf-8", errors="replace").strip()[:500]
-    except OSError as error:
-        raise UserError(f"{show(folder)}: its process has just ended") from error
+    text = _holder_text(folder)
+    if not (folder / RUN_LOCK).exists():
+        raise UserError(f"{show(folder)}: its process has just ended")
     found = _HOLDER.fullmatch(text)
     if found is not None and found[2] != socket.gethostname():
         raise UserError(f"{show(folder)}: is trained by {text}; stop it there")
@@ -380,10 +385,6 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _of(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     found = values.get(key)
     return found if isinstance(found, kind) and not isinstance(found, bool) else default
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _number(value: Any) -> float | None:
@@ -558,7 +559,7 @@ def _metrics_line(row: Mapping[str, Any]) -> str:
     shown = [f"step {row.get(BATCH)}"]
     for name, value in row.items():
         if name.startswith(("loss/", "metrics/")) or name in ("throughput/tokens_per_sec",):
-            shown.append(f"{name} {value:.5g}" if _is_number(value) else f"{name} {value}")
+            shown.append(f"{name} {value:.5g}" if is_number(value) else f"{name} {value}")
     return ", ".join(shown)
 
 

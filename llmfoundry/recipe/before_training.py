@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import check_duration, inert, one_of, set_defaults
 from llmfoundry.recipe.command_line import CommandLine
-from llmfoundry.recipe.finetune import FinetuneRecipe, is_finetuning
+from llmfoundry.recipe.finetune import FinetuneRecipe, either, is_finetuning
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.resilience import HealthCheckConfig
@@ -175,14 +175,7 @@ class InspectFinetuneRecipe(FinetuneRecipe, InspectRecipe):
     """What a fine-tuning run reads at some time: every key of its recipe, and these."""
 
 
-def inspected(command: CommandLine) -> type[InspectRecipe]:
-    """The kind of recipe that a command line names: fine-tuning's has model.pretrained.
-
-    Raises:
-        UserError: its file cannot be read.
-    """
-    is_finetuned = is_finetuning(command.recipe, command.overrides)
-    return InspectFinetuneRecipe if is_finetuned else InspectRecipe
+inspected = either(InspectRecipe, InspectFinetuneRecipe)
 
 
 PLAN_FORMATS = ("text", "json")
@@ -230,14 +223,7 @@ class PlanFinetuneRecipe(FinetuneRecipe, PlanRecipe):
     """What a fine-tuning run would take on other hardware: every key of its recipe, and these."""
 
 
-def planned(command: CommandLine) -> type[PlanRecipe]:
-    """The kind of recipe that a command line names: fine-tuning's has model.pretrained.
-
-    Raises:
-        UserError: its file cannot be read.
-    """
-    is_finetuned = is_finetuning(command.recipe, command.overrides)
-    return PlanFinetuneRecipe if is_finetuned else PlanRecipe
+planned = either(PlanRecipe, PlanFinetuneRecipe)
 
 
 @dataclass
@@ -287,14 +273,7 @@ class LaunchFinetuneRecipe(FinetuneRecipe, LaunchRecipe):
     """A fine-tuning run for scripts/launch.py: every key of its recipe, and these."""
 
 
-def launched(command: CommandLine) -> type[LaunchRecipe]:
-    """The kind of recipe that a command line names: fine-tuning's has model.pretrained.
-
-    Raises:
-        UserError: its file cannot be read.
-    """
-    is_finetuned = is_finetuning(command.recipe, command.overrides)
-    return LaunchFinetuneRecipe if is_finetuned else LaunchRecipe
+launched = either(LaunchRecipe, LaunchFinetuneRecipe)
 
 
 CHECK_LEVELS = ("full", "quick")
