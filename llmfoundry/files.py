@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-from llmfoundry.errors import UserError, disk_full
+from llmfoundry.errors import UserError, disk_full, one_line
 
 _MARK = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}\.partial$")
 RUN_LOCK = "run.lock"
@@ -280,6 +280,32 @@ def is_locked(path: Path) -> bool:
                 locked.release()
             return locked is None
     return False
+
+
+@contextmanager
+def one_at_a_time(path: Path, *, key: str, busy: str, instead: str) -> Iterator[None]:
+    """Hold the lock of a file, whose folder is made if need be, while the block runs.
+
+    Args:
+        path: the lock file.
+        key: the recipe's key of the folder, for the errors.
+        busy: what another process does there, and what to do: another sweep runs there; wait.
+        instead: what to do where the folder cannot be written: write another.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        locked = try_lock(path, mode=0o644)
+    except OSError as error:
+        raise UserError(
+            f"{key}: {path.parent} cannot be written: {one_line(error)}; {instead}"
+        ) from error
+    if locked is None:
+        raise UserError(f"{key}: {path.parent}: {busy}")
+    with locked:
+        yield
 
 
 def lock(path: Path, *, mode: int) -> LockedFile:

@@ -2,14 +2,18 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from llmfoundry.errors import UserError
 from llmfoundry.files import (
     atomic_file,
     atomic_path,
     atomic_write,
+    one_at_a_time,
     open_to_all,
     publish,
     sync,
@@ -85,6 +89,29 @@ def test_a_folder_gets_its_name_when_all_of_it_is_on_the_disk(
         folder.mkdir()
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_process_at_a_time_is_in_a_folder_and_the_other_is_told_what_to_do(
+    tmp_path: Path,
+) -> None:
+    words = {"key": "output", "busy": "it is written; wait", "instead": "write another"}
+    path = tmp_path / "new/folder/x.lock"
+    with one_at_a_time(path, **words):
+        code = (
+            "import sys, pathlib; from llmfoundry.files import one_at_a_time\n"
+            f"with one_at_a_time(pathlib.Path(sys.argv[1]), **{words}): pass"
+        )
+        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+        assert done.stderr.endswith(f"UserError: output: {path.parent}: it is written; wait\n")
+    with one_at_a_time(path, **words):  # it was released
+        pass
+    (tmp_path / "file").touch()
+    why = r"^output: \S+/file cannot be written: .*exists.*; write another$"
+    with (
+        pytest.raises(UserError, match=why),
+        one_at_a_time(tmp_path / "file/x.lock", **words),
+    ):
+        raise AssertionError("it was entered")
 
 
 def test_a_mount_that_cannot_sync_folders_is_no_error_and_a_failing_disk_is(

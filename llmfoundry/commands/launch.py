@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import atomic_write, try_lock
+from llmfoundry.files import atomic_write, one_at_a_time
 from llmfoundry.launch import record as records
 from llmfoundry.launch import skypilot
 from llmfoundry.launch.job import LOGS, RECIPE, Job, make_job
@@ -37,16 +37,15 @@ def launch(recipe: LaunchRecipe) -> None:
         print(public(render(job)), end="")
         return
     target = TARGETS[job.config.target]
-    try:
-        (job.folder / LOGS).mkdir(parents=True, exist_ok=True)
-        lock = try_lock(job.folder / LOCK, mode=0o644)
-    except OSError as error:
-        raise _unwritable(job.folder, error) from error
-    if lock is None:
-        raise UserError(f"{show(job.folder)}: another process is launching it; wait for it")
-    with lock:
+    with one_at_a_time(
+        job.folder / LOCK,
+        key="save_folder",
+        busy="another process is launching it; wait for it",
+        instead="write another",
+    ):
         _refuse_running(job.folder)
         try:
+            (job.folder / LOGS).mkdir(exist_ok=True)
             records.write(job.folder, job.record)
             atomic_write(job.folder / RECIPE, job.text)
         except OSError as error:

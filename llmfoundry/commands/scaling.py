@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from llmfoundry.builders.model import with_defaults
 from llmfoundry.commands.plan import Costs, costs, measured_speeds
 from llmfoundry.commands.scaling_grid import GridPoint, grid, point_of, shape_near
 from llmfoundry.errors import RunFailure, UserError, one_line
-from llmfoundry.files import LockedFile, atomic_write, read_json_if_there, try_lock, write_json
+from llmfoundry.files import atomic_write, one_at_a_time, read_json_if_there, write_json
 from llmfoundry.loggers.console import Console, duration, percent, short_count
 from llmfoundry.loggers.pages.charts import EVAL_LOSS
 from llmfoundry.loggers.pages.comparison import HOURS, ComparedRun, read_run
@@ -62,25 +61,16 @@ def scaling(written: ScalingRecipe) -> None:
     if recipe.fit is not None:
         return report(recipe, read_points(find_file(recipe.fit, "fit")), {}, console)
     made = grid(recipe)
-    with _held(output):
+    with one_at_a_time(
+        output / "scaling.lock",
+        key="output",
+        busy="another process is at work there; wait, or write another",
+        instead="write another folder",
+    ):
         refuse_changed(made)
         print_plan(recipe, made, console)
         tests = _run(recipe, made, console)
         report(recipe, [with_result(one.point, output) for one in made], tests, console)
-
-
-@contextmanager
-def _held(output: Path) -> Any:
-    """One experiment at a time in a folder."""
-    try:
-        (output / "points").mkdir(parents=True, exist_ok=True)
-        lock: LockedFile | None = try_lock(output / "scaling.lock", mode=0o666)
-    except OSError as error:
-        raise UserError(f"output: {output}: {one_line(error)}; write another folder") from error
-    if lock is None:
-        raise UserError(f"output: another process is at work in {output}; wait, or write another")
-    with lock:
-        yield
 
 
 def _folder(output: Path, point: Point) -> Path:
@@ -310,6 +300,7 @@ def _start(recipe: ScalingRecipe, one: GridPoint, log: Path) -> subprocess.Popen
     """A run as its command line has it, in a process of its own; its output goes into a file."""
     threads = str(max(1, cores() // recipe.workers))
     env = {"OMP_NUM_THREADS": threads, **os.environ}
+    log.parent.mkdir(exist_ok=True)
     with log.open("ab") as file:
         return start_module(
             "llmfoundry", "train", str(recipe.base), *one.words,

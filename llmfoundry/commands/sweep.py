@@ -20,8 +20,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from llmfoundry.commands.compare import (
     run_names,
 )
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import SWEEP_LOCK, read_json_if_there, try_lock, write_json
+from llmfoundry.files import SWEEP_LOCK, one_at_a_time, read_json_if_there, write_json
 from llmfoundry.loggers.pages.comparison import DECIDING, ComparedRun, read_run, write_comparison
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.command_line import command_line
@@ -233,21 +233,16 @@ def _home(points: Sequence[SweepPoint]) -> Path | None:
     return None if together in ("/", os.getcwd()) else Path(together)
 
 
-@contextmanager
-def _held(home: Path | None) -> Iterator[None]:
+def _held(home: Path | None) -> AbstractContextManager[None]:
     """One sweep at a time in a folder; who follows its page sees that it goes on."""
     if home is None:
-        yield
-        return
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        lock = try_lock(home / SWEEP_LOCK, mode=0o644)
-    except OSError as error:
-        raise UserError(f"-m: {home}: {one_line(error)}; write another save_folder") from error
-    if lock is None:
-        raise UserError(f"-m: {home}: another sweep is at work there; wait, or write a run_name")
-    with lock:
-        yield
+        return nullcontext()
+    return one_at_a_time(
+        home / SWEEP_LOCK,
+        key="-m",
+        busy="another sweep is at work there; wait, or write a run_name",
+        instead="write another save_folder",
+    )
 
 
 def _read_record(home: Path | None) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from llmfoundry.commands.scaling import scaling
 from llmfoundry.commands.scaling_grid import grid, shape_near
 from llmfoundry.commands.train import train
 from llmfoundry.errors import RunFailure, UserError
+from llmfoundry.files import try_lock
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS
@@ -126,7 +127,10 @@ def test_failed_run_is_named_and_the_others_are_run(
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     recipe = checked(ScalingRecipe, write_grid(tmp_path))
-    with command._held(tmp_path / "out"), pytest.raises(UserError, match="another process"):
+    (tmp_path / "out").mkdir()
+    lock = try_lock(tmp_path / "out/scaling.lock", mode=0o644)
+    assert lock is not None
+    with lock, pytest.raises(UserError, match="another process is at work there"):
         scaling(recipe)
 
 

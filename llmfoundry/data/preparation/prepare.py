@@ -51,7 +51,7 @@ from llmfoundry.data.preparation.write import (
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import Shard, StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
-from llmfoundry.files import try_lock
+from llmfoundry.files import one_at_a_time
 from llmfoundry.processes import cores
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.redaction import public
@@ -197,13 +197,12 @@ def _writing(place: OutputFolder) -> Iterator[None]:
         yield
         return
     try:
-        (place.here / WORK).mkdir(parents=True, exist_ok=True)
-        locked = try_lock(place.here / WORK / "lock", mode=0o644)
-        if locked is None:
-            raise UserError(
-                f"prepare.output: another process prepares {place.folder}; wait for it or end it"
-            )
-        with locked:
+        with one_at_a_time(
+            place.here / WORK / "lock",
+            key="prepare.output",
+            busy="another process prepares it; wait for it or end it",
+            instead="free space there or choose another folder",
+        ):
             yield
     except OSError as error:
         raise UserError(
