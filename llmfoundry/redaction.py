@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote, unquote
@@ -62,6 +62,15 @@ def _places(end: str) -> list[re.Pattern[str]]:
 _IN_TEXT = _places(r"&\s#\"'<>,;)\]}\\|")
 _IN_VALUE = _places(r"&\s#")  # an address and nothing else
 _SECRET_VARIABLE = re.compile(rf"\$\{{oc\.env:(\w*{_NAMES})\b", re.IGNORECASE)
+_IN_CODE = [
+    re.compile(
+        rf"((?:\b|_){_NAMES}[\"']?\s*[:=]\s*[\"'])([^\"'\s<${{][^\"'\s]{{7,}})", re.IGNORECASE
+    ),
+    re.compile(rf"(\b[A-Z0-9_]*{_NAMES.upper()}=)([\w./+-]{{8,}})"),
+    re.compile(r"\b((?:hf_|sk-|gh[po]_|glpat-|xox[bp]-|dapi|AKIA))([\w-]{16,})"),
+    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)([^-]+)"),
+]
+"""What a line of code or of settings may set a secret to, and what is one by its first letters."""
 _known: list[str] = []
 """Longer ones first."""
 
@@ -71,6 +80,11 @@ def public(text: str) -> str:
     for secret in _known:
         text = text.replace(secret, MASK)
     return _masked(text, _IN_TEXT)
+
+
+def public_code(text: str) -> str:
+    """As `public`, for code and settings, where a secret may stand as `api_key = "..."`."""
+    return _masked(public(text), _IN_CODE)
 
 
 def public_texts(values: Any) -> Any:
@@ -109,6 +123,12 @@ def hide(values: Any) -> None:
                 _add(found[2])
         for found in _SECRET_VARIABLE.finditer(text):
             _add(os.environ.get(found[1], ""))
+
+
+def hide_variables(names: Iterable[str]) -> None:
+    """Mask the values of environment variables in every text from now on."""
+    for name in names:
+        _add(os.environ.get(name, ""))
 
 
 def hide_override(word: str) -> None:

@@ -13,6 +13,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, one_at_a_time
 from llmfoundry.launch import record as records
 from llmfoundry.launch import skypilot
+from llmfoundry.launch.git import DIFF
 from llmfoundry.launch.job import LOGS, RECIPE, Job, make_job
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.console import Console
@@ -48,6 +49,10 @@ def launch(recipe: LaunchRecipe) -> None:
             (job.folder / LOGS).mkdir(exist_ok=True)
             records.write(job.folder, job.record)
             atomic_write(job.folder / RECIPE, job.text)
+            if job.changes:
+                atomic_write(job.folder / DIFF, job.changes)
+            else:
+                (job.folder / DIFF).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(job.folder, error) from error
         record = target.submit(job)

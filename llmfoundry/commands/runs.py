@@ -44,7 +44,7 @@ def _list(recipe: RunsRecipe) -> None:
 
 
 def _row(run: RunState) -> tuple[str, ...]:
-    of = f" of {run.total:,}" if run.total else f" of {run.length}" if run.length else ""
+    of = f" of {run.total:,}" if run.total else ""
     why = run.event if run.event and run.state in api.UNDER_WAY else run.why or run.event
     return (
         _plain(run.name),
@@ -54,13 +54,8 @@ def _row(run: RunState) -> tuple[str, ...]:
         "" if run.goodput is None else percent(run.goodput),
         "" if run.logged_at is None else f"{duration(max(0.0, time.time() - run.logged_at))} ago",
         f"{run.target} {run.nodes}".strip() if run.target else "",
-        _short(why),
+        _plain(why)[:_WIDEST],
     )
-
-
-def _short(text: str) -> str:
-    line = _plain(text.replace("\n", " "))
-    return line if len(line) <= _WIDEST else f"{line[: _WIDEST - 3]}..."
 
 
 def _plain(text: str) -> str:
@@ -103,15 +98,8 @@ def _clock(when: float | None) -> str:
 
 def _print_json(values: Any) -> None:
     """Numbers that JSON has not are null."""
-    print(public(json.dumps(_finite(values), indent=1, default=str)))
-
-
-def _finite(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: _finite(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [_finite(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values
+    finite = json.loads(json.dumps(values, default=str), parse_constant=lambda _: None)
+    print(public(json.dumps(finite, indent=1)))
 
 
 def _logs(recipe: RunsRecipe) -> None:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from llmfoundry.errors import UserError
 from llmfoundry.redaction import public
 
 SECONDS = 60.0  # for an answer
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+)Z ")
 SILENCE = ("", "")
 """Among the lines of `merged_lines`: a second has brought none, so that a reader may look up."""
 
@@ -67,6 +69,26 @@ def secrets_here(names: Sequence[str]) -> dict[str, str]:
 def missing(client: str) -> str:
     """The line for a client that is not there."""
     return f"{client}: is not installed here; launch from a machine that has it, or dry_run=true"
+
+
+def in_order(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Lines of several machines by the times that stand before them, which are left out.
+
+    One without a time has that of the line before it from the same machine.
+    """
+    times, found = dict[str, str](), list[tuple[str, str, str]]()
+    for name, line in lines:
+        when, text = timed(line)
+        times[name] = when or times.get(name, "")
+        found.append((times[name], name, text))
+    found.sort(key=lambda line: line[0])
+    return ((name, text) for _, name, text in found)
+
+
+def timed(line: str) -> tuple[str, str]:
+    """The time in UTC that a target has written before a line, or nothing; and the line."""
+    found = _TIME.match(line)
+    return (found[1], line[found.end() :]) if found else ("", line)
 
 
 def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:

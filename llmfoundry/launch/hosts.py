@@ -41,6 +41,18 @@ _SESSION = (
     " os.execvp(sys.argv[1], sys.argv[1:])"
 )
 """Bash lets what it starts in the background ignore SIGINT, by which a run is asked to stop."""
+_TIMES = """
+import datetime, os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+for line in sys.stdin.buffer:
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ ")
+    try:
+        os.write(1, now.encode() + line)
+    except OSError:
+        pass
+"""
+"""Writes the time before each line of one of several machines, by which they are merged later."""
 _STARTED = re.compile(r"^llmfoundry started (\d+) (.*)$", re.MULTILINE)
 _PROCESS = re.compile(r"(?:(.+):)?(\d+)@(\d+)")
 _LSTART = "%a %b %d %H:%M:%S %Y"
@@ -62,7 +74,9 @@ def script(job: Job, node: int) -> str:
     log, status = (f"{folder}/{LOGS}/node-{node}.{end}" for end in ("log", "exit"))
     words = [*job.torchrun(_address(config.hosts[0]) if config.hosts else ""), *job.own_processes()]
     command = shlex.join(job.command(recipe, *words))
-    inner = shlex.quote(f"trap : INT; {command}; echo $? > {shlex.quote(status)}")
+    inner = f"trap : INT; {command}; echo $? > {shlex.quote(status)}"
+    if job.nodes > 1:
+        inner = f"exec > >(exec {shlex.join([job.python, '-c', _TIMES])}) 2>&1; {inner}"
     lines = [f"# {job.note}", "set -e", f"cd {shlex.quote(_workdir(job))}", *_environment(job)]
     lines += [f"mkdir -p {shlex.quote(f'{folder}/{LOGS}')}", f"rm -f {shlex.quote(status)}"]
     if config.target == "ssh":
@@ -71,7 +85,7 @@ def script(job: Job, node: int) -> str:
         *config.setup,
         f"command -v {shlex.quote(job.python)} > /dev/null ||"
         f" {{ echo {shlex.quote(_no_python(job))} >&2; exit 2; }}",
-        f"{shlex.quote(job.python)} -c '{_SESSION}' bash -c {inner}"
+        f"{shlex.quote(job.python)} -c '{_SESSION}' bash -c {shlex.quote(inner)}"
         f" >> {shlex.quote(log)} 2>&1 < /dev/null &",
         'echo "llmfoundry started $! $(LC_ALL=C ps -o lstart= -p $!)"',
     ]

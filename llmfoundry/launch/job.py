@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,14 @@ from typing import Any
 import yaml
 
 from llmfoundry.errors import UserError
+from llmfoundry.launch.git import git_state
 from llmfoundry.launch.record import LaunchRecord
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import as_written, dump
-from llmfoundry.redaction import masked_keys, public_override
+from llmfoundry.redaction import hide_variables, masked_keys, public_override
 
 RECIPE = "launch.yaml"
 """In the run's folder: the composed recipe that was launched."""
@@ -52,6 +52,8 @@ class Job:
     """supervise.act."""
     record: LaunchRecord
     """Without a job."""
+    changes: str
+    """Of the repository against its commit, for a file; empty: none."""
 
     @property
     def nodes(self) -> int:
@@ -131,11 +133,13 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
     problems = [*_secrets_in(plain), *_unset_on_target(config, text)]
     if problems:
         raise UserError(*problems)
+    hide_variables(config.secrets)
     folder = folder_here(recipe)
     own = [w for w in overrides if w.lstrip("+~").startswith("supervise.")]
     given = " ".join(given.split())  # it stands in comments, of a line
     if not str(folder.absolute()).isprintable():
         raise UserError("save_folder: has characters that no line of a script can hold; rename it")
+    git, changes = git_state()
     record = LaunchRecord(
         name=folder.name,
         target=config.target,
@@ -144,7 +148,7 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
         gpus_per_node=config.gpus_per_node or 0,
         recipe=given,
         overrides=[public_override(word) for word in overrides],
-        git=git_state(),
+        git=git,
     )
     return Job(
         name=folder.name,
@@ -155,6 +159,7 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
         launches_itself=bool(recipe.supervise.launch),
         acts=recipe.supervise.act,
         record=record,
+        changes=changes,
     )
 
 
@@ -209,26 +214,3 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 def list_key(key: str, words: Sequence[str]) -> str:
     """A setting `key=["a","b"]`, whose quotes a shell's own do not touch."""
     return f"{key}={json.dumps(list(words), ensure_ascii=False, separators=(',', ':'))}"
-
-
-def git_state() -> dict[str, Any]:
-    """Commit, branch and whether there are changes, of the repository around this folder."""
-
-    def ask(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", *words], capture_output=True, text=True, timeout=20, check=False
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = ask("rev-parse", "HEAD")
-    if not commit:
-        return {}
-    changes = ask("status", "--porcelain", "--untracked-files=no")
-    return {
-        "commit": commit,
-        "branch": ask("rev-parse", "--abbrev-ref", "HEAD") or "",
-        "dirty": changes != "",
-    }

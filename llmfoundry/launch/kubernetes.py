@@ -34,7 +34,9 @@ _LONGEST = 40  # with what JobSet adds a pod's name has 63 at most
 
 def render(job: Job) -> str:
     """The objects as YAML, for kubectl apply."""
-    objects = [*_cordoning(job), _recipe(job), _MAKERS[str(job.config.object)](job)]
+    make = next(make for kind, make in _MAKERS.items() if kind.lower() == job.config.object)
+    recipe = _object("ConfigMap", job, suffix="-recipe", data={RECIPE: job.text})
+    objects = [*_cordoning(job), recipe, make(job)]
     return f"# {job.note}\n" + dump_all(*objects)
 
 
@@ -46,50 +48,42 @@ def object_name(name: str) -> str:
     return f"run-{plain[: _LONGEST - 13]}".rstrip("-") + f"-{zlib.crc32(name.encode()):08x}"
 
 
-def _metadata(job: Job, **more: Any) -> Object:
-    config = job.config
-    labels = {"app.kubernetes.io/managed-by": "llmfoundry", RUN_LABEL: object_name(job.name)}
-    git = job.record.git
+def _object(kind: str, job: Job, *, suffix: str = "", **more: Any) -> Object:
+    """An object of this run, with `more` beside its metadata."""
+    name, git = object_name(job.name), job.record.git
     notes = {"llmfoundry/recipe": job.record.recipe}
     if git:
         notes["llmfoundry/commit"] = f"{git['commit']}{' and changes' * bool(git['dirty'])}"
-    found: Object = {"name": object_name(job.name)}
-    found |= {"namespace": config.namespace} if config.namespace else {}
-    return {**found, "labels": labels, "annotations": notes} | more
-
-
-def _recipe(job: Job) -> Object:
-    metadata = _metadata(job)
-    metadata["name"] += "-recipe"
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata,
-        "data": {RECIPE: job.text},
-    }
+    labels = {"app.kubernetes.io/managed-by": "llmfoundry", RUN_LABEL: name}
+    if kind in _MAKERS and job.config.queue is not None:
+        labels["kueue.x-k8s.io/queue-name"] = job.config.queue
+        if job.config.priority is not None:
+            labels["kueue.x-k8s.io/priority-class"] = job.config.priority
+    metadata: Object = {"name": name + suffix}
+    metadata |= {"namespace": job.config.namespace} if job.config.namespace else {}
+    metadata |= {"labels": labels, "annotations": notes}
+    return {"apiVersion": _VERSIONS[kind], "kind": kind, "metadata": metadata, **more}
 
 
 def _job(job: Job) -> Object:
     """One machine: a Job, which needs nothing that a cluster does not have."""
-    spec: Object = {"backoffLimit": job.config.restarts, "podFailurePolicy": _failures()}
-    spec |= {"activeDeadlineSeconds": job.config.seconds} if job.config.seconds else {}
-    metadata = _with_queue(job, _metadata(job))
-    spec["template"] = _pod(job)
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+    return _object("Job", job, spec=_job_spec(job, backoffLimit=job.config.restarts))
+
+
+def _job_spec(job: Job, **more: Any) -> Object:
+    limit = {"activeDeadlineSeconds": job.config.seconds} if job.config.seconds else {}
+    return {**more, "podFailurePolicy": _failures(), **limit, "template": _pod(job)}
 
 
 def _jobset(job: Job) -> Object:
     """Several machines: all pods of the one Job start again together, as a gang."""
-    failures = _failures()
-    inner: Object = {
-        "completionMode": "Indexed",
-        "completions": job.nodes,
-        "parallelism": job.nodes,
-        "backoffLimit": 0,  # JobSet counts
-        "podFailurePolicy": failures,
-        "template": _pod(job),
-    }
-    inner |= {"activeDeadlineSeconds": job.config.seconds} if job.config.seconds else {}
+    inner = _job_spec(
+        job,
+        completionMode="Indexed",
+        completions=job.nodes,
+        parallelism=job.nodes,
+        backoffLimit=0,  # JobSet counts
+    )
     given_up = {"name": "givenUp", "action": "FailJobSet"}
     rules = [{**given_up, "onJobFailureReasons": ["PodFailurePolicy"]}]
     spec = {
@@ -97,13 +91,7 @@ def _jobset(job: Job) -> Object:
         "failurePolicy": {"maxRestarts": job.config.restarts, "rules": rules},
         "replicatedJobs": [{"name": _CONTAINER, "replicas": 1, "template": {"spec": inner}}],
     }
-    metadata = _with_queue(job, _metadata(job))
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": spec,
-    }
+    return _object("JobSet", job, spec=spec)
 
 
 def _trainjob(job: Job) -> Object:
@@ -111,18 +99,11 @@ def _trainjob(job: Job) -> Object:
     pod = _pod(job)
     (container,) = pod["spec"].pop("containers")
     mounts = {"name": container["name"], "volumeMounts": container["volumeMounts"]}
-    spec = {k: v for k, v in pod["spec"].items() if k not in ("restartPolicy", "priorityClassName")}
-    patch = {
-        "name": _CONTAINER,
-        "template": {
-            "spec": {
-                "template": {
-                    "metadata": {"labels": pod["metadata"]["labels"]},
-                    "spec": {**spec, "containers": [mounts]},
-                }
-            }
-        },
-    }
+    own = ("restartPolicy", "priorityClassName")  # the runtime's
+    pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in own}
+    pod["spec"]["containers"] = [mounts]
+    patch = {"name": _CONTAINER, "template": {"spec": {"template": pod}}}
+    runtime = {"template": {"spec": {"replicatedJobs": [patch]}}}
     trainer = {
         "image": container["image"],
         "command": container["command"],
@@ -131,27 +112,25 @@ def _trainjob(job: Job) -> Object:
         "resourcesPerNode": container["resources"],
         "env": container["env"],
     }
-    found: Object = {
+    spec: Object = {
         "runtimeRef": {"name": "torch-distributed"},
         "trainer": trainer,
-        "runtimePatches": [
-            {
-                "manager": "llmfoundry/launch",
-                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}},
-            }
-        ],
+        "runtimePatches": [{"manager": "llmfoundry/launch", "trainingRuntimeSpec": runtime}],
     }
-    found |= {"activeDeadlineSeconds": job.config.seconds} if job.config.seconds else {}
-    metadata = _with_queue(job, _metadata(job))
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": metadata,
-        "spec": found,
-    }
+    spec |= {"activeDeadlineSeconds": job.config.seconds} if job.config.seconds else {}
+    return _object("TrainJob", job, spec=spec)
 
 
-_MAKERS = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
+_MAKERS = {"Job": _job, "JobSet": _jobset, "TrainJob": _trainjob}
+"""By kind: in lower case launch.object's."""
+_RBAC = "rbac.authorization.k8s.io"
+_VERSIONS = {
+    "ConfigMap": "v1",
+    "ServiceAccount": "v1",
+    "Job": "batch/v1",
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+}
 
 
 def _failures() -> Object:
@@ -164,15 +143,6 @@ def _failures() -> Object:
             {"action": "Ignore", "onPodConditions": evicted},  # or preempted: not counted
         ]
     }
-
-
-def _with_queue(job: Job, metadata: Object) -> Object:
-    config = job.config
-    if config.queue is not None:
-        metadata["labels"]["kueue.x-k8s.io/queue-name"] = config.queue
-        if config.priority is not None:
-            metadata["labels"]["kueue.x-k8s.io/priority-class"] = config.priority
-    return metadata
 
 
 def _pod(job: Job) -> Object:
@@ -244,24 +214,17 @@ def _cordoning(job: Job) -> list[Object]:
     """With supervise.act: an account that may cordon a node which the check finds bad."""
     if not job.acts or job.config.service_account is not None:
         return []
-    account, group = _metadata(job), "rbac.authorization.k8s.io"
-    space = job.config.namespace or "default"
-    role = {"name": f"{ROLE}-{account['name']}"}
+    account, space = object_name(job.name), job.config.namespace or "default"
+    role, version = {"name": f"{ROLE}-{account}"}, f"{_RBAC}/v1"
     # spec.unschedulable, and an annotation that says why
     rules = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"]}]
-    subject = {"kind": "ServiceAccount", "name": account["name"], "namespace": space}
-    named = {"apiGroup": group, "kind": "ClusterRole", **role}
-    api = f"{group}/v1"
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": space}
+    named = {"apiGroup": _RBAC, "kind": "ClusterRole", **role}
+    binding = {"metadata": role, "roleRef": named, "subjects": [subject]}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
-        {"apiVersion": api, "kind": "ClusterRole", "metadata": role, "rules": rules},
-        {
-            "apiVersion": api,
-            "kind": "ClusterRoleBinding",
-            "metadata": role,
-            "roleRef": named,
-            "subjects": [subject],
-        },
+        _object("ServiceAccount", job),
+        {"apiVersion": version, "kind": "ClusterRole", "metadata": role, "rules": rules},
+        {"apiVersion": version, "kind": "ClusterRoleBinding", **binding},
     ]
 
 
@@ -376,7 +339,7 @@ def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
     """What all pods print that there are now, with the number of the machine."""
     words = [*_kubectl(record), "logs", f"-l={_selector(record)}", f"--container={_CONTAINER}"]
     words += ["--prefix", "--tail=-1", f"--max-log-requests={max(5, record.nodes)}"]
-    words += ["--follow"] if follow else []
+    words += ["--follow"] if follow else ["--timestamps"] * (record.nodes > 1)
     for _, line in merged_lines({"": words}):
         found = re.match(r"\[pod/(\S+)/\S+\] ?", line)
         index = re.search(r"-0-(\d+)-\w+$", found[1]) if found else None

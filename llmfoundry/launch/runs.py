@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event, is_restart, read_events
 from llmfoundry.exit_status import DONE, ENDS_FOLDER, GIVE_UP, SAVED, own_node
 from llmfoundry.files import RUN_LOCK, is_locked, parse_json, read_json_if_there, try_lock
-from llmfoundry.launch.client import SILENCE
+from llmfoundry.launch.client import SILENCE, in_order, timed
 from llmfoundry.launch.record import (
     ENDED,
     RECORD,
@@ -45,7 +46,7 @@ from llmfoundry.launch.record import WAITING as QUEUED
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.metrics import BATCH, WALL
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS, is_number
-from llmfoundry.loggers.pages.run_time import TRAINING
+from llmfoundry.loggers.pages.run_time import LONGEST_PAUSE, TRAINING, grown, whole_seconds
 from llmfoundry.processes import is_alive, kill_all
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import show
@@ -66,8 +67,7 @@ _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
 _ASKED = 16  # targets at a time
 _LOOK_S, _HARD_S = 1.0, 20.0
 _QUIET_S = 600.0  # without a sign, after which a run of another machine counts as dead
-_RESTART_S = 330.0  # a supervisor waits for 300 s at most between two attempts
-_LENGTH = re.compile(r"^max_duration: *['\"]?([\w.]+)", re.MULTILINE)
+_TRAINED = re.compile(rb'"time/train": ?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)')
 _HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
 _ENDS = {"finished": FINISHED, "failed": FAILED, "killed": STOPPED}
 _STATUSES = {DONE: FINISHED, SAVED: STOPPED, GIVE_UP: GIVEN_UP}
@@ -87,13 +87,10 @@ class RunState:
     """The last that was logged; 0: none."""
     total: int | None = None
     """Steps of the whole run; None: no process has counted them yet."""
-    length: str = ""
-    """max_duration, as its recipe has it."""
     loss: float | None = None
     """Of training, in nats a token, at the last step that logged it."""
     goodput: float | None = None
-    """Of a supervised run: the share of its attempts' time that went into steps which a checkpoint
-    has kept, as supervise.min_goodput counts; of the attempt under way all steps count."""
+    """Of a supervised run: the share of its time that went into steps that were not done again."""
     logged_at: float | None = None
     """Seconds since 1970: the last line of metrics.jsonl."""
     event: str = ""
@@ -106,8 +103,11 @@ class RunState:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: it has the record of one, or of its launch."""
-    return any((folder / name).is_file() for name in _FILES)
+    """Whether a folder is a run's: it has a file of one, or may not be read."""
+    try:
+        return any((folder / name).is_file() for name in _FILES)
+    except OSError as error:
+        return isinstance(error, PermissionError)
 
 
 def list_runs(folder: Path | str = "runs") -> list[RunState]:
@@ -124,7 +124,7 @@ def list_runs(folder: Path | str = "runs") -> list[RunState]:
     except OSError as error:
         raise UserError(f"folder: {place}: {error.strerror}; write the folder of runs") from error
     with ThreadPoolExecutor(_ASKED, thread_name_prefix="runs") as pool:
-        states = list(pool.map(_state_or_reason, found))
+        states = list(pool.map(state_of, found))
     named = zip(states, found, strict=True)
     runs = [replace(run, name=path.relative_to(place).as_posix()) for run, path in named]
     return [run for run in runs if Path(run.folder).is_dir()]  # not removed meanwhile
@@ -132,25 +132,11 @@ def list_runs(folder: Path | str = "runs") -> list[RunState]:
 
 def _runs_at(path: Path) -> list[Path]:
     """A run's folder, also one that may not be read, or the runs of a sweep's."""
-    if _is_run(path):
+    if is_run(path):
         return [path]
     with suppress(OSError):
-        return [run for run in sorted(path.iterdir()) if _is_run(run)]
+        return [run for run in sorted(path.iterdir()) if is_run(run)]
     return []
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        return path.is_dir() and is_run(path)
-    except PermissionError:
-        return True
-
-
-def _state_or_reason(folder: Path) -> RunState:
-    try:
-        return state_of(folder)
-    except (UserError, OSError) as error:
-        return RunState(folder.name, str(folder), NOT_KNOWN, str(error))
 
 
 def find(name: str, folder: Path | str = "runs") -> Path:
@@ -160,10 +146,10 @@ def find(name: str, folder: Path | str = "runs") -> Path:
         UserError: there is none; the nearest name.
     """
     places = [Path(folder).expanduser() / name, Path(name).expanduser()]
-    found = next((place for place in places if _is_run(place)), None)
+    found = next((place for place in places if is_run(place)), None)
     if found is not None:
         return found
-    known = [path.name for path in places[0].parent.glob("*") if _is_run(path)]
+    known = [path.name for path in places[0].parent.glob("*") if is_run(path)]
     raise UserError(
         f"{name}: is no run of {show(Path(folder))}{nearest(name, known)};"
         " llmfoundry runs list names them"
@@ -171,12 +157,11 @@ def find(name: str, folder: Path | str = "runs") -> Path:
 
 
 def state_of(folder: Path) -> RunState:
-    """A run as it is now.
-
-    Raises:
-        UserError: the record of its launch is torn.
-    """
-    record = read(folder)
+    """A run as it is now; unknown, and why, where the record of its launch cannot be read."""
+    try:
+        record = read(folder)
+    except UserError as error:
+        return RunState(folder.name, str(folder), NOT_KNOWN, str(error))
     events = list(read_events(folder))
     run = _mapping(folder / "run.json")
     rows = tail(folder / METRICS)
@@ -205,9 +190,8 @@ def state_of(folder: Path) -> RunState:
         why=why,
         step=_of(last, BATCH, int, 0),
         total=_of(run, "total_batches", int, None),
-        length=_length(folder),
         loss=next((loss for loss in losses if loss is not None), None),
-        goodput=goodput(rows, events),
+        goodput=goodput(folder, rows, events),
         logged_at=None if logged_at is None else logged_at / 1000,
         event=str(events[-1]["what"]) if events else "",
         event_at=float(events[-1]["time"]) if events else None,
@@ -255,7 +239,7 @@ def judge(
     if target is not None and target.state == UNKNOWN and _ENDS.get(status) is None:
         return NOT_KNOWN, target.reason
     if decided and decision is not None:
-        is_soon = supervised or float(decision["time"]) + _RESTART_S > now
+        is_soon = supervised or float(decision["time"]) + LONGEST_PAUSE > now
         if decision["kind"] == "decision" and not is_restart(decision):
             ends = _of(decision, "exit_status", int, DONE)
             return _STATUSES.get(ends, FAILED), str(decision["what"])
@@ -269,31 +253,33 @@ def judge(
     return FAILED, "its process was killed, or lost its machine" if status else "it never trained"
 
 
-def goodput(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> float | None:
-    """The field of `RunState`; None: no supervisor has recorded anything yet."""
-    useful = took = 0.0
-    begun = None
-    for event in events:
-        if event["kind"] == "start":
-            begun = float(event["time"])
-        elif event["kind"] == "decision" and "took" in event:
-            useful, took, begun = (
-                useful + _float(event, "useful"),
-                took + _float(event, "took"),
-                None,
-            )
-    last = next((row for row in reversed(rows) if TRAINING in row and WALL in row), None)
-    if begun is not None and last is not None and (logged := _float(last, WALL) / 1000) > begun:
-        took += logged - begun
-        useful += min(_float(last, TRAINING), logged - begun)
-    return min(1.0, useful / took) if took > 0 else None
+def goodput(
+    folder: Path, rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """As the report has it (`run_time.py`); None: no supervisor has recorded anything yet.
+
+    Args:
+        folder: of the run; all of its metrics.jsonl counts, of which only one number is read.
+        rows: the last of it.
+        events: of the run.
+    """
+    times = [when for row in rows if (when := _number(row.get(WALL))) is not None]
+    whole = whole_seconds(events, [{WALL: times[-1]}]) if times else 0.0
+    if not whole:
+        return None
+    with suppress(OSError), (folder / METRICS).open("rb") as file:
+        lines = iter(partial(file.readline, _TAIL), b"")
+        found = (_TRAINED.search(line) for line in lines)
+        trained = ({TRAINING: float(number[1])} for number in found if number)
+        return min(1.0, sum(grown(trained, TRAINING)) / whole)
+    return None
 
 
 def tail(path: Path) -> list[dict[str, Any]]:
     """The last rows of a file of JSON lines; a torn or foreign line is left out."""
-    if not path.is_file():  # a pipe would wait
-        return []
     try:
+        if not path.is_file():  # a pipe would wait
+            return []
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
@@ -405,16 +391,6 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-def _length(folder: Path) -> str:
-    """max_duration without reading all of a recipe's YAML, of which there may be hundreds."""
-    with suppress(OSError):
-        path = folder / "recipe.yaml"
-        if path.is_file():
-            found = _LENGTH.search(path.read_text(encoding="utf-8", errors="replace")[:_TAIL])
-            return found[1] if found else ""
-    return ""
-
-
 @dataclass(frozen=True)
 class RunDetails:
     """All that is known of one run."""
@@ -478,8 +454,9 @@ def logs(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
     place = find(name, folder)
     record = read(place)
     if record is not None and record.job:
-        lines = TARGETS[record.target].logs(record, follow=False)
-        return (line for line in lines if line != SILENCE)
+        found = TARGETS[record.target].logs(record, follow=False)
+        lines = (line for line in found if line != SILENCE)
+        return in_order(lines) if record.nodes > 1 else lines
     return _Recorded(place).lines()
 
 
@@ -491,27 +468,26 @@ def follow(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
     """
     place = find(name, folder)
     record = read(place)
-    if record is None or not record.job:
-        yield from _follow_recorded(place)
-        return
-    lines = TARGETS[record.target].logs(record, follow=True)
+    if record is not None and record.job:
+        lines, is_timed = TARGETS[record.target].logs(record, follow=True), record.nodes > 1
+    else:
+        lines, is_timed = _recorded(place), False
     has_ended = False
-    for line in lines:
-        if line != SILENCE:
-            yield line
+    for source, line in lines:
+        if (source, line) != SILENCE:
+            yield source, timed(line)[1] if is_timed else line
         elif has_ended:  # silent since: all of it has come
             return
         else:
-            has_ended = _state_or_reason(place).state not in UNDER_WAY
+            has_ended = state_of(place).state not in UNDER_WAY
 
 
-def _follow_recorded(place: Path) -> Iterator[tuple[str, str]]:
+def _recorded(place: Path) -> Iterator[tuple[str, str]]:
+    """What a run records, as it comes, with a SILENCE after each look."""
     recorded = _Recorded(place)
     while True:
-        is_under_way = _state_or_reason(place).state in UNDER_WAY
         yield from recorded.lines()
-        if not is_under_way:
-            return
+        yield SILENCE
         time.sleep(_LOOK_S)
 
 

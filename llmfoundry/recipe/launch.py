@@ -180,18 +180,25 @@ class LaunchConfig:
 
     def _check_texts(self, key: str) -> Iterator[str]:
         """No text may begin another line of a script, or pass for an option of a client."""
-        texts = {name: getattr(self, name) for name in _TEXTS}
-        for name in ("hosts", "mounts", "options", "setup"):
-            texts |= {f"{name}[{n}]": text for n, text in enumerate(getattr(self, name))}
-        texts |= {f"env.{name}": text for name, text in self.env.items()}
-        texts |= {f"resources.{name}": f"{name}{text}" for name, text in self.resources.items()}
-        for name, text in texts.items():
-            if text is not None and not text.isprintable():
+        for name, text in self._values():
+            if not isinstance(text, str):
+                continue
+            if not (name + text).isprintable():
                 yield f"{key}{name}: has characters that no line can hold; write others"
-            elif text is not None and name in _NAMES and not _KUBERNETES_NAME.fullmatch(text):
+            elif name in _NAMES and not _KUBERNETES_NAME.fullmatch(text):
                 yield f"{key}{name}: {text!r} is no name; write letters, digits, - and ."
             elif text == "" and not name.startswith("env."):
                 yield f"{key}{name}: is empty; remove it"
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """Every value, those of lists and mappings one by one, and its key."""
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                yield from ((f"{name}[{number}]", each) for number, each in enumerate(value))
+            elif isinstance(value, dict):
+                yield from ((f"{name}.{part}", each) for part, each in value.items())
+            else:
+                yield name, value
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -234,18 +241,6 @@ def ssh_problems(key: str, options: list[str]) -> Iterator[str]:
             yield f"{key}: {word} has no value; write one behind it"
 
 
-_TEXTS = (
-    "workdir",
-    "environment",
-    "image",
-    "secret",
-    "queue",
-    "account",
-    "priority",
-    "namespace",
-    "context",
-    "service_account",
-)
 _NAMES = {"secret", "namespace", "service_account"}
 _TARGETS_OF: dict[str, tuple[str, ...]] = {
     "spare_nodes": ("slurm",),

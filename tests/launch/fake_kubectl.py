@@ -28,7 +28,10 @@ def main() -> None:
         pods = folder / "pods"
         print(pods.read_text() if pods.exists() else '{"items": []}')
     elif verb == "logs":
-        print("[pod/tiny-node-0-1-x7k2f/node] hello\n[pod/tiny-node-0-0-abcde/node] world")
+        times = ("2026-01-01T10:00:00.5Z ", "2026-01-01T10:00:00.49Z ")
+        later, first = times if "--timestamps" in sys.argv else ("", "")
+        print(f"[pod/tiny-node-0-1-x7k2f/node] {later}hello")
+        print(f"[pod/tiny-node-0-0-abcde/node] {first}world")
     else:
         path = folder / words[0].replace("/", "_")
         if words != ["pods"] and not path.exists():

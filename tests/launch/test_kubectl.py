@@ -12,6 +12,7 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.launch import kubernetes
+from llmfoundry.launch.client import in_order
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord
 from tests.launch.test_render import URL, job_of
 
@@ -50,6 +51,8 @@ def test_it_is_applied_seen_logged_and_deleted(cluster: Path) -> None:
     assert kubernetes.state(record) == (kubernetes.TargetState(WAITING, "it has no pods yet"))
     found = list(kubernetes.logs(record, follow=True))
     assert found == [("1", "hello"), ("0", "world")] and "--follow" in asked(cluster)[-1]
+    found = list(in_order(kubernetes.logs(record, follow=False)))
+    assert found == [("0", "world"), ("1", "hello")] and "--timestamps" in asked(cluster)[-1]
     assert kubernetes.stop(record, now=False) == "deleted; its pods save and end"
     assert kubernetes.state(record) == kubernetes.TargetState(ENDED, "was deleted")
     assert kubernetes.stop(record, now=False) == "had ended"

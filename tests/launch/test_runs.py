@@ -27,9 +27,11 @@ from llmfoundry.exit_status import own_node
 from llmfoundry.files import RUN_LOCK, is_locked, try_lock
 from llmfoundry.launch import runs
 from llmfoundry.launch.record import LaunchRecord, TargetState, write
+from llmfoundry.loggers.pages.run_time import goodput
 from llmfoundry.recipe.after_training import RunsRecipe
 from llmfoundry.recipe.load import checked
 from tests.loggers.hearing import closed_port
+from tests.loggers.test_goodput import EVENTS, ROWS
 from tests.tiny import ENV, ROOT, losses, write_recipe
 
 SLOW = ("callbacks.plugins.slow={}", f"plugins=[{ROOT / 'tests/resilience/slow_steps.py'}]")
@@ -98,14 +100,20 @@ def test_the_state_of_a_run_follows_from_its_lock_target_and_record(
     assert runs.judge(**(usual | given))[0] == state
 
 
-def test_goodput_counts_what_checkpoints_kept_and_the_attempt_under_way() -> None:
-    start = {"kind": "start", "time": 0.0, "what": "a"}
-    rows = [{"time/unix_ms": 160_000, "time/train": 50.0}]
-    ended = decision("restart", 90.0, useful=40.0, took=100.0)
-    assert runs.goodput([], [start, ended]) == pytest.approx(0.4)
-    again = {**start, "time": 100.0}
-    assert runs.goodput(rows, [start, ended, again]) == pytest.approx((40 + 50) / (100 + 60))
-    assert runs.goodput(rows, []) is None
+def test_goodput_is_the_reports(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for event in EVENTS:
+        add_event(folder, event["kind"], "a", attempt=event.get("attempt"))
+    events = [*read_events(folder)]
+    for event, known in zip(events, EVENTS, strict=True):
+        event["time"] = known["time"]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    found = goodput(ROWS, EVENTS)
+    assert runs.state_of(folder).goodput == found["training"] / found["whole"] == 8 / 45
+    (folder / "events.jsonl").unlink()
+    assert runs.state_of(folder).goodput is None
 
 
 def test_runs_are_listed_with_what_their_folders_say(
@@ -120,7 +128,7 @@ def test_runs_are_listed_with_what_their_folders_say(
     assert lock is not None
     with lock:
         a, b = runs.list_runs("runs")
-    assert (a.name, a.state, a.step, a.total, a.length) == ("a", "finished", 3, 10, "10ba")
+    assert (a.name, a.state, a.step, a.total) == ("a", "finished", 3, 10)
     assert a.loss == pytest.approx(4 / 3) and a.logged_at == 1003
     assert (b.state, b.event) == ("running", "rose")
     command(recipe("list"))

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmfoundry.launch import runs
+from llmfoundry.launch.client import timed
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN
 from llmfoundry.launch.targets import TARGETS
 from tests.launch.test_hosts import LENGTH, SLOW, is_at, launch, recorded, wait
@@ -158,7 +160,12 @@ def test_two_hosts_meet_and_outlive_a_process_that_dies(
     print(f"ended {time.monotonic() - began:.0f} s after a process was killed")
     assert ssh.state(record).reason == "exit status 0"
     assert losses(place / "runs/tiny") == losses(place / "runs/whole")
-    assert {node for node, _ in ssh.logs(record, follow=False)} == {"0", "1"}
+    lines = [*ssh.logs(record, follow=False)]
+    times = [timed(line)[0] for _, line in lines]
+    assert {node for node, _ in lines} == {"0", "1"} and all(times)
+    merged = [*runs.logs("tiny")]
+    by_time = sorted(zip(times, lines, strict=True), key=lambda line: line[0])
+    assert merged == [(node, timed(line)[1]) for _, (node, line) in by_time]
 
 
 def test_a_host_that_does_not_answer_is_one_line_and_nothing_is_left(

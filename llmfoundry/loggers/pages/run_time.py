@@ -9,7 +9,7 @@ evaluation and saving, which come between steps, have metrics of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -24,7 +24,8 @@ from llmfoundry.loggers.pages.page import Tile, fill, part, table, together
 PREFIX = "time/step/"
 TRAINING, EVALUATION, SAVING = "time/train", "time/val", "time/checkpoint_blocking"
 _LEAST = 0.001  # a share of goodput that is shown
-_LONGEST_PAUSE = 330.0  # seconds between two attempts: decide.py waits for 300 s at most
+LONGEST_PAUSE = 330.0
+"""Seconds between two attempts of a supervisor: its decide.py waits for 300 s at most."""
 _LEAST_NAMED = 0.1  # share of the bar from which a part's name fits into it
 _SAYS = {
     "data": "waiting for the batch, and copying it to the device",
@@ -56,7 +57,7 @@ def goodput(rows: Rows, events: Rows) -> dict[str, float]:
     rows = [row for row in rows if WALL in row]
     if not starts or not rows:
         return {}
-    whole = _whole(events, rows)
+    whole = whole_seconds(events, rows)
     training = sum(grown(rows, TRAINING))
     found = {
         "training": training,
@@ -76,11 +77,11 @@ def goodput_tile(rows: Rows, events: Rows) -> Iterator[Tile]:
         training = found.pop("training")
         rest = [f"{k} {percent(v / whole)}" for k, v in found.items() if v / whole >= _LEAST]
         text = f"of {duration(whole)}" + (f"; {', '.join(rest)}" if rest else "")
-        yield Tile("goodput", percent(training / whole), text)
+        yield Tile("goodput", percent(min(1.0, training / whole)), text)
 
 
-def _whole(events: Rows, rows: Rows) -> float:
-    """Seconds of attempts and between them, up to now where the last is still under way.
+def whole_seconds(events: Rows, rows: Rows) -> float:
+    """Seconds of a supervisor's attempts and between them, of one under way up to the last row.
 
     An attempt's are those that its supervisor has counted, as a clock may be set meanwhile.
     """
@@ -89,15 +90,15 @@ def _whole(events: Rows, rows: Rows) -> float:
         when = float(event["time"])
         if event.get("kind") == "start":
             if ended is not None and event.get("attempt") != 1:
-                whole += min(_LONGEST_PAUSE, max(0.0, when - ended))
+                whole += min(LONGEST_PAUSE, max(0.0, when - ended))
             begun, ended = when, None
         elif event.get("kind") == "decision" and begun is not None:
-            whole += float(event.get("took", max(0.0, when - begun)))
+            whole += _value(event, "took") if "took" in event else max(0.0, when - begun)
             begun, ended = None, when
     return whole if begun is None else whole + max(0.0, rows[-1][WALL] / 1000 - begun)
 
 
-def grown(rows: Rows, name: str) -> Iterator[float]:
+def grown(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[float]:
     """How much a sum that each process begins anew has grown, row by row."""
     last = 0.0
     for row in rows:
