@@ -4,6 +4,7 @@
     python scripts/scaling.py yamls/scaling/quickstart.yaml              run what is not done; fit
     python scripts/scaling.py yamls/scaling/quickstart.yaml budget=1e15  the best model
     python scripts/scaling.py yamls/scaling/dense-vs-moe.yaml workers=2
+    python scripts/scaling.py yamls/scaling/quickstart.yaml launch=slurm launch.gpus_per_node=1
 
 Each point is an ordinary run in a folder of its own, so that the same command resumes; a larger run
 is predicted before it is run. Writes scaling.json, points.csv and scaling.html. Runs that there

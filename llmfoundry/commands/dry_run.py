@@ -30,8 +30,8 @@ from llmfoundry.commands.evaluate import check_models, with_addresses
 from llmfoundry.commands.launch import job_of
 from llmfoundry.commands.migrate import prepare
 from llmfoundry.commands.scaling import print_plan as print_grid
-from llmfoundry.commands.scaling import refuse_changed
 from llmfoundry.commands.scaling_grid import grid
+from llmfoundry.commands.scaling_runs import refuse_changed
 from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.preparation.readers import find_files
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes

@@ -37,6 +37,17 @@ def launch(recipe: LaunchRecipe) -> None:
         render = skypilot.render if name == "skypilot" else TARGETS[name].render
         print(public(render(job)), end="")
         return
+    record = submit(job)
+    rows = [("launched", f"{record.target} {record.job}"), ("run", show(job.folder))]
+    Console().banner([*rows, ("recipe", show(job.folder / RECIPE))])
+
+
+def submit(job: Job) -> records.LaunchRecord:
+    """Give a job to its target; its record, which is kept before and after.
+
+    Raises:
+        UserError: it runs there already, or the target's client is missing or refuses.
+    """
     target = TARGETS[job.config.target]
     with one_at_a_time(
         job.folder / LOCK,
@@ -63,9 +74,7 @@ def launch(recipe: LaunchRecipe) -> None:
                 f"{show(job.folder)}: runs as {record.target} {record.job}; note that, for its"
                 f" record cannot be written: {one_line(error)}"
             ) from error
-    console = Console()
-    rows = [("launched", f"{record.target} {record.job}"), ("run", show(job.folder))]
-    console.banner([*rows, ("recipe", show(job.folder / RECIPE))])
+    return record
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:

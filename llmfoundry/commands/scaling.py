@@ -9,43 +9,31 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.commands.plan import Costs, costs, measured_speeds
 from llmfoundry.commands.scaling_grid import GridPoint, grid, point_of, shape_near
-from llmfoundry.errors import RunFailure, UserError, one_line
+from llmfoundry.commands.scaling_runs import is_done, refuse_changed, run_all, with_result
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, one_at_a_time, read_json_if_there, write_json
 from llmfoundry.loggers.console import Console, duration, percent, short_count
-from llmfoundry.loggers.pages.charts import EVAL_LOSS
-from llmfoundry.loggers.pages.comparison import HOURS, ComparedRun, read_run
 from llmfoundry.loggers.pages.scaling import write_scaling_page
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.layouts import TAKEN, Setting, own_layout, rank
-from llmfoundry.processes import cores, keep_children, start_module
 from llmfoundry.recipe.before_training import PlanRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.scaling import ScalingRecipe
-from llmfoundry.recipe.train import NOT_LEARNT
-from llmfoundry.redaction import public
 from llmfoundry.scaling.analysis import FamilyFit, fit_families, refuse_far, summary
 from llmfoundry.scaling.points import Point, finite, read_points, to_csv
 from llmfoundry.terminal import columns
 
 PREDICTED = "held_out.json"
-FINAL = ("model", "tokenizer", "eval")
-"""Sections that NOT_LEARNT has, and that a point's loss depends on all the same."""
-_BETWEEN = 0.2  # seconds between two looks at the runs
 
 
 def scaling(written: ScalingRecipe) -> None:
@@ -70,60 +58,17 @@ def scaling(written: ScalingRecipe) -> None:
         refuse_changed(made)
         print_plan(recipe, made, console)
         tests = _run(recipe, made, console)
-        report(recipe, [with_result(one.point, output) for one in made], tests, console)
-
-
-def _folder(output: Path, point: Point) -> Path:
-    return output / "points" / point.name
-
-
-def with_result(point: Point, output: Path) -> Point:
-    """A point with what its run measured, where that is done."""
-    run = _read(_folder(output, point))
-    if run is None or run.status != "finished":
-        return point
-    loss = run.last(EVAL_LOSS)
-    seconds = 3600 * float(run.rows[-1][HOURS]) if run.rows else math.nan
-    return replace(point, loss=math.nan if loss is None else loss, seconds=seconds)
-
-
-def _read(folder: Path) -> ComparedRun | None:
-    """A point's folder; None where nothing was begun."""
-    if not (folder / "recipe.yaml").exists():
-        return None
-    return read_run(folder, folder.name, is_held=False)
-
-
-def refuse_changed(made: Sequence[GridPoint]) -> None:
-    """Refuse points whose folder holds a run of another recipe."""
-    problems = []
-    for one in made:
-        run = _read(Path(one.settings["save_folder"]).expanduser())
-        if run is None:
-            continue
-        new = {key: public("" if v is None else str(v)) for key, v in one.settings.items()}
-        for key in sorted(new.keys() | run.settings.keys()):
-            matters = not NOT_LEARNT.fullmatch(key) or key.partition(".")[0] in FINAL
-            if matters and new.get(key) != run.settings.get(key):
-                was, now = run.settings.get(key, "unset"), new.get(key, "unset")
-                problems.append(
-                    f"{key}: was {was} when {one.point.name} was run, and is {now}; write another"
-                    f" output, or delete {run.folder}"
-                )
-                break
-    if problems:
-        raise UserError(*problems)
+        report(recipe, [with_result(one) for one in made], tests, console)
 
 
 def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> None:
     """The table of all points before any is run, and their sums."""
-    output = Path(recipe.output).expanduser()
-    points = [with_result(one.point, output) for one in made]
+    points = [with_result(one) for one in made]
     times = [_seconds(recipe, one, points) for one in made]
     rows = []
     for one, point, seconds in zip(made, points, times, strict=True):
-        begun = _read(_folder(output, point))
-        state = "" if begun is None else "done" if begun.status == "finished" else "begun"
+        state = "begun" if (one.folder / "recipe.yaml").exists() else ""
+        state = "done" if is_done(one.folder) else state
         rows.append(
             [
                 point.name + (" (held out)" if point.held_out else ""),
@@ -147,7 +92,7 @@ def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Consol
         text += "; of unknown time: write flops_per_second, or hardware"
     else:
         together = sum(filter(None, left))
-        text += f", about {duration(together / (1 if recipe.hardware else recipe.workers))}"
+        text += f", about {duration(together / (1 if recipe.hardware else recipe.workers or 1))}"
         text += _money(recipe, together / 3600 * _gpus(recipe))
     console.note(f"to run: {text}")
 
@@ -209,8 +154,8 @@ def _run(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> 
     held = [one for one in made if one.point.held_out]
     if not held:
         return {}
-    fits = fit_families([with_result(one.point, output) for one in made], recipe.bootstrap)
-    tests = predicted(fits, [one.point for one in held], output)
+    fits = fit_families([with_result(one) for one in made], recipe.bootstrap)
+    tests = predicted(fits, held, output)
     for family, test in tests.items():
         low, high = test["interval"] or (math.nan, math.nan)
         told = "" if test["before"] else ", after its run"
@@ -223,103 +168,30 @@ def _run(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> 
 
 
 def predicted(
-    fits: Sequence[FamilyFit], held: Sequence[Point], output: Path
+    fits: Sequence[FamilyFit], held: Sequence[GridPoint], output: Path
 ) -> dict[str, dict[str, Any]]:
     """What was predicted of each family's held-out point before its run; now, where nothing was.
 
     A prediction that was written stays as long as the same runs were fitted, so that nobody can
     come back to it with what the held-out run has shown.
     """
-    path, by_name = output / PREDICTED, {point.family: point for point in held}
+    path, by_name = output / PREDICTED, {one.point.family: one for one in held}
     try:
         written = read_json_if_there(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}; delete it") from error
     tests: dict[str, dict[str, Any]] = {}
     for fit in fits:
-        point = by_name[fit.family]
-        told = fit.held_out(point)
+        one = by_name[fit.family]
+        told = fit.held_out(one.point)
         before = written.get(fit.family) if isinstance(written, dict) else None
         same = isinstance(before, dict) and all(
             before.get(key) == told[key] for key in ("name", "fitted", "predicted")
         )
-        is_done = not math.isnan(with_result(point, output).loss)
-        tests[fit.family] = before if same else {**told, "before": not is_done}  # type: ignore[assignment]
+        tests[fit.family] = before if same else {**told, "before": not is_done(one.folder)}  # type: ignore[assignment]
         tests[fit.family].setdefault("written", time.time())
     write_json(path, finite(tests))
     return tests
-
-
-class Going(NamedTuple):
-    """A run that is under way."""
-
-    point: Point
-    log: Path
-    started: float
-
-
-def run_all(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> None:
-    """Run what is not done, `workers` at a time; a signal ends them, each saved.
-
-    Raises:
-        RunFailure: some failed; the others were run all the same.
-    """
-    output = Path(recipe.output).expanduser()
-    waiting = [one for one in made if not _is_done(_folder(output, one.point))]
-    total, failed = len(waiting), list[str]()
-    going: dict[subprocess.Popen[Any], Going] = {}
-    keep_children()
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        while waiting or going:
-            while waiting and len(going) < recipe.workers:
-                one = waiting.pop(0)
-                log = output / "points" / f"{one.point.name}.log"
-                going[_start(recipe, one, log)] = Going(one.point, log, time.monotonic())
-            for process in [process for process in going if process.poll() is not None]:
-                ended = going.pop(process)
-                failed += _ended(ended, process.returncode, output, console)
-                console.note(f"{total - len(waiting) - len(going)} of {total} runs")
-            time.sleep(_BETWEEN)
-    finally:
-        for process in going:
-            process.terminate()  # it saves, and ends
-        for process in going:
-            process.wait()
-        signal.signal(signal.SIGTERM, before)
-    if failed:
-        raise RunFailure("\n".join([*failed, "the same command runs what is not done"]))
-
-
-def _is_done(folder: Path) -> bool:
-    run = _read(folder)
-    return run is not None and run.status == "finished"
-
-
-def _start(recipe: ScalingRecipe, one: GridPoint, log: Path) -> subprocess.Popen[Any]:
-    """A run as its command line has it, in a process of its own; its output goes into a file."""
-    threads = str(max(1, cores() // recipe.workers))
-    env = {"OMP_NUM_THREADS": threads, **os.environ}
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as file:
-        return start_module(
-            "llmfoundry", "train", str(recipe.base), *one.words,
-            env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-
-def _ended(ended: Going, status: int, output: Path, console: Console) -> list[str]:
-    """Report the end of a run; a line where it failed."""
-    point = with_result(ended.point, output)
-    took = duration(time.monotonic() - ended.started)
-    if status == 0 and _is_done(_folder(output, point)):
-        console.note(f"{point.name}: loss {point.loss:.4f}, {took}")
-        return []
-    words = ended.log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(words) if line.strip()), "no output")
-    line = f"{point.name}: exit status {status} after {took}: {last[:300]}; see {ended.log}"
-    console.warn(line)
-    return [line]
 
 
 def report(

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llmfoundry.builders.model import with_defaults
@@ -37,6 +38,7 @@ class GridPoint:
         point: what it counts; without a loss.
         words: of its command line behind the base recipe.
         settings: of its whole recipe, by dotted key.
+        folder: of the run.
         steps: of the run.
         rows: of a step.
     """
@@ -44,6 +46,7 @@ class GridPoint:
     point: Point
     words: list[str]
     settings: dict[str, Any]
+    folder: Path
     steps: int
     rows: int
 
@@ -246,7 +249,8 @@ def point_of(
         seed=seed,
     )
     settings = dict(flat(as_written(checked(TrainRecipe, recipe.base, words))))
-    return GridPoint(point, words, settings, steps, rows)
+    folder = Path(recipe.output).expanduser() / "points" / name
+    return GridPoint(point, words, settings, folder, steps, rows)
 
 
 def _name(

@@ -111,7 +111,7 @@ def is_run(folder: Path) -> bool:
 
 
 def list_runs(folder: Path | str = "runs") -> list[RunState]:
-    """All runs of a folder, and of a sweep's folder in it; targets are asked side by side.
+    """All runs of a folder, and of sweeps and grids in it; targets are asked side by side.
 
     A run whose files cannot be read is listed as unknown, with the reason.
 
@@ -130,13 +130,15 @@ def list_runs(folder: Path | str = "runs") -> list[RunState]:
     return [run for run in runs if Path(run.folder).is_dir()]  # not removed meanwhile
 
 
-def _runs_at(path: Path) -> list[Path]:
-    """A run's folder, also one that may not be read, or the runs of a sweep's."""
+def _runs_at(path: Path, depth: int = 2) -> list[Path]:
+    """A run's folder, also one that may not be read, or the runs in SWEEP/ and GRID/points/."""
     if is_run(path):
         return [path]
+    found = list[Path]()
     with suppress(OSError):
-        return [run for run in sorted(path.iterdir()) if is_run(run)]
-    return []
+        if depth and path.is_dir():
+            found = [run for one in sorted(path.iterdir()) for run in _runs_at(one, depth - 1)]
+    return found
 
 
 def find(name: str, folder: Path | str = "runs") -> Path:

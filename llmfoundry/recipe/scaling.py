@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.command_line import key_and_text
 from llmfoundry.recipe.hardware import Hardware
+from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.schema import PATH, POSITIVE, WIDTH, Range, choice, out_of_bounds
 
 QUANTITIES = ("compute", "parameters", "tokens", "width")
@@ -114,8 +115,13 @@ class ScalingRecipe:
     output: Annotated[str, PATH] = "runs/scaling"
     """The experiment's folder: points/, a run's folder each; scaling.json, points.csv and
     scaling.html."""
-    workers: Annotated[int, Range(1, 64)] = 1
-    """Runs at a time on this machine, whose cores they share."""
+    workers: Annotated[int | None, Range(1, MOST_RUNS)] = None
+    """Runs at a time, which share this machine's cores; unset: 1, or all where they are launched on
+    slurm or kubernetes, which hold them in a queue."""
+    launch: LaunchConfig | None = None
+    """Where each point is launched as a run of its own (launch=slurm), in place of processes here:
+    keys of a training recipe's launch. This machine and those that train need a file system in
+    common, with `output` at the same path. Ctrl-C leaves the runs alone."""
     fit: Annotated[str | None, PATH] = None
     """In place of base: a CSV, or a JSON list, of runs that there are, whose columns are named
     parameters (N), tokens (D) or flops (C), loss, and if it has them family and held_out."""
@@ -149,12 +155,13 @@ class ScalingRecipe:
         yield from self.rules.check()
         yield from self._check_grid()
         yield from self._check_words()
+        yield from self._check_launch()
         yield from self._check_prediction()
 
     def _check_grid(self) -> Iterator[str]:
         if self.fit is not None:
             own = ["overrides", "families", "sizes", "tokens", "compute", "seeds", "held_out"]
-            own += ["hardware", "flops_per_second"]
+            own += ["hardware", "flops_per_second", "workers", "launch"]
             for key in own:
                 if getattr(self, key):
                     yield f"{key}: has no effect with fit; remove it"
@@ -196,6 +203,19 @@ class ScalingRecipe:
                 if named in DECIDED or (named == "seed" and self.seeds):
                     yield f"{key}: {named} is decided by {DECIDED.get(named, 'seeds')}; remove it"
 
+    def _check_launch(self) -> Iterator[str]:
+        if self.launch is None:
+            return
+        yield from self.launch.check()
+        yield from self.launch.check_launch()
+        if self.launch.target == "skypilot":
+            yield "launch.target: skypilot is only printed; write slurm, kubernetes, ssh or local"
+        if self.launch.in_containers(f"{self.output}/points"):
+            yield (
+                f"output: {self.output} goes with the container that writes it; write a folder on a"
+                " volume that this machine has too: launch.mounts=[runs:/runs] output=/runs/scaling"
+            )
+
     def _check_prediction(self) -> Iterator[str]:
         if self.budget is not None and not _BUDGET.fullmatch(self.budget.strip()):
             yield f"budget: {self.budget!r}; write FLOPs, 1e21, or hours of a GPU, 1000h"
@@ -216,6 +236,11 @@ class ScalingRecipe:
             yield f"hardware: {self.hardware} names no GPU, whose speed a plan needs; write 8xh100"
         if self.flops_per_second is not None:
             yield "flops_per_second: has no effect with hardware; remove one of the two"
+
+    @property
+    def target(self) -> str:
+        """Where the points are launched; empty: they are processes of this machine."""
+        return "" if self.launch is None else self.launch.target
 
     @property
     def budget_number(self) -> tuple[float, bool]:

@@ -10,19 +10,24 @@ from typing import Any
 import pytest
 import yaml
 
-from llmfoundry.commands import scaling as command
+from llmfoundry.commands import scaling_runs
 from llmfoundry.commands.dry_run import print_plan
 from llmfoundry.commands.scaling import scaling
 from llmfoundry.commands.scaling_grid import grid, shape_near
+from llmfoundry.commands.scaling_runs import is_done, refuse_changed, run_all
 from llmfoundry.commands.train import train
 from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.files import try_lock
+from llmfoundry.launch import record
+from llmfoundry.launch import runs as api
+from llmfoundry.launch.job import Job
+from llmfoundry.loggers.console import Console
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.scaling import ScalingRecipe
 from llmfoundry.recipe.train import TrainRecipe
-from tests.tiny import write_recipe
+from tests.tiny import ROOT, write_recipe
 
 GRID: dict[str, Any] = {
     "sizes": [16, 32],
@@ -64,8 +69,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(next(w for w in words if w.startswith("save_folder=")).rpartition("/")[2])
         return Here(*words)
 
-    monkeypatch.setattr(command, "start_module", start)
-    monkeypatch.setattr(command, "_BETWEEN", 0.0)
+    monkeypatch.setattr(scaling_runs, "start_module", start)
+    monkeypatch.setattr(scaling_runs, "_LOOK_S", 0.0)
     return names
 
 
@@ -103,12 +108,13 @@ def test_grid_is_run_fitted_tested_and_not_run_again(
 
 def test_changed_point_is_refused_by_its_key(tmp_path: Path, started: list[str]) -> None:
     path = write_grid(tmp_path, held_out=None)
-    scaling(checked(ScalingRecipe, path))
+    run_all(checked(ScalingRecipe, path), grid(checked(ScalingRecipe, path))[:1], Console())
     changed = checked(ScalingRecipe, path, ["overrides=['optimizer.weight_decay=0.1']"])
     with pytest.raises(UserError, match=r"optimizer.weight_decay: was 0.0 when size=16,tokens=512"):
         scaling(changed)
-    scaling(checked(ScalingRecipe, path, ["overrides=['log_interval=2ba']"]))  # not what is learnt
-    assert len(started) == 6
+    kept = checked(ScalingRecipe, path, ["overrides=['log_interval=2ba']"])  # not what is learnt
+    refuse_changed(grid(kept))
+    assert len(started) == 1
 
 
 def test_failed_run_is_named_and_the_others_are_run(
@@ -117,12 +123,53 @@ def test_failed_run_is_named_and_the_others_are_run(
     def start(*words: str, stdout: io.BufferedWriter, **options: Any) -> Here:
         started.append(words[0])
         stdout.write(b"out of luck\n")
-        return Here(status=1) if len(started) == 2 else Here(*words)
+        return Here(status=1) if len(started) == 1 else Here(*words)
 
-    monkeypatch.setattr(command, "start_module", start)
-    with pytest.raises(RunFailure, match=r"exit status 1 after .*: out of luck; see ") as caught:
-        scaling(checked(ScalingRecipe, write_grid(tmp_path, held_out=None)))
-    assert str(caught.value).count("exit status") == 1 and len(started) == 6
+    monkeypatch.setattr(scaling_runs, "start_module", start)
+    recipe = checked(ScalingRecipe, write_grid(tmp_path, held_out=None))
+    made = grid(recipe)[:2]
+    with pytest.raises(RunFailure, match=r"exit status 1: out of luck; see ") as caught:
+        run_all(recipe, made, Console())
+    assert str(caught.value).count("exit status") == 1
+    assert [is_done(one.folder) for one in made] == [False, True]
+
+
+def test_launched_point_outlives_the_command_and_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(run: scaling_runs.Launched) -> None:
+        raise KeyboardInterrupt
+
+    slow = [f"plugins=[{ROOT / 'tests/resilience/slow_steps.py'}]", "callbacks.plugins.slow={}"]
+    path = write_grid(tmp_path, held_out=None, overrides=slow)
+    recipe = checked(ScalingRecipe, path, ["launch=local", "launch.env.OMP_NUM_THREADS=1"])
+    one = grid(recipe)[1]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(scaling_runs.Launched, "ended", interrupt)
+        run_all(recipe, [one], Console())
+    assert "launched runs that go on: 1 (python scripts/runs.py list" in capsys.readouterr().out
+    first = record.read(one.folder)
+    assert first is not None and first.target == "local" and first.recipe.endswith("tiny.yaml")
+    (seen,) = api.list_runs(tmp_path)
+    assert seen.name == "out/points/size=16,tokens=1024" and seen.state in api.UNDER_WAY
+    monkeypatch.setattr(scaling_runs, "_ASK_S", 0.1)
+    run_all(checked(ScalingRecipe, path), [one], Console())  # also without launch
+    assert record.read(one.folder) == first and is_done(one.folder)
+    refuse_changed([one])
+
+
+def test_launched_point_that_died_is_a_failure_and_is_launched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = checked(ScalingRecipe, write_grid(tmp_path, held_out=None), ["launch=local"])
+    one, jobs = grid(recipe)[0], list[Job]()
+    record.write(one.folder, record.LaunchRecord("x", "local", f"{2**22 - 1}@1"))
+    monkeypatch.setattr(scaling_runs, "submit", jobs.append)
+    why = r"failed: it was killed, or its machine .*; see python scripts/runs.py logs .*; nothing"
+    with pytest.raises(RunFailure, match=why):
+        run_all(recipe, [one], Console())
+    (job,) = jobs
+    assert job.folder == one.folder and f"save_folder: {one.folder}" in job.text
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
@@ -156,12 +203,10 @@ def test_equal_compute_gives_larger_models_fewer_tokens(tmp_path: Path) -> None:
 
 
 def test_mixture_and_dense_have_the_same_active_blocks() -> None:
-    recipe = checked(ScalingRecipe, YAMLS / "scaling" / "dense-vs-moe.yaml")
+    few = ["sizes=[64]", "tokens=[0.4e6]"]
+    recipe = checked(ScalingRecipe, YAMLS / "scaling" / "dense-vs-moe.yaml", few)
     points = [one.point for one in grid(recipe)]
-    dense, moe = (
-        next(p for p in points if p.family == family and p.width == 64)
-        for family in ("dense", "moe")
-    )
+    dense, moe = (next(p for p in points if p.family == family) for family in ("dense", "moe"))
     assert moe.active == pytest.approx(dense.active, rel=0.05) and moe.total > 2 * dense.total
 
 
@@ -185,6 +230,8 @@ def test_shape_near_a_size_is_the_nearest_there_is(tmp_path: Path) -> None:
         ("families={a: ['data.validation_fraction=0.3'], b: []}", "losses do not compare"),
         ("families={../x: []}", "cannot name a folder"),
         ("tokens=[512,513]", "two points are the same run"),
+        ("launch=ssh", "launch.hosts: is required with target: ssh"),
+        ("launch=skypilot", "launch.target: skypilot is only printed; write slurm"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, word: str, why: str) -> None:
