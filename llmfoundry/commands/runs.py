@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +23,6 @@ from llmfoundry.terminal import columns, shown_on
 _HEAD = ("run", "state", "step", "loss", "goodput", "logged", "on", "last event, or why")
 _WIDEST = 70  # characters of the last column
 _PREFIX = "llmfoundry_run_"
-_AGE_S = 5.0  # for which two scrapes get the same answer
 
 
 def runs(recipe: RunsRecipe) -> None:
@@ -119,25 +119,21 @@ def _print_lines(lines: Iterator[tuple[str, str]]) -> None:
 
 def _stop(recipe: RunsRecipe) -> None:
     """All are asked side by side; what could not be stopped is said at the end."""
-    said: dict[str, str] = {}
-    problems: list[str] = []
 
-    def stop(name: str) -> None:
+    def stop(name: str) -> RunState | UserError:
         try:
-            run = api.stop(name, recipe.folder, now=recipe.now, timeout=recipe.timeout)
-            said[name] = f"{run.name}: {run.state} at step {run.step:,}"
+            return api.stop(name, recipe.folder, now=recipe.now, timeout=recipe.timeout)
         except UserError as error:
-            problems.extend(error.problems)
+            return error
 
     names = list(dict.fromkeys(recipe.words[1:]))
-    threads = [threading.Thread(target=stop, args=(name,), daemon=True) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in names:
-        if name in said:
-            print(_plain(said[name]))
+    problems: list[str] = []
+    with ThreadPoolExecutor(len(names)) as pool:
+        for found in pool.map(stop, names):
+            if isinstance(found, UserError):
+                problems += found.problems
+            else:
+                print(_plain(f"{found.name}: {found.state} at step {found.step:,}"), flush=True)
     if problems:
         raise UserError(*problems)
 
@@ -179,14 +175,15 @@ class Collector:
 
     def __init__(self, folder: str) -> None:
         """Reads nothing yet."""
-        self._folder, self._lock = folder, threading.Lock()
-        self._read_at, self._runs = -math.inf, list[RunState]()
+        self._folder = folder
 
     def collect(self) -> Iterator[Any]:
         """The metric families; a folder that is gone has no runs."""
         from prometheus_client.core import GaugeMetricFamily
 
-        found = self._now()
+        found: list[RunState] = []
+        with suppress(UserError):
+            found = api.list_runs(self._folder)
         states = GaugeMetricFamily(
             f"{_PREFIX}state", "1: the state that the run is in.", labels=["run", "state"]
         )
@@ -201,16 +198,6 @@ class Collector:
                 if value is not None:
                     family.add_metric([run.name], value)
             yield family
-
-    def _now(self) -> list[RunState]:
-        with self._lock:
-            if time.monotonic() - self._read_at > _AGE_S:
-                try:
-                    self._runs = api.list_runs(self._folder)
-                except UserError:
-                    self._runs = []
-                self._read_at = time.monotonic()
-            return self._runs
 
 
 _VERBS: dict[str, Callable[[RunsRecipe], None]] = {

@@ -35,7 +35,6 @@ from llmfoundry.launch.record import (
 )
 from llmfoundry.processes import is_alive
 
-_END = "__llmfoundry_end_of_recipe__"
 _SESSION = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.setsid();"
     " os.execvp(sys.argv[1], sys.argv[1:])"
@@ -77,10 +76,11 @@ def script(job: Job, node: int) -> str:
     inner = f"trap : INT; {command}; echo $? > {shlex.quote(status)}"
     if job.nodes > 1:
         inner = f"exec > >(exec {shlex.join([job.python, '-c', _TIMES])}) 2>&1; {inner}"
-    lines = [f"# {job.note}", "set -e", f"cd {shlex.quote(_workdir(job))}", *_environment(job)]
+    lines = [f"# {job.note}", "set -e", f"cd {shlex.quote(_workdir(job))}"]
+    lines += job.environment("through standard input" if config.hosts else "this shell's")
     lines += [f"mkdir -p {shlex.quote(f'{folder}/{LOGS}')}", f"rm -f {shlex.quote(status)}"]
     if config.target == "ssh":
-        lines += [f"cat > {shlex.quote(recipe)} <<'{_END}'", job.text.rstrip("\n"), _END]
+        lines += job.write_recipe(recipe)
     lines += [
         *config.setup,
         f"command -v {shlex.quote(job.python)} > /dev/null ||"
@@ -95,16 +95,6 @@ def script(job: Job, node: int) -> str:
 
 def _no_python(job: Job) -> str:
     return f"{job.python} is not there; write launch.environment=FOLDER, which has bin/python"
-
-
-def _environment(job: Job) -> Iterator[str]:
-    if job.config.environment is not None:
-        yield f'export PATH={shlex.quote(job.config.environment + "/bin")}:"$PATH"'
-    for name, value in job.config.env.items():
-        yield f"export {name}={shlex.quote(value)}"
-    for name in job.config.secrets:
-        came = "this shell's" if job.config.target == "local" else "through standard input"
-        yield f': "${{{name}:?is not set}}"  # {came}'
 
 
 def _workdir(job: Job) -> str:

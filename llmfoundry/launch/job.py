@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ RECIPE = "launch.yaml"
 """In the run's folder: the composed recipe that was launched."""
 LOGS = "launch"
 """Below the run's folder: what the job prints."""
+_END = "__llmfoundry_end_of_recipe__"
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # one with a default may be missing
 
 
@@ -105,6 +107,18 @@ class Job:
         words += [f"--nproc-per-node={each}", "--rdzv-backend=c10d"]
         words += [f"--rdzv-endpoint={host}:{self.config.port}", f"--rdzv-id={self.name}"]
         return [list_key("supervise.launch", words)]
+
+    def environment(self, came: str) -> list[str]:
+        """Lines of bash that set what the run's processes need; where a secret came from."""
+        lines = []
+        if self.config.environment is not None:
+            lines.append(f'export PATH={shlex.quote(self.config.environment + "/bin")}:"$PATH"')
+        lines += [f"export {k}={shlex.quote(value)}" for k, value in self.config.env.items()]
+        return lines + [f': "${{{name}:?is not set}}"  # {came}' for name in self.config.secrets]
+
+    def write_recipe(self, path: str) -> list[str]:
+        """Lines of bash that write the recipe there."""
+        return [f"cat > {shlex.quote(path)} <<'{_END}'", self.text.rstrip("\n"), _END]
 
     def own_processes(self) -> list[str]:
         """The setting by which one machine's run has as many processes as the launch says."""

@@ -32,17 +32,9 @@ from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event, is_restart, read_events
 from llmfoundry.exit_status import DONE, ENDS_FOLDER, GIVE_UP, SAVED, own_node
 from llmfoundry.files import RUN_LOCK, is_locked, parse_json, read_json_if_there, try_lock
+from llmfoundry.launch import record as records
 from llmfoundry.launch.client import SILENCE, in_order, timed
-from llmfoundry.launch.record import (
-    ENDED,
-    RECORD,
-    UNKNOWN,
-    LaunchRecord,
-    TargetState,
-    read,
-)
-from llmfoundry.launch.record import RUNNING as ACTIVE
-from llmfoundry.launch.record import WAITING as QUEUED
+from llmfoundry.launch.record import RECORD, LaunchRecord, TargetState, read
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.metrics import BATCH, WALL
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS, is_number
@@ -52,13 +44,8 @@ from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import show
 
 WAITING, RUNNING, RESTARTING = "waiting", "running", "restarting"
-GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN = (
-    "given up",
-    "finished",
-    "stopped",
-    "failed",
-    "unknown",
-)
+GIVEN_UP, FINISHED, STOPPED = "given up", "finished", "stopped"
+FAILED, NOT_KNOWN = "failed", "unknown"
 STATES = (WAITING, RUNNING, RESTARTING, GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN)
 UNDER_WAY = (WAITING, RUNNING, RESTARTING)
 METRICS = "metrics.jsonl"
@@ -230,15 +217,15 @@ def judge(
     decided = decision is not None and float(decision["time"]) + 5 >= changed
     if held:
         return RUNNING, target.reason if target else "a process holds its folder"
-    if target is not None and target.state == QUEUED:
+    if target is not None and target.state == records.WAITING:
         return WAITING, target.reason
-    if target is not None and target.state == ACTIVE:
+    if target is not None and target.state == records.RUNNING:
         if decision is not None and is_restart(decision):
             return RESTARTING, str(decision["what"])
         if _ENDS.get(status) == FINISHED:
             return FINISHED, target.reason
         return WAITING, f"{target.reason}, and does not train yet"
-    if target is not None and target.state == UNKNOWN and _ENDS.get(status) is None:
+    if target is not None and target.state == records.UNKNOWN and _ENDS.get(status) is None:
         return NOT_KNOWN, target.reason
     if decided and decision is not None:
         is_soon = supervised or float(decision["time"]) + LONGEST_PAUSE > now
@@ -250,7 +237,7 @@ def judge(
             return WAITING if is_first else RESTARTING, str(decision["what"])
     if status in _ENDS:
         return _ENDS[status], target.reason if target else ""
-    if target is not None and target.state == ENDED and not status:
+    if target is not None and target.state == records.ENDED and not status:
         return FAILED, target.reason
     return FAILED, "its process was killed, or lost its machine" if status else "it never trained"
 
@@ -288,13 +275,16 @@ def tail(path: Path) -> list[dict[str, Any]]:
             lines = file.read(_TAIL).split(b"\n")
     except OSError:
         return []
-    rows = []
-    for line in lines if size <= _TAIL else lines[1:]:
+    rows = _objects(lines if size <= _TAIL else lines[1:])
+    return [row for row in rows if type(row.get(BATCH)) is int]
+
+
+def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         with suppress(ValueError):
-            row = parse_json(line.decode(errors="replace"))
-            if isinstance(row, dict) and type(row.get(BATCH)) is int:
-                rows.append(row)
-    return rows
+            found = parse_json(line.decode(errors="replace"))
+            if isinstance(found, dict):
+                yield found
 
 
 def is_held(folder: Path) -> bool:
@@ -359,7 +349,7 @@ def _target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | N
     if record is None or not record.job:
         return None
     if held and record.target == "local":  # two processes less for each run
-        return TargetState(ACTIVE, f"process {record.job}")
+        return TargetState(records.RUNNING, f"process {record.job}")
     return TARGETS[record.target].state(record)
 
 
@@ -526,11 +516,7 @@ class _Recorded:
         except OSError:
             return
         self._read[name] = (status.st_ino, size + len(whole) + bool(whole))
-        for line in whole.split(b"\n"):
-            with suppress(ValueError):
-                row = parse_json(line.decode(errors="replace"))
-                if isinstance(row, dict):
-                    yield row
+        yield from _objects(whole.split(b"\n"))
 
 
 def _metrics_line(row: Mapping[str, Any]) -> str:
@@ -562,7 +548,11 @@ def stop(
         raise UserError(f"{show(place)}: is {before.state}, so there is nothing to stop")
     target = _target_state(record, held=False)
     with _alone(place) as is_first:
-        if record is not None and target is not None and target.state in (QUEUED, ACTIVE):
+        if (
+            record is not None
+            and target is not None
+            and target.state in (records.WAITING, records.RUNNING)
+        ):
             who = f"{record.job} {record.submitted_at:.0f}"
             if is_first and _may_ask(place, who, now=now):
                 TARGETS[record.target].stop(record, now=now)

@@ -11,7 +11,6 @@ from typing import Any
 from llmfoundry.launch.job import RECIPE, Job, dump_all
 
 _HEAD = "LLMFOUNDRY.HEAD"
-_END = "__llmfoundry_end_of_recipe__"
 
 
 def render(job: Job) -> str:
@@ -46,6 +45,6 @@ def _script(job: Job) -> str:
     lines = [f"cd {shlex.quote(config.workdir)}"] if config.workdir else []
     if config.environment is not None:
         lines.append(f'export PATH={shlex.quote(config.environment + "/bin")}:"$PATH"')
-    lines += [f"cat > {RECIPE} <<'{_END}'", job.text.rstrip("\n"), _END]
+    lines += job.write_recipe(RECIPE)
     lines += ['head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'] if job.nodes > 1 else []
     return "\n".join([*lines, f"exec {words}", ""])

@@ -29,12 +29,9 @@ def render(job: Job) -> str:
     config, folder = job.config, job.folder.absolute()
     workdir = config.workdir or os.getcwd()
     lines = ["#!/bin/bash", f"# {job.note}", *_directives(job)]
-    lines += [f"cd {shlex.quote(workdir)} || exit 2"]
-    if config.environment is not None:
-        lines.append(f'export PATH={shlex.quote(config.environment + "/bin")}:"$PATH"')
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in config.env.items()]
-    lines += [f': "${{{name}:?is not set}}"  # from the shell of sbatch' for name in config.secrets]
     lines += [
+        f"cd {shlex.quote(workdir)} || exit 2",
+        *job.environment("from the shell of sbatch"),
         *config.setup,
         "# Slurm starts it again: preempted, at its limit, or when a machine was lost.",
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.restarts} ]',

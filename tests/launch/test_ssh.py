@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -81,7 +82,7 @@ def words(daemon: tuple[int, Path], place: Path, *hosts: str) -> list[str]:
     listed = ",".join(f"'{option}'" for option in options)
     names = ",".join(f"{getpass.getuser()}@{host}" for host in hosts)
     env = f"launch.env={{PYTHONPATH: '{ROOT}', OMP_NUM_THREADS: '1', CUDA_VISIBLE_DEVICES: ''}}"
-    python = f"launch.environment={Path(shutil.which('python') or '').parents[1]}"
+    python = f"launch.environment={sys.prefix}"
     there = place / "there"
     there.mkdir(exist_ok=True)
     return [
