@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from llmfoundry.builders.adapter import FOLDER, BaseCheck, adapt, check_base, has_adapter
 from llmfoundry.builders.model import build_root, with_defaults
-from llmfoundry.builders.registry import find_address, logger_uri
+from llmfoundry.builders.registry import find_address
 from llmfoundry.checkpoint.load import load_tensors, load_weights, read_table
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
@@ -86,17 +86,18 @@ def resolve(
     """A filled copy whose `model` is the pretrained model's shape, and that model.
 
     Args:
-        written: checked, unfilled; where it names a registry's version, that becomes the address of
-            the weights, which the run's recipe then has: an alias may move.
+        written: checked, unfilled; where it names registered versions, those become the addresses
+            of the weights, which the run's recipe then has: an alias may move.
         world: this process.
         note: reports checkpoints that are passed over.
 
     Raises:
         UserError: there is no such model, or it does not fit the recipe.
     """
-    key, uri = "model.pretrained", logger_uri(written.logger)
-    name = str(written.model.pretrained)
-    written.model.pretrained = find_address(name, key, world, uri=uri, note=note)
+    look = partial(find_address, world=world, uri=written.logger.tracking_uri, note=note)
+    written.model.pretrained = look(str(written.model.pretrained), "model.pretrained")
+    if written.adapter.pretrained is not None:
+        written.adapter.pretrained = look(written.adapter.pretrained, "adapter.pretrained")
     recipe = with_defaults(written)
     assert isinstance(recipe, FinetuneRecipe)
     asked = recipe.model

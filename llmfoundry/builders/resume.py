@@ -20,7 +20,7 @@ import torch
 from llmfoundry.builders.adapter import FOLDER, begin_adapter, check_base, has_adapter
 from llmfoundry.builders.checkpoint import model_identity
 from llmfoundry.builders.job import Job
-from llmfoundry.builders.registry import find_address, logger_uri
+from llmfoundry.builders.registry import find_address
 from llmfoundry.checkpoint.load import (
     load_training_state,
     load_weights,
@@ -93,7 +93,7 @@ def find_start(
             note("its first save was interrupted: there is nothing to resume from")
     if recipe.load_path is None:
         return Start()
-    weights_only, uri = bool(recipe.load_weights_only), logger_uri(recipe.logger)
+    weights_only, uri = bool(recipe.load_weights_only), recipe.logger.tracking_uri
     written = find_address(recipe.load_path, "load_path", world, uri=uri, note=note)
     options = FetchOptions.from_config(recipe.data)
     place = find_place(written, "load_path", world, options=options)

@@ -28,6 +28,7 @@ from llmfoundry.builders.model import (
 )
 from llmfoundry.builders.preference import open_reference, with_places
 from llmfoundry.builders.pretrained import MODEL, Pretrained, fit_vocabulary, model_yaml
+from llmfoundry.builders.registry import best_saved, registration
 from llmfoundry.builders.resume import (
     Start,
     check_same_recipe,
@@ -538,7 +539,8 @@ def build_checkpointer(
     def failed(batch: int, seen: str, done: str) -> None:
         tracker.event("save_failed", seen, done, step=batch, action="log")
 
-    has_best = job.recipe.registry.best.metric is not None
+    best, record = job.recipe.registry.best, job.run.folder / "metrics.jsonl"
+    task = registration(job.recipe, job.run)
     return Checkpointer(
         job.run,
         job.world,
@@ -548,9 +550,14 @@ def build_checkpointer(
             background=job.recipe.save_async,
             max_failures=job.recipe.save_max_failures,
             max_wait=job.recipe.save_max_wait,
-            spare=tracker.evaluations.best if has_best else None,
+            spare=partial(best_saved, record, best) if best.metric is not None else None,
         ),
-        Reports(tracker.console.warn, tracker.note, failed, partial(tracker.saved, job.run)),
+        Reports(
+            tracker.console.warn,
+            tracker.note,
+            failed,
+            saved=partial(tracker.registry, task) if task is not None else lambda: None,
+        ),
         saved=batch_of(found.folder) if found is not None and own else -1,
     )
 

@@ -17,7 +17,13 @@ from llmfoundry.builders.adapter import BASE, FOLDER, BaseCheck, adapt, has_adap
 from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.builders.pretrained import base_of, fill_tensor, open_pretrained
-from llmfoundry.builders.registry import check_registry, find_address, register_export
+from llmfoundry.builders.registry import (
+    Tag,
+    address_of,
+    check_registry,
+    find_address,
+    register_export,
+)
 from llmfoundry.checkpoint.commit import COMMIT
 from llmfoundry.checkpoint.load import check_weights, load_tensors, read_table
 from llmfoundry.checkpoint.run_folder import read_record
@@ -35,7 +41,6 @@ from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics import BATCH, read_metrics
 from llmfoundry.loggers.pages.scores import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
-from llmfoundry.loggers.registry import Tag, address_of
 from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder

@@ -32,15 +32,7 @@ from llmfoundry.builders.models import (
     is_hugging_face,
     open_model,
 )
-from llmfoundry.builders.registry import (
-    Found,
-    find_version,
-    is_version,
-    link_scores,
-    logger_uri,
-    store_uri,
-    version_of,
-)
+from llmfoundry.builders.registry import find_address, is_version, score_link, store_uri
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.checkpoint.storage import Storage
@@ -48,7 +40,6 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
@@ -59,7 +50,7 @@ from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
-from llmfoundry.loggers.background_queue import describe
+from llmfoundry.loggers.background_queue import Task
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.loggers.writers import log_evaluation
@@ -91,8 +82,7 @@ class Examined:
         batch: of a checkpoint; 0 elsewhere.
         logger: where metrics go as well; None: nowhere.
         report: the page of its run, if it has one.
-        model: its name as the recipe has it.
-        find_version: finds what it became in a registry.
+        link: gives its scores to the version that it is of a registered model.
     """
 
     name: str
@@ -103,8 +93,7 @@ class Examined:
     batch: int = 0
     logger: LoggerConfig | None = None
     report: Path | None = None
-    model: str = ""
-    find_version: Callable[[], Found | None] = lambda: None
+    link: Task | None = None
 
     def pages(self) -> dict[str, Path]:
         """What a page about it links to, in words."""
@@ -139,15 +128,14 @@ def evaluate(recipe: EvalRecipe) -> None:
     relaunch(ParallelConfig())
     with join(ParallelConfig()) as world:
         console = Console(is_main=world.is_main)
-        recipe, versions = with_addresses(recipe, world, console.note)
-        waiting, examined = _ready(recipe, world, console), list[Examined]()
+        recipe, named = with_addresses(recipe, world, console.note)
+        waiting, examined = _ready(recipe, named, world, console), list[Examined]()
         while waiting:
             found = waiting.popleft()()  # and its weights are let go
             if world.is_main:
                 found.write()
                 send_files(found.run, found.folder, console.warn)
-                places = [*_logged(found, console), *_linked(found, versions, console)]
-                _report(console, found, places)
+                _report(console, found, _logged(found, console))
             examined.append(found)
         if world.is_main and len(examined) > 1:
             _compare(recipe, examined, console)
@@ -165,28 +153,18 @@ def _nothing_was_found(examined: Sequence[Examined]) -> bool:
 
 def with_addresses(
     recipe: EvalRecipe, world: World, note: Callable[[str], None]
-) -> tuple[EvalRecipe, dict[str, Found]]:
+) -> tuple[EvalRecipe, dict[str, str]]:
     """A recipe with the addresses of versions in place of their names.
 
     Returns:
-        The recipe, and on the main process the versions by their addresses.
+        The recipe, and the registered models by those addresses.
     """
-    found: dict[str, Found] = {}
-
-    def look(name: str, key: str) -> str:
-        if not is_version(name):
-            return name
-        version = find_version(name, key, uri=recipe.registry.uri)
-        found[version.address] = version
-        note(f"{key}: {name} is {version.label}, {public(version.address)}")
-        return version.address
-
-    def look_at_all() -> tuple[str | None, list[str]]:
-        first = recipe.checkpoint
-        return first and look(first, "checkpoint"), [look(m, "models") for m in recipe.models]
-
-    checkpoint, models = on_rank0(world, look_at_all)
-    return replace(recipe, checkpoint=checkpoint, models=models), found
+    look = partial(find_address, world=world, uri=recipe.registry.uri, note=note)
+    first = recipe.checkpoint and look(recipe.checkpoint, "checkpoint")
+    models = [look(model, "models") for model in recipe.models]
+    found = replace(recipe, checkpoint=first, models=models)
+    pairs = zip(found.all_models(), recipe.all_models(), strict=True)
+    return found, {at: re.split("[:@/]+", name)[1] for at, name in pairs if is_version(name)}
 
 
 def check_models(recipe: EvalRecipe) -> None:
@@ -225,19 +203,6 @@ def _logged(found: Examined, console: Console) -> list[str]:
     if found.logger is None:
         return []
     return log_evaluation(found, found.logger, note=console.note, warn=console.warn)
-
-
-def _linked(found: Examined, versions: Mapping[str, Found], console: Console) -> list[str]:
-    """The version in a registry that has got the scores; none where there is none."""
-    try:
-        version = versions.get(found.model) or found.find_version()
-        if version is None:
-            return []
-        metrics, folder = found.results["metrics"], found.folder
-        return [link_scores(version, metrics, batch=found.batch, folder=folder, name=found.name)]
-    except Exception as error:  # requests', SQLAlchemy's, MLflow's
-        console.warn(f"the registry has not got the scores: {describe(error)}; run this again")
-        return []
 
 
 def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
@@ -299,7 +264,9 @@ class _Host:
     fetching: FetchOptions
 
 
-def _ready(recipe: EvalRecipe, world: World, console: Console) -> deque[Callable[[], Examined]]:
+def _ready(
+    recipe: EvalRecipe, named: Mapping[str, str], world: World, console: Console
+) -> deque[Callable[[], Examined]]:
     """What asks each model, in their order; see `evaluate` for what is raised."""
     models, problems = recipe.all_models(), list[str]()
     own = [model for model in models if not is_outside(model)]
@@ -307,9 +274,9 @@ def _ready(recipe: EvalRecipe, world: World, console: Console) -> deque[Callable
     runs = {run.name: run for run in opened if run is not None}
     host, waiting = _host(runs), deque[Callable[[], Examined]]()
     for model in models if not problems else ():
-        read = partial(_outside, recipe, model, host, world, console)
+        read = partial(_outside, recipe, model, host, named, world, console)
         if model in runs:
-            read = partial(_own, recipe, runs[model], world, console)
+            read = partial(_own, recipe, runs[model], named, world, console)
         ask = _try(read, problems)
         waiting.extend([ask] if ask is not None else [])
     if problems:
@@ -352,7 +319,9 @@ def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> 
     return _Run(path, loaded, run, config, held_out, rows, fill)
 
 
-def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Callable[[], Examined]:
+def _own(
+    recipe: EvalRecipe, run: _Run, named: Mapping[str, str], world: World, console: Console
+) -> Callable[[], Examined]:
     """What asks one of our own, measured as its run would."""
     loaded = run.loaded
     storage = loaded.checkpoint.storage
@@ -385,7 +354,8 @@ def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Calla
     read_record(storage, world, console.note)
     run_folder, batch = loaded.folder.parents[1], int(loaded.state["batch"])
     folder = _folder(recipe, run.name, run_folder / "eval" / loaded.folder.name)
-    logger = recipe.logger or _logger(loaded, console)
+    logger = _log_to(recipe, _logger(loaded, console), is_named=run.name in named)
+    registered = named.get(run.name) or loaded.recipe.registry.name
 
     def ask() -> Examined:
         run.fill()
@@ -401,16 +371,10 @@ def _own(recipe: EvalRecipe, run: _Run, world: World, console: Console) -> Calla
             batch,
             logger,
             report=run_folder / REPORT,
-            model=run.name,
-            find_version=find_registered,
+            link=score_link(registered, loaded.checkpoint, metrics, batch=batch, folder=folder)
+            if registered
+            else None,
         )
-
-    def find_registered() -> Found | None:
-        """By the run's own registered model, where it has one."""
-        theirs = loaded.recipe
-        registered = recipe.registry.name or theirs.registry.name
-        uri = store_uri(recipe.registry.uri or logger_uri(theirs.logger))
-        return version_of(loaded.checkpoint, registered, uri) if registered else None
 
     return ask
 
@@ -443,8 +407,23 @@ def _logger(loaded: Loaded, console: Console) -> LoggerConfig | None:
     return logger if logger.mlflow and not lines else None
 
 
+def _log_to(
+    recipe: EvalRecipe, default: LoggerConfig | None, *, is_named: bool
+) -> LoggerConfig | None:
+    """The recipe's choice, or the default; of a registry's version MLflow, where that was found."""
+    if recipe.logger is not None or not is_named:
+        return recipe.logger or default
+    uri = store_uri(recipe.registry.uri)
+    return replace(default or LoggerConfig(), mlflow=True, tracking_uri=uri)
+
+
 def _outside(
-    recipe: EvalRecipe, model: str, host: _Host | None, world: World, console: Console
+    recipe: EvalRecipe,
+    model: str,
+    host: _Host | None,
+    named: Mapping[str, str],
+    world: World,
+    console: Console,
 ) -> Callable[[], Examined]:
     """What asks a Hugging Face model or an endpoint: the gauntlet alone."""
     config = recipe.eval if recipe.eval is not None or host is None else host.config
@@ -488,15 +467,11 @@ def _outside(
             Storage(folder),
             results,
             answers,
-            logger=recipe.logger,
-            model=model,
-            find_version=find_registered,
+            logger=_log_to(recipe, None, is_named=model in named),
+            link=score_link(named[model], Path(model), result.metrics(), batch=0, folder=folder)
+            if model in named
+            else None,
         )
-
-    def find_registered() -> Found | None:
-        name, at = recipe.registry.name, Path(model).expanduser()
-        is_here = name is not None and at.exists()
-        return version_of(at, str(name), store_uri(recipe.registry.uri)) if is_here else None
 
     return ask
 

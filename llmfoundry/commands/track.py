@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmfoundry.builders.model import with_defaults
+from llmfoundry.builders.registry import registration
 from llmfoundry.checkpoint.run_folder import find_place, hold_run, read_record
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.launch import ALONE
@@ -30,7 +31,9 @@ def track(recipe: TrackRecipe) -> None:
         written.logger = recipe.logger
     console = Console()
     with hold_run(run, ALONE, note=console.note):  # a run under way sends its record itself
-        send_record(with_defaults(written), run, note=console.note, warn=console.warn)
+        filled = with_defaults(written)
+        task = registration(filled, run)
+        send_record(filled, folder, task, note=console.note, warn=console.warn)
 
 
 def run_with_record(recipe: TrackRecipe) -> Storage:

@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -175,16 +175,20 @@ def trim(path: Path, batch: int) -> int:
 
 
 def read_metrics(
-    path: Path, wanted: Callable[[str], bool] = lambda name: True
+    path: Path,
+    wanted: Callable[[str], bool] = lambda name: True,
+    *,
+    marks: Sequence[str] = ("",),
 ) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl (or samples.jsonl), a torn last line left out.
 
-    Only names that are `wanted` are kept: norms of every parameter can be hundreds a line.
+    Only names that are `wanted` are kept: norms of every parameter can be hundreds a line. Lines
+    with none of `marks` in them are not read: few of a long run's are evaluations.
 
     Raises:
         UserError: a line before the last is not a JSON object.
     """
-    rows = (row for _, row in _lines(path) if row is not None)
+    rows = (row for _, row in _lines(path, [mark.encode() for mark in marks]) if row is not None)
     return [{k: _restored(v) for k, v in row.items() if wanted(k)} for row in rows]
 
 
@@ -209,14 +213,16 @@ def find_lacking(
                 yield name, float(value), when, batch
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(byte where it ends, object) of each line that is not empty; None for a torn last one."""
+def _lines(
+    path: Path, marks: Sequence[bytes] = (b"",)
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(byte where it ends, object) of each line with one of `marks`; None for a torn last one."""
     end, broken = 0, ""
     with path.open("rb") as file:
         # Split at line feeds only: other separators may stand inside a JSON string.
         for number, raw in enumerate(file, 1):
             end += len(raw)
-            if not raw.strip():
+            if not raw.strip() or not any(mark in raw for mark in marks):
                 continue
             if broken:
                 raise UserError(broken)

@@ -277,7 +277,7 @@ def tag_ended(uri: str, folder: Path, status: str) -> None:
         Exception: whatever MLflow raises.
     """
     client = open_client(uri)
-    run = existing_run(client, (folder / RUN_ID_FILE).read_text().strip())
+    run = run_of_folder(client, folder)
     if run is None:
         return
     tags = event_tags(read_events(folder))
@@ -285,6 +285,12 @@ def tag_ended(uri: str, folder: Path, status: str) -> None:
         _set_tags(client, run.info.run_id, tags)
     if run.info.status == "RUNNING":
         client.set_terminated(run.info.run_id, STATUS[status])
+
+
+def run_of_folder(client: Any, folder: Path) -> Any:
+    """The run that a folder is, or None where it was not logged in this store."""
+    file = folder / RUN_ID_FILE
+    return existing_run(client, file.read_text().strip()) if file.is_file() else None
 
 
 def existing_run(client: Any, run_id: str) -> Any:

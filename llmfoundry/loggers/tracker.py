@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS
 from llmfoundry.loggers.pages.report import STATUS, write_report
-from llmfoundry.loggers.registry import Evaluations, SavedRun, Tag, register_saved
 from llmfoundry.loggers.writers import close_all, make_writers, stores
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import as_written, flat
@@ -40,7 +38,6 @@ class Tracker:
     """A run's record. `recipe` has its defaults; `console` prints at once and may be used directly.
 
     `history` is every metric of this process as (batch, value) by name, with logger.in_memory.
-    `evaluations` are kept where checkpoints become versions of a registered model.
 
     Raises:
         UserError: logger.tracking_uri is of no kind that MLflow writes to, or a logger's package is
@@ -70,8 +67,6 @@ class Tracker:
         self._in_background = False  # versions are asked for and the loggers' threads run
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._in_memory = recipe.logger.in_memory
-        self._registered_as = recipe.registry.name
-        self.evaluations = Evaluations(recipe.registry)
         say = {"note": self.console.note, "warn": self.console.warn}
         self._writers = make_writers(recipe.logger, run_folder, **say) if is_main else []
 
@@ -92,8 +87,6 @@ class Tracker:
         if facts:
             self.console.banner(facts)
         self._drop_after(first_batch)
-        if first_batch > 0 and self._registered_as is not None:
-            self.evaluations.read(self._folder / "metrics.jsonl")
         before = read_json_if_there(self._folder / "run.json") if first_batch > 0 else {}
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
@@ -110,7 +103,6 @@ class Tracker:
         dropped = self._metrics.start(batch) + self._samples.start(batch)
         if self._has_routing:
             dropped += self._routing.start(batch)
-        self.evaluations.drop_after(batch)
         for path in sorted(self._folder.glob("eval/*.json")):
             if batch == 0 or int(read_json_if_there(path)[BATCH]) > batch:
                 path.unlink()
@@ -126,8 +118,6 @@ class Tracker:
         self._metrics.write({BATCH: batch, TOKEN: tokens, WALL: now, **metrics})
         if TRAIN_LOSS in metrics:
             self.console.step(batch, metrics, total=self._total)
-        if self._registered_as is not None:
-            self.evaluations.add(batch, now, metrics)
         for writer in self._writers:
             writer.log(batch, {TOKEN: tokens, **metrics}, when=now)
         if self._in_memory:
@@ -166,12 +156,10 @@ class Tracker:
             return
         self._keep(self._folder / "eval" / f"ba{batch:07d}.json", {BATCH: batch, **result})
 
-    def saved(self, run: SavedRun) -> None:
-        """Have a run's checkpoints registered, if the recipe says so; returns at once."""
-        if self._is_main and self._registered_as is not None:
-            task = registration(self._registered_as, run, self._run["name"], self.evaluations)
-            for writer in self._writers:
-                writer.registry(task)
+    def registry(self, task: Task) -> None:
+        """Have something done with versions of models, where the run is logged; returns at once."""
+        for writer in self._writers:
+            writer.registry(task)
 
     def note(self, text: str) -> None:
         """Say what the run decided or did."""
@@ -269,27 +257,26 @@ class Tracker:
             self.console.warn(f"{path} was not written: {error.strerror}")
 
 
-def registration(name: str, run: SavedRun, run_name: str, evaluations: Evaluations) -> Task:
-    """What makes the versions of a registered model those of a run's checkpoints."""
-    act = partial(
-        register_saved, name=name, run=run, facts={Tag.RUN: run_name}, evaluations=evaluations
-    )
-    return Task(f"versions of {name}", act)
-
-
 def send_record(
     recipe: TrainRecipe,
-    run: SavedRun,
+    folder: Path,
+    task: Task | None,
     *,
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> None:
     """Send to every place of a recipe what it lacks of a run that has ended, and wait.
 
+    Args:
+        recipe: the run's, filled.
+        folder: the run's.
+        task: what is to be done with versions of models.
+        note: reports what is sent.
+        warn: reports what fails.
+
     Raises:
         UserError: nothing is recorded, no place is named, or one did not get everything.
     """
-    folder = run.folder
     rows = read_metrics(folder / "metrics.jsonl", lambda name: name in (BATCH, WALL))
     if not rows:
         raise UserError(f"run: {folder}/metrics.jsonl is empty; there is nothing to send")
@@ -308,12 +295,9 @@ def send_record(
         tags=tags_of(record),
     )
     status = record.get("summary", {}).get("status")
-    evaluations = Evaluations(recipe.registry)
-    if recipe.registry.name is not None:
-        evaluations.read(folder / "metrics.jsonl")
     for writer in writers:
-        if recipe.registry.name is not None:
-            writer.registry(registration(recipe.registry.name, run, facts.name, evaluations))
+        if task is not None:
+            writer.registry(task)
         for name in ("recipe.yaml", "report.html"):
             if (folder / name).exists():
                 writer.file(folder / name)

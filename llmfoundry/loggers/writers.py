@@ -14,6 +14,7 @@ from llmfoundry.loggers.background_queue import (
     BackgroundWriter,
     LogTarget,
     RunFacts,
+    Task,
     milliseconds,
 )
 from llmfoundry.loggers.environment import environment
@@ -72,12 +73,14 @@ class Evaluation(Protocol):
         folder: where results.json is; a second evaluation there is another run.
         results: has `metrics`.
         batch: of the checkpoint.
+        link: gives them to the version of a registered model; None: there is none.
     """
 
     name: str
     folder: Path
     results: dict[str, Any]
     batch: int
+    link: Task | None
 
 
 def log_evaluation(
@@ -106,6 +109,8 @@ def log_evaluation(
     for writer in writers:
         writer.log(found.batch, metrics)
         writer.file(found.folder / "results.json")
+        if found.link is not None:
+            writer.registry(found.link)
         writer.start(facts)
     close_all(writers, "finished")
     return [writer.label for writer in writers if writer.has_all]

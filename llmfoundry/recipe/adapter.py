@@ -34,8 +34,8 @@ class PretrainedConfig:
     """mpt_causal_lm: the project's decoder. hf_causal_lm: the class of transformers. auto: the
     decoder where it expresses the model exactly, else the class; the run says which."""
     pretrained: Annotated[str | None, PATH] = None
-    """A run's folder, a checkpoint's, a Hugging Face folder (config.json and safetensors), or a hub
-    id."""
+    """A run's folder, a checkpoint's, a Hugging Face folder (config.json and safetensors), a
+    registered version (models:/NAME@best), or a hub id."""
     revision: str | None = None
     """Only for a hub id: a branch, tag or commit."""
     trust_remote_code: bool = False
@@ -89,7 +89,8 @@ class AdapterConfig:
     ] = "none"
     """none: all parameters train. lora: low-rank matrices, on hf_causal_lm by peft (extra)."""
     pretrained: Annotated[str | None, PATH] = None
-    """An adapter's folder in peft's format to begin from; it decides what is adapted and how."""
+    """An adapter's folder in peft's format to begin from, or a registered one (models:/NAME@best);
+    it decides what is adapted and how."""
     r: Annotated[int | None, Range(1, 2**16)] = None
     """Only for lora: rank of the added matrices; default 16."""
     lora_alpha: Annotated[float | None, POSITIVE] = None

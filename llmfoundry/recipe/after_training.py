@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import inert, inert_change, nearest, set_defaults
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
-from llmfoundry.recipe.registry import ExportRegistry, NamedRegistry, RegistryPlace
+from llmfoundry.recipe.registry import ExportRegistry, RegistryPlace
 from llmfoundry.recipe.schema import (
     AUTO_ROWS,
     CHAT_TEMPLATE,
@@ -72,10 +72,10 @@ class EvalRecipe:
     eval: EvalConfig | None = None
     """What is measured (group eval/); unset: what the run measured, of models beside it too."""
     logger: LoggerConfig | None = None
-    """Where metrics go as well (group logger/); unset: MLflow where the run's went, for others
-    nowhere."""
-    registry: NamedRegistry = field(default_factory=NamedRegistry)
-    """Where models:/NAME@alias is found, and whose version gets the scores."""
+    """Where metrics go as well (group logger/), and what links them with a registered version;
+    unset: MLflow where the run's went, or where models:/NAME was found; for others nowhere."""
+    registry: RegistryPlace = field(default_factory=RegistryPlace)
+    """Where models:/NAME@alias is found."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """For models without a run: where tokenized prompts are kept."""
     plugins: list[str] = field(default_factory=list)
@@ -99,7 +99,6 @@ class EvalRecipe:
             yield "eval.icl_max_fraction: is of a training run's time; write eval.icl_rows here"
         if self.eval is not None:
             yield from self.eval.check()
-        yield from self.registry.check()
 
     def fill(self) -> None:
         """Nothing is derived before the checkpoint is read."""
@@ -203,7 +202,6 @@ class DrawRecipe:
         """Every problem, a line each."""
         yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
-        yield from self.registry.check()
         if self.temperature == 0:
             yield from inert("", self, ["top_k", "top_p"], "with temperature: 0")
 
@@ -307,7 +305,6 @@ class ServeRecipe:
         yield from out_of_bounds("", self)
         if self.checkpoint is None:
             yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
-        yield from self.registry.check()
         if not self.host or self.host != self.host.strip():
             yield "host: is no address; write 127.0.0.1 or 0.0.0.0"
         if self.model_name is not None and not self.model_name.strip():

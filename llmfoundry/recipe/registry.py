@@ -82,38 +82,19 @@ class RegistryPlace:
     """MLflow's store, such as http://HOST:5000; unset: MLFLOW_REGISTRY_URI or MLFLOW_TRACKING_URI
     of the environment, else sqlite:///runs/mlflow.db."""
 
-    def check(self, key: str = "registry.") -> Iterator[str]:
-        """Lines for values that cannot be."""
-        yield from out_of_bounds(key, self)
-
 
 @dataclass
-class NamedRegistry(RegistryPlace):
-    """Where versions of a registered model are found, and which one."""
-
-    name: str | None = None
-    """The registered model whose version of these weights gets the scores; unset: that of the run,
-    or of models:/NAME."""
-
-    def check(self, key: str = "registry.") -> Iterator[str]:
-        """Lines for values that cannot be."""
-        yield from super().check(key)
-        if self.name is not None and (problem := name_problem(self.name)):
-            yield f"{key}name: {problem}"
-
-
-@dataclass
-class ExportRegistry(NamedRegistry):
+class ExportRegistry(RegistryPlace):
     """Where an export becomes a version."""
 
     name: str | None = None
     """The registered model that the export becomes a version of; unset: of none."""
     upload: bool | None = None
-    """Only with registry.name: copy the export to MLflow's artifacts too, from where it is fetched
-    if it is gone; default false."""
+    """Only with registry.name: copy the export to MLflow's artifacts too; default false."""
 
     def check(self, key: str = "registry.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
-        yield from super().check(key)
         if self.name is None:
             yield from inert(key, self, ["upload"], f"without {key}name")
+        elif problem := name_problem(self.name):
+            yield f"{key}name: {problem}"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry.builders.registry import Tag, versions
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.mlflow_logger import open_client
-from llmfoundry.loggers.registry import Tag, versions
-from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe
+from llmfoundry.recipe.after_training import ConvertRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import finetune_recipe, run, write_recipe
@@ -32,7 +32,7 @@ def test_the_best_checkpoint_outlives_pruning_and_its_name_is_taken_everywhere(
     assert str(client.get_registered_model("tiny").aliases["best"]) == names["4"]
 
     done = run("eval.py", "models:/tiny@best", cwd=tmp_path)
-    assert "models:/tiny/1, the best" in done.stdout
+    assert "models:/tiny/1 has the scores, the best" in done.stdout
     results = json.loads((tmp_path / "runs/a/eval/ba0000004/results.json").read_text())
     assert results["time/batch"] == 4
     to = ["to=hf", "output=out", "registry.name=tiny-hf"]
@@ -77,4 +77,4 @@ def test_exports_alone_are_registered() -> None:
     with pytest.raises(UserError, match=r"registry.upload: has no effect without registry.name"):
         checked(ConvertRecipe, None, ["checkpoint=x", "output=y", "to=hf", "registry.upload=true"])
     with pytest.raises(UserError, match=r"registry.name: .* can be no model's name"):
-        checked(EvalRecipe, None, ["checkpoint=x", "registry.name='a:b'"])
+        checked(ConvertRecipe, None, [*given[:2], "to=hf", "registry.name='a:b'"])

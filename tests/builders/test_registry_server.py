@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.builders.registry import find_version
+from llmfoundry.builders.registry import Tag, versions
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.mlflow_logger import open_client
-from llmfoundry.loggers.registry import Tag, versions
+from tests.builders.test_registry import Run, address
 from tests.loggers.test_mlflow_server import Server
-from tests.loggers.test_registry import Run
 from tests.tiny import run, write_recipe
 
 pytestmark = pytest.mark.slow  # a server takes ten seconds to start
@@ -65,25 +64,26 @@ def test_two_runs_the_best_moves_and_its_name_is_taken_with_weights_elsewhere(
     words = ["logger.mlflow=true", f"logger.tracking_uri={server.address}", "registry.name=tiny"]
     words += ["eval_interval=4ba", "eval.validation_rows=null"]
     run("train.py", recipe, "run_name=slow", "optimizer.lr=1e-5", *words, cwd=tmp_path)
-    best = find_version("models:/tiny@best", "checkpoint", uri=server.address)
-    assert Path(best.address).is_relative_to(tmp_path / "runs" / "slow")
+    best = address("models:/tiny@best", server.address)
+    assert Path(best).is_relative_to(tmp_path / "runs" / "slow")
 
     server.kill()
     done = run("train.py", recipe, "run_name=fast", *words, cwd=tmp_path)
     assert "versions of tiny" in done.stdout + done.stderr  # what the server lacks
     with pytest.raises(UserError, match="does not answer"):
-        find_version("models:/tiny@best", "checkpoint", uri=server.address)
+        address("models:/tiny@best", server.address)
     server.start()
     run("track.py", "run=runs/fast", cwd=tmp_path)
-    best = find_version("models:/tiny@best", "checkpoint", uri=server.address)
-    assert Path(best.address) == tmp_path / "runs/fast/checkpoints/ba0000012"
+    best = address("models:/tiny@best", server.address)
+    assert Path(best) == tmp_path / "runs/fast/checkpoints/ba0000012"
 
     run("eval.py", "models:/tiny@best", uri, cwd=tmp_path, processes=2)
     results = json.loads((tmp_path / "runs/fast/eval/ba0000012/results.json").read_text())
-    again = find_version("models:/tiny@best", "checkpoint", uri=server.address)
-    model = open_client(server.address).get_logged_model(again.version.tags[Tag.MODEL])
+    client = open_client(server.address)
+    again = client.get_model_version_by_alias("tiny", "best")
+    model = client.get_logged_model(again.tags[Tag.MODEL])
     scores = {m.key: m.value for m in model.metrics if m.run_id != model.source_run_id}
-    assert scores == results["metrics"] and Tag.EVALUATED in again.version.tags
+    assert scores == results["metrics"] and Tag.EVALUATED in again.tags
     drawn = run("generate.py", "models:/tiny@best", uri, "temperature=0", cwd=tmp_path).stdout
     to = ["to=hf", "output=out", "registry.name=tiny-hf", uri]
     run("convert.py", "models:/tiny@best", *to, cwd=tmp_path)

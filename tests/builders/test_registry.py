@@ -7,40 +7,35 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlflow.artifacts
 import pytest
 
-from llmfoundry.builders.registry import find_version, link_scores, version_of
-from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.errors import UserError
-from llmfoundry.loggers import registry
-from llmfoundry.loggers.mlflow_logger import find_experiment, open_client
-from llmfoundry.loggers.registry import (
-    Evaluations,
+from llmfoundry.builders import registry
+from llmfoundry.builders.registry import (
     Tag,
     Weights,
-    fingerprint_of_files,
+    best_saved,
+    find_address,
+    fingerprint,
     register,
     register_saved,
+    registration,
+    score_link,
     settle_best,
     versions,
 )
-from llmfoundry.loggers.tracker import registration
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
+from llmfoundry.errors import UserError
+from llmfoundry.loggers.metrics import JsonLines
+from llmfoundry.loggers.mlflow_logger import MlflowSession, find_experiment, open_client
 from llmfoundry.recipe.registry import CROSS_ENTROPY, BestConfig, RegistryConfig
+from llmfoundry.recipe.train import TrainRecipe
 from tests.loggers.hearing import Hears, facts, finish, writer
 
 ACCURACY = "icl/metrics/eval_gauntlet/core_average"
-
-
-@dataclass
-class Session:
-    """MLflow's run of a folder, as the logger has it open."""
-
-    client: Any
-    run_id: str
 
 
 @pytest.fixture(scope="module")
@@ -54,30 +49,28 @@ class Run:
     def __init__(self, uri: str, folder: Path, name: str, best: BestConfig | None = None) -> None:
         self.client, self.name, self.storage = open_client(uri), name, Storage(folder)
         experiment = find_experiment(self.client, uri, "tests")
-        self.session = Session(self.client, self.client.create_run(experiment).info.run_id)
-        config = RegistryConfig(name=name, best=best or BestConfig())
-        config.fill(has_validation=True)
-        self.evaluations, self.heard = Evaluations(config), Hears()
+        run_id = self.client.create_run(experiment).info.run_id
+        self.session = MlflowSession(self.client, run_id, 0, {})
+        self.config = RegistryConfig(name=name, best=best or BestConfig())
+        self.config.fill(has_validation=True)
+        self.record, self.heard = JsonLines(folder / "metrics.jsonl", print), Hears()
+        self.record.start(0)
 
     def save(self, batch: int, loss: float | None = None, **more: float) -> Path:
         folder = self.storage.checkpoint_folder(batch)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "COMMIT").write_text(f"{self.storage.folder} {batch} {loss}")
-        scores = {} if loss is None else {CROSS_ENTROPY: loss}
-        self.evaluations.add(batch, 1000 + batch, {**scores, **more, "loss/train/total": 1.0})
+        row = {"time/batch": batch, "time/unix_ms": 1000 + batch}
+        self.record.write({**row, "loss/train/total": 1.0})
+        if loss is not None:
+            self.record.write({**row, CROSS_ENTROPY: loss, **more})
         return folder
 
     def register(self) -> list[str]:
         """What was said; the alias `best` is as `bests` says then."""
         self.heard.clear()
-        register_saved(
-            self.session,
-            self.heard.append,
-            name=self.name,
-            run=self.storage,
-            facts={Tag.RUN: "tiny"},
-            evaluations=self.evaluations,
-        )
+        act = {"config": self.config, "run": self.storage, "run_name": "tiny"}
+        register_saved(self.session, self.heard.append, **act)
         return [*self.heard]
 
     def best(self) -> str | None:
@@ -86,6 +79,10 @@ class Run:
 
     def tags(self, version: int) -> dict[str, str]:
         return dict(self.client.get_model_version(self.name, str(version)).tags)
+
+
+def address(written: str, store: str) -> str:
+    return find_address(written, "checkpoint", uri=store, note=print)
 
 
 @pytest.fixture
@@ -105,7 +102,7 @@ def test_versions_are_what_the_folder_has(run: Run, store: str) -> None:
     assert run.register() == [] and run.best() == "2"
     tags = run.tags(1)
     assert tags[Tag.ADDRESS] == str(first.resolve()) and tags[Tag.STEP] == "4"
-    assert tags[Tag.RECIPE] == f"{first.resolve()}/recipe.yaml" and tags[Tag.RUN] == "tiny"
+    assert tags[Tag.RUN] == "tiny"
     model = run.client.get_logged_model(tags[Tag.MODEL])
     assert (model.status, model.model_type) == ("READY", "checkpoint")
     assert model.source_run_id == run.session.run_id
@@ -127,9 +124,9 @@ def test_what_is_pruned_or_replaced_is_marked_and_never_the_best(run: Run, store
     shutil.rmtree(run.storage.checkpoint_folder(4))
     run.register()
     assert run.best() == "2" and Tag.PRUNED in run.tags(1) and Tag.PRUNED not in run.tags(2)
-    with pytest.raises(UserError, match="the weights of version 1 are gone, as of 20"):
-        find_version(f"models:/{run.name}/1", "checkpoint", uri=store)
-    run.evaluations.drop_after(4)  # the run went back, and saves other weights in the same place
+    with pytest.raises(UserError, match="nothing is there any more, as of 20"):
+        address(f"models:/{run.name}/1", store)
+    run.record.start(4)  # the run went back, and saves other weights in the same place
     run.save(8, 5.0)
     run.save(12, 4.0)
     assert run.register()[1].endswith(", the best")
@@ -138,10 +135,10 @@ def test_what_is_pruned_or_replaced_is_marked_and_never_the_best(run: Run, store
     shutil.rmtree(run.storage.folder)
     run.register()
     assert run.best() is None
-    with pytest.raises(UserError, match=r"no alias 'best', or no version .*; there are: latest"):
-        find_version(f"models:/{run.name}@best", "checkpoint", uri=store)
-    with pytest.raises(UserError, match="version 5 are gone"):
-        find_version(f"models:/{run.name}/latest", "checkpoint", uri=store)
+    with pytest.raises(UserError, match="no such version or alias; there are: latest, 1 to 5"):
+        address(f"models:/{run.name}@best", store)
+    with pytest.raises(UserError, match=r"version 5 names .* nothing is there any more, as of 20"):
+        address(f"models:/{run.name}/latest", store)
 
 
 def test_best_is_by_one_metric_and_whoever_has_another_is_told(store: str, tmp_path: Path) -> None:
@@ -153,8 +150,8 @@ def test_best_is_by_one_metric_and_whoever_has_another_is_told(store: str, tmp_p
     score.save(1, 1.0, **{ACCURACY: 0.9})
     said = score.register()
     assert loss.best() == "1" and len(said) == 2
-    assert f"best of two-metrics is compared by {CROSS_ENTROPY} (min), and stays" in said[1]
-    assert [score.evaluations.mode, Tag.VALUE in loss.tags(2)] == ["max", False]
+    assert f"max {ACCURACY}, but the best of two-metrics is by min {CROSS_ENTROPY}," in said[1]
+    assert [score.config.best.mode, Tag.VALUE in loss.tags(2)] == ["max", False]
     score.save(2, 0.5, **{ACCURACY: float("nan")})
     score.register()
     assert Tag.VALUE not in score.tags(4) and loss.best() == "1"
@@ -181,7 +178,9 @@ def test_a_late_writer_does_not_take_best_from_a_better_version(store: str, tmp_
 def test_an_outage_is_caught_up(store: str, tmp_path: Path, monkeypatch: Any) -> None:
     """By the queue once the registry is back; what was not sent in time is named at the end."""
     heard, run = Hears(), Run(store, tmp_path / "run", "outage")
-    create, failures = registry.register, []
+    recipe = TrainRecipe(run_name="tiny", registry=run.config)
+    create, failures, task = registry.register, [], registration(recipe, run.storage)
+    assert task is not None
 
     def fails(*words: Any, **given: Any) -> Any:
         failures.append(1)
@@ -193,7 +192,7 @@ def test_an_outage_is_caught_up(store: str, tmp_path: Path, monkeypatch: Any) ->
     mlflow = writer("mlflow", tmp_path / "run", heard, tracking_uri=store)
     mlflow.start(facts(tmp_path / "run"))
     run.save(4, 3.0)
-    mlflow.registry(registration("outage", run.storage, "tiny", run.evaluations))
+    mlflow.registry(task)
     finish(mlflow)
     assert "ba0000004 is version 1 of outage, the best" in heard and len(failures) == 3
 
@@ -201,9 +200,33 @@ def test_an_outage_is_caught_up(store: str, tmp_path: Path, monkeypatch: Any) ->
     mlflow = writer("mlflow", tmp_path / "run", heard, tracking_uri=store)
     mlflow.start(facts(tmp_path / "run", 4))
     run.save(8, 2.0)
-    mlflow.registry(registration("outage", run.storage, "tiny", run.evaluations))
+    mlflow.registry(task)
     finish(mlflow, timeout=4.0)
     assert "lacks versions of outage: division by zero" in heard[-1] and not mlflow.has_all
+
+
+def test_a_kill_before_the_version_leaves_a_model_that_the_next_try_takes(run: Run) -> None:
+    run.save(4, 3.0)
+    create = run.client.create_model_version
+    run.client.create_model_version = lambda *words, **given: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.register()
+    run.client.create_model_version = create
+    assert run.register() == [f"ba0000004 is version 1 of {run.name}, the best"]
+    experiment = run.client.get_run(run.session.run_id).info.experiment_id
+    mine = f"source_run_id = '{run.session.run_id}'"
+    models = run.client.search_logged_models([experiment], filter_string=mine)
+    assert [model.model_id for model in models] == [run.tags(1)[Tag.MODEL]]
+    assert {m.key: m.value for m in models[0].metrics} == {CROSS_ENTROPY: 3.0}
+
+
+def test_the_best_of_a_run_is_what_its_record_says(run: Run) -> None:
+    for batch, loss in ((4, 2.0), (8, 1.0), (12, float("nan")), (16, 1.0)):
+        run.save(batch, loss)
+    record = run.storage.folder / "metrics.jsonl"
+    assert best_saved(record, run.config.best, [4, 8, 12, 16]) == 8
+    assert best_saved(record, run.config.best, [12]) is None
+    assert best_saved(record, BestConfig("loss/train/total", "min"), [4, 16]) == 4
 
 
 def test_scores_of_an_evaluation_reach_its_version(run: Run, store: str, tmp_path: Path) -> None:
@@ -211,22 +234,30 @@ def test_scores_of_an_evaluation_reach_its_version(run: Run, store: str, tmp_pat
     run.save(8)
     run.register()
     checkpoint = Checkpoint(run.storage, run.storage.checkpoint_folder(8))
-    found = version_of(checkpoint, run.name, store)
-    assert found is not None and str(found.version.version) == "2"
+    experiment = find_experiment(run.client, store, "tests")
+
+    def link(**metrics: float) -> MlflowSession:
+        session = MlflowSession(run.client, run.client.create_run(experiment).info.run_id, 0, {})
+        task = score_link(run.name, checkpoint, metrics, batch=8, folder=tmp_path / "eval")
+        task.act(session, run.heard.append)
+        return session
+
     scores = {CROSS_ENTROPY: 2.5, ACCURACY: 0.5}
-    line = link_scores(found, scores, batch=8, folder=tmp_path / "eval", name="tiny ba8")
-    assert line == f"models:/{run.name}/2, the best" and run.best() == "2"
+    session = link(**scores)
+    assert run.heard[-1] == f"models:/{run.name}/2 has the scores, the best"
+    assert run.best() == "2"
     tags = run.tags(2)
-    run_id, folder = tags[Tag.EVALUATED].split(" ")
-    assert folder == str(tmp_path / "eval") and run_id != run.session.run_id
+    assert tags[Tag.EVALUATED] == f"{session.run_id} {tmp_path / 'eval'}"
     model = run.client.get_logged_model(tags[Tag.MODEL])
-    assert {m.key: m.value for m in model.metrics} == scores
-    assert run.client.get_run(run_id).data.metrics == scores
+    assert {m.key: (m.value, m.run_id) for m in model.metrics} == {
+        name: (value, session.run_id) for name, value in scores.items()
+    }
     # What training measured stays what versions are compared by.
-    again = version_of(checkpoint, run.name, store)
-    assert again is not None
-    link_scores(again, {CROSS_ENTROPY: 9.0}, batch=8, folder=tmp_path / "eval", name="tiny ba8")
+    link(**{CROSS_ENTROPY: 9.0})
     assert run.tags(2)[Tag.VALUE] == "2.5"
+    (checkpoint.folder / "COMMIT").write_text("other weights, which are no version")
+    link(**{CROSS_ENTROPY: 1.0})
+    assert run.tags(2)[Tag.VALUE] == "2.5" and len(run.heard) == 4
 
 
 def test_names_that_lead_nowhere_are_one_line(run: Run, store: str, tmp_path: Path) -> None:
@@ -238,49 +269,57 @@ def test_names_that_lead_nowhere_are_one_line(run: Run, store: str, tmp_path: Pa
         f"models:/{name}": "names no version",
         f"models:/{name}@best/3": "names no version",
         f"models:/{name}x@best": f"no registered model of that name; did you mean '{name}'",
-        f"models:/{name}@champion": "there is no alias 'champion'; there are: best, latest",
-        f"models:/{name}/7": "no version 7; the newest is 1",
+        f"models:/{name}@champion": "no such version or alias; there are: best, latest, 1 to 1",
+        f"models:/{name}/7": "no such version or alias; there are: best, latest, 1 to 1",
         "models:/o'hara/7": "can be no model's name",
     }.items():
         with pytest.raises(UserError, match=r"^checkpoint: [^\n]*$") as error:
-            find_version(written, "checkpoint", uri=store)
+            address(written, store)
         assert why in str(error.value)
     absent = f"sqlite:///{tmp_path}/none.db"
     with pytest.raises(UserError, match="there is no registry at sqlite"):
-        find_version(f"models:/{name}/1", "checkpoint", uri=absent)
+        address(f"models:/{name}/1", absent)
     assert not (tmp_path / "none.db").exists()
     with pytest.raises(UserError, match=r"does not answer: .*; start it, or write another"):
-        find_version(f"models:/{name}/1", "checkpoint", uri="http://127.0.0.1:9")
+        address(f"models:/{name}/1", "http://127.0.0.1:9")
     folder = run.storage.checkpoint_folder(4)
-    assert find_version(f"models:/{name}@best", "checkpoint", uri=store).address == str(folder)
+    assert address(f"models:/{name}@best", store) == str(folder)
     (folder / "COMMIT").write_text("other weights")
-    with pytest.raises(UserError, match="is not what became version 1: it was changed or replaced"):
-        find_version(f"models:/{name}@best", "checkpoint", uri=store)
+    with pytest.raises(
+        UserError, match=r"version 1 is not what is at .*ba0000004, which was changed or replaced"
+    ):
+        address(f"models:/{name}@best", store)
     shutil.rmtree(folder)
     with pytest.raises(UserError, match=r"version 1 names .*ba0000004, and nothing is there"):
-        find_version(f"models:/{name}@best", "checkpoint", uri=store)
+        address(f"models:/{name}@best", store)
 
 
-def test_an_export_that_was_uploaded_is_fetched_where_it_is_gone(
+def test_an_export_that_was_uploaded_is_in_mlflow_where_it_is_gone(
     run: Run, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     export = tmp_path / "hf"
     (export / "deeper").mkdir(parents=True)
     (export / "config.json").write_text("{}")
     (export / "deeper" / "x.bin").write_bytes(b"1234")
-    known = fingerprint_of_files(export)
-    weights = Weights("hf", str(export), known, upload=export)
-    register(run.client, run.name, weights, run_id=run.session.run_id)
+    known = str(fingerprint(export))
+    weights = Weights("hf", str(export), known, {}, is_uploaded=True)
+    experiment = find_experiment(run.client, store, "tests")
+    made = [register(run.client, run.name, weights, None, experiment) for _ in range(2)]
+    assert [str(v.version) for v in (*made, *versions(run.client, run.name))] == ["1", "1", "1"]
     assert settle_best(run.client, run.name) is None  # exports are not compared
     named = f"models:/{run.name}/latest"
-    assert find_version(named, "checkpoint", uri=store).address == str(export)
+    assert address(named, store) == str(export)
     (export / "config.json").write_text("[]")
-    assert fingerprint_of_files(export) != known
-    with pytest.raises(UserError, match="is not what became version 1"):
-        find_version(named, "checkpoint", uri=store)
+    assert fingerprint(export) != known
+    with pytest.raises(UserError, match="version 1 is not what is at"):
+        address(named, store)
     shutil.rmtree(export)
-    for _ in range(2):  # fetched, and there already
-        fetched = Path(find_version(named, "checkpoint", uri=store).address)
-        assert fingerprint_of_files(fetched) == known and fetched.is_relative_to(tmp_path / "home")
-    assert [str(v.version) for v in versions(run.client, run.name)] == ["1"]
+    with pytest.raises(UserError, match=f"artifacts download -u models:/{run.name}/1 -d FOLDER"):
+        address(named, store)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    (tmp_path / "copy").mkdir()
+    copy = mlflow.artifacts.download_artifacts(
+        f"models:/{run.name}/1", dst_path=str(tmp_path / "copy")
+    )
+    assert (Path(copy) / "config.json").read_text() == "{}"
+    assert (Path(copy) / "deeper" / "x.bin").read_bytes() == b"1234"
