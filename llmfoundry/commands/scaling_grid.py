@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,16 +40,12 @@ class GridPoint:
         words: of its command line behind the base recipe.
         settings: of its whole recipe, by dotted key.
         folder: of the run.
-        steps: of the run.
-        rows: of a step.
     """
 
     point: Point
     words: list[str]
     settings: dict[str, Any]
     folder: Path
-    steps: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,7 @@ class Shape:
         width: of the model.
         words: that make it of the base recipe.
         recipe: filled, with a vocabulary.
-        total: parameters.
-        active: that a token meets.
-        non_embedding: of these, without embeddings and an untied head.
+        counts: parameters: total, active and non_embedding, as `Point` has them.
         flops: of training on a token.
     """
 
@@ -70,9 +65,7 @@ class Shape:
     width: int
     words: list[str]
     recipe: TrainRecipe
-    total: int
-    active: int
-    non_embedding: int
+    counts: dict[str, int]
     flops: float
 
 
@@ -84,39 +77,34 @@ def grid(recipe: ScalingRecipe) -> list[GridPoint]:
     """
     bases = {family: base_of(recipe, family) for family in recipe.families or [""]}
     _refuse_unlike(bases)
-    held = recipe.held_out
-    widths = [*recipe.sizes, *([held.size] if held else [])]
-    shapes = {
-        (family, width): shape_of(recipe, family, base, width)
-        for family, base in bases.items()
-        for width in widths
-    }
-    aims: list[tuple[Shape, float, float, bool]] = []  # shape, what was asked for, tokens, held out
-    for family in bases:
-        for width, aim in itertools.product(recipe.sizes, recipe.tokens or recipe.compute):
-            shape = shapes[family, width]
-            tokens = aim if recipe.tokens else aim / shape.flops
-            aims.append((shape, aim, tokens, False))
-    _settle_rules(recipe, bases, aims)
-    if held is not None:
-        aims += [(shapes[family, held.size], held.tokens, held.tokens, True) for family in bases]
-    points, problems = [], dict[str, None]()
-    for shape, aim, tokens, is_held in aims:
-        sweeps: Any = [(1.0, 1.0)]
+    aims = [*itertools.product(recipe.sizes, recipe.tokens or recipe.compute)]
+    wanted = [(family, width, aim, False) for family in bases for width, aim in aims]
+    if held := recipe.held_out:
+        wanted += [(family, held.size, held.tokens, True) for family in bases]
+    keys = dict.fromkeys((family, width) for family, width, _, _ in wanted)
+    shapes = {key: shape_of(recipe, key[0], bases[key[0]], key[1]) for key in keys}
+
+    def tokens_of(shape: Shape, aim: float, is_held: bool) -> float:
+        return aim if is_held or recipe.tokens else aim / shape.flops
+
+    fitted = [(shapes[f, width], aim) for f, width, aim, is_held in wanted if not is_held]
+    _settle_rules(recipe, bases, [(shape, tokens_of(shape, aim, False)) for shape, aim in fitted])
+    points, problems = list[GridPoint](), dict[str, None]()
+    for family, width, aim, is_held in wanted:
+        shape, swept = shapes[family, width], [(1.0, 1.0)]
         if not is_held:
-            sweeps = itertools.product(recipe.lr_factors, recipe.batch_factors)
-        for factors, seed in itertools.product(sweeps, recipe.seeds or [shape.recipe.seed]):
+            swept = [*itertools.product(recipe.lr_factors, recipe.batch_factors)]
+        for factors, seed in itertools.product(swept, recipe.seeds or [shape.recipe.seed]):
             try:
-                made = point_of(recipe, shape, tokens, factors, seed)
+                one = point_of(recipe, shape, tokens_of(shape, aim, is_held), factors, seed)
             except UserError as error:
                 problems |= dict.fromkeys(error.problems)
                 continue
-            points.append(replace(made, point=replace(made.point, held_out=is_held, target=aim)))
+            points.append(replace(one, point=replace(one.point, held_out=is_held, target=aim)))
+    if len({one.point.name for one in points}) < len(points):
+        problems["tokens: two points are the same run; write values further apart"] = None
     if problems:
         raise UserError(*problems)
-    names = [made.point.name for made in points]
-    if len({*names}) < len(names):
-        raise UserError("tokens: two points are the same run; write values further apart")
     return points
 
 
@@ -142,13 +130,12 @@ def _words(recipe: ScalingRecipe, family: str) -> list[str]:
 
 def _refuse_unlike(bases: dict[str, TrainRecipe]) -> None:
     """Losses of other tokens or other text do not compare."""
-    first, *others = bases.items()
-    for family, base in others:
-        written, mine = dict(flat(as_written(base))), dict(flat(as_written(first[1])))
+    (first, mine), *others = [(f, dict(flat(as_written(base)))) for f, base in bases.items()]
+    for family, written in others:
         for key, value in written.items():
             if key.startswith(COMPARED) and value != mine.get(key):
                 raise UserError(
-                    f"families.{family}: {key} is {value}, and {first[0]}'s is {mine.get(key)}:"
+                    f"families.{family}: {key} is {value}, and {first}'s is {mine.get(key)}:"
                     " their losses do not compare; write one for both"
                 )
 
@@ -181,36 +168,31 @@ def shape_of(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) 
     own = [*_words(recipe, family), *words]
     made = checked(TrainRecipe, recipe.base, [*own, "run_name=scaling"])
     filled = with_guessed_vocabulary(with_defaults(made))
-    shaped, total = filled.model, parameter_count(filled.model)
+    shaped = filled.model
     assert shaped.vocab_size is not None
     embedded = shaped.vocab_size * width * (1 if shaped.tie_word_embeddings else 2)
     if shaped.learned_pos_emb:
         embedded += (shaped.max_seq_len or 0) * width
     active = active_parameter_count(shaped)
-    flops = flops_per_token(shaped, filled.max_seq_len)
-    return Shape(family, width, own, filled, total, active, active - embedded, flops)
+    counts = {"total": parameter_count(shaped), "active": active}
+    counts["non_embedding"] = active - embedded
+    return Shape(family, width, own, filled, counts, flops_per_token(shaped, filled.max_seq_len))
 
 
 def _settle_rules(
-    recipe: ScalingRecipe,
-    bases: dict[str, TrainRecipe],
-    aims: Sequence[tuple[Shape, float, float, bool]],
+    recipe: ScalingRecipe, bases: dict[str, TrainRecipe], aims: Sequence[tuple[Shape, float]]
 ) -> None:
     """Write in place where a rule has its base's number, and which that is."""
     recipe.fill()
     base = next(iter(bases.values()))
-    values = {
-        "lr": base.optimizer.lr,
-        "batch_tokens": base.global_train_batch_size * base.max_seq_len,
-    }
-    for name, value in values.items():
-        rule: PowerRule = getattr(recipe.rules, name)
+    step = base.global_train_batch_size * base.max_seq_len
+    for rule, value in ((recipe.rules.lr, base.optimizer.lr), (recipe.rules.batch_tokens, step)):
         rule.value = rule.value or float(value)
-        rule.at = rule.at or min(_quantity(rule, shape, tokens) for shape, _, tokens, _ in aims)
+        rule.at = rule.at or min(_quantity(rule, *aim) for aim in aims)
 
 
 def _quantity(rule: PowerRule, shape: Shape, tokens: float) -> float:
-    known = {"compute": shape.flops * tokens, "parameters": shape.active}
+    known = {"compute": shape.flops * tokens, "parameters": shape.counts["active"]}
     return float((known | {"tokens": tokens, "width": shape.width})[rule.by])
 
 
@@ -237,20 +219,19 @@ def point_of(
     point = Point(
         name=name,
         family=shape.family,
-        parameters=getattr(shape, recipe.parameters),
+        parameters=shape.counts[recipe.parameters],
         tokens=trained,
         flops=trained * shape.flops,
-        total=shape.total,
-        active=shape.active,
-        non_embedding=shape.non_embedding,
+        total=shape.counts["total"],
+        active=shape.counts["active"],
+        non_embedding=shape.counts["non_embedding"],
         width=shape.width,
         lr=lr,
         batch_tokens=rows * length,
         seed=seed,
     )
     settings = dict(flat(as_written(checked(TrainRecipe, recipe.base, words))))
-    folder = Path(recipe.output).expanduser() / "points" / name
-    return GridPoint(point, words, settings, folder, steps, rows)
+    return GridPoint(point, words, settings, Path(recipe.output).expanduser() / "points" / name)
 
 
 def _name(
@@ -274,16 +255,15 @@ def shape_near(recipe: ScalingRecipe, family: str, parameters: float) -> Shape:
     base = base_of(recipe, family)
     head = recipe.rules.head_dim or base.model.head_dim
     assert head is not None
-    low, high = 1, 2
-    while high * head < MOST_WIDTH and _size(recipe, family, base, high * head) < parameters:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_small = _size(recipe, family, base, middle * head) < parameters
-        low, high = (middle, high) if is_small else (low, middle)
-    both = [shape_of(recipe, family, base, heads * head) for heads in (low, high)]
-    return min(both, key=lambda one: abs(math.log(getattr(one, recipe.parameters) / parameters)))
 
+    def size(heads: int) -> float:
+        return shape_of(recipe, family, base, heads * head).counts[recipe.parameters]
 
-def _size(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) -> int:
-    return int(getattr(shape_of(recipe, family, base, width), recipe.parameters))
+    high = 1
+    while high * head < MOST_WIDTH and size(high) < parameters:
+        high *= 2
+    heads = range(max(1, high // 2), high + 1)
+    above = min(high, heads.start + bisect_left(heads, parameters, key=size))
+    both = (max(1, above - 1), above)
+    near = min(both, key=lambda heads: abs(math.log(size(heads) / parameters)))
+    return shape_of(recipe, family, base, near * head)

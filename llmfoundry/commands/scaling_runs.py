@@ -148,7 +148,6 @@ def run_all(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) 
     }
     waiting, failed = [name for name in left if name not in runs], list[str]()
     most = recipe.workers or (len(left) if recipe.target in QUEUES else 1)
-    keep_children()
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while waiting or runs:
@@ -179,13 +178,13 @@ def _start(recipe: ScalingRecipe, one: GridPoint) -> Process | Launched:
     if recipe.launch is not None:
         return _launch(recipe, one)
     log = one.folder.with_name(f"{one.point.name}.log")
-    threads = str(max(1, cores() // (recipe.workers or 1)))
+    env = {"OMP_NUM_THREADS": str(max(1, cores() // (recipe.workers or 1))), **os.environ}
+    keep_children(env)  # but for those that are launched: they would end with this process, too
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         process = start_module(
             "llmfoundry", "train", str(recipe.base), *one.words,
-            env={"OMP_NUM_THREADS": threads, **os.environ},
-            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     return Process(process, log)
 

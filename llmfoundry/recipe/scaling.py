@@ -123,8 +123,8 @@ class ScalingRecipe:
     keys of a training recipe's launch. This machine and those that train need a file system in
     common, with `output` at the same path. Ctrl-C leaves the runs alone."""
     fit: Annotated[str | None, PATH] = None
-    """In place of base: a CSV, or a JSON list, of runs that there are, whose columns are named
-    parameters (N), tokens (D) or flops (C), loss, and if it has them family and held_out."""
+    """In place of base: a CSV of runs that there are, with columns parameters (N), tokens (D) or
+    flops (C), loss, and if it has them family and held_out."""
     parameters: Annotated[str, choice(COUNTED)] = "active"
     """What the law's N counts: active (what a token meets: of experts those it visits), total, or
     non_embedding (active, without embeddings and an untied head)."""
@@ -140,7 +140,7 @@ class ScalingRecipe:
     price: Annotated[float | None, POSITIVE] = None
     """What a GPU, or without `hardware` this machine, costs an hour, in any currency."""
     flops_per_second: Annotated[float | None, POSITIVE] = None
-    """What this machine reaches, for the plan before a run is done; unset: its time is unknown."""
+    """What this machine reaches, for the plan before a run is done; `hardware` has its own."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules, imported before anything is checked."""
 
@@ -161,12 +161,10 @@ class ScalingRecipe:
     def _check_grid(self) -> Iterator[str]:
         if self.fit is not None:
             own = ["overrides", "families", "sizes", "tokens", "compute", "seeds", "held_out"]
-            own += ["hardware", "flops_per_second", "workers", "launch"]
+            own += ["hardware", "price", "flops_per_second", "workers", "launch"]
             for key in own:
                 if getattr(self, key):
                     yield f"{key}: has no effect with fit; remove it"
-            if self.budget is not None and self.budget.strip().lower().endswith("h"):
-                yield "budget: hours need a base, whose speed is known; write FLOPs, 1e21"
             return
         if self.held_out is not None:
             yield from out_of_bounds("held_out.", self.held_out)
@@ -217,25 +215,20 @@ class ScalingRecipe:
             )
 
     def _check_prediction(self) -> Iterator[str]:
-        if self.budget is not None and not _BUDGET.fullmatch(self.budget.strip()):
-            yield f"budget: {self.budget!r}; write FLOPs, 1e21, or hours of a GPU, 1000h"
-        elif self.budget is not None and self.budget_number[0] <= 0:
-            yield f"budget: {self.budget} must be greater than 0"
-        elif self.extrapolate and self.budget is None:
+        if self.budget is None and self.extrapolate:
             yield "extrapolate: has no effect without a budget; remove it"
-        elif self.budget is not None and self.budget_number[1] and self.hardware is None:
-            yield "budget: hours are of GPUs; write hardware=8xh100, or FLOPs, 1e21"
-        if self.hardware is None:
-            return
-        try:
-            hardware = Hardware.parse(self.hardware, "hardware")
-        except UserError as error:
-            yield from error.lines()
-            return
-        if not hardware.is_timed:
-            yield f"hardware: {self.hardware} names no GPU, whose speed a plan needs; write 8xh100"
-        if self.flops_per_second is not None:
-            yield "flops_per_second: has no effect with hardware; remove one of the two"
+        elif self.budget is not None:
+            found = _BUDGET.fullmatch(self.budget.strip())
+            if found is None or not 0 < float(found[1]) < 1e40:
+                yield f"budget: {self.budget!r}; write FLOPs, 1e21, or hours of a GPU, 1000h"
+            elif found[2] and (self.fit is not None or self.hardware is None):
+                yield "budget: hours are of a base's GPUs; write hardware=8xh100, or FLOPs, 1e21"
+        if self.hardware is not None:
+            try:
+                if not Hardware.parse(self.hardware, "hardware").is_timed:
+                    yield f"hardware: {self.hardware} has no speed to plan with; write 8xh100"
+            except UserError as error:
+                yield from error.lines()
 
     @property
     def target(self) -> str:
@@ -243,11 +236,15 @@ class ScalingRecipe:
         return "" if self.launch is None else self.launch.target
 
     @property
-    def budget_number(self) -> tuple[float, bool]:
-        """The budget, and whether it is hours."""
-        match = _BUDGET.fullmatch((self.budget or "").strip())
-        assert match is not None
-        return float(match[1]), bool(match[2])
+    def budget_flops(self) -> float:
+        """The budget, where it is FLOPs."""
+        return float(self.budget or 0)
+
+    @property
+    def budget_hours(self) -> float:
+        """Hours of a GPU in the budget; 0: it is FLOPs."""
+        text = (self.budget or "").strip().lower()
+        return float(text[:-1]) if text.endswith("h") else 0.0
 
     def fill(self) -> None:
         """Write derived values in place."""

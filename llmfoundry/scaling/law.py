@@ -9,7 +9,7 @@ numbers finds where Hoffmann's search over five may stop early (Besiroglu et al.
 
 from __future__ import annotations
 
-import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,15 +20,10 @@ Array = NDArray[np.float64]
 DELTA = 1e-3
 """Residual of log L from which on Huber's loss grows linearly (Hoffmann et al., 2022, D.2)."""
 LEAST_EXPONENT, MOST_EXPONENT = 0.02, 2.0
-_START, _ZOOMS, _REACH = (
-    32,
-    6,
-    4,
-)  # cells of the first search; searches around its best; cells there
+# Cells of the first search; searches around its best; cells there.
+_START, _ZOOMS, _REACH = 32, 6, 4
 _STEPS = 200  # of the refinement at most
-_SUBSETS = [
-    list(one) for n in (3, 2, 1) for one in itertools.combinations(range(3), n)
-]  # of E, A, B: which are not zero
+_SUBSETS = [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]]  # of E, A, B: which are not zero
 LEAST_POINTS = 5  # as many as there are constants
 
 
@@ -73,15 +68,33 @@ class Law:
             return float("inf")
         for _ in range(100):
             middle = (low + high) / 2
-            n = float(self.best_size(10**middle, cost))
-            reached = float(self.loss(n, cost.tokens(10**middle, n)))
-            low, high = (middle, high) if reached > loss else (low, middle)
+            is_worse = self.best(10**middle, cost)[2] > loss
+            low, high = (middle, high) if is_worse else (low, middle)
         return float(10**high)
 
     @property
     def has_optimum(self) -> bool:
         """Whether both size and data matter, so that one is traded for the other."""
         return self.a > 0 and self.b > 0
+
+    def best(self, flops: float, cost: Cost) -> tuple[float, float, float]:
+        """Size, tokens and loss of a budget; NaN where there is no optimum."""
+        if not self.has_optimum:
+            return math.nan, math.nan, math.nan
+        n = float(self.best_size(flops, cost))
+        d = float(cost.tokens(flops, n))
+        return n, d, float(self.loss(n, d))
+
+    def size_exponent(self, cost: Cost) -> float:
+        """The power of compute with which the best size grows; NaN where there is none."""
+        return self.beta / (self.alpha + cost.growth * self.beta) if self.has_optimum else math.nan
+
+    @property
+    def at_edge(self) -> list[str]:
+        """Exponents at an end of the search: the runs do not determine them."""
+        low, high = 1.001 * LEAST_EXPONENT, MOST_EXPONENT / 1.001
+        used = {"alpha": self.a, "beta": self.b}
+        return [key for key, of in used.items() if of > 0 and not low < getattr(self, key) < high]
 
 
 @dataclass(frozen=True)
@@ -140,14 +153,8 @@ def _project(x: Array, y: Array, loss: Array, pairs: Array) -> tuple[Array, Arra
     Three coefficients have seven sets of which the others are zero; the best solution among those
     without a negative one is the non-negative least squares' (Lawson and Hanson, 1974).
     """
-    columns = np.stack(
-        [
-            np.ones((len(pairs), len(x))),
-            np.exp(-pairs[:, :1] * x),
-            np.exp(-pairs[:, 1:] * y),
-        ],
-        axis=-1,
-    )
+    terms = [np.ones((len(pairs), len(x))), np.exp(-pairs[:, :1] * x), np.exp(-pairs[:, 1:] * y)]
+    columns = np.stack(terms, axis=-1)
     columns /= loss[:, None]  # the error is relative: nearly that of log L
     best = np.zeros((len(pairs), 3))
     least = np.full(len(pairs), float(len(x)))  # of nothing: each point is wrong by all of it

@@ -1,4 +1,4 @@
-"""The runs of a scaling experiment: as rows, from and to files, and which of them are fitted."""
+"""The runs of a scaling experiment: as rows, from and to a table, and which of them are fitted."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import parse_json
 
-NAMES = {
-    "parameters": ("parameters", "params", "n", "model size"),
-    "tokens": ("tokens", "d", "training tokens"),
-    "flops": ("flops", "c", "training flop", "compute"),
-    "loss": ("loss", "l"),
-}
-"""Columns of others' files, whatever their case."""
+K = TypeVar("K", bound=Hashable)
 MOST_BYTES = 64 << 20
 
 
@@ -75,53 +68,37 @@ def to_csv(points: Sequence[Point]) -> str:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Runs of a CSV, or of a JSON list of objects.
+    """Runs of a CSV.
 
     Raises:
         UserError: it cannot be read, or a row lacks a number; names the first row of each kind.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
+        if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"has more than {MOST_BYTES >> 20} MiB")
-        text = content.decode("utf-8-sig")
-        rows = parse_json(text) if path.suffix == ".json" else _csv_rows(text)
+        rows = [*csv.DictReader(io.StringIO(path.read_text("utf-8-sig"), newline=""))]
     except (OSError, ValueError, csv.Error) as error:
-        raise UserError(
-            f"fit: {path}: cannot be read: {error}; write a CSV or JSON file"
-        ) from error
-    if isinstance(rows, dict):  # scaling.json
-        rows = rows.get("points")
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"fit: {path}: has no rows; write a line of names, and one for each run")
-    problems: dict[str, str] = {}
-    points = []
+        raise UserError(f"fit: {path}: cannot be read: {error}; write a CSV file") from error
+    problems, points = dict[str, str](), list[Point]()
     for number, row in enumerate(rows, 1):
         try:
             points.append(_point(row, number))
         except ValueError as error:
             problems.setdefault(str(error), f"fit: {path}: row {number}: {error}")
-    if problems:
-        raise UserError(*problems.values())
+    if problems or not points:
+        none = f"fit: {path}: has no rows; write a line of names, and one for each run"
+        raise UserError(*(problems.values() or [none]))
     return points
-
-
-def _csv_rows(text: str) -> list[dict[str, Any]]:
-    return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
 def _point(row: Mapping[Any, Any], number: int) -> Point:
     """A run of others: N, D or C, and the loss."""
     known = {str(key).strip().lower(): value for key, value in row.items()}
-    found: dict[str, float] = {}
-    for name, others in NAMES.items():
-        values = [known[other] for other in others if known.get(other) not in (None, "")]
-        if values:
-            found[name] = _positive(name, values[0])
-    if "loss" not in found or "parameters" not in found:
-        missing = "loss" if "loss" not in found else "parameters"
-        raise ValueError(f"{missing}: is missing; name a column {' or '.join(NAMES[missing])}")
+    names = ("parameters", "tokens", "flops", "loss")
+    found = {name: _positive(name, known[name]) for name in names if known.get(name)}
+    for name in ("loss", "parameters"):
+        if name not in found:
+            raise ValueError(f"{name}: is missing; name a column so")
     if not {"tokens", "flops"} & set(found):
         raise ValueError("tokens: is missing; name a column tokens, or flops of which 6 N are one")
     n = found["parameters"]
@@ -139,63 +116,52 @@ def _point(row: Mapping[Any, Any], number: int) -> Point:
     )
 
 
-def _positive(name: str, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if name == "loss" and str(value).strip().lower() in ("nan", "inf"):
+def _positive(name: str, value: str) -> float:
+    text = str(value).strip().lower()
+    if name == "loss" and text in ("nan", "inf"):
         return math.nan  # a run that diverged
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < math.inf:
-        raise ValueError(f"{name}: {str(value)[:40]!r} is not a positive number")
+        raise ValueError(f"{name}: {text[:40]!r} is not a positive number")
     return number
 
 
-def fitted(points: Sequence[Point]) -> list[Point]:
+def fitted(points: Iterable[Point]) -> list[Point]:
     """Of each family, size and number of tokens the runs of the best learning rate and batch.
 
     Which is the one with the least mean loss over its seeds; a run that diverged is none.
     """
-    cells: dict[Any, dict[Any, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    best = list[Point]()
+    for cell in cells(points).values():
+        tried = grouped(cell, lambda run: (run.lr, run.batch_tokens)).values()
+        whole = [runs for runs in tried if all(math.isfinite(run.loss) for run in runs)]
+        best += min(whole, key=lambda runs: fmean(run.loss for run in runs), default=[])
+    return best
+
+
+def cells(points: Iterable[Point]) -> dict[Any, list[Point]]:
+    """Runs of a family, size and number of tokens, but for those held out."""
+    tried = (point for point in points if not point.held_out)
+    return grouped(tried, lambda run: (run.family, run.width or run.parameters, run.target))
+
+
+def grouped(points: Iterable[Point], key: Callable[[Point], K]) -> dict[K, list[Point]]:
+    """Points by a key, in order."""
+    found: dict[K, list[Point]] = defaultdict(list)
     for point in points:
-        if not point.held_out:
-            cell = point.family, point.width or point.parameters, point.target
-            cells[cell][point.lr, point.batch_tokens].append(point)
-    return [point for cell in cells.values() for point in _best(cell)]
-
-
-def _best(cell: Mapping[Any, list[Point]]) -> list[Point]:
-    whole = [runs for runs in cell.values() if all(math.isfinite(run.loss) for run in runs)]
-    return min(whole, key=lambda runs: fmean(run.loss for run in runs), default=[])
-
-
-def by_family(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Points of each family, in order."""
-    found: dict[str, list[Point]] = defaultdict(list)
-    for point in points:
-        found[point.family].append(point)
+        found[key(point)].append(point)
     return dict(found)
+
+
+def by_family(points: Iterable[Point]) -> dict[str, list[Point]]:
+    """Points of each family, in order."""
+    return grouped(points, lambda point: point.family)
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as JSON has them: NaN and infinity, which it has not, are null."""
     cleaned: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda _: None)
     return cleaned
-
-
-def swept(points: Sequence[Point], key: str) -> Iterator[list[Point]]:
-    """Runs that differ in `key` alone, lr or batch_tokens, in three values at least.
-
-    Of other swept keys the value of the best run counts.
-    """
-    other = {"lr": "batch_tokens", "batch_tokens": "lr"}[key]
-    for runs in by_family(points).values():
-        cells: dict[Any, list[Point]] = defaultdict(list)
-        for run in runs:
-            if math.isfinite(run.loss) and not run.held_out:
-                cells[run.width, run.target].append(run)
-        for cell in cells.values():
-            best = min(cell, key=lambda run: run.loss)
-            alike = [run for run in cell if getattr(run, other) == getattr(best, other)]
-            if len({getattr(run, key) for run in alike}) >= 3:
-                yield alike

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from llmfoundry.builders.model import with_defaults
+from llmfoundry.commands import scaling as command
 from llmfoundry.commands import scaling_runs
 from llmfoundry.commands.dry_run import print_plan
+from llmfoundry.commands.plan import costs, measured_speeds
 from llmfoundry.commands.scaling import scaling
 from llmfoundry.commands.scaling_grid import grid, shape_near
 from llmfoundry.commands.scaling_runs import is_done, refuse_changed, run_all
@@ -23,10 +28,17 @@ from llmfoundry.launch import runs as api
 from llmfoundry.launch.job import Job
 from llmfoundry.loggers.console import Console
 from llmfoundry.models.counts import parameter_count
+from llmfoundry.plan.fit import with_guessed_vocabulary
+from llmfoundry.plan.layouts import Setting, own_layout
+from llmfoundry.recipe.before_training import PlanRecipe
+from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.scaling import ScalingRecipe
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.scaling.analysis import FamilyFit, fit_families
+from llmfoundry.scaling.law import Law
+from llmfoundry.scaling.points import Point
 from tests.tiny import ROOT, write_recipe
 
 GRID: dict[str, Any] = {
@@ -143,11 +155,12 @@ def test_launched_point_outlives_the_command_and_is_waited_for(
     slow = [f"plugins=[{ROOT / 'tests/resilience/slow_steps.py'}]", "callbacks.plugins.slow={}"]
     path = write_grid(tmp_path, held_out=None, overrides=slow)
     recipe = checked(ScalingRecipe, path, ["launch=local", "launch.env.OMP_NUM_THREADS=1"])
-    one = grid(recipe)[1]
+    one, environment = grid(recipe)[1], dict(os.environ)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(scaling_runs.Launched, "ended", interrupt)
         run_all(recipe, [one], Console())
     assert "launched runs that go on: 1 (python scripts/runs.py list" in capsys.readouterr().out
+    assert os.environ == environment  # nothing by which the run would end with this process
     first = record.read(one.folder)
     assert first is not None and first.target == "local" and first.recipe.endswith("tiny.yaml")
     (seen,) = api.list_runs(tmp_path)
@@ -188,11 +201,15 @@ def test_rules_decide_the_points(tmp_path: Path) -> None:
     by_name = {one.point.name: one for one in made}
     small, large = (by_name[f"size={size},tokens=1024"] for size in (16, 32))
     assert small.point.lr == pytest.approx(3e-3) and large.point.lr == pytest.approx(1.5e-3)
-    assert [by_name[f"size=16,tokens={n}"].rows for n in (512, 1024, 2048)] == [4, 8, 16]
+    assert [by_name[f"size=16,tokens={n}"].point.batch_tokens for n in (512, 1024, 2048)] == [
+        256,
+        512,
+        1024,
+    ]
     one = checked(TrainRecipe, tmp_path / "tiny.yaml", large.words)
     assert (one.model.d_model, one.model.n_layers, one.model.n_heads) == (32, 2, 2)
     assert large.point.flops > 6 * 1024 * large.point.non_embedding
-    assert large.point.tokens == large.steps * large.rows * 64
+    assert large.point.tokens % large.point.batch_tokens == 0
 
 
 def test_equal_compute_gives_larger_models_fewer_tokens(tmp_path: Path) -> None:
@@ -214,8 +231,53 @@ def test_shape_near_a_size_is_the_nearest_there_is(tmp_path: Path) -> None:
     recipe = checked(ScalingRecipe, write_grid(tmp_path))
     recipe.fill()
     found = shape_near(recipe, "", 1e6)
-    assert found.total == parameter_count(found.recipe.model)
-    assert 0.8 < found.active / 1e6 < 1.25 and found.width % 16 == 0
+    assert found.counts["total"] == parameter_count(found.recipe.model)
+    assert 0.8 < found.counts["active"] / 1e6 < 1.25 and found.width % 16 == 0
+
+
+def law_of(recipe: ScalingRecipe) -> tuple[FamilyFit, list[Point]]:
+    """Of a grid's points with made-up losses, each trained for a second."""
+    law = Law(1.5, 50.0, 200.0, 0.3, 0.35)
+    points = [one.point for one in grid(recipe) if not one.point.held_out]
+    losses = [float(law.loss(point.parameters, point.tokens)) for point in points]
+    done = [replace(p, loss=loss, seconds=1.0) for p, loss in zip(points, losses, strict=True)]
+    return fit_families(done, rounds=20)[0], done
+
+
+def test_hours_of_a_budget_are_those_that_the_plan_of_its_model_takes(tmp_path: Path) -> None:
+    words = ["hardware=2xh100", "price=3", "budget=0.0005h", "extrapolate=true"]
+    recipe = checked(ScalingRecipe, write_grid(tmp_path, flops_per_second=1e9), words)
+    fit, points = law_of(recipe)
+    found = command._budget(recipe, fit, points)
+    plan = checked(PlanRecipe, recipe.base, [*found["words"], "run_name=x", "hardware=2xh100"])
+    hardware = Hardware.parse("2xh100", "hardware")
+    filled = with_guessed_vocabulary(with_defaults(plan))
+    setting = Setting(2, measured_speeds(hardware, filled, None)[0], hardware.memory)
+    seconds = costs(own_layout(filled, setting), plan, setting).seconds
+    assert seconds == pytest.approx(found["seconds"])
+    assert 2 * found["seconds"] / 3600 == pytest.approx(0.0005, rel=0.05)
+    assert found["cost"] == "0.9s on 2xh100, 5e-04 GPU-hours, 0.00 at 3 an hour"
+
+
+def test_budget_without_hardware_takes_as_long_as_the_run_of_the_nearest_size(
+    tmp_path: Path,
+) -> None:
+    words = ["price=3600", "budget=1e10"]
+    recipe = checked(ScalingRecipe, write_grid(tmp_path), words)
+    fit, points = law_of(recipe)
+    found = command._budget(recipe, fit, points)
+    near = min(points, key=lambda point: abs(point.parameters - found["parameters"]))
+    assert found["seconds"] == pytest.approx(1e10 / near.flops, rel=0.05)
+    assert found["cost"] == "5m18s, 318.00 at 3600 an hour"
+
+
+def test_plan_is_told_where_no_layout_fits(tmp_path: Path) -> None:
+    path = write_grid(
+        tmp_path, sizes=[16384], held_out=None, rules={"aspect_ratio": 128, "head_dim": 128}
+    )
+    recipe = checked(ScalingRecipe, path, ["hardware=1xt4"])
+    with pytest.raises(UserError, match="hardware: no layout of 1xt4 holds size=16384,tokens=512"):
+        command.print_plan(recipe, grid(recipe), Console())
 
 
 @pytest.mark.parametrize(
@@ -226,7 +288,8 @@ def test_shape_near_a_size_is_the_nearest_there_is(tmp_path: Path) -> None:
         ("tokens=[]", "tokens: write tokens="),
         ("budget=lots", "budget: 'lots'; write FLOPs"),
         ("fit=x.csv", "base: write base=RECIPE"),
-        ("budget=1000h", "budget: hours are of GPUs; write hardware=8xh100"),
+        ("budget=1000h", "budget: hours are of a base's GPUs; write hardware=8xh100"),
+        ("hardware=8x80gb", "hardware: 8x80gb has no speed to plan with; write 8xh100"),
         ("families={a: ['data.validation_fraction=0.3'], b: []}", "losses do not compare"),
         ("families={../x: []}", "cannot name a folder"),
         ("tokens=[512,513]", "two points are the same run"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.errors import UserError
+from llmfoundry.loggers.pages.scaling import told
 from llmfoundry.scaling.analysis import fit_families, gains, refuse_far, summary, trends
 from llmfoundry.scaling.law import Law
 from llmfoundry.scaling.points import Point, finite, fitted, read_points, to_csv
@@ -64,12 +65,11 @@ def test_best_learning_rate_and_its_trend() -> None:
 
 
 def test_far_budgets_are_refused_unless_asked_for() -> None:
-    fits = fit_families(runs(), rounds=20)
-    largest = fits[0].most_flops
-    refuse_far(fits, 99 * largest, allowed=False)
+    (fit,) = fit_families(runs(), rounds=20)
+    refuse_far(fit, 99 * fit.most_flops, allowed=False)
     with pytest.raises(UserError, match=r"budget: .* 101 times .* extrapolate=true"):
-        refuse_far(fits, 101 * largest, allowed=False)
-    refuse_far(fits, 101 * largest, allowed=True)
+        refuse_far(fit, 101 * fit.most_flops, allowed=False)
+    refuse_far(fit, 101 * fit.most_flops, allowed=True)
 
 
 def test_too_few_runs_are_refused() -> None:
@@ -84,9 +84,8 @@ def test_points_come_back_from_their_own_table(tmp_path: Path) -> None:
     assert [(p.parameters, p.tokens, p.flops, p.loss) for p in back] == [
         (p.parameters, p.tokens, p.flops, p.loss) for p in runs()
     ]
-    rows = [{"N": 1e6, "C": 1.2e14, "Loss": 3.0}]
-    (tmp_path / "points.json").write_text(json.dumps(rows))
-    (one,) = read_points(tmp_path / "points.json")
+    path.write_text("Parameters,FLOPs,Loss\n1e6,1.2e14,3.0\n")
+    (one,) = read_points(path)
     assert one.tokens == pytest.approx(2e7)
 
 
@@ -94,17 +93,40 @@ def test_points_come_back_from_their_own_table(tmp_path: Path) -> None:
     "text, why",
     [
         ("", "has no rows"),
-        ("n,d\n1,2\n", "row 1: loss: is missing"),
-        ("n,loss\n1,2\n", "row 1: tokens: is missing"),
-        ("n,d,loss\n1,2,3\n1,-2,3\n", "row 2: tokens: '-2' is not a positive number"),
-        ("n,d,loss\n1,inf,3\n", "row 1: tokens: 'inf' is not"),
-        ("n,d,loss\n1,2,x\n", "row 1: loss: 'x' is not"),
+        ("parameters,tokens\n1,2\n", "row 1: loss: is missing"),
+        ("parameters,loss\n1,2\n", "row 1: tokens: is missing"),
+        ("parameters,tokens,loss\n1,2,3\n1,-2,3\n", "row 2: tokens: '-2' is not a positive"),
+        ("parameters,tokens,loss\n1,inf,3\n", "row 1: tokens: 'inf' is not"),
+        ("parameters,tokens,loss\n1,2,x\n", "row 1: loss: 'x' is not"),
+        ("parameters,tokens,loss\n1,2,nan\0\n", "p.csv: "),
     ],
 )
 def test_files_that_hold_no_runs_are_one_line(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "p.csv").write_text(text)
     with pytest.raises(UserError, match=why):
         read_points(tmp_path / "p.csv")
+
+
+def test_everything_is_told_in_a_line_each() -> None:
+    """The loss falls with size faster than any exponent that is searched."""
+    steep = [replace(one, loss=one.loss + (one.parameters / 1e6) ** -5) for one in runs()]
+    found = summary(steep, fit_families(steep, rounds=20), {}) | {"parameters": "active"}
+    assert found["families"][""]["at_edge"] == ["alpha"]
+    lines = [f"{label} {text}" for label, text in told(finite(found))]
+    (line,) = [line for line in lines if line.startswith("unsure")]
+    assert line.startswith("unsure alpha is at an end of what is searched")
+    (sure,) = fit_families(runs(), rounds=20)
+    assert sure.as_json()["at_edge"] == []
+
+
+def test_law_without_an_optimum_predicts_nothing() -> None:
+    flat = [replace(one, loss=2 + 10 * one.tokens**-0.3) for one in runs()]
+    (fit,) = fit_families(flat, rounds=20)
+    assert fit.law.a == pytest.approx(0, abs=1e-9) and "undetermined" in fit.predict(1e15)
+    assert gains([fit, *fit_families(runs("moe"), rounds=20)]) == []
+    found = finite(summary(flat, [fit], {}))
+    lines = dict(told(found))
+    assert lines["frontier"] == "the best size grows as compute ** undetermined"
 
 
 def test_json_has_no_nan() -> None:

@@ -1,15 +1,15 @@
-"""The page of a scaling experiment, of what `scaling/analysis.py` made of its runs (scaling.json).
+"""What a scaling experiment says (scaling.json): its lines for people, and the page with pictures.
 
-The idea: loss against compute is seen on logarithmic axes alone, which the report's charts, over
-tokens from zero, have not; so these are pictures without a script, with the runs as dots that have
-their numbers under the pointer.
+`commands/scaling.py` prints the lines and writes the page. The idea: loss against compute is seen
+on logarithmic axes alone, which the report's charts, over tokens from zero, have not; so these are
+pictures without a script, with the runs as dots that have their numbers under the pointer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,74 @@ from markupsafe import Markup
 
 from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import duration, number, percent, short_count
-from llmfoundry.loggers.pages.page import Tile, page, part, table, together
+from llmfoundry.loggers.pages.page import page, pairs, part, table, together
 
-Place = tuple[float, float]
 _TICKS = 6  # labels of an axis at most
+
+
+def told(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A line, with its label, for everything that the runs say."""
+    for family, fit in found["families"].items():
+        law, ends = fit["law"], fit["intervals"]
+        constants = ", ".join(f"{name} {_with(law[name], ends[name])}" for name in law)
+        yield family or "law", f"{constants}; residuals {percent(fit['rms_residual'])}"
+        for name in fit["at_edge"]:
+            why = f"{name} is at an end of what is searched: the runs do not determine it"
+            yield "unsure", f"{why}; write {'sizes' if name == 'alpha' else 'tokens'} further apart"
+        power = _with(fit["size_exponent"], ends["size_exponent"])
+        yield "frontier", f"the best size grows as compute ** {power}"
+        for test in fit.get("held_out", ()):
+            before = "before" if test["before"] else "after"
+            yield (
+                "held out",
+                (
+                    f"{_with(test['predicted'], test['interval'])} predicted {before} its run,"
+                    f" {test['measured']:.4f} measured: {100 * test['error']:+.2f} %"
+                ),
+            )
+        yield from _prediction(fit.get("prediction", {}))
+    for gain in found["gains"]:
+        yield (
+            "gain",
+            (
+                f"{gain['family']} needs {_with(gain['gain'], gain['interval'])} times less compute"
+                f" than {gain['over']} for loss {gain['loss']:.3f}"
+            ),
+        )
+    for trend in found["trends"]:
+        ended = sum(best["at_end"] for best in trend["best"])
+        power = "too few for a trend"
+        if "exponent" in trend:
+            power = f"it grows as compute ** {trend['exponent']:.3f}"
+        ends_at = f", at {ended} of them outside what was swept"
+        text = f"best {trend['key']} at {len(trend['best'])} points{ends_at * bool(ended)}: {power}"
+        yield trend["family"] or "trend", text
+
+
+def _prediction(best: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "undetermined" in best:
+        yield "budget", f"nothing to predict: {best['undetermined']}"
+    elif best:
+        values = {name: _with(best[name], ends) for name, ends in best["intervals"].items()}
+        text = (
+            f"{best['flops']:.3g} FLOPs: {values['parameters']} parameters, {values['tokens']}"
+            f" tokens, loss {values['loss']}"
+        )
+        far = f"EXTRAPOLATED {best['times_largest']:,.0f} times beyond what was run. "
+        yield "budget", far * best["is_far"] + text
+        if best.get("cost"):
+            yield "takes", best["cost"]
+
+
+def _with(value: float | None, ends: Sequence[float] | None) -> str:
+    """A number with its interval."""
+    if value is None or not math.isfinite(value):
+        return "undetermined"
+
+    def form(one: float) -> str:
+        return short_count(one) if abs(value) >= 1e4 else number(one)
+
+    return form(value) + (f" ({form(ends[0])} to {form(ends[1])})" if ends else "")
 
 
 @dataclass(frozen=True)
@@ -29,131 +93,94 @@ class Series:
 
     label: str
     dots: Sequence[tuple[float, float, str]] = ()
-    line: Sequence[Place] = ()
+    line: Sequence[tuple[float, float]] = ()
     color: int = 0
     dashed: bool = False
 
 
-@dataclass
-class Picture:
-    """Series over a logarithmic x axis, y logarithmic too unless `is_linear`."""
-
-    title: str
-    hint: str
-    series: Sequence[Series]
-    is_linear: bool = False
-    found: list[dict[str, Any]] = field(default_factory=list)
-
-    def drawn(self) -> Markup:
-        """The <figure>; empty without dots."""
-        xs = [p[0] for one in self.series for p in [*((a, b) for a, b, _ in one.dots), *one.line]]
-        ys = [p[1] for one in self.series for p in [*((a, b) for a, b, _ in one.dots), *one.line]]
-        if not xs:
-            return Markup()
-        x, y = _Axis(xs), _Axis(ys, is_log=not self.is_linear)
-        for one in self.series:
-            dots = [(x.at(a), 100 - y.at(b), words) for a, b, words in one.dots]
-            line = " ".join(f"{x.at(a):.2f},{100 - y.at(b):.2f}" for a, b in one.line)
-            self.found.append({"label": one.label, "color": one.color, "dots": dots, "line": line,
-                               "dashed": one.dashed})  # fmt: skip
-        rows = [(100 - at, text) for at, text in y.ticks()]
-        return part("scatter", self.title, self.hint, self.found, rows, x.ticks())
+def picture(title: str, hint: str, series: Sequence[Series]) -> Markup:
+    """A <figure> of series over logarithmic axes; empty without any."""
+    places = [place for one in series for place in [*((a, b) for a, b, _ in one.dots), *one.line]]
+    if not places:
+        return Markup()
+    x, y = (_Axis([place[i] for place in places]) for i in (0, 1))
+    drawn = [
+        {"label": one.label, "color": one.color, "dashed": one.dashed,
+         "dots": [(x.at(a), 100 - y.at(b), words) for a, b, words in one.dots],
+         "line": " ".join(f"{x.at(a):.2f},{100 - y.at(b):.2f}" for a, b in one.line)}
+        for one in series
+    ]  # fmt: skip
+    return part("scatter", title, hint, drawn, [(100 - at, t) for at, t in y.ticks()], x.ticks())
 
 
 class _Axis:
     """Percent of the width or height of a value, with a margin, and labels at round ones."""
 
-    def __init__(self, values: Iterable[float], *, is_log: bool = True) -> None:
-        self.is_log = is_log
-        shown = [self._scaled(value) for value in values]
-        margin = 0.06 * (max(shown) - min(shown)) or 0.1 * abs(shown[0]) or 1.0
+    def __init__(self, values: Iterable[float]) -> None:
+        shown = [math.log10(value) for value in values]
+        margin = 0.06 * (max(shown) - min(shown)) or 0.1
         self.low, self.high = min(shown) - margin, max(shown) + margin
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self.is_log else value
 
     def at(self, value: float) -> float:
         """Percent from the axis's beginning."""
-        return 100 * (self._scaled(value) - self.low) / (self.high - self.low)
+        return 100 * (math.log10(value) - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Places and texts."""
-        if self.is_log and self.high - self.low > 1.2:
+        if self.high - self.low > 1.2:
             step = max(1, math.ceil((self.high - self.low) / _TICKS))
             powers = range(math.ceil(self.low), math.floor(self.high) + 1, step)
             return [(self.at(10.0**n), f"1e{n}") for n in powers]
-        ends = [10**v if self.is_log else v for v in (self.low, self.high)]
-        step = 10 ** math.floor(math.log10(ends[1] - ends[0]))
-        step *= next(m for m in (0.2, 0.5, 1, 2, 5) if (ends[1] - ends[0]) / (m * step) <= _TICKS)
-        first = math.ceil(ends[0] / step)
-        values = [n * step for n in range(first, math.floor(ends[1] / step) + 1)]
-        return [(self.at(v), short_count(v) if v >= 1e4 else number(v)) for v in values]
+        low, high = 10**self.low, 10**self.high
+        step = 10 ** math.floor(math.log10(high - low))
+        step *= next(m for m in (0.2, 0.5, 1, 2, 5) if (high - low) / (m * step) <= _TICKS)
+        values = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        return [(self.at(v), short_count(v) if v >= 1e4 else number(v)) for v in values if v > 0]
 
 
 def write_scaling_page(path: Path, found: Mapping[str, Any]) -> None:
     """Write the page of what scaling.json holds."""
     points, families = found["points"], found["families"]
-    pictures = [
-        Picture("Loss against compute", "FLOPs; line: the best sizes, dashed beyond the runs",
-                list(_frontiers(points, families))),
-        *(_sizes(family, points, fit) for family, fit in families.items()),
-        Picture("Residuals", "measured over fitted loss, percent, against FLOPs",
-                list(_residuals(points, families)), is_linear=True),
-    ]  # fmt: skip
-    sections = [
-        ("Runs and law", together([picture.drawn() for picture in pictures], "charts")),
-        ("Constants", constants(families)),
-        ("Held out", held_out(families)),
-        ("Prediction", prediction(families)),
-        ("Gain at equal loss", gain_table(found["gains"])),
-        ("Best learning rate and batch", trend_table(found["trends"])),
-        ("Runs", run_table(points)),
-    ]
+    hint = "FLOPs; line: the best sizes, dashed beyond the runs"
+    pictures = [picture("Loss against compute", hint, [*_frontiers(points, families)])]
+    hint = "parameters; a color for each number of tokens (or FLOPs); line: the law"
+    for family, fit in families.items():
+        title = f"Loss against size {family}".strip()
+        pictures.append(picture(title, hint, [*_sizes(points, family, fit)]))
+    law = Markup('<p class="hint">L(N, D) = E + A / N^alpha + B / D^beta, nats a token</p>')
     done = sum(point["loss"] is not None for point in points)
     html = page(
         title="Scaling experiment",
         status="finished",
         reached=f"{done} runs; N counts {found['parameters'].replace('_', ' ')} parameters;"
         f" intervals are of {percent(found['interval'])}",
-        tiles=list(_tiles(families)),
-        sections=sections,
+        tiles=[],
+        sections=[
+            ("What the runs say", law + pairs(told(found))),
+            ("Runs and law", together(pictures, "charts")),
+            ("Runs", run_table(points, families)),
+        ],
     )
     atomic_write(path, html)
 
 
-def _tiles(families: Mapping[str, Any]) -> Iterable[Tile]:
-    for family, fit in families.items():
-        for test in fit.get("held_out", ()):
-            both = f"{test['predicted']:.4f} predicted, {test['measured']:.4f} measured"
-            label = f"error of the prediction {family}".strip()
-            yield Tile(label, f"{100 * test['error']:+.2f}%", both)
-        told = fit.get("prediction") or {}
-        if "loss" in told:
-            far = ", EXTRAPOLATED" if told["is_far"] else ""
-            yield Tile(f"best size {family}".strip(), short_count(told["parameters"]),
-                       f"for {told['flops']:.3g} FLOPs{far}")  # fmt: skip
-
-
-def _words(point: Mapping[str, Any]) -> str:
-    return (
+def _dot(point: Mapping[str, Any], x: str) -> tuple[float, float, str]:
+    words = (
         f"{point['name']}\nN {short_count(point['parameters'])}, D {short_count(point['tokens'])},"
         f" {point['flops']:.3g} FLOPs\nloss {point['loss']:.4f}"
     )
+    return point[x], point["loss"], words
 
 
-def _measured(points: Iterable[Mapping[str, Any]], family: str) -> list[Mapping[str, Any]]:
-    return [p for p in points if p["loss"] is not None and p["family"] == family]
-
-
-def _frontiers(points: Sequence[Any], families: Mapping[str, Any]) -> Iterable[Series]:
+def _frontiers(points: Sequence[Any], families: Mapping[str, Any]) -> Iterator[Series]:
     """Of each family its runs, what was held out, and its frontier."""
     for color, (family, fit) in enumerate(families.items()):
-        runs = _measured(points, family)
+        runs = [p for p in points if p["loss"] is not None and p["family"] == family]
         most = max(p["flops"] for p in runs if p["name"] in fit["residuals"])
         line = [(one["flops"], one["loss"]) for one in fit["frontier"]]
         near = [place for place in line if place[0] <= most * 1.01]
-        dots = [(p["flops"], p["loss"], _words(p)) for p in runs if not p["held_out"]]
-        held = [(p["flops"], p["loss"], _words(p)) for p in runs if p["held_out"]]
+        dots = [_dot(p, "flops") for p in runs if not p["held_out"]]
+        held = [_dot(p, "flops") for p in runs if p["held_out"]]
         yield Series(family or "runs", dots, near, 2 * color)
         if line:
             yield Series(f"{family} beyond".strip(), (), line[len(near) - 1 :], 2 * color, True)
@@ -161,128 +188,32 @@ def _frontiers(points: Sequence[Any], families: Mapping[str, Any]) -> Iterable[S
             yield Series(f"{family} held out".strip(), held, (), 2 * color + 1)
 
 
-def _sizes(family: str, points: Sequence[Any], fit: Mapping[str, Any]) -> Picture:
+def _sizes(points: Sequence[Any], family: str, fit: Mapping[str, Any]) -> Iterator[Series]:
     """Loss over size for each number of tokens or compute, with the law's curve through them."""
     groups: dict[float, list[Mapping[str, Any]]] = {}
-    for point in _measured(points, family):
-        if point["name"] in fit["residuals"]:
+    for point in sorted(points, key=lambda point: point["parameters"]):
+        if point["family"] == family and point["name"] in fit["residuals"]:
             groups.setdefault(point["target"] or point["tokens"], []).append(point)
-    law, series = fit["law"], []
     shown = [group for group in sorted(groups.items()) if len(group[1]) > 1][:10]
     for color, (target, runs) in enumerate(shown):
-        runs.sort(key=lambda p: p["parameters"])
         curve = [
-            (p["parameters"], law["e"] + law["a"] * p["parameters"] ** -law["alpha"]
-             + law["b"] * p["tokens"] ** -law["beta"]) for p in runs
-        ]  # fmt: skip
-        dots = [(p["parameters"], p["loss"], _words(p)) for p in runs]
-        series.append(Series(short_count(target), dots, curve, color))
-    title = f"Loss against size {family}".strip()
-    return Picture(title, "parameters; a color for each number of tokens (or FLOPs)", series)
+            (p["parameters"], p["loss"] / (1 + fit["residuals"][p["name"]])) for p in runs
+        ]  # what the law says
+        yield Series(short_count(target), [_dot(p, "parameters") for p in runs], curve, color)
 
 
-def _residuals(points: Sequence[Any], families: Mapping[str, Any]) -> Iterable[Series]:
-    for color, (family, fit) in enumerate(families.items()):
-        by_name = {p["name"]: p for p in _measured(points, family)}
-        dots = [
-            (by_name[name]["flops"], 100 * value, f"{_words(by_name[name])}\n{100 * value:+.2f}%")
-            for name, value in fit["residuals"].items()
-        ]
-        ends = [min(d[0] for d in dots), max(d[0] for d in dots)]
-        yield Series(family or "runs", dots, [(end, 0.0) for end in ends], 2 * color)
-
-
-def _shown(value: float | None, ends: Sequence[float] | None) -> tuple[str, str]:
-    """A number and its interval as cells."""
-    if value is None:
-        return "", ""
-
-    def form(one: float) -> str:
-        return short_count(one) if abs(one) >= 1e4 else number(one)
-
-    return form(value), f"{form(ends[0])} to {form(ends[1])}" if ends else "not determined"
-
-
-def constants(families: Mapping[str, Any]) -> Markup:
-    """L = E + A / N^alpha + B / D^beta of each family."""
-    rows = []
-    for family, fit in families.items():
-        named = {name.upper() if len(name) == 1 else name: name for name in fit["law"]}
-        rows += [
-            (family, label, *_shown(fit["law"][name], fit["intervals"][name]))
-            for label, name in named.items()
-        ]
-        rows.append((family, "best size: exponent of compute",
-                     *_shown(fit["size_exponent"], fit["size_exponent_interval"])))  # fmt: skip
-        rows.append((family, "residuals, root mean square", percent(fit["rms_residual"]), ""))
-    law = Markup('<p class="hint">L(N, D) = E + A / N^alpha + B / D^beta, nats a token</p>')
-    return law + table(("family", "constant", "value", "interval"), rows, right=(2, 3))
-
-
-def held_out(families: Mapping[str, Any]) -> Markup:
-    """What was predicted, when, and what was measured."""
-    rows = [
-        (test["name"], *_shown(test["predicted"], test["interval"]), f"{test['measured']:.4f}",
-         f"{100 * test['error']:+.2f}%", f"{test['times_largest']:.1f}",
-         "before its run" if test["before"] else "after its run")
-        for fit in families.values() for test in fit.get("held_out", ())
-    ]  # fmt: skip
-    head = ("run", "predicted", "interval", "measured", "error", "times the largest fitted", "made")
-    return table(head, rows, right=range(1, 6))
-
-
-def prediction(families: Mapping[str, Any]) -> Markup:
-    """The best model for the budget."""
-    rows = []
-    for family, fit in families.items():
-        told = fit.get("prediction") or {}
-        if "loss" not in told:
-            continue
-        title = f"{family} {told['flops']:.3g} FLOPs".strip()
-        title += " EXTRAPOLATED" if told["is_far"] else ""
-        for name, ends in told["intervals"].items():
-            rows.append((title, name.replace("_", " "), *_shown(told[name], ends)))
-        rows.append(
-            (title, "loss at half that size", *_shown(told["loss_at_half_size"], ())[:1], "")
-        )
-        if told.get("seconds"):
-            rows.append((title, "time", duration(told["seconds"]), ""))
-        rows += [(title, "cost", *_shown(told.get("money"), ())[:1], "")] * bool(told.get("money"))
-    return table(("budget", "", "value", "interval"), rows, right=(2, 3))
-
-
-def gain_table(gains: Sequence[Mapping[str, Any]]) -> Markup:
-    """Compute that one family saves over another."""
-    rows = [
-        (g["family"], g["over"], f"{g['flops']:.3g}", f"{g['loss']:.4f}",
-         *_shown(g["gain"], g["interval"])) for g in gains
-    ]  # fmt: skip
-    head = ("family", "over", "FLOPs", "loss", "times less compute", "interval")
-    return table(head, rows, right=range(2, 6))
-
-
-def trend_table(trends: Sequence[Mapping[str, Any]]) -> Markup:
-    """The best value at each compute, and the power of compute through those inside the sweep."""
-    rows = []
-    for trend in trends:
-        power = trend.get("exponent")
-        for best in trend["best"]:
-            where = "at the end of the sweep" if best["at_end"] else ""
-            rows.append((trend["family"], trend["key"], f"{best['flops']:.3g}",
-                         number(best["best"]), where,
-                         "" if power is None else f"compute ** {power:.3f}"))  # fmt: skip
-    return table(("family", "key", "FLOPs", "best", "", "trend"), rows, right=(2, 3))
-
-
-def run_table(points: Sequence[Mapping[str, Any]]) -> Markup:
+def run_table(points: Sequence[Mapping[str, Any]], families: Mapping[str, Any]) -> Markup:
     """Every run."""
-    rows = [
-        (p["name"] + (" (held out)" if p["held_out"] else ""), short_count(p["parameters"]),
-         short_count(p["tokens"]), f"{p['tokens'] / p['parameters']:.3g}", f"{p['flops']:.3g}",
-         "" if p["lr"] is None or not p["width"] else f"{p['lr']:.3g}",
-         "not finite" if p["loss"] is None else f"{p['loss']:.4f}",
-         duration(p["seconds"]) if p["seconds"] else "")
-        for p in points
-    ]  # fmt: skip
-    head = ("run", "N", "D", "D/N", "FLOPs", "lr", "loss", "time")
-    return table(head, rows, right=range(1, 8), is_wide=True)
+    rows = []
+    for p in points:
+        off = families[p["family"]]["residuals"].get(p["name"])
+        rows.append(
+            (p["name"] + (" (held out)" if p["held_out"] else ""), short_count(p["parameters"]),
+             short_count(p["tokens"]), f"{p['tokens'] / p['parameters']:.3g}", f"{p['flops']:.3g}",
+             "" if p["lr"] is None or not p["width"] else f"{p['lr']:.3g}",
+             "not finite" if p["loss"] is None else f"{p['loss']:.4f}",
+             "" if off is None else f"{100 * off:+.2f}%",
+             duration(p["seconds"]) if p["seconds"] else "")
+        )  # fmt: skip
+    head = ("run", "N", "D", "D/N", "FLOPs", "lr", "loss", "over the law's", "time")
+    return table(head, rows, right=range(1, 9), is_wide=True)
