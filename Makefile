@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # --no-compile: Python compiles what it imports, a small part of what is installed.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+ACTIVATE := echo "commands of this project: in its environment, source $(BIN)/activate"
 # Tests and benchmarks start hundreds of processes: without compiled bytecode each takes 6 seconds longer to import.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -14,9 +15,11 @@ help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(VENV)/.train ## make .venv and install what training needs
+	@$(ACTIVATE)
 
 train: $(VENV)/.train ## train yamls/quickstart.yaml on real text: minutes on a laptop's CPU
 	$(BIN)/python scripts/train.py yamls/quickstart.yaml
+	@$(ACTIVATE)
 
 # Three on two cores: a third of the time is spent waiting.
 test: $(VENV)/.dev ## run the tests

@@ -10,6 +10,7 @@ pages is `nav` in mkdocs.yml.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -47,6 +48,9 @@ def copy(target: Path) -> None:
 
 def main(command: str = "build") -> int:
     """Copy the pages and call zensical; its exit status."""
+    if importlib.util.find_spec("zensical") is None:
+        print("zensical is not installed: `make docs` does so, with Python 3.11 or later")
+        return 2
     copy(ROOT / "build" / "pages")
     options = ["--clean", "--strict"] if command == "build" else []
     return subprocess.call([sys.executable, "-m", "zensical", command, *options], cwd=ROOT)

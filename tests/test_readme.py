@@ -1,7 +1,8 @@
-"""Every README: each command line in it runs, each path in it exists.
+"""Every README and page of docs/: each command line in it runs, each path in it exists.
 
 tests/recipe/test_examples.py composes every line; the slow test here runs them, as a newcomer
-would: in a folder of their own, with an empty home, shortened by what this file adds.
+would: page by page, in a folder of their own after `make train`, with an empty home, shortened by
+what this file adds.
 """
 
 from __future__ import annotations
@@ -27,46 +28,61 @@ README = READMES["README.md"]
 DOCS = {p.relative_to(ROOT).as_posix(): p.read_text() for p in sorted(ROOT.glob("docs/**/*.md"))}
 PAGES = READMES | DOCS
 
-# Lines that are not run, and why; each must still be in some README.
+# Lines that are not run, and why; each must still be in some page.
 NOT_RUN = {
     r"git clone <this repository>": "the address is the reader's",
     r"make (check|test)$": "they run this test",
-    r"pip install 'llmfoundry-recipes\[": "from a package index; the extras are compared below",
+    r"make gpu-check": "a GPU",
+    r"^make install$|^pip install ": "from a package index; the extras are compared below",
+    r"^(source|export) ": "of the lines that follow it",
     r"ray start ": "machines of a cluster",
+    r"^mlflow server ": "an MLflow server; the lines of its page use a file",
     r"^curl |^guidellm ": "they ask a server: tests/inference/test_serve_command.py has one",
-    r"^export SERVE_KEY=": "of the line that follows it",
     r"RAY_ADDRESS=\S+ python scripts/prepare_data.py RECIPE": "a Ray cluster and a shared folder",
 }
 # Lines that are composed and checked, and not run, and why.
 COMPOSED = {
     r"s3://": "a bucket",
+    r"[= \[]my/": "the reader's own files",
+    r"mpt-1b.yaml|mpt-7b.yaml|check.py mpt-7b": "GPUs",
+    r"launch=ssh|launch=slurm nodes=\d+( launch.*)?$": "other machines",
     r"data=dbrx-mix": "streams of shards in DATA_ROOT",
-    r"fetch_eval_data.py from_foundry=": "a clone of LLM Foundry",
+    r"fetch_eval_data.py from_foundry=|migrate.py llm-foundry/": "a clone of LLM Foundry",
+    r"migrate.py axolotl/": "a clone of axolotl",
     r"supervise.launch=": "machines of a cluster",
     r"scripts/serve.py": "it answers until a signal; tests/inference/test_serve_command.py runs it",
+    r"runs.py serve": "the same; tests/launch/test_runs.py runs it",
+    r"runs.py follow": "it follows until the run ends; tests/launch/test_runs.py runs it",
+    r"scaling.py yamls/scaling/\S+ (?!--dry-run)": "minutes; tests/commands/test_scaling.py",
     r"eval=v0.3$": "rows of benchmarks, which are fetched first",
-    r"eval.gauntlet=my/": "tests/gauntlet/test_readme_tasks.py runs it with the files shown",
 }
 # Lines of which a shrunk or local form is run: what takes its place, and why.
 LOCAL = {
     r"^make train$": ("python scripts/train.py yamls/quickstart.yaml", "it installs first"),
     r"hf:gpt2\]\" eval=v0.3": ('hf:runs/quickstart/hf]" eval=generated', "the hub; their rows"),
+    r"hf:gpt2\]\" eval.gauntlet": ('hf:runs/quickstart/hf]" eval.gauntlet', "the hub"),
     r"^torchrun --nproc-per-node 8": (f"{sys.executable} -m torch.distributed.run --standalone"
                                       " --nproc-per-node 2", "8 GPUs"),
     r"^srun --nodes 4 --ntasks-per-node 8 ": ("", "Slurm"),
+    r"=http://127.0.0.1:5000": ("=sqlite:///mlflow.db", "an MLflow server"),
+    r"^(?=python .*models:/)": ("MLFLOW_TRACKING_URI=sqlite:///mlflow.db ", "as it was exported"),
 }  # fmt: skip
 SMALL = "model.n_layers=1 model.d_model=64 model.n_heads=2 tokenizer.vocab_size=512"
 SHORT = {  # what is added to a line, by the first pattern that it matches
+    r"--help|--dry-run": "",
     r"scripts/train.py yamls/mpt-125m": f"max_duration=2ba max_seq_len=128 {SMALL} tokenizer=train"
     " global_train_batch_size=4 data=stdlib eval=off",
     r"scripts/train.py .*dbrx-tiny": "max_duration=2ba model.n_layers=1 eval=validation"
     " eval.validation_rows=2",
+    r"sweep=halving": f"max_duration=9ba {SMALL} eval=validation eval.validation_rows=2",
     r"(scripts/train.py|llmfoundry train) .*data=files": f"max_duration=2ba {SMALL}"
     " eval=validation",
     r"(scripts/train.py|llmfoundry train) .*eval=off": f"max_duration=2ba {SMALL}",
     r"(scripts/train.py|llmfoundry train) ": f"max_duration=2ba {SMALL} eval.icl_rows=2"
     " eval.validation_rows=2",
     r"scripts/supervise.py ": f"max_duration=2ba run_name=kept {SMALL} eval=off",
+    r"launch=local": f"max_duration=100000ba {SMALL} eval=off",  # it is stopped by the page
+    r"scripts/finetune.py .*data=files": "max_duration=2ba eval.validation_rows=2",
     r"scripts/finetune.py ": "max_duration=2ba data.rows=400 eval.icl_rows=1",
     r"scripts/eval.py .*eval=": "eval.icl_rows=2",
     r"scripts/inspect_data.py yamls/quickstart": SMALL,  # as the run of its name that is there
@@ -75,22 +91,23 @@ SHORT = {  # what is added to a line, by the first pattern that it matches
     r"scripts/generate.py ": "max_new_tokens=4",
 }
 AS_IT_IS = {  # quick, beside the runs that are shortened
-    r"--help",
-    r"scripts/convert.py",
-    r"scripts/track.py",
-    r"(scripts/eval.py|llmfoundry eval) (checkpoint=)?runs/quickstart$",
+    r"^(cp|llmfoundry cp) ",
+    r"scripts/(check|compare|convert|inspect_data|plan|track)\.py",
+    r"scripts/launch.py .*dry_run=true|scripts/runs.py (list|stop)",
+    r"(scripts/eval.py|llmfoundry eval) \S+$",
+    r"scripts/eval.py .*eval.gauntlet=docs/",
 }
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """The command lines of a README's bash blocks, comments left out."""
+    """The command lines of a page's bash blocks, comments left out."""
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if line := re.sub(r"\s+#.*", "", line).strip():
                 yield line
 
 
-LINES = list(dict.fromkeys(line for text in READMES.values() for line in lines_of(text)))
+LINES = list(dict.fromkeys(line for text in PAGES.values() for line in lines_of(text)))
 
 
 def first(table: Iterable[str], line: str) -> str | None:
@@ -99,20 +116,21 @@ def first(table: Iterable[str], line: str) -> str | None:
 
 
 RUN = [line for line in LINES if not first(NOT_RUN, line)]
+WITH_LINES = [page for page, text in PAGES.items() if {*RUN} & {*lines_of(text)}]
 CALLS = [line for line in RUN if re.search(r"scripts/\w+\.py|^llmfoundry (?!cp|ls)", line)]
 
 
 def prepare_folder(folder: Path) -> Path:
     """A folder that looks like the repository to who only reads it."""
     folder.mkdir(exist_ok=True)
-    for name in ("scripts", "yamls", "eval", "README.md"):
+    for name in ("scripts", "yamls", "eval", "docs", "llmfoundry", "README.md"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
 
 def test_the_readme_is_short_and_has_commands() -> None:
     assert len(README.encode()) < 8192
-    assert len(LINES) > 40 and len(CALLS) > 30
+    assert len(LINES) > 110 and len(CALLS) > 100
 
 
 @pytest.mark.parametrize("table", [NOT_RUN, COMPOSED, LOCAL, SHORT])
@@ -124,8 +142,7 @@ def test_every_line_is_a_call_that_the_tests_understand() -> None:
     known = r"^(python|llmfoundry|torchrun|srun|make|cp) "
     assert [line for line in RUN if not re.search(known, line)] == []
     for line in RUN:
-        is_covered = [first(t, line) for t in (COMPOSED, LOCAL, SHORT, AS_IT_IS)]
-        assert any(is_covered) or re.match(r"cp |llmfoundry cp |python scripts/train.py my", line)
+        assert [t for t in (COMPOSED, LOCAL, SHORT, AS_IT_IS) if first(t, line)], line
 
 
 def call(line: str, cwd: Path, home: Path) -> subprocess.CompletedProcess[str]:
@@ -153,7 +170,7 @@ def shortened(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """Makes folders in which the runs that the READMEs talk of are there, shrunk."""
+    """Makes folders in which the runs that the pages talk of are there, shrunk."""
     place = tmp_path_factory.mktemp("readme")
     home, bin_folder = place / "home", place / "bin"
     for folder in (home, bin_folder):
@@ -166,10 +183,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
         "make train",
         "python scripts/convert.py runs/quickstart to=hf output=runs/quickstart/hf",
         "python scripts/finetune.py yamls/finetune/quickstart-sft.yaml",
+        next(line for line in LINES if line.endswith("run_name=mine")),  # docs/train-my-text.md
     ):
         done = call(shortened(line), base, home)
         assert done.returncode == 0, line + done.stdout[-2000:] + done.stderr[-2000:]
-    shutil.copy(ROOT / "yamls" / "quickstart.yaml", base / "my.yaml")
 
     def copy(folder: Path) -> Path:
         shutil.copytree(base, folder, symlinks=True)
@@ -180,28 +197,37 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", RUN)
-def test_a_line_runs(line: str, trained: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("page", WITH_LINES)
+def test_the_lines_of_a_page_run(
+    page: str, trained: Callable[[Path], Path], tmp_path: Path
+) -> None:
     folder = trained(tmp_path / "here")
-    if "to=hf" in line:
-        shutil.rmtree(folder / "runs/quickstart/hf")
-    if " my.yaml" in line and "cp " in line:
-        (folder / "my.yaml").unlink()
-    done = call(shortened(line), folder, trained.home)  # type: ignore[attr-defined]
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+    problems = []
+    for line in lines_of(PAGES[page]):
+        if line not in RUN:
+            continue
+        for output in re.findall(r"output=(\S+/\S+)", line):  # of the line or page before
+            shutil.rmtree(folder / output, ignore_errors=True)
+        if re.match(r"(llmfoundry )?cp ", line):
+            (folder / "my.yaml").unlink(missing_ok=True)
+        done = call(shortened(line), folder, trained.home)  # type: ignore[attr-defined]
+        if done.returncode or "Traceback" in done.stderr:
+            problems.append(f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    assert not problems, "\n\n".join(problems)
 
 
 def test_extras_that_a_readme_names_are_there() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     extras = {
         name
-        for text in READMES.values()
-        for names in re.findall(r"llmfoundry-recipes\[([\w,]+)\]|`\[(\w+)\]`", text)
+        for page, text in PAGES.items()
+        if "docs/keys" not in page
+        for names in re.findall(r"llmfoundry-recipes\[([\w,]+)\]|`\[([a-z]\w+)\]`", text)
         for name in ",".join(names).split(",")
         if name
     }
-    assert len(extras) > 8
+    assert len(extras) > 15
     for name in extras:
         assert re.search(rf"^{name} = \[", project, re.MULTILINE), name
 

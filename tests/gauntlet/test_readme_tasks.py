@@ -1,4 +1,4 @@
-"""The gauntlet's README: its own tasks, its file and its rows, run as they are shown."""
+"""docs/evaluate.md: its own tasks, its file and its rows, run as they are shown."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.gauntlet.test_gauntlet import read, subject
 from tests.models.test_decoder import make_config
 from tests.tiny import ROOT
 
-README = (ROOT / "llmfoundry" / "gauntlet" / "README.md").read_text()
-FILE = re.findall(r"```yaml\n(icl_tasks:.*?)```", README, re.DOTALL)
-ROWS = dict(re.findall(r"^\| `(\w+)` \| `(\{.*?\})` \|", README, re.MULTILINE))
+PAGE = (ROOT / "docs" / "evaluate.md").read_text()
+FILE = re.findall(r"```yaml\n(icl_tasks:\n  - \{.*?)```", PAGE, re.DOTALL)
+ROWS = dict(re.findall(r"^\| `(\w+)` \| `(\{.*?\})` \|", PAGE, re.MULTILINE))
 
 
 def written(folder: Path) -> Path:
-    """The file and the rows of the README."""
+    """The file and the rows of the page."""
     (shown,) = FILE
     for task in yaml.safe_load(shown)["icl_tasks"]:
         (folder / task["dataset_uri"]).write_text(ROWS[task["icl_task_type"]] + "\n")
@@ -51,7 +51,7 @@ def test_the_command_runs_with_the_files_shown(tmp_path: Path) -> None:
     run("train.py", write_recipe(tmp_path), "max_duration=1ba", "run_name=quickstart", cwd=tmp_path)
     (tmp_path / "my").mkdir()
     written(tmp_path / "my")
-    (line,) = re.findall(r"^python scripts/eval.py (.* eval.gauntlet=.*)$", README, re.MULTILINE)
+    (line,) = re.findall(r"^python scripts/eval.py (.* eval.gauntlet=my/.*)$", PAGE, re.MULTILINE)
     done = run("eval.py", *line.split(), cwd=tmp_path)
     for label in ("cats", "sums", "jugs", "twos", "choosing"):
         assert re.search(rf"^ *{label} .*\[", done.stdout, re.MULTILINE), done.stdout
