@@ -64,6 +64,7 @@ LOCAL = {
     r"^torchrun --nproc-per-node 8": (f"{sys.executable} -m torch.distributed.run --standalone"
                                       " --nproc-per-node 2", "8 GPUs"),
     r"^srun --nodes 4 --ntasks-per-node 8 ": ("", "Slurm"),
+    r"sweep.n=\d": ("sweep.n=3", "minutes"),
     r"=http://127.0.0.1:5000": ("=sqlite:///mlflow.db", "an MLflow server"),
     r"^(?=python .*models:/)": ("MLFLOW_TRACKING_URI=sqlite:///mlflow.db ", "as it was exported"),
 }  # fmt: skip
@@ -155,7 +156,7 @@ def call(line: str, cwd: Path, home: Path) -> subprocess.CompletedProcess[str]:
         input="Reverse: d a c\n",
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
 
 
