@@ -214,7 +214,7 @@ class Sweep:
         try:
             write_comparison(self.page, runs, follows=not is_over)
         except OSError as error:
-            print(f"{self.page}: {one_line(error)}; the sweep goes on", file=sys.stderr)
+            print(f"{self.page}: {one_line(error)}; the sweep continues", file=sys.stderr)
 
 
 def _share(pause: str) -> float:

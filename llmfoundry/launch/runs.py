@@ -342,7 +342,7 @@ def _holder(folder: Path) -> psutil.Process:
         paths = [Path(file.path) for file in process.open_files()]
         if any(path.name == RUN_LOCK and path.samefile(folder / RUN_LOCK) for path in paths):
             return process  # and no later process of its number
-    raise UserError(f"{show(folder)}: who holds it cannot be told ({text}); stop it by hand")
+    raise UserError(f"{show(folder)}: who holds it is not known ({text}); stop it by hand")
 
 
 def _target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | None:

@@ -44,7 +44,7 @@ FLAGS = {
     "-m": "sweep: run every combination of values in key=a,b, each in a process of its own; with"
     " --cfg job or --dry-run none is run. sweep=random sweep.n=8 draws as many, also from"
     " interval(a,b), tag(log,interval(a,b)); sweep=halving pauses them on the way, and the better"
-    " third goes on (sweep.factor=3); sweep.seed=17",
+    " third continues (sweep.factor=3); sweep.seed=17",
 }
 _SAME = {"-h": "--help", "-c": "--cfg", "--multirun": "-m", "-V": "--version"}
 _KNOWN = {flag.split()[0] for flag in FLAGS}

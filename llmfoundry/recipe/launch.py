@@ -90,7 +90,7 @@ class LaunchConfig:
     """slurm, kubernetes, skypilot: how often the target itself may start the job again (preempted,
     a machine lost), beyond what its supervisor does in place; unset: 20."""
     signal_seconds: Annotated[int | None, Range(1, 86_400)] = None
-    """slurm, kubernetes: how long before it is ended the run is told, to save; unset: 300."""
+    """slurm, kubernetes: how long before it is ended the run is notified, to save; unset: 300."""
     namespace: str | None = None
     """kubernetes: unset: the context's."""
     context: str | None = None

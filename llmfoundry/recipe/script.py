@@ -160,7 +160,7 @@ def _sweep(recipe_type: type[Any], command: CommandLine) -> None:
     if "--dry-run" in command.flags:
         print(*(public(point.place) for point in points), sep="\n")
         if len(rungs := config.rungs(len(points))) > 1:
-            print(f"paused at {', '.join(rungs[:-1])}; one of {config.factor} goes on each time")
+            print(f"paused at {', '.join(rungs[:-1])}; one of {config.factor} continues each time")
         print(f"dry run: {len(points)} runs were checked; nothing was written or started")
         return
     words = [sys.executable, sys.argv[0], *([] if command.recipe is None else [command.recipe])]

@@ -64,7 +64,7 @@ class SweepConfig:
     seed: Annotated[int, Range(0)] = 17
     """Of the draws."""
     factor: Annotated[int, Range(2)] = 3
-    """Only halving: one of so many goes on, and so many times further. 3: Li et al. (2018)."""
+    """Only halving: one of so many continues, and so many times further. 3: Li et al. (2018)."""
 
     def check(self) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""

@@ -99,7 +99,7 @@ class TrainRecipe:
     """Rows in one optimizer step, over all processes."""
     device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Rows a process computes at a time; auto: as many as fit by the estimate. A step that runs out
-    of memory goes on with half, of a number too."""
+    of memory continues with half, of a number too."""
     auto_probe: Annotated[str, choice(("off", "on"))] = "off"
     """Only with device_train_microbatch_size: auto. on: measure first, in a process beside each, by
     real steps at the estimate and up, what fits; kept in data.cache_folder by recipe, code and
