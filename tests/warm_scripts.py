@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import json
 import os
 import pickle
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NoReturn
@@ -41,9 +44,13 @@ IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "llmfoundry.resilience.watch.watch",
     "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
     "tqdm.auto",
     "pytest",  # of the modules whose functions ranks call
 )
+SELDOM = (20_000, 20, 20)
+"""When Python looks for garbage in tests and forks."""
 GRACE = 5
 """Seconds in which the other ranks may end by themselves once one has failed."""
 _server: subprocess.Popen[str] | None = None  # of this process, from its first script to its end
@@ -117,8 +124,11 @@ def _text(file: IO[bytes]) -> str:
 def _serve() -> dict[str, Any]:
     """Fork for each line of standard input and write how the fork ended; returns in the fork."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    warm_mlflow = cache(_warm_mlflow)
     for line in requests:
         request: dict[str, Any] = json.loads(line)
+        if any("mlflow" in word or "models:/" in word for word in request.get("words", ())):
+            warm_mlflow()
         pid = os.fork()
         if not pid:
             requests.close()
@@ -186,15 +196,22 @@ def _main() -> None:
         importlib.import_module(name)
     _warm()
     os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/disk.py
+    folder = tempfile.mkdtemp()
+    sys.modules["llmfoundry.plan.count"]._known = Counts(folder)  # type: ignore[attr-defined]
     gc.freeze()
-    request = _serve()
+    gc.set_threshold(*SELDOM)
+    try:
+        request = _serve()
+    except SystemExit:  # of this process alone
+        shutil.rmtree(folder)
+        raise
     if "words" in request:
         _end_with(lambda: _run_script(request["words"], request["processes"]))
     _end_with(lambda: _run_ranks(request))
 
 
 def _warm() -> None:
-    """What takes each process a second when it is the first: to read a recipe, to size a run.
+    """What takes each process a second when it is the first: to read a recipe, to draw a page.
 
     A thread would not be in the forks, and what it holds would stay held there: where there are
     GPUs a backward pass leaves some, so that no run is sized.
@@ -203,6 +220,7 @@ def _warm() -> None:
     import torch
 
     from llmfoundry.builders.model import with_defaults
+    from llmfoundry.loggers.pages.page import page, table
     from llmfoundry.plan.fit import choose_microbatch, with_guessed_vocabulary
     from llmfoundry.recipe.load import checked
     from llmfoundry.recipe.train import TrainRecipe
@@ -210,10 +228,54 @@ def _warm() -> None:
     recipe = str(SCRIPTS.parent / "yamls/quickstart.yaml")
     shape = ("model.d_model=32", "model.n_layers=2", "model.n_heads=2", "max_seq_len=64")
     ready = with_guessed_vocabulary(with_defaults(checked(TrainRecipe, recipe, shape)))
+    shown = table(("",), [("",)])
+    page(title="", status="none", reached="", tiles=(), sections=[("", shown)], has_charts=True)
     if not torch.cuda.device_count():
         cpu = torch.device("cpu")
         choose_microbatch(ready, world_size=1, available=1 << 40, device=cpu)
         assert psutil.Process().num_threads() == 1
+
+
+def _warm_mlflow() -> None:
+    """What a run with MLflow needs 2 s for: its modules, and SQLAlchemy's view of its tables.
+
+    They come without pandas, as in an installation of mlflow-skinny: PyArrow begins a thread.
+    """
+    import psutil
+    from pytest import MonkeyPatch
+
+    from llmfoundry.loggers.mlflow_logger import open_client
+
+    with MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        for name in ("pandas", "pyarrow"):
+            patch.setitem(sys.modules, name, None)
+        open_client(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    gc.freeze()
+    assert psutil.Process().num_threads() == 1
+
+
+class Counts(dict[str, Any]):
+    """What forks have counted of models, for others: it takes half the time of a run of seconds."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def __contains__(self, key: object) -> bool:
+        path = self._path(key)
+        if not super().__contains__(key) and path.exists():
+            super().__setitem__(str(key), pickle.loads(path.read_bytes()))
+        return super().__contains__(key)
+
+    def __setitem__(self, key: str, value: object) -> None:
+        super().__setitem__(key, value)
+        path = self._path(key)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(value))
+        written.rename(path)
+
+    def _path(self, key: object) -> Path:
+        return self._folder / hashlib.sha256(str(key).encode()).hexdigest()
 
 
 def _run_script(words: list[str], processes: int) -> None:

@@ -1,9 +1,9 @@
 """A checkpoint of any layout of processes resumes on any other, with the losses of one process.
 
-Each number of processes is started once and runs its layouts in turn: first all save after two
-steps, then each loads what others saved and takes a third. What they are compared with is a plain
-loop that never stops. By default one process loads what all saved and each other layout what it
-saved itself and what the one before it did; behind `slow` each loads everything. Bytes that leave
+Each number of processes is started once and runs its layouts in turn: all save after two steps,
+and each loads what others saved and takes a third. What they are compared with is a plain loop that
+never stops. By default one process loads what all saved and each other layout what it saved itself
+and what the one before it did; behind `slow` each loads everything. Bytes that leave
 the disk, opened files and written files are counted: of replicas the first alone writes and reads.
 """
 
@@ -215,9 +215,19 @@ def sources(model: str, name: str, names: list[str]) -> list[str]:
     return [able[place - 1], name]
 
 
+def work(rank: int, processes: int, parts: str, names: list[str], folder: Path) -> None:
+    """What so many processes do while they are there: `save`, `load`, or one after the other."""
+    join(rank, processes, folder / f"{parts}{processes}")
+    for part in parts.split():
+        {"save": save_all, "load": load_all}[part](rank, processes, names, folder)
+        if processes > 1:
+            dist.barrier()
+    if processes > 1:
+        dist.destroy_process_group()
+
+
 def save_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
     """Two steps on each of these layouts, and a checkpoint."""
-    join(rank, processes, folder / f"save{processes}")
     for name in here(names, processes):
         for model in LAYOUTS[name].models():
             job = Job(LAYOUTS[name], model, rank)
@@ -226,12 +236,10 @@ def save_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
             with disk() as seen:
                 job.save(folder / model / name, SAVED)
             (folder / f"saved-{model}-{name}-{rank}.json").write_text(json.dumps(seen))
-    leave(processes)
 
 
 def load_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
     """On each layout of so many processes: the next loss after each checkpoint."""
-    join(rank, processes, folder / f"load{processes}")
     found: dict[str, dict[str, float]] = {}
     for name in here(names, processes):
         for model in LAYOUTS[name].models():
@@ -248,7 +256,6 @@ def load_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
                 found[key]["weights"] = evaluated(job)
     if rank == 0:
         (folder / f"{processes}.json").write_text(json.dumps(found))
-    leave(processes)
 
 
 @torch.no_grad()
@@ -281,20 +288,23 @@ def leave(processes: int) -> None:
         dist.destroy_process_group()
 
 
-def start(work: Any, processes: int, *arguments: Any) -> None:
+def start(task: Any, processes: int, *arguments: Any) -> None:
     if processes == 1:
-        work(0, 1, *arguments)
+        task(0, 1, *arguments)
     else:
-        on_ranks(work, (processes, *arguments), processes)
+        on_ranks(task, (processes, *arguments), processes)
 
 
 def matrix(folder: Path, names: list[str]) -> dict[str, dict[str, float]]:
     """What each layout finds after each checkpoint."""
     sizes = sorted({LAYOUTS[name].processes for name in names})
     found: dict[str, dict[str, float]] = {}
-    for work in (save_all, load_all):
-        for processes in sizes:
-            start(work, processes, names, folder)
+    if len(names) == len(LAYOUTS):
+        turns = [(part, size) for part in ("save", "load") for size in sizes]
+    else:  # what is loaded was saved by no more processes, but for one
+        turns = [("save", 1), *(("save load", size) for size in sizes[1:]), ("load", 1)]
+    for parts, processes in turns:
+        start(work, processes, parts, names, folder)
     for processes in sizes:
         found |= json.loads((folder / f"{processes}.json").read_text())
     return found
