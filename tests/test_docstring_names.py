@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import re
 import tokenize
@@ -54,7 +55,11 @@ FOREIGN = {
 @cache
 def sources() -> dict[Path, ast.Module]:
     files = (p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
-    return {p.relative_to(ROOT): ast.parse(p.read_text()) for p in files}
+    gc.disable()  # it would look at a million nodes again and again, now and later
+    found = {p.relative_to(ROOT): ast.parse(p.read_text()) for p in files}
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 @cache
@@ -90,9 +95,14 @@ def paths() -> frozenset[str]:
     return frozenset(found)
 
 
-def texts(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+@cache
+def texts(path: Path) -> list[tuple[int, str]]:
     """Docstrings, strings under fields, and comments, each with its first line."""
-    for node in ast.walk(tree):
+    return [*written(path)]
+
+
+def written(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(sources()[path]):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
@@ -111,10 +121,10 @@ def is_known(name: str) -> bool:
 
 def test_every_name_in_a_docstring_or_comment_exists() -> None:
     stale = []
-    for path, tree in sources().items():
+    for path in sources():
         if path.parts[0] not in ("llmfoundry", "benchmarks", "scripts"):
             continue
-        for line, text in texts(path, tree):
+        for line, text in texts(path):
             for match in NAMED.finditer(text):
                 name = match[1] or match[2]
                 if not is_known(name):
@@ -123,5 +133,5 @@ def test_every_name_in_a_docstring_or_comment_exists() -> None:
 
 
 def test_no_foreign_name_is_listed_in_vain() -> None:
-    mentioned = "\n".join(text for path, tree in sources().items() for _, text in texts(path, tree))
+    mentioned = "\n".join(text for path in sources() for _, text in texts(path))
     assert [name for name in sorted(FOREIGN) if name not in mentioned] == []

@@ -2,6 +2,7 @@
 
 They differ on purpose where a group is chosen over a section that the recipe itself has keys of:
 Hydra merges the two, we replace the section (`test_groups.py`). Hydra reads the files itself here.
+Each day tries a third of them, or `pytest -m "slow or not slow"` all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from llmfoundry.recipe.paths import YAMLS, group_options
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import Problem, build, to_dict
+from tests.day import part_of_the_day
+from tests.selection import slow_but
 
 SCHEMA = Schema.of(TrainRecipe)
 RECIPES = sorted(YAMLS.glob("*.yaml"))
@@ -56,13 +59,15 @@ def typed(values: Any) -> TrainRecipe:
     return recipe
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", slow_but(part_of_the_day(RECIPES, 3), RECIPES), ids=lambda path: path.stem
+)
 def test_a_recipe_with_and_without_values_is_hydras(recipe: Path) -> None:
     assert ours(recipe, []) == by_hydra(recipe, [])
     forced = [f"++{word}" for word in VALUES]
     assert ours(recipe, VALUES) == by_hydra(recipe, forced) != by_hydra(recipe, [])
 
 
-@pytest.mark.parametrize("word", GROUPS)
+@pytest.mark.parametrize("word", slow_but(part_of_the_day(GROUPS, 3), GROUPS))
 def test_a_group_alone_is_hydras(word: str) -> None:
     assert ours(None, [word]) == by_hydra(None, [f"+{word}"])
