@@ -1,8 +1,8 @@
 """Layouts of processes, and the models that `test_matrix.py` trains on each.
 
-ROUTINE has each kind of layout once. SLOW has all of them with every model, with and without
-accumulation, recomputation and documents, and beside that product what else a layout may have:
-adapters, compilation, bfloat16, other mixtures, more processes.
+ROUTINE has each kind of layout once, and each way with one of them. SLOW has all of them with every
+model, with and without accumulation, recomputation and documents, and beside that product what else
+a layout may have: adapters, compilation, bfloat16, other mixtures, more processes.
 """
 
 from __future__ import annotations
@@ -159,16 +159,12 @@ ROUTINE = {
     "tensor-fsdp": Entry(tensor=2, shard=2, model="untied", checkpointing="selective"),
     "expert": replace(LAYOUTS["expert"], model="dbrx-shared", checkpointing="selective"),
     "expert-compressed": replace(LAYOUTS["expert"], checkpointing="whole", compression="int8"),
-    "fsdp-compressed": Entry(shard=2, model="gqa", compression="int8"),
     "expert-adapter": replace(LAYOUTS["expert"], adapter=True),
     "expert-fsdp": LAYOUTS["expert-fsdp"],
     "expert-hsdp": replace(LAYOUTS["expert-hsdp"], model="dbrx-bias"),
-    "ulysses": replace(ULYSSES, model="mpt"),
     "gather": replace(GATHER, model="gqa", checkpointing="whole"),
-    "gather-adapter": replace(GATHER, adapter=True),
     "expert-ulysses-fsdp": LAYOUTS["expert-ulysses-fsdp"],
     "one-bf16": Entry(precision="bf16"),
-    "ddp-bf16": Entry(replicate=2, precision="bf16"),
     "fsdp-bf16": Entry(shard=2, precision="bf16"),
 }
 

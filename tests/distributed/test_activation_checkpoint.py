@@ -18,6 +18,7 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.slots import Piece
 from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
+from tests.selection import slow_but
 from tests.tiny import ENV, activations, command, write_recipe
 
 REUSE = {
@@ -124,11 +125,15 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("checkpointing", ["none", "whole"])
+PAIRS = [(name, level) for name in SETTINGS for level in ("none", "whole")]
+ROUTINE = [("plain", "none"), ("dropout", "whole"), ("reused keys", "whole")]
+
+
+@pytest.mark.parametrize("case", slow_but(ROUTINE, PAIRS), ids="-".join)
 def test_compiled_blocks_give_the_same_numbers(
-    counter: CompileCounterWithBackend, name: str, checkpointing: str
+    counter: CompileCounterWithBackend, case: tuple[str, str]
 ) -> None:
+    name, checkpointing = case
     plain, compiled = make_root(**SETTINGS[name]), make_root(**SETTINGS[name])
     wrap_blocks(compiled, activations(compiled, checkpointing), compile_mode="default")
     expected, found = loss_and_gradients(plain), loss_and_gradients(compiled)
@@ -138,7 +143,7 @@ def test_compiled_blocks_give_the_same_numbers(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", slow_but(["plain", "dropout"], SETTINGS))
 def test_compiled_blocks_that_keep_products_give_the_same_numbers(
     counter: CompileCounterWithBackend, name: str
 ) -> None:
