@@ -253,6 +253,7 @@ def register_export(
         return ""
     name, uri, path = config.name, store_uri(config.uri), output.resolve()
     client, experiment = open_client(uri), str(LOGGERS["mlflow"].keys["experiment_name"])
+    os.environ["MLFLOW_TRACKING_URI"] = uri  # where MLflow looks for a model that has no run
     content, is_uploaded = str(fingerprint(path)), bool(config.upload)
     weights = Weights(kind, str(path), content, facts, is_uploaded=is_uploaded)
 
@@ -297,7 +298,7 @@ def register(client: Any, name: str, weights: Weights, run: Any, experiment: str
         name,
         source=model.artifact_location,
         run_id=run_id,
-        model_id=run_id and model.model_id,  # looked for elsewhere where it has no run
+        model_id=model.model_id,
         tags={**weights.tags, Tag.MODEL: model.model_id},
         await_creation_for=0,
     )
@@ -519,6 +520,8 @@ def _choose(client: Any, name: str, alias: str | None, number: str | None, *, wh
     every = versions(client, name)
     if not every:
         names = sorted(model.name for model in client.search_registered_models(max_results=1000))
+        if name in names:
+            raise UserError(f"{what}: {name} has no version yet; register one, or write another")
         raise UserError(
             f"{what}: no registered model of that name{nearest(name, names)}; there are:"
             f" {', '.join(names[:10]) or 'none'}"

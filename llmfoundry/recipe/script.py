@@ -25,7 +25,7 @@ from llmfoundry.recipe.help import complete, help_text, unknown_flag
 from llmfoundry.recipe.load import checked, import_for_help, read
 from llmfoundry.recipe.paths import recipe_name, shipped
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.sweep import is_sweeps, sweep_config, sweep_points
+from llmfoundry.recipe.sweep import SweepRecipe, is_sweeps, sweep_config, sweep_points
 from llmfoundry.recipe.typed import is_named, notes, placed, require, to_yaml
 from llmfoundry.redaction import mask_tracebacks, public
 from llmfoundry.terminal import outlast_readers, quiet_libraries, show_loading
@@ -57,7 +57,7 @@ def run(
     outlast_readers()
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["--complete"]:
-        return print(*complete(recipe_type, words[1:]), sep="\n")
+        return print(*_completions(recipe_type, words[1:]), sep="\n")
     mask_tracebacks()
     end_with_starters()
     os.environ.update(allocator_settings(os.environ))  # a plugin may import torch
@@ -103,6 +103,18 @@ def run(
         _exit(1)
 
 
+def _completions(
+    recipe_type: type[Any] | Callable[[CommandLine], type[Any]], words: Sequence[str]
+) -> list[str]:
+    """What the last word can become: of the recipe, or of the sweep, which is in no recipe."""
+    *before, word = words or [""]
+    if not is_sweeps(word):
+        own = ["sweep=", "sweep."] if word and "sweep".startswith(word) else []
+        return [*complete(recipe_type, words), *own]
+    found = complete(SweepRecipe, [*before, word.replace("sweep=", "sweep.how=")])
+    return [each.replace("sweep.how=", word[:6]) if word[5] == "=" else each for each in found]
+
+
 def _exit(status: int) -> NoReturn:
     """End this process after an error; as one of several without waiting for any other.
 
@@ -131,6 +143,8 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
         return None
     if "--help" in command.flags:
         import_for_help(schema, command.recipe, command.overrides)
+        if command.topic is not None and is_sweeps(f"{command.topic}."):
+            schema = Schema.of(SweepRecipe)
         print(as_called(help_text(schema, command, help)))
         return None
     _check_installation()

@@ -153,6 +153,11 @@ def sweep_points(recipe_type: type, command: CommandLine, config: SweepConfig) -
     if problems:
         raise UserError(*problems)
     config.rungs(len(points))
+    if config.how == "halving" and any("://" in point.home for point in points.values()):
+        raise UserError(
+            "save_folder: halving keeps its record beside the runs; write a folder of this machine,"
+            " or sweep=random"
+        )
     return list(points.values())
 
 

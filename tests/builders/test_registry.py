@@ -297,6 +297,7 @@ def test_names_that_lead_nowhere_are_one_line(run: Run, store: str, tmp_path: Pa
 def test_an_export_that_was_uploaded_is_in_mlflow_where_it_is_gone(
     run: Run, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     export = tmp_path / "hf"
     (export / "deeper").mkdir(parents=True)
     (export / "config.json").write_text("{}")
@@ -316,7 +317,6 @@ def test_an_export_that_was_uploaded_is_in_mlflow_where_it_is_gone(
     shutil.rmtree(export)
     with pytest.raises(UserError, match=f"artifacts download -u models:/{run.name}/1 -d FOLDER"):
         address(named, store)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     (tmp_path / "copy").mkdir()
     copy = mlflow.artifacts.download_artifacts(
         f"models:/{run.name}/1", dst_path=str(tmp_path / "copy")

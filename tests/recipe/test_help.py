@@ -56,6 +56,16 @@ def test_help_on_a_recipe_shows_its_header(front: Front, tmp_path: Path) -> None
     assert "not this" not in out
 
 
+def test_a_sweeps_keys_are_explained_and_completed(front: Front) -> None:
+    assert "random: n that are drawn" in front("--help", "sweep.how").out
+    for word, rest in {
+        "sweep=h": ["sweep=halving"],
+        "sweep.f": ["sweep.factor="],
+        "sw": ["sweep=", "sweep."],
+    }.items():
+        assert front("--complete", "quickstart", "-m", word).out.split() == rest
+
+
 def test_help_on_a_section_explains_every_key_of_it(front: Front) -> None:
     out = front("--help", "model").out
     assert "  model.n_heads: int = 16\n      Query heads.\n" in out

@@ -244,6 +244,7 @@ def test_a_random_sweep_is_drawn_by_its_seed_and_more_of_it_goes_on(front: Front
             "sweep.factor: has no effect",
         ),
         (["seed=1,2", "sweep=halving"], "sweep.factor: one of 3 would go on"),
+        (["seed=1,2,3", "sweep=halving", "save_folder=s3://a/b"], "save_folder: halving keeps its"),
         (["seed=interval(1,2)", "-m"], "seed=interval(1,2): cannot be listed"),
         (["seed=interval(2,1)", "sweep=random", "sweep.n=2"], "seed=interval(2,1): is no interval"),
         (["seed=tag(log,interval(0,1))", "sweep=halving", "sweep.n=9"], "with 0 < a < b"),

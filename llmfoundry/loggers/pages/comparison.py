@@ -41,7 +41,7 @@ from llmfoundry.loggers.pages.charts import (
     metric_names,
     stretch_ends,
 )
-from llmfoundry.loggers.pages.page import page, part, table, together
+from llmfoundry.loggers.pages.page import breakable, page, part, table, together
 from llmfoundry.loggers.pages.report import STATUS, averages, metric_rows, read_evaluations
 from llmfoundry.loggers.pages.run_time import EVALUATION, TRAINING, grown
 from llmfoundry.recipe.typed import flat
@@ -263,7 +263,8 @@ def run_table(runs: Sequence[ComparedRun], beside: Path) -> Markup:
     for i, (run, row) in enumerate(zip(runs, run_rows(runs), strict=True)):
         report = run.folder / "report.html"
         link = quote(os.path.relpath(report, beside)) if report.exists() else ""
-        name = Markup('<a href="{}">{}</a>').format(link, run.name) if link else run.name
+        name = breakable(run.name)
+        name = Markup('<a href="{}">{}</a>').format(link, name) if link else name
         mark = Markup(' <span class="hint">best</span>') if found and i in found.best else ""
         rows.append((part("swatch", i) + name + mark, *row[1:]))
     used = [n for n in range(len(HEAD)) if n < 2 or any(row[n] for row in rows)]

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import duration, number, short_count
-from llmfoundry.loggers.pages.page import Tile, page, part, table, together
+from llmfoundry.loggers.pages.page import Tile, breakable, page, part, table, together
 from llmfoundry.loggers.pages.scores import (
     ShownScore,
     TaskDots,
@@ -129,7 +129,7 @@ def models_table(results: Results, links: Sequence[Mapping[str, str]]) -> Markup
         anchor = Markup('<a href="{}">{}</a>')
         pages = Markup(" · ").join(anchor.format(at, words) for words, at in to)
         label = Markup('{}<b>{}</b> {} <span class="hint">{}</span>')
-        first = label.format(part("swatch", i), i + 1, name, pages)
+        first = label.format(part("swatch", i), i + 1, breakable(name), pages)
         rows.append((first if len(results) > 1 else pages, *map(written, columns[i])))
     if len(results) == 1:
         return Markup("<p>{}</p>").format(rows[0][0]) if rows[0][0] else Markup()

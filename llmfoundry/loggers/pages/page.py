@@ -9,6 +9,7 @@ its lines. `page.css` has a value of each color for light and one for dark.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -91,6 +92,12 @@ def table(
     return part("table", head, rows, right, is_wide) if rows else Markup()
 
 
+def breakable(text: str) -> Markup:
+    """A text that may wrap after `,` and `=`, as the names of a sweep's runs have to on a phone."""
+    parts = re.split("(?<=[,=])", str(text))
+    return text if isinstance(text, Markup) else Markup("<wbr/>").join(parts)
+
+
 def pairs(rows: Iterable[tuple[str, str]]) -> Markup:
     """A list of label and value; empty without rows."""
     listed = list(rows)
@@ -165,4 +172,5 @@ def _templates() -> Environment:
     )
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     made.globals |= {"file": _file, "fill": fill, "color": _color}
+    made.filters["breakable"] = breakable
     return made

@@ -189,12 +189,14 @@
       this.data.lines.forEach((one, i) => {
         const k = one.x.indexOf(u.data[0][u.cursor.idxs[4 * i + 4] ?? idx]);
         if (k < 0) return;
-        const row = this.add("div", "", this.tip);
+        const isOneOfMany = this.data.lines.length > 4, name = one.label || this.title;
+        const row = this.add("div", isOneOfMany ? "cut" : "", this.tip);
         this.add("i", "", row).style.background = `var(--s${i % COLORS})`;
-        row.append(`${one.label || this.title}: `);
+        if (!isOneOfMany) row.append(`${name}: `);
         this.add("b", "", row).textContent = one.y[k] === null ? "not finite" : this.form(one.y[k]);
         if (one.low && one.y[k] !== null) row.append(` (${this.form(one.low[k])} to ${this.form(one.high[k])})`);
         if (one.bold !== one.y && one.bold[k] !== null) row.append(`, smoothed ${this.form(one.bold[k])}`);
+        if (isOneOfMany) row.append(` ${name}`);
       });
       for (const mark of this.seenMarks(u)) {
         if (Math.abs(u.valToPos(mark.x, "x") - left) < 6) this.add("div", "event", this.tip).textContent = mark.what;
