@@ -129,8 +129,10 @@ class _Axis:
         """Places and texts."""
         if self.high - self.low > 1.2:
             step = max(1, math.ceil((self.high - self.low) / _TICKS))
-            powers = range(math.ceil(self.low), math.floor(self.high) + 1, step)
-            return [(self.at(10.0**n), f"1e{n}") for n in powers]
+            powers = range(math.floor(self.low), math.floor(self.high) + 1, step)
+            digits = (1, 3) if self.high - self.low < 3 else (1,)
+            ticks = [(self.at(d * 10.0**n), f"{d}e{n}") for n in powers for d in digits]
+            return [(at, text) for at, text in ticks if 0 <= at <= 100]
         low, high = 10**self.low, 10**self.high
         step = 10 ** math.floor(math.log10(high - low))
         step *= next(m for m in (0.2, 0.5, 1, 2, 5) if (high - low) / (m * step) <= _TICKS)
