@@ -29,8 +29,15 @@ from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.scaling import ScalingRecipe
-from llmfoundry.scaling.analysis import FAR, FamilyFit, fit_families, refuse_far, summary
-from llmfoundry.scaling.points import Point, finite, read_points, to_csv
+from llmfoundry.scaling.analysis import (
+    FAR,
+    FamilyFit,
+    fit_families,
+    refuse_far,
+    refuse_few,
+    summary,
+)
+from llmfoundry.scaling.points import Point, by_family, finite, read_points, to_csv
 from llmfoundry.terminal import columns
 
 PREDICTED = "held_out.json"
@@ -63,8 +70,14 @@ def scaling(written: ScalingRecipe) -> None:
 
 
 def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> None:
-    """The table of all points before any is run, and their sums."""
+    """The table of all points before any is run, and their sums.
+
+    Raises:
+        UserError: they are too few for a law, or do not fit on the hardware.
+    """
     points = [with_result(one) for one in made]
+    for family, runs in by_family([point for point in points if not point.held_out]).items():
+        refuse_few([(run.width, run.tokens) for run in runs], f"{family or 'its'} runs")
     rows, flops, seconds = [], list[float](), list[float | None]()
     for one, point in zip(made, points, strict=True):
         takes = _seconds(recipe, one, points)

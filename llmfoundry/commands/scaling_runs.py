@@ -21,7 +21,7 @@ from typing import Any
 
 from llmfoundry.commands.launch import submit
 from llmfoundry.commands.scaling_grid import GridPoint
-from llmfoundry.errors import RunFailure, UserError
+from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.launch import runs as api
 from llmfoundry.launch.job import make_job
 from llmfoundry.loggers.console import Console, duration
@@ -44,10 +44,18 @@ _SILENT_S = 600.0  # without an answer of a target, after which its run is given
 
 
 def read(folder: Path) -> ComparedRun | None:
-    """A point's folder; None where nothing was begun."""
+    """A point's folder; None where nothing was begun.
+
+    Raises:
+        UserError: a file in it cannot be read.
+    """
     if not (folder / "recipe.yaml").exists():
         return None
-    return read_run(folder, folder.name, is_held=False)
+    try:
+        return read_run(folder, folder.name, is_held=False)
+    except (UserError, OSError) as error:
+        why = error.problems[0] if isinstance(error, UserError) else one_line(error)
+        raise UserError(f"{why}; restore it, or delete {folder}, and it runs again") from error
 
 
 def is_done(folder: Path) -> bool:

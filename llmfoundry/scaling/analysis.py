@@ -122,15 +122,25 @@ def fit_families(points: Sequence[Point], rounds: int) -> list[FamilyFit]:
         runs = used.get(family, [])
         n, d, loss, flops = _columns(runs, "parameters", "tokens", "loss", "flops")
         of = f" of {family}" if family else ""
-        if len(runs) < LEAST_POINTS or len({*n}) < 2 or len({*d}) < 2:
-            raise UserError(
-                f"sizes: the law has {LEAST_POINTS} constants, and {len(runs)} runs{of} with a"
-                f" finite loss have {len({*n})} sizes and {len({*d})} numbers of tokens; write"
-                f" {LEAST_POINTS} runs or more, of two sizes and two numbers of tokens at least"
-            )
+        refuse_few([*zip(n, d, strict=True)], f"the runs{of} with a finite loss")
         laws = bootstrap(n, d, loss, rounds=rounds)
         fits.append(FamilyFit(family, runs, fit_law(n, d, loss), laws, Cost.counted(n, flops / d)))
     return fits
+
+
+def refuse_few(places: Sequence[tuple[float, float]], what: str) -> None:
+    """Refuse runs, by size and tokens, that leave constants of the law open.
+
+    Raises:
+        UserError: there are too few, or all of one size or number of tokens.
+    """
+    n, d = ({*values} for values in zip(*places, strict=True)) if places else (set(), set())
+    if len({*places}) < LEAST_POINTS or len(n) < 2 or len(d) < 2:
+        raise UserError(
+            f"sizes: the law has {LEAST_POINTS} constants, and {what} have {len(n)} sizes,"
+            f" {len(d)} numbers of tokens and {len({*places})} pairs of these; write two sizes, two"
+            f" numbers of tokens and {LEAST_POINTS} pairs or more"
+        )
 
 
 def _columns(points: Sequence[Point], *names: str) -> list[Array]:

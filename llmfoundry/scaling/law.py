@@ -23,6 +23,7 @@ LEAST_EXPONENT, MOST_EXPONENT = 0.02, 2.0
 # Cells of the first search; searches around its best; cells there.
 _START, _ZOOMS, _REACH = 32, 6, 4
 _STEPS = 200  # of the refinement at most
+_NEGLIGIBLE = 1e-9  # share of the loss below which a term, in the middle of the runs, is rounding
 _SUBSETS = [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]]  # of E, A, B: which are not zero
 LEAST_POINTS = 5  # as many as there are constants
 
@@ -126,6 +127,7 @@ def fit_law(n: Array, d: Array, loss: Array) -> Law:
     x, y = np.log(n) - centers[0], np.log(d) - centers[1]
     coefficients, exponents = _search(x, y, loss)
     coefficients, exponents = _refine(x, y, loss, coefficients, exponents)
+    coefficients[coefficients < _NEGLIGIBLE * loss.mean()] = 0.0
     e, a, b = (float(one) for one in coefficients)
     alpha, beta = (float(one) for one in exponents)
     return Law(e, a * np.exp(alpha * centers[0]), b * np.exp(beta * centers[1]), alpha, beta)

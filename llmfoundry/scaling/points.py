@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from llmfoundry.errors import UserError
 
 K = TypeVar("K", bound=Hashable)
-MOST_BYTES = 64 << 20
+MOST_BYTES, MOST = 64 << 20, 1e40  # of a table; of a number in it
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def _point(row: Mapping[Any, Any], number: int) -> Point:
     known = {str(key).strip().lower(): value for key, value in row.items()}
     names = ("parameters", "tokens", "flops", "loss")
     found = {name: _positive(name, known[name]) for name in names if known.get(name)}
+    swept = {name: _positive(name, known.get(name) or "nan") for name in ("lr", "batch_tokens")}
     for name in ("loss", "parameters"):
         if name not in found:
             raise ValueError(f"{name}: is missing; name a column so")
@@ -111,21 +112,25 @@ def _point(row: Mapping[Any, Any], number: int) -> Point:
         flops=found.get("flops", 6 * n * tokens),
         loss=found["loss"],
         held_out=str(known.get("held_out")).strip().lower() in ("true", "1", "yes"),
-        lr=float(number),  # each row is a run to fit, of whatever learning rate
-        target=tokens,
+        lr=swept["lr"],
+        batch_tokens=swept["batch_tokens"],
+        target=_positive("target", known.get("target") or f"{tokens}"),
     )
 
 
 def _positive(name: str, value: str) -> float:
     text = str(value).strip().lower()
-    if name == "loss" and text in ("nan", "inf"):
-        return math.nan  # a run that diverged
+    if (text == "nan" and name in ("loss", "lr", "batch_tokens")) or (name, text) == (
+        "loss",
+        "inf",
+    ):
+        return math.nan  # a run that diverged; what is not known
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name}: {text[:40]!r} is not a positive number")
+    if not 1 / MOST < number < MOST:
+        raise ValueError(f"{name}: {text[:40]!r} is not a positive number below {MOST:g}")
     return number
 
 

@@ -272,12 +272,14 @@ def test_budget_without_hardware_takes_as_long_as_the_run_of_the_nearest_size(
 
 
 def test_plan_is_told_where_no_layout_fits(tmp_path: Path) -> None:
-    path = write_grid(
-        tmp_path, sizes=[16384], held_out=None, rules={"aspect_ratio": 128, "head_dim": 128}
-    )
+    rules = {"aspect_ratio": 128, "head_dim": 128}
+    path = write_grid(tmp_path, sizes=[8192, 16384], held_out=None, rules=rules)
     recipe = checked(ScalingRecipe, path, ["hardware=1xt4"])
-    with pytest.raises(UserError, match="hardware: no layout of 1xt4 holds size=16384,tokens=512"):
+    with pytest.raises(UserError, match="hardware: no layout of 1xt4 holds size=8192,tokens=512"):
         command.print_plan(recipe, grid(recipe), Console())
+    few = grid(recipe)[1:]  # four would be of two sizes and two numbers of tokens
+    with pytest.raises(UserError, match="5 constants, and its runs have 1 sizes"):
+        command.print_plan(recipe, few[-3:], Console())
 
 
 @pytest.mark.parametrize(

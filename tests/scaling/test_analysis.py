@@ -73,7 +73,9 @@ def test_far_budgets_are_refused_unless_asked_for() -> None:
 
 
 def test_too_few_runs_are_refused() -> None:
-    with pytest.raises(UserError, match="5 constants, and 3 runs"):
+    with pytest.raises(
+        UserError, match="5 constants, and the runs with a finite loss have 1 sizes, 3 numbers of"
+    ):
         fit_families(runs()[:3], rounds=20)
 
 
@@ -84,6 +86,9 @@ def test_points_come_back_from_their_own_table(tmp_path: Path) -> None:
     assert [(p.parameters, p.tokens, p.flops, p.loss) for p in back] == [
         (p.parameters, p.tokens, p.flops, p.loss) for p in runs()
     ]
+    seeds = [replace(one, lr=lr) for one in runs() for lr in (1.0, 1.0, 2.0)]
+    path.write_text(to_csv([replace(one, loss=one.loss * one.lr) for one in seeds]))
+    assert len(fitted(read_points(path))) == 18 and len(fitted(seeds)) == 18
     path.write_text("Parameters,FLOPs,Loss\n1e6,1.2e14,3.0\n")
     (one,) = read_points(path)
     assert one.tokens == pytest.approx(2e7)
@@ -97,6 +102,7 @@ def test_points_come_back_from_their_own_table(tmp_path: Path) -> None:
         ("parameters,loss\n1,2\n", "row 1: tokens: is missing"),
         ("parameters,tokens,loss\n1,2,3\n1,-2,3\n", "row 2: tokens: '-2' is not a positive"),
         ("parameters,tokens,loss\n1,inf,3\n", "row 1: tokens: 'inf' is not"),
+        ("parameters,tokens,loss\n1,1e300,3\n", "'1e300' is not a positive number below 1e\\+40"),
         ("parameters,tokens,loss\n1,2,x\n", "row 1: loss: 'x' is not"),
         ("parameters,tokens,loss\n1,2,nan\0\n", "p.csv: "),
     ],
@@ -117,6 +123,14 @@ def test_everything_is_told_in_a_line_each() -> None:
     assert line.startswith("unsure alpha is at an end of what is searched")
     (sure,) = fit_families(runs(), rounds=20)
     assert sure.as_json()["at_edge"] == []
+
+
+def test_runs_that_all_have_one_loss_predict_nothing_and_one_without_is_told() -> None:
+    same = [replace(one, loss=3.0) for one in runs()]
+    (fit,) = fit_families([*same, replace(same[0], name="lost", loss=math.nan)], rounds=20)
+    assert (fit.law.e, fit.law.a, fit.law.b) == (pytest.approx(3), 0, 0)
+    found = finite(summary([replace(same[0], name="lost", loss=math.nan)], [fit], {}))
+    assert dict(told(found))["left out"].startswith("lost: no finite loss")
 
 
 def test_law_without_an_optimum_predicts_nothing() -> None:

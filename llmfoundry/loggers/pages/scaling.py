@@ -34,23 +34,22 @@ def told(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         power = _with(fit["size_exponent"], ends["size_exponent"])
         yield "frontier", f"the best size grows as compute ** {power}"
         for test in fit.get("held_out", ()):
-            before = "before" if test["before"] else "after"
+            text = f"{_with(test['predicted'], test['interval'])} predicted"
+            text += f" {'before' if test['before'] else 'after'} its run,"
             yield (
                 "held out",
-                (
-                    f"{_with(test['predicted'], test['interval'])} predicted {before} its run,"
-                    f" {test['measured']:.4f} measured: {100 * test['error']:+.2f} %"
-                ),
+                f"{text} {test['measured']:.4f} measured: {100 * test['error']:+.2f} %",
             )
         yield from _prediction(fit.get("prediction", {}))
-    for gain in found["gains"]:
+    lost = [point["name"] for point in found["points"] if point["loss"] is None]
+    if lost:
         yield (
-            "gain",
-            (
-                f"{gain['family']} needs {_with(gain['gain'], gain['interval'])} times less compute"
-                f" than {gain['over']} for loss {gain['loss']:.3f}"
-            ),
+            "left out",
+            f"{', '.join(lost)}: no finite loss at the end; delete to run again",
         )
+    for gain in found["gains"]:
+        text = f"{gain['family']} needs {_with(gain['gain'], gain['interval'])} times less compute"
+        yield "gain", f"{text} than {gain['over']} for loss {gain['loss']:.3f}"
     for trend in found["trends"]:
         ended = sum(best["at_end"] for best in trend["best"])
         power = "too few for a trend"
@@ -82,7 +81,7 @@ def _with(value: float | None, ends: Sequence[float] | None) -> str:
         return "undetermined"
 
     def form(one: float) -> str:
-        return short_count(one) if abs(value) >= 1e4 else number(one)
+        return short_count(one) if abs(one) >= 1e4 else number(one)
 
     return form(value) + (f" ({form(ends[0])} to {form(ends[1])})" if ends else "")
 
