@@ -7,17 +7,18 @@ what no test needs is not waited for: the collector of garbage on all that was i
 from __future__ import annotations
 
 import gc
+import os
 import signal
 
 import pytest
 
 from tests.day import day
 from tests.disk import skip_fsync
-from tests.warm_scripts import SELDOM
 
 # Under nohup, and behind &, signals are ignored, and what tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other take processors
 gc.disable()  # until everything is imported
 skip_fsync()
 day()  # the same for all workers
@@ -93,4 +94,4 @@ def pytest_collection_finish() -> None:
     """
     gc.enable()
     gc.freeze()
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(20_000, 20, 20)

@@ -49,8 +49,6 @@ IMPORTED = (
     "tqdm.auto",
     "pytest",  # of the modules whose functions ranks call
 )
-SELDOM = (20_000, 20, 20)
-"""When Python looks for garbage in tests and forks."""
 GRACE = 5
 """Seconds in which the other ranks may end by themselves once one has failed."""
 _server: subprocess.Popen[str] | None = None  # of this process, from its first script to its end
@@ -199,7 +197,7 @@ def _main() -> None:
     folder = tempfile.mkdtemp()
     sys.modules["llmfoundry.plan.count"]._known = Counts(folder)  # type: ignore[attr-defined]
     gc.freeze()
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(20_000, 20, 20)  # as in tests/conftest.py
     try:
         request = _serve()
     except SystemExit:  # of this process alone
