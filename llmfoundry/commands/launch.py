@@ -15,6 +15,7 @@ from llmfoundry.launch import record as records
 from llmfoundry.launch import skypilot
 from llmfoundry.launch.git import DIFF
 from llmfoundry.launch.job import LOGS, RECIPE, Job, make_job
+from llmfoundry.launch.runs import is_held
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.console import Console
 from llmfoundry.recipe.before_training import LaunchRecipe
@@ -90,12 +91,15 @@ def job_of(recipe: LaunchRecipe) -> Job:
 
 def _refuse_running(folder: Path) -> None:
     """Two jobs of one run would fight for its folder, and the second start over or wait."""
-    record = records.read(folder)
-    if record is None or not record.job:
-        return
-    found = TARGETS[record.target].state(record)
-    if found.state in (records.WAITING, records.RUNNING):
+    record, what = records.read(folder), ""
+    if record is not None and record.job:
+        found = TARGETS[record.target].state(record)
+        if found.state in (records.WAITING, records.RUNNING):
+            what = f"is {found.state} as {record.target} {record.job} ({found.reason})"
+    if not what and is_held(folder):
+        what = "is trained by another process"
+    if what:
         raise UserError(
-            f"{show(folder)}: is {found.state} as {record.target} {record.job} ({found.reason});"
-            f" stop it (llmfoundry runs stop {record.name}), or write another run_name"
+            f"{show(folder)}: {what}; stop it (llmfoundry runs stop {folder.name}), or write"
+            " another run_name"
         )

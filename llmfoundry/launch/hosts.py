@@ -83,6 +83,7 @@ def script(job: Job, node: int) -> str:
         lines += job.write_recipe(recipe)
     lines += [
         *config.setup,
+        *(["echo; sleep 1; echo  # ends if the launcher was killed"] if config.setup else []),
         f"command -v {shlex.quote(job.python)} > /dev/null ||"
         f" {{ echo {shlex.quote(_no_python(job))} >&2; exit 2; }}",
         f"{shlex.quote(job.python)} -c '{_SESSION}' bash -c {shlex.quote(inner)}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry.files import try_lock
 from llmfoundry.launch.record import ENDED, RUNNING, LaunchRecord, read
 from llmfoundry.launch.targets import TARGETS
 from tests.tiny import ENV, ROOT, losses, run, write_recipe
@@ -99,6 +100,29 @@ def test_one_that_was_killed_is_no_riddle_and_now_is_at_once(place: Path) -> Non
     os.killpg(int(record.job.partition("@")[0]), signal.SIGKILL)
     wait(lambda: local.state(record).state == ENDED, "the end")
     assert local.state(record).reason == "it was killed, or its machine has restarted"
+
+
+def test_a_folder_where_another_trains_is_refused(place: Path) -> None:
+    (place / "runs/tiny").mkdir(parents=True)
+    lock = try_lock(place / "runs/tiny/run.lock", mode=0o644)
+    assert lock is not None
+    with lock:
+        done = launch(place)
+    assert done.returncode == 2 and not (place / "runs/tiny/launch.json").exists()
+    assert done.stderr.startswith("runs/tiny: is trained by another process; stop it (llmfoundry ")
+
+
+@pytest.mark.slow
+def test_a_launcher_that_was_killed_starts_nothing_afterwards(place: Path) -> None:
+    words = ["tiny.yaml", "launch.setup=[sleep 3]"]
+    command = [sys.executable, str(ROOT / "scripts/launch.py"), *words]
+    launcher = subprocess.Popen(command, cwd=place, env=ENV, stdout=subprocess.PIPE)
+    wait(lambda: (place / "runs/tiny/launch.yaml").exists(), "the record")
+    launcher.kill()
+    launcher.communicate()
+    time.sleep(8)
+    assert recorded(place).job == "" and not (place / "runs/tiny/launch/node-0.log").exists()
+    assert launch(place).returncode == 0
 
 
 def test_dry_run_prints_what_bash_would_run_and_writes_nothing(place: Path) -> None:

@@ -118,6 +118,7 @@ def test_one_host_is_launched_followed_stopped_and_resumed(
         assert not path.is_file() or b"kanarie-kanarie" not in path.read_bytes(), path
 
 
+@pytest.mark.timeout(900)  # four minutes where nothing else runs
 def test_two_hosts_meet_and_outlive_a_process_that_dies(
     daemon: tuple[int, Path], place: Path
 ) -> None:
