@@ -5,6 +5,7 @@ tests/recipe/test_examples.py composes every command of docs/, tests/test_readme
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -92,6 +93,7 @@ def test_the_notebook_is_python() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # seconds, on a busy machine
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("scripts", "yamls", "eval"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -101,9 +103,10 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     module = types.ModuleType("notebook")
     shown = []
     for cell in cells():
-        *_, last = cell.split("\n\n\n")[-1].split("\n")
-        exec(cell, module.__dict__)
-        shown.append(eval(last, module.__dict__) if re.match(r"[(\w]", last) else None)
+        *first, last = ast.parse(cell).body
+        assert isinstance(last, ast.Expr)
+        exec(compile(ast.Module(first, []), "notebook", "exec"), module.__dict__)
+        shown.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), module.__dict__))
     tokens, loss = shown[1]
     assert tokens == 30 * 1024 and 0 < loss < 9
     assert shown[2]._repr_svg_().startswith("<svg") and "30,720 tokens" in shown[2]._repr_svg_()
