@@ -19,7 +19,7 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import GIVE_UP, MISTAKE
-from llmfoundry.launch.client import ask, merged_lines
+from llmfoundry.launch.client import SILENCE, ask, merged_lines
 from llmfoundry.launch.job import RECIPE, Job, dump_all
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
 
@@ -340,7 +340,10 @@ def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
     words = [*_kubectl(record), "logs", f"-l={_selector(record)}", f"--container={_CONTAINER}"]
     words += ["--prefix", "--tail=-1", f"--max-log-requests={max(5, record.nodes)}"]
     words += ["--follow"] if follow else ["--timestamps"] * (record.nodes > 1)
-    for _, line in merged_lines({"": words}):
+    for source, line in merged_lines({"": words}):
+        if (source, line) == SILENCE:
+            yield SILENCE
+            continue
         found = re.match(r"\[pod/(\S+)/\S+\] ?", line)
         index = re.search(r"-0-(\d+)-\w+$", found[1]) if found else None
         yield index[1] if index else "0", line[found.end() :] if found else line

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from llmfoundry.errors import UserError
-from llmfoundry.launch.client import ask, merged_lines, secrets_here
+from llmfoundry.launch.client import SILENCE, ask, merged_lines, secrets_here
 from llmfoundry.launch.job import LOGS, RECIPE, Job, list_key
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
 from llmfoundry.recipe.resilience import EXCLUDE, NODES
@@ -160,7 +160,8 @@ def stop(record: LaunchRecord, *, now: bool) -> str:
 def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
     """What the supervisor and all ranks print, of every start of the job, in one log."""
     words = ["tail", "-n", "+1", *(["-F"] if follow else []), "--", record.where.get("log", "")]
-    return ((_rank(line), line) for _, line in merged_lines({"": words}))
+    for found in merged_lines({"": words}):
+        yield found if found == SILENCE else (_rank(found[1]), found[1])
 
 
 def _rank(line: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import yaml
@@ -28,6 +29,7 @@ def main() -> None:
         pods = folder / "pods"
         print(pods.read_text() if pods.exists() else '{"items": []}')
     elif verb == "logs":
+        time.sleep(float(os.environ.get("KUBE_SLEEP", "0")))
         times = ("2026-01-01T10:00:00.5Z ", "2026-01-01T10:00:00.49Z ")
         later, first = times if "--timestamps" in sys.argv else ("", "")
         print(f"[pod/tiny-node-0-1-x7k2f/node] {later}hello")

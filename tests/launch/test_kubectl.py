@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.launch import kubernetes
-from llmfoundry.launch.client import in_order
+from llmfoundry.launch import kubernetes, slurm
+from llmfoundry.launch.client import SILENCE, in_order
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord
 from tests.launch.test_render import URL, job_of
 
@@ -56,6 +56,18 @@ def test_it_is_applied_seen_logged_and_deleted(cluster: Path) -> None:
     assert kubernetes.stop(record, now=False) == "deleted; its pods save and end"
     assert kubernetes.state(record) == kubernetes.TargetState(ENDED, "was deleted")
     assert kubernetes.stop(record, now=False) == "had ended"
+
+
+def test_silence_is_told_from_lines_by_which_who_follows_sees_the_end(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = kubernetes.submit(job_of(*WORDS))
+    monkeypatch.setenv("KUBE_SLEEP", "2.5")
+    assert SILENCE in list(kubernetes.logs(record, follow=True))
+    log = cluster / "slurm-1.log"
+    log.write_text("first\n[rank 1] second\n")
+    lines = slurm.logs(LaunchRecord("a", "slurm", "1", {"log": str(log)}), follow=True)
+    assert [next(lines) for _ in range(3)] == [("0", "first"), ("1", "[rank 1] second"), SILENCE]
 
 
 def test_an_ended_one_gives_way_and_a_running_one_does_not(cluster: Path) -> None:
