@@ -38,7 +38,7 @@ from llmfoundry.launch.record import RECORD, LaunchRecord, TargetState, read
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.metrics import BATCH, WALL
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS, is_number
-from llmfoundry.loggers.pages.run_time import LONGEST_PAUSE, TRAINING, grown, whole_seconds
+from llmfoundry.loggers.pages.run_time import LONGEST_PAUSE, growth, whole_seconds
 from llmfoundry.processes import is_alive, kill_all
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import show
@@ -248,7 +248,7 @@ def goodput(
     """As the report has it (`run_time.py`); None: no supervisor has recorded anything yet.
 
     Args:
-        folder: of the run; all of its metrics.jsonl counts, of which only one number is read.
+        folder: of the run, all of whose metrics.jsonl counts.
         rows: the last of it.
         events: of the run.
     """
@@ -256,12 +256,42 @@ def goodput(
     whole = whole_seconds(events, [{WALL: times[-1]}]) if times else 0.0
     if not whole:
         return None
-    with suppress(OSError), (folder / METRICS).open("rb") as file:
-        lines = iter(partial(file.readline, _TAIL), b"")
-        found = (_TRAINED.search(line) for line in lines)
-        trained = ({TRAINING: float(number[1])} for number in found if number)
-        return min(1.0, sum(grown(trained, TRAINING)) / whole)
+    with suppress(OSError):
+        return min(1.0, _trained_seconds(folder / METRICS) / whole)
     return None
+
+
+def _trained_seconds(path: Path) -> float:
+    """What `time/train` has grown in all; of a file that only grew, what is new alone is read."""
+    with path.open("rb") as file:
+        seen = _seen.get(path, _Seen())
+        file.seek(max(0, seen.end - len(seen.mark)))
+        if file.read(len(seen.mark)) != seen.mark:  # it went back meanwhile
+            seen = _Seen()
+            file.seek(0)
+        end, total, last, mark = seen.end, seen.total, seen.last, seen.mark
+        for line in iter(partial(file.readline, _TAIL), b""):
+            if len(line) < _TAIL and not line.endswith(b"\n"):
+                break
+            end, mark = end + len(line), line[-64:]
+            if found := _TRAINED.search(line):
+                value = float(found[1])
+                total, last = total + growth(last, value), value
+    _seen[path] = _Seen(end, mark, total, last)
+    return total
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """How far `_trained_seconds` has read a file, what stood there, and what it had found."""
+
+    end: int = 0
+    mark: bytes = b""
+    total: float = 0.0
+    last: float = 0.0
+
+
+_seen: dict[Path, _Seen] = {}
 
 
 def tail(path: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from llmfoundry.exit_status import own_node
 from llmfoundry.files import RUN_LOCK, is_locked, try_lock
 from llmfoundry.launch import runs
 from llmfoundry.launch.record import LaunchRecord, TargetState, write
-from llmfoundry.loggers.pages.run_time import goodput
+from llmfoundry.loggers.pages.run_time import goodput, grown
 from llmfoundry.recipe.after_training import RunsRecipe
 from llmfoundry.recipe.load import checked
 from tests.loggers.hearing import closed_port
@@ -114,6 +114,16 @@ def test_goodput_is_the_reports(tmp_path: Path) -> None:
     assert runs.state_of(folder).goodput == found["training"] / found["whole"] == 8 / 45
     (folder / "events.jsonl").unlink()
     assert runs.state_of(folder).goodput is None
+
+
+def test_goodput_follows_a_file_that_grows_is_cut_and_grows_again(tmp_path: Path) -> None:
+    events = [{"time": 100.0, "kind": "start", "attempt": 1}]
+    path = tmp_path / "metrics.jsonl"
+    for kept in (ROWS[:2], ROWS[:4], [*ROWS[:3], *ROWS[5:]], ROWS):
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept) + '{"time/train": 9')
+        trained = sum(grown(kept, "time/train"))
+        whole = kept[-1]["time/unix_ms"] / 1000 - 100
+        assert runs.goodput(tmp_path, kept, events) == trained / whole
 
 
 def test_runs_are_listed_with_what_their_folders_say(

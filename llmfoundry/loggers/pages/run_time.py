@@ -104,8 +104,13 @@ def grown(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[float]:
     for row in rows:
         if name in row:
             value = float(row[name])
-            yield value - last if value >= last else value
+            yield growth(last, value)
             last = value
+
+
+def growth(last: float, value: float) -> float:
+    """From a value of such a sum to the next."""
+    return value - last if value >= last else value
 
 
 def _starting(starts: Rows, rows: Rows) -> Iterator[float]:
