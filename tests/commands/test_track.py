@@ -39,7 +39,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
     """What would be sent: recipes and folders."""
     found: list[tuple[Any, Path]] = []
     monkeypatch.setattr(
-        command, "send_record", lambda recipe, run, **_: found.append((recipe, run.folder))
+        command, "send_record", lambda recipe, folder, task, **_: found.append((recipe, folder))
     )
     return found
 

@@ -151,7 +151,7 @@ def test_a_missing_package_is_a_user_error_before_training(
 def test_an_evaluation_has_its_metrics_and_its_results_there(tmp_path: Path) -> None:
     results = {"metrics": {"metrics/copa/0-shot/Accuracy": 0.625}}
     (tmp_path / "results.json").write_text(json.dumps(results))
-    found = SimpleNamespace(name="a model", folder=tmp_path, results=results, batch=7)
+    found = SimpleNamespace(name="a model", folder=tmp_path, results=results, batch=7, link=None)
     heard = Hears()
     config = LoggerConfig(mlflow=False, tensorboard=True)
     places = log_evaluation(found, config, note=heard.append, warn=heard.append)

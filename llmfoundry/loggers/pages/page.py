@@ -94,7 +94,7 @@ def table(
 
 def breakable(text: str) -> Markup:
     """A text that may wrap after `,` and `=`, as the names of a sweep's runs have to on a phone."""
-    parts = re.split("(?<=[,=])", str(text))
+    parts = re.split(r"(?<=[,=])(?=\S)", str(text))
     return text if isinstance(text, Markup) else Markup("<wbr/>").join(parts)
 
 
