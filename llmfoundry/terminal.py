@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import re
 import stat
@@ -122,7 +123,13 @@ def is_watched() -> bool:
 
 
 def quiet_libraries() -> None:
-    """Ask libraries for no bars where nobody looks on; before they are imported."""
+    """Ask libraries for no bars where nobody looks on, and torchao for errors alone.
+
+    transformers imports torchao wherever it is installed, which then warns in four lines of kernels
+    that it cannot load on a CPU and of its own use of torch. Called before they are imported.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not is_watched():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")

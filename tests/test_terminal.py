@@ -209,3 +209,14 @@ def test_printed_commands_can_be_copied_into_a_shell() -> None:
     assert shlex.split(line) == ["python", "scripts/convert.py", *words]
     plain = command_line("generate", "runs/quickstart", "prompt=def __init__(self")
     assert plain == "python scripts/generate.py runs/quickstart prompt='def __init__(self'"
+
+
+@pytest.mark.slow
+def test_torchao_that_transformers_imports_is_silent() -> None:
+    code = (
+        "from llmfoundry.terminal import quiet_libraries; quiet_libraries()\n"
+        "import transformers.modeling_utils, sys, importlib.util\n"
+        "assert ('torchao' in sys.modules) == (importlib.util.find_spec('torchao') is not None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
