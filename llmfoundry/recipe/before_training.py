@@ -242,6 +242,7 @@ class LaunchRecipe(TrainRecipe):
         for name in ("nodes", "gpus_per_node"):
             if getattr(self, name) is not None:
                 setattr(self.launch, name, getattr(self, name))
+                setattr(self, name, None)
         super().settle()
 
     def check(self) -> Iterator[str]:

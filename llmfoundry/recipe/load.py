@@ -59,7 +59,7 @@ def read(
         hide_override(word)
     file = None if path is None else find_recipe(path)
     if file is not None:
-        _refuse_foreign(file)
+        _refuse_foreign(file, schema)
     composed = compose(schema, file, overrides)
     raw = composed.raw()
     hide(raw)
@@ -91,8 +91,8 @@ def read(
     return recipe, [composed.places.placed(line) for line in recipe.check()]  # type: ignore[attr-defined]
 
 
-def _refuse_foreign(file: Path) -> None:
-    """Another tool's whole file: one line that names the way, in place of one for each key.
+def _refuse_foreign(file: Path, schema: Schema) -> None:
+    """Another tool's or script's whole file: one line with the way, in place of one for each key.
 
     Raises:
         UserError: it is one.
@@ -102,6 +102,16 @@ def _refuse_foreign(file: Path) -> None:
         raise UserError(
             f"{show(file)}: is {tool_of(values)}'s; write `python scripts/migrate.py {show(file)}`,"
             " which makes a recipe of it"
+        )
+    is_of_one_run = not {"base", "fit"} & values.keys() and {"defaults", "model"} & values.keys()
+    if "sizes" in schema.keys and is_of_one_run:
+        raise UserError(
+            f"{show(file)}: is the recipe of one run; write base: {show(file)}, sizes and tokens in"
+            " a file like yamls/scaling/quickstart.yaml"
+        )
+    if "sizes" not in schema.keys and {"base", "sizes"} <= values.keys():
+        raise UserError(
+            f"{show(file)}: is of many runs; write `python scripts/scaling.py {show(file)}`"
         )
 
 

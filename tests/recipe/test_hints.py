@@ -276,3 +276,12 @@ def test_the_version_names_what_decides_a_run(front: Front) -> None:
         *("llmfoundry-recipes", "torch", "transformers", "Python"),
     ]
     assert lines[3].split()[1] == ".".join(map(str, sys.version_info[:3]))
+
+
+@pytest.mark.parametrize("script", ["train", "plan", "launch", "finetune", "scaling"])
+def test_a_recipe_of_one_run_and_one_of_many_are_told_apart(front: Front, script: str) -> None:
+    takes_many = script == "scaling"
+    wrong = QUICKSTART if takes_many else YAMLS / "scaling" / "quickstart.yaml"
+    got = front(str(wrong), schema=SCRIPTS[script])
+    (line,) = got.errors
+    assert got.status == 2 and ("base: " in line if takes_many else "scaling.py" in line)
