@@ -199,7 +199,7 @@ def running(
         assert not thread.is_alive()
 
 
-def until(condition: Any, seconds: float = 10.0) -> None:
+def until(condition: Any, seconds: float = 120.0) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not condition():

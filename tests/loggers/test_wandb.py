@@ -165,7 +165,7 @@ def test_a_server_that_goes_away_is_said_once_and_the_folder_keeps_the_rest(
 ) -> None:
     folder = tmp_path / "tiny"
     between = (
-        "until = time.monotonic() + 40\n"
+        "until = time.monotonic() + 120\n"
         "while not heard and time.monotonic() < until:\n"
         "    last += 1; train(last - 1, last); time.sleep(0.05)\n"
         "train(last, last + 3)\n"
@@ -204,7 +204,7 @@ def test_without_a_login_nothing_is_asked_and_one_line_says_so(
 ) -> None:
     main, terminal = pty.openpty()  # where wandb would ask
     wait = (
-        "until = time.monotonic() + 30\n"
+        "until = time.monotonic() + 120\n"
         "while not heard and time.monotonic() < until: time.sleep(0.01)\n"
     )
     heard, seconds, exit_seconds = run(
