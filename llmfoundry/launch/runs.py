@@ -51,6 +51,7 @@ UNDER_WAY = (WAITING, RUNNING, RESTARTING)
 METRICS = "metrics.jsonl"
 _FILES = (METRICS, "run.json", RECORD, "events.jsonl")
 _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
+_LONGEST = 2**24  # bytes of a line; of a longer one a part
 _ASKED = 16  # targets at a time
 _LOOK_S, _HARD_S = 1.0, 20.0
 _QUIET_S = 600.0  # without a sign, after which a run of another machine counts as dead
@@ -263,35 +264,46 @@ def goodput(
 
 def _trained_seconds(path: Path) -> float:
     """What `time/train` has grown in all; of a file that only grew, what is new alone is read."""
-    with path.open("rb") as file:
-        seen = _seen.get(path, _Seen())
-        file.seek(max(0, seen.end - len(seen.mark)))
-        if file.read(len(seen.mark)) != seen.mark:  # it went back meanwhile
-            seen = _Seen()
-            file.seek(0)
-        end, total, last, mark = seen.end, seen.total, seen.last, seen.mark
-        for line in iter(partial(file.readline, _TAIL), b""):
-            if len(line) < _TAIL and not line.endswith(b"\n"):
-                break
-            end, mark = end + len(line), line[-64:]
-            if found := _TRAINED.search(line):
-                value = float(found[1])
-                total, last = total + growth(last, value), value
-    _seen[path] = _Seen(end, mark, total, last)
+    before, total, last = _trained.get(path, (_Place(), 0.0, 0.0))
+    place = before
+    for line, place in _new_lines(path, before):
+        if place.end == len(line):
+            total = last = 0.0
+        if found := _TRAINED.search(line):
+            value = float(found[1])
+            total, last = total + growth(last, value), value
+    _trained[path] = place, total, last
     return total
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """How far `_trained_seconds` has read a file, what stood there, and what it had found."""
+class _Place:
+    """Where a reading of a file of lines ended, and the last bytes before it."""
 
     end: int = 0
     mark: bytes = b""
-    total: float = 0.0
-    last: float = 0.0
 
 
-_seen: dict[Path, _Seen] = {}
+_trained: dict[Path, tuple[_Place, float, float]] = {}
+"""Of each file how far `_trained_seconds` has read it, what it found in all, and the last value."""
+
+
+def _new_lines(path: Path, place: _Place) -> Iterator[tuple[bytes, _Place]]:
+    """The whole lines after a place, each with the place after it; of a file that went back all.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, place.end - len(place.mark)))
+        if file.read(len(place.mark)) != place.mark:
+            place = _Place()
+            file.seek(0)
+        for line in iter(partial(file.readline, _LONGEST), b""):
+            if len(line) < _LONGEST and not line.endswith(b"\n"):
+                return  # still being written
+            place = _Place(place.end + len(line), line[-64:])
+            yield line, place
 
 
 def tail(path: Path) -> list[dict[str, Any]]:
@@ -518,7 +530,7 @@ class _Recorded:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: dict[str, tuple[int, int]] = {}  # the file's number and bytes that were read
+        self._read: dict[str, _Place] = {}
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Those since the last call."""
@@ -535,18 +547,11 @@ class _Recorded:
         path = self._folder / name
         if not path.is_file():
             return
-        try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                inode, size = self._read.get(name, (status.st_ino, 0))
-                if inode != status.st_ino or size > status.st_size:  # it went back: from its start
-                    size = 0
-                file.seek(size)
-                whole, _, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return
-        self._read[name] = (status.st_ino, size + len(whole) + bool(whole))
-        yield from _objects(whole.split(b"\n"))
+        with suppress(OSError):
+            before = self._read.get(name, _Place())
+            for line, place in _new_lines(path, before):
+                self._read[name] = place
+                yield from _objects([line])
 
 
 def _metrics_line(row: Mapping[str, Any]) -> str:
