@@ -143,7 +143,7 @@ class PrepareRecipe(TrainRecipe):
 
     def fill(self) -> None:
         """Write derived values in place; call after `check` found nothing."""
-        if self.prepare.columns:  # data/preparation/readers.py: columns_of
+        if self.prepare.columns:  # data/preparation/columns.py: columns_of
             columns = (f"{n}:json" if k == "json" else n for n, k in self.prepare.columns.items())
             self.data.text_column = ",".join(columns)
             if len(self.prepare.columns) == 1:

@@ -27,22 +27,18 @@ from llmfoundry.data.preparation.bad_rows import (
     text_of_row,
 )
 from llmfoundry.data.preparation.choose import Filter, build_filter
-from llmfoundry.data.preparation.files import InputFile, ignore
-from llmfoundry.data.preparation.readers import (
+from llmfoundry.data.preparation.columns import (
     ROW,
-    FileReader,
-    FileRow,
-    Reader,
-    Span,
     arrow_texts,
     as_text,
     columns_of,
-    files_below,
     no_column,
     pick,
     read_columns,
     row_text,
 )
+from llmfoundry.data.preparation.files import InputFile, ignore
+from llmfoundry.data.preparation.readers import FileReader, FileRow, Reader, Span, files_below
 from llmfoundry.data.shard_index import open_shards, read_index, with_sample
 from llmfoundry.data.token_shards import StreamIndex
 from llmfoundry.errors import UserError, import_optional

@@ -18,10 +18,9 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -32,6 +31,7 @@ from llmfoundry.data.preparation.bad_rows import (
     raise_bad_row,
     text_of_row,
 )
+from llmfoundry.data.preparation.columns import ROW, check_columns, kind_of, pick
 from llmfoundry.data.preparation.files import (
     CHUNK,
     PACKED,
@@ -42,7 +42,8 @@ from llmfoundry.data.preparation.files import (
     ignore,
     list_url,
 )
-from llmfoundry.errors import UserError, import_optional, one_line
+from llmfoundry.data.preparation.parquet import cut_parquet, parquet_rows
+from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, n_bytes
 from llmfoundry.recipe.schema import ChoiceTable, Entry
 
@@ -51,9 +52,6 @@ _NOT_STDLIB = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 )
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
-_SHOWN = 500  # characters of a file's column names
-ROW = "*"
-"""As `text_column`: a document is the JSON object of all columns of a row, whichever they are."""
 # Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
 # as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
 # page, others are about the file. Small enough to read here rather than by a library.
@@ -370,7 +368,7 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
         why = f"not JSON: {reason}; every line must hold one object"
         raise BadRow(where, why, "not JSON") from error
     if not isinstance(row, dict):
-        raise BadRow(where, f"holds {_kind(row)}; every line must hold one JSON object")
+        raise BadRow(where, f"holds {kind_of(row)}; every line must hold one JSON object")
     return pick(where, text_column, row)
 
 
@@ -399,7 +397,7 @@ def _json(source: Input, text_column: str) -> Rows:
 
 def _entry_text(where: str, row: Any, text_column: str) -> str:
     if not isinstance(row, dict):
-        raise BadRow(where, f"holds {_kind(row)}, not a JSON object")
+        raise BadRow(where, f"holds {kind_of(row)}, not a JSON object")
     return pick(where, text_column, row)
 
 
@@ -440,47 +438,6 @@ def _fields_text(where: str, names: list[str], row: list[str], text_column: str)
         why = f"has {len(row)} fields, line 1 names {len(names)}; correct the row"
         raise BadRow(where, why, "another number of fields")
     return pick(where, text_column, dict(zip(names, row, strict=True)))
-
-
-def _parquet(source: Input, text_column: str) -> Rows:
-    """The row groups start … stop - 1."""
-    with _parquet_file(source) as file:
-        check_columns(source.name, text_column, file.schema_arrow.names)
-        columns = read_columns(text_column)
-        groups = range(source.start, file.num_row_groups if source.stop is None else source.stop)
-        row = sum(file.metadata.row_group(n).num_rows for n in range(source.start))
-        for group in groups:
-            for batch in file.iter_batches(1024, [group], columns, use_threads=False):
-                where = f"{source.name}: row"
-                for text in arrow_texts(where, row, text_column, batch, source.on_bad_row):
-                    yield row, text
-                    row += 1
-            source.seen(source.n_bytes // len(groups))
-
-
-def _cut_parquet(source: Input, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Row groups in runs of at most about `longest` bytes, or one each: first, end, and bytes."""
-    with _parquet_file(source) as file:
-        groups = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
-    rows = [*accumulate(groups, initial=0)]
-    ends = [source.file.size * n // max(1, rows[-1]) for n in rows]
-    start = 0
-    for stop in range(1, len(ends)):
-        if stop == len(groups) or ends[stop + 1] - ends[start] > longest:
-            yield start, stop, ends[stop] - ends[start]
-            start = stop
-
-
-@contextmanager
-def _parquet_file(source: Input) -> Iterator[Any]:
-    pyarrow = import_optional("pyarrow", f"{source.name}:", extra="data")
-    parquet = import_optional("pyarrow.parquet", f"{source.name}:", extra="data")
-    try:
-        with source.open() as opened, parquet.ParquetFile(opened) as file:
-            yield file
-    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        why = one_line(error)
-        raise UserError(f"{source.name}: not a complete parquet file: {why}") from error
 
 
 def _wet(source: Input, text_column: str) -> Rows:
@@ -531,109 +488,6 @@ def _length(headers: dict[str, str], where: str) -> int:
     return int(length)
 
 
-def columns_of(text_column: str) -> list[tuple[str, str]]:
-    """The columns to read and whether each is `str` or `json`: of `a`, `a,` or `a,b:json`.
-
-    A column alone is a document. With a comma a document is the JSON object of its columns, which
-    `prepare.columns` asks for and takes apart again.
-    """
-    parts = (part.partition(":") for part in text_column.removesuffix(",").split(","))
-    return [(name, kind or "str") for name, _, kind in parts]
-
-
-def read_columns(text_column: str) -> list[str] | None:
-    """The names of the columns to read; None: all."""
-    return None if text_column == ROW else [name for name, _ in columns_of(text_column)]
-
-
-def check_columns(where: object, text_column: str, names: Collection[str]) -> None:
-    """Refuse a file that lacks a column, or has it twice."""
-    if text_column == ROW:
-        twice = [n for n in names if isinstance(names, list) and names.count(n) > 1]
-        if twice:
-            raise UserError(f"{where}: has the column {twice[0]!r} more than once; rename one")
-        return
-    for name, _ in columns_of(text_column):
-        if name not in names:
-            raise UserError(f"{where}: {no_column(name, list(names))}")
-        if isinstance(names, list) and names.count(name) > 1:  # a row of JSON has a name once
-            raise UserError(f"{where}: has the column {name!r} more than once; rename the others")
-
-
-def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
-    """The text of one row, or the JSON of its columns; `str(where)` is what errors begin with."""
-    if text_column == ROW:
-        return row_text(where, row)
-    columns = columns_of(text_column)
-    check_columns(where, text_column, row)
-    if text_column == columns[0][0]:
-        return as_text(where, text_column, row[text_column])
-    values = {n: as_text(where, n, row[n]) if kind == "str" else row[n] for n, kind in columns}
-    try:
-        return json.dumps(values, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow(where, f"{error}; correct the row or the columns named") from error
-
-
-def row_text(where: object, row: Mapping[str, Any]) -> str:
-    """The JSON of a whole row; what JSON does not know, such as a date, is written as text."""
-    try:
-        return json.dumps(row, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow(where, f"{error}; correct the row") from error
-
-
-def arrow_texts(
-    where: str,
-    first: int,
-    text_column: str,
-    batch: Any,
-    on_bad_row: OnBadRow = raise_bad_row,
-) -> Iterator[str]:
-    """The texts of a pyarrow batch or table whose first row is number `first`.
-
-    Raises:
-        BadRow: a value is null, no string, or not UTF-8; unless `on_bad_row` does otherwise.
-    """
-    names = batch.schema.names
-    for number, values in enumerate(zip(*batch.columns, strict=True), start=first):
-        place = f"{where} {number}"
-        yield text_of_row(on_bad_row, _arrow_text, place, names, values, text_column)
-
-
-def _arrow_text(where: str, names: list[str], values: tuple[Any, ...], text_column: str) -> str:
-    try:
-        row = {name: value.as_py() for name, value in zip(names, values, strict=True)}
-    except UnicodeDecodeError as error:
-        why = f"byte {error.start} is not UTF-8: {error.reason}"
-        raise BadRow(where, why, "not UTF-8") from error
-    except Exception as error:  # what values Python has no like of raise, by their types
-        raise BadRow(where, f"cannot be read: {one_line(error)}; correct it") from error
-    return pick(where, text_column, row)
-
-
-def as_text(where: object, text_column: str, value: Any) -> str:
-    """The value of a column, which must be text."""
-    if isinstance(value, str):
-        return value
-    raise BadRow(
-        where,
-        f"{text_column!r} holds {_kind(value)}, not text;"
-        " correct the row or choose another data.text_column",
-    )
-
-
-def no_column(text_column: str, names: list[str]) -> str:
-    """What to say where a column is missing."""
-    choices = " ".join(", ".join(names).split())
-    choices = choices if len(choices) <= _SHOWN else f"{choices[:_SHOWN]} …"
-    return f"no column {text_column!r}; set data.text_column to one of: {choices}"
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"a value of type {type(value).__name__}"
-
-
 Cut = Callable[[Input, int], Iterator[tuple[int, int, int]]]
 """Of a file and the most bytes of a part: each part's `Span.start`, `stop` and `n_bytes`."""
 
@@ -667,6 +521,6 @@ FILE_TYPES = ChoiceTable(
         ".json": FileType(_json, rows=True, documents=False),
         ".csv": FileType(_csv, rows=True),
         ".warc.wet": FileType(_wet),
-        ".parquet": FileType(_parquet, rows=True, packed=False, cut=_cut_parquet),
+        ".parquet": FileType(parquet_rows, rows=True, packed=False, cut=cut_parquet),
     },
 )
