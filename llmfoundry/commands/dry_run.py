@@ -33,7 +33,7 @@ from llmfoundry.commands.scaling import print_plan as print_grid
 from llmfoundry.commands.scaling_grid import grid
 from llmfoundry.commands.scaling_runs import refuse_changed
 from llmfoundry.commands.track import run_with_record
-from llmfoundry.data.preparation.readers import find_files
+from llmfoundry.data.preparation.readers import find_files, left_out
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
@@ -255,11 +255,11 @@ def _data(recipe: TrainRecipe) -> Rows:
 
 
 def _files(data: DataConfig) -> str:
-    found, others = find_files(data)
-    if not found:
+    found = find_files(data)
+    if not found.files:
         raise UserError("data.paths: no file that can be read is there; write others")
-    left = f", {others:,} of other kinds" if others else ""
-    return f"{len(found):,} files{left}"
+    lines = left_out(found.ignored, found.hidden)
+    return "; ".join([f"{len(found.files):,} files", *lines])
 
 
 def _length(recipe: TrainRecipe) -> str:

@@ -283,7 +283,7 @@ def _remote_files(uri: str, key: str, fetching: FetchOptions) -> list[tuple[str,
     try:
         urls = [uri]
         if "*" in uri:
-            urls = [url for url, _, _ in list_url(uri, fetching, key="dataset_uri")[1]]
+            urls = [file.name for file in list_url(uri, fetching, key="dataset_uri").files]
         return [(url, _fetched(url, fetching)) for url in urls]
     except MissingError as error:
         raise RowsNotFound(f"{key}: nothing at {uri}; write the address of a file") from error

@@ -66,7 +66,8 @@ class SourceConfig:
     paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Only for files: files, folders or globs of .txt .md .py .jsonl .csv .parquet .warc.wet, text
     formats also as .gz or .zst; here or at a URL (s3:// gs:// hf:// https:// …). Formats other than
-    text: .jsonl .json .csv .parquet."""
+    text: .jsonl .json .csv .parquet. Files and folders that begin with a dot and folders that begin
+    with two underscores (.venv, __pycache__) are read only where they are named."""
     dataset: Annotated[str | None, PATH] = None
     """Only for huggingface: a hub id, or a local folder that `datasets` loads."""
     subset: str | None = None
@@ -283,16 +284,53 @@ def format_of(columns: list[str]) -> str | None:
     return next((name for name, needed in SIGNATURES if named.issuperset(needed)), None)
 
 
+def is_hidden(name: str, *, is_folder: bool) -> bool:
+    """Whether a file or a folder is read only where it is named; the rule of `datasets`."""
+    return name.startswith(".") or (is_folder and name.startswith("__"))
+
+
+def hidden_part(path: str, named: str) -> str:
+    """The part of `path` up to a hidden file or folder that `named` does not name; "": none.
+
+    Args:
+        path: a file or a folder; that of a folder ends with a slash.
+        named: the folder or the glob that it was found by, which may name hidden ones itself.
+    """
+    expected, hidden = _hidden_parts(named), _hidden_parts(path)
+    return hidden[len(expected)] if len(hidden) > len(expected) else ""
+
+
+def _hidden_parts(path: str) -> list[str]:
+    """Each part of a path up to a hidden file or folder."""
+    names = path.split("/")
+    last = len(names) - 1
+    return [
+        "/".join(names[: n + 1])
+        for n, name in enumerate(names)
+        if name.strip(".") and is_hidden(name, is_folder=n < last)
+    ]
+
+
+def glob_matches(pattern: str) -> tuple[list[str], list[str]]:
+    """What matches a glob of this machine, sorted, and what is hidden of it."""
+    matches, hidden = list[str](), list[str]()
+    for match in sorted(glob.glob(pattern, recursive=True)):
+        slash = "/" if os.path.isdir(match) else ""
+        part = hidden_part(match + slash, pattern.rstrip("/") + slash)
+        (hidden if part else matches).append(part or match)
+    return matches, list(dict.fromkeys(hidden))
+
+
 def _files(name: str) -> Iterator[Path]:
     """The files that an entry of `data.paths` names, sorted in each folder."""
     path = Path(os.path.expanduser(name))
     is_there = os.path.lexists(path)
-    found = [path] if is_there else map(Path, sorted(glob.iglob(str(path), recursive=True)))
-    for one in found:
+    for one in [path] if is_there else map(Path, glob_matches(str(path))[0]):
         if one.is_dir():
             for here, folders, names in os.walk(one):
-                folders.sort()
-                yield from (Path(here, file) for file in sorted(names))
+                folders[:] = sorted(n for n in folders if not is_hidden(n, is_folder=True))
+                shown = (file for file in sorted(names) if not is_hidden(file, is_folder=False))
+                yield from (Path(here, file) for file in shown)
         else:
             yield one
 

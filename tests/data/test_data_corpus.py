@@ -16,8 +16,10 @@ import pytest
 import zstandard
 
 from llmfoundry.data.preparation.corpus import Corpus, Document
+from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.source import glob_matches
 
 
 def read(*paths: Path | str, column: str | None = None) -> list[Document]:
@@ -104,6 +106,81 @@ def test_folders_are_read_recursively_and_other_files_counted(tmp_path: Path) ->
     corpus = Corpus(DataConfig(name="files", paths=[str(tmp_path)]))
     assert [d.text for d in corpus] == ["row", "nested"]
     assert corpus.ignored == 1
+
+
+HIDDEN = (".venv/lib/site/a.py", ".cache/a.py", ".notes.txt", "src/.ipynb_checkpoints/a.py")
+HIDDEN += ("__pycache__/a.txt", "src/__MACOSX/sub/a.txt")
+SHOWN = ("src/__init__.py", "src/a.py", "src/sub/__main__.py", "..a/b.txt")
+PATTERNS = ("*", "**/*.py", "*/*", "__*/*", "src/.*/*", ".*", ".*/*", "src/**", "src/__init__.py")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in (*HIDDEN, *SHOWN):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    return tmp_path
+
+
+def relative(corpus: Corpus, folder: Path) -> set[str]:
+    return {str(Path(file.name).relative_to(folder)) for file in corpus.files}
+
+
+def test_hidden_files_and_folders_are_left_out_as_datasets_does_and_counted(project: Path) -> None:
+    from datasets.data_files import resolve_pattern
+
+    corpus = Corpus(DataConfig(name="files", paths=[str(project)]))
+    theirs = resolve_pattern("**", str(project))
+    assert relative(corpus, project) == {str(Path(file).relative_to(project)) for file in theirs}
+    assert relative(corpus, project) == {*SHOWN} - {"..a/b.txt"}
+    places = {Path(part).relative_to(project) for part in corpus.hidden}
+    assert {str(place) for place in places} == {
+        "..a", ".venv", ".cache", ".notes.txt", "src/.ipynb_checkpoints", "__pycache__",
+        "src/__MACOSX",
+    }  # fmt: skip
+    assert list(left_out(0, corpus.hidden)) == [
+        "7 hidden files and folders left out (..a, .cache, .notes.txt …); to read one, name it in"
+        " data.paths"
+    ]
+
+
+def test_hidden_files_and_folders_that_are_named_are_read(project: Path) -> None:
+    for name, expected in {
+        ".notes.txt": {".notes.txt"},
+        ".venv": {".venv/lib/site/a.py"},
+        "src/__MACOSX": {"src/__MACOSX/sub/a.txt"},
+    }.items():
+        corpus = Corpus(DataConfig(name="files", paths=[f"{project}/{name}"]))
+        assert relative(corpus, project) == expected and not corpus.hidden
+    both = Corpus(DataConfig(name="files", paths=[str(project), f"{project}/.venv"]))
+    assert ".venv/lib/site/a.py" in relative(both, project)
+    assert f"{project}/.venv" not in both.hidden
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_globs_match_hidden_files_as_those_of_datasets_do(project: Path, pattern: str) -> None:
+    """`datasets` matches files alone; what a folder that matches holds is ours to read."""
+    from datasets.data_files import resolve_pattern
+
+    def ours() -> set[str]:
+        found = glob_matches(f"{project}/{pattern}")[0]
+        return {str(Path(path).relative_to(project)) for path in found if Path(path).is_file()}
+
+    try:
+        theirs = resolve_pattern(pattern, str(project))
+    except FileNotFoundError:
+        theirs = []
+    assert ours() == {str(Path(file).relative_to(project)) for file in theirs}
+
+
+def test_a_folder_of_hidden_files_alone_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / ".a.txt").write_text("a")
+    with pytest.raises(UserError, match=r"no readable file in .*; 1 hidden file or folder left ou"):
+        read(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    with pytest.raises(UserError, match=r"no file matches .*left out \(__pycache__\); to read one"):
+        read(tmp_path / "*")
 
 
 def test_paths_keep_the_order_written_and_globs_are_sorted(tmp_path: Path) -> None:
@@ -232,6 +309,8 @@ def test_a_cache_inside_the_corpus_is_refused(tmp_path: Path) -> None:
     inside = str(tmp_path / "deep/cache")
     with pytest.raises(UserError, match=r"data\.cache_folder: .*deep/cache lies in .*outside it"):
         Corpus(DataConfig(name="files", paths=[str(tmp_path)], cache_folder=inside))
+    hidden = DataConfig(name="files", paths=[str(tmp_path)], cache_folder=f"{tmp_path}/.cache/x")
+    assert len(Corpus(hidden).files) == 1
 
 
 class TestHuggingFaceDatasets:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.preparation.files import list_url
 from llmfoundry.data.store import ExistsError, MissingError, Store
 from llmfoundry.errors import UserError
 from tests.data.memory_server import ACCOUNT, MemoryStore, memory_server
@@ -162,6 +163,25 @@ def test_globs_and_folders_of_a_corpus(store: tuple[str, FaultyS3], server: Memo
     assert found("c/**/a.txt") == (False, ["c/a.txt", "c/d/a.txt"])
     assert found("c") == (False, ["c/a.txt", "c/b.txt", "c/d/a.txt", "c/x"])
     assert found("c/a.txt") == (True, ["c/a.txt"])
+
+
+def test_hidden_objects_are_left_out_unless_they_are_named(
+    store: tuple[str, FaultyS3], server: MemoryStore
+) -> None:
+    names = ("h/a.txt", "h/.b.txt", "h/.c/a.txt", "h/__d/a.txt", "h/__e.txt", "h/f/.c/__d/a.txt")
+    server.objects.update({name: b"1" for name in names})
+
+    def found(path: str) -> tuple[list[str], list[str]]:
+        base = f"{store[0]}://{BUCKET}/"
+        listing = list_url(base + path, options(store))
+        files = [file.name.removeprefix(base) for file in listing.files]
+        return files, [name.removeprefix(base) for name in listing.hidden]
+
+    assert found("h") == (["h/__e.txt", "h/a.txt"], ["h/.b.txt", "h/.c", "h/__d", "h/f/.c"])
+    assert found("h/*.txt") == (["h/__e.txt", "h/a.txt"], ["h/.b.txt"])
+    assert found("h/.*") == (["h/.b.txt"], [])
+    assert found("h/.c") == (["h/.c/a.txt"], []) and found("h/.b.txt") == (["h/.b.txt"], [])
+    assert found("h/f/.c") == ([], ["h/f/.c/__d"])
 
 
 def test_azure_is_asked_with_the_accounts_key(server: MemoryStore, proxy: FaultyS3) -> None:

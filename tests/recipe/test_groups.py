@@ -210,6 +210,10 @@ def test_the_format_of_rows_is_that_of_the_first(kind: str, here: Path) -> None:
     for name in (f"{kind}.jsonl", "rows.json", "rows.csv", "below", f"{kind[:-1]}*.jsonl"):
         assert found(f"data.paths=[{name}]") == kind, name
     assert found("data.paths=[below]", "data.text_column=x") == "text"
+    (here / "below" / ".chats.jsonl").write_text('{"odd": 1}')
+    (here / "below" / "__pycache__").mkdir()
+    (here / "below" / "__pycache__" / "notes.md").write_text("a text")
+    assert found("data.paths=[below]") == kind, "hidden files decide nothing"
     (here / "below" / "notes.md").write_text("a text")
     assert found("data.paths=[below]") == "text", "documents beside rows: all of it is text"
 

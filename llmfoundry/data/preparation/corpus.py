@@ -79,6 +79,7 @@ class Corpus:
         config: the recipe's data section, filled.
         files: those behind it, in order; empty for a dataset.
         ignored: files of other kinds that lie in the named folders.
+        hidden: files and folders that are left out for their names.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -87,6 +88,7 @@ class Corpus:
         kind, self._key = _KINDS[self.config.name]
         self._reader = kind(self.config)
         self.files, self.ignored = self._reader.files, self._reader.ignored
+        self.hidden = self._reader.hidden
 
     def __iter__(self) -> Iterator[Document]:
         """Every document, blank ones too."""
@@ -166,13 +168,14 @@ class HubReader:
         """Name the dataset; it is looked at when it is first read."""
         self.files: list[InputFile] = []
         self.ignored = 0
+        self.hidden: list[str] = []  # `datasets` leaves the same out, and counts nothing
         self._config = config
         self._name, self._column = str(config.dataset), str(config.text_column)
         self._folder = dataset_folder(config)
 
     def facts(self) -> list[Any]:
         """Its name; of a folder also its files, while the hub is taken not to change."""
-        below = [] if self._folder is None else files_below(self._folder)
+        below = [] if self._folder is None else files_below(self._folder, hidden=[])
         files = [InputFile.here(file) for file in below]
         return [self._config.dataset, *([file.name, file.size, file.stamp] for file in files)]
 
@@ -288,7 +291,7 @@ class ShardReader:
 
     def __init__(self, config: DataConfig) -> None:
         self.files: list[InputFile] = []
-        self.ignored = 0
+        self.ignored, self.hidden = 0, list[str]()
         self._column = config.text_column or "text"
         self._folder = open_shards(config, FetchOptions.from_config(config))
 

@@ -23,6 +23,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.bad_rows import BadRow, OnBadRow, raise_bad_row
 from llmfoundry.data.store import MissingError, Store
 from llmfoundry.errors import UserError, import_optional
+from llmfoundry.recipe.source import hidden_part
 
 CHUNK = 1 << 20  # bytes read at a time
 _LONGEST = 10**9  # bytes of a row; data.max_row_size
@@ -274,13 +275,23 @@ PACKED = ("", *_UNPACK)
 """What may end the name of a text file."""
 
 
-def list_url(
-    url: str, options: FetchOptions, *, key: str = "data.paths"
-) -> tuple[bool, list[tuple[str, int, str]]]:
+@dataclass(frozen=True)
+class Listing:
     """What a URL of a file, a folder or a glob names.
 
-    Returns:
-        Whether it is one file; and of each file, sorted by name, its URL, size and version.
+    Attributes:
+        is_file: whether it is one file.
+        files: sorted by name.
+        hidden: URLs of files and folders that are left out.
+    """
+
+    is_file: bool
+    files: list[InputFile]
+    hidden: list[str]
+
+
+def list_url(url: str, options: FetchOptions, *, key: str = "data.paths") -> Listing:
+    """Find what a URL names.
 
     Raises:
         MissingError: there is nothing.
@@ -291,16 +302,21 @@ def list_url(
     if not found:
         raise MissingError(f"{key}: {url}: no file is there; correct the URL")
     base, root = url.rstrip("/"), store.root
+    named = f"{base}/"
     if glob.has_magic(url):
-        base, root = _before_magic(base), _before_magic(root)
-    files = []
+        named, base, root = base, _before_magic(base), _before_magic(root)
+    files, hidden = [], dict[str, None]()
     for name, entry in found.items():
+        place = base + name.removeprefix(root)
+        if not single and (part := hidden_part(place, named)):
+            hidden[part] = None
+            continue
         if entry.size is None:  # it would be read as empty
             raise UserError(
                 f"{key}: {url}: its server does not say how long {name} is; copy it here"
             )
-        files.append((base + name.removeprefix(root), entry.size, entry.version))
-    return single, files
+        files.append(InputFile(place, entry.size, entry.version))
+    return Listing(single, files, list(hidden))
 
 
 def open_url(url: str, size: int, options: FetchOptions) -> io.BufferedReader:

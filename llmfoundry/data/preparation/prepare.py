@@ -34,6 +34,7 @@ from llmfoundry.data.preparation.engines import ENGINES, Run
 from llmfoundry.data.preparation.files import ignore
 from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
 from llmfoundry.data.preparation.plan import Task, cut_tasks, make_split
+from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.preparation.write import (
     REPEAT,
     STREAMS,
@@ -403,6 +404,7 @@ class Manifest:
         counts: of each stream.
         dropped: documents left out, by reason.
         ignored: files of other kinds in the folders named.
+        hidden: files and folders that are left out for their names.
         note: of the split; empty for the ordinary case.
         sources: every file: name, bytes, and sha256 (read whole, on this machine) or stamp (time of
             its last change in ns, or the store's tag).
@@ -416,6 +418,7 @@ class Manifest:
     dropped: dict[str, int]
     ignored: int
     note: str
+    hidden: list[str] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -471,6 +474,7 @@ def make_manifest(
         counts=counts,
         dropped=dict(sorted(dropped.items())),
         ignored=corpus.ignored,
+        hidden=[public(name) for name in corpus.hidden],
         note=note,
         sources=sources,
         versions={"python": platform.python_version(), **_versions()},
@@ -492,10 +496,7 @@ def manifest_summary(manifest: Manifest) -> str:
         lines.append(f"data: {count:,} {_DROPPED.get(reason, reason + ': documents')} dropped")
     if total.tokens_left_out:
         lines.append(f"data: {total.tokens_left_out:,} tokens left out, too few for a last row")
-    if manifest.ignored:
-        lines.append(
-            f"data: {manifest.ignored:,} files of other kinds left out of the folders named"
-        )
+    lines += [f"data: {line}" for line in left_out(manifest.ignored, manifest.hidden)]
     return "\n".join([*lines, *([f"data: {manifest.note}"] if manifest.note else [])])
 
 

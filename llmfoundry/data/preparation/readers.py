@@ -18,7 +18,7 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from llmfoundry.data.preparation.bad_rows import (
     BadRow,
     OnBadRow,
     raise_bad_row,
+    shortened,
     text_of_row,
 )
 from llmfoundry.data.preparation.columns import ROW, check_columns, kind_of, pick
@@ -46,11 +47,13 @@ from llmfoundry.data.preparation.parquet import cut_parquet, parquet_rows
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, n_bytes
 from llmfoundry.recipe.schema import ChoiceTable, Entry
+from llmfoundry.recipe.source import glob_matches, hidden_part, is_hidden
 
 # Tests of the standard library hold deliberately broken sources; the packages are not part of it.
 _NOT_STDLIB = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 )
+_HIDDEN_SHOWN = 3  # names of what is hidden
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
 # Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
 # as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
@@ -82,10 +85,12 @@ class Reader(Protocol):
     Attributes:
         files: the files that it reads, in order; empty for a dataset.
         ignored: files of other kinds that lie in the named folders.
+        hidden: files and folders that are left out for their names.
     """
 
     files: list[InputFile]
     ignored: int
+    hidden: list[str]
 
     def facts(self) -> list[Any]:
         """What names its content without reading it."""
@@ -106,7 +111,8 @@ class FileReader:
     """The documents of files, here and at URLs, each by the `FILE_TYPES` of its suffix."""
 
     def __init__(self, config: DataConfig) -> None:
-        self.files, self.ignored = find_files(config)
+        found = find_files(config)
+        self.files, self.ignored, self.hidden = found.files, found.ignored, found.hidden
         self._column = config.text_column or "text"
         self._longest = n_bytes(config.max_row_size)
         self._options = FetchOptions.from_config(config)
@@ -157,13 +163,52 @@ class FileReader:
         )
 
 
-def find_files(config: DataConfig) -> tuple[list[InputFile], int]:
-    """The files, and how many of other kinds lie in the named folders."""
+@dataclass
+class FoundFiles:
+    """What data.paths names.
+
+    Attributes:
+        files: to read, in order.
+        ignored: how many of other kinds lie in the named folders.
+        hidden: files and folders that are left out for their names.
+    """
+
+    files: list[InputFile]
+    ignored: int = 0
+    hidden: list[str] = field(default_factory=list)
+
+
+def find_files(config: DataConfig) -> FoundFiles:
+    """Find the files of a corpus."""
     return _stdlib_files() if config.name == "python_stdlib" else _named_files(config)
 
 
-def files_below(folder: Path, *, leave_out: frozenset[str] = frozenset()) -> list[Path]:
-    """All files below a folder, sorted by relative path, linked folders entered once."""
+def left_out(ignored: int, hidden: Sequence[str]) -> Iterator[str]:
+    """For people: what lies in the named folders and is not read."""
+    if ignored:
+        yield f"{ignored:,} files of other kinds left out of the folders named"
+    if hidden:
+        names = list(dict.fromkeys(path[path.rfind("/") + 1 :] for path in hidden))
+        more = " …" if len(names) > _HIDDEN_SHOWN else ""
+        one = len(hidden) == 1
+        count = "1 hidden file or folder" if one else f"{len(hidden):,} hidden files and folders"
+        yield (
+            f"{count} left out"
+            f" ({shortened(', '.join(names[:_HIDDEN_SHOWN]))}{more}); to read one, name it in"
+            " data.paths"
+        )
+
+
+def files_below(
+    folder: Path, *, leave_out: frozenset[str] = frozenset(), hidden: list[str] | None = None
+) -> list[Path]:
+    """All files below a folder, sorted by relative path, linked folders entered once.
+
+    Args:
+        folder: to look into.
+        leave_out: names of folders.
+        hidden: gets what is hidden, which is left out; None: that is read, too.
+    """
     files: list[Path] = []
     entered: set[str] = set()
     for here, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
@@ -173,8 +218,22 @@ def files_below(folder: Path, *, leave_out: frozenset[str] = frozenset()) -> lis
             continue
         entered.add(real)
         folders[:] = [name for name in folders if name not in leave_out]
+        if hidden is not None:
+            folders[:] = _visible(here, folders, hidden, are_folders=True)
+            names = _visible(here, names, hidden, are_folders=False)
         files += [Path(here, name) for name in names]
     return sorted(files)
+
+
+def _visible(here: str, names: list[str], hidden: list[str], *, are_folders: bool) -> list[str]:
+    """Those that are not hidden; `hidden` gets the paths of the others."""
+    visible = []
+    for name in names:
+        if is_hidden(name, is_folder=are_folders):
+            hidden.append(os.path.join(here, name))
+        else:
+            visible.append(name)
+    return visible
 
 
 def _refuse(error: OSError) -> None:
@@ -182,19 +241,21 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
 
 
-def _stdlib_files() -> tuple[list[InputFile], int]:
+def _stdlib_files() -> FoundFiles:
     root = Path(sysconfig.get_path("stdlib"))
     below = files_below(root, leave_out=_NOT_STDLIB)
-    return [InputFile.here(file) for file in below if file.suffix == ".py" and file.is_file()], 0
+    return FoundFiles(
+        [InputFile.here(file) for file in below if file.suffix == ".py" and file.is_file()]
+    )
 
 
-def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
+def _named_files(config: DataConfig) -> FoundFiles:
     """Files of data.paths, in the order written, each folder's and glob's sorted."""
     places: dict[str, int] = {}  # by what a link stands for
     files: dict[str, InputFile] = {}
-    ignored, reads = 0, readable_kinds(config.text_column)
+    ignored, hidden, reads = 0, list[str](), readable_kinds(config.text_column)
     for place, name in enumerate(config.paths):
-        for is_folder, below in _matches(config, name):
+        for is_folder, below in _matches(config, name, hidden):
             read = [file for file in below if is_readable(file.name, config.text_column)]
             if is_folder:
                 ignored += len(below) - len(read)
@@ -213,19 +274,28 @@ def _named_files(config: DataConfig) -> tuple[list[InputFile], int]:
                     )
                 files.setdefault(real, file)
     if not files:
-        raise UserError(f"data.paths: no readable file in {config.paths}; it reads {reads}")
-    return list(files.values()), ignored
+        more = "".join(f"; {line}" for line in left_out(0, hidden))
+        raise UserError(f"data.paths: no readable file in {config.paths}; it reads {reads}{more}")
+    named = {os.path.realpath(os.path.expanduser(name)) for name in config.paths} | {*config.paths}
+    unnamed = {path for path in hidden if path not in named and os.path.realpath(path) not in named}
+    return FoundFiles(list(files.values()), ignored, sorted(unnamed))
 
 
-def _matches(config: DataConfig, name: str) -> Iterator[tuple[bool, list[InputFile]]]:
-    """For each folder or file that an entry of data.paths names: is it a folder, and its files."""
+def _matches(
+    config: DataConfig, name: str, hidden: list[str]
+) -> Iterator[tuple[bool, list[InputFile]]]:
+    """For each folder or file that an entry of data.paths names: is it a folder, and its files.
+
+    `hidden` gets the paths of what is left out.
+    """
     if "://" in name:
-        single, files = list_url(name, FetchOptions.from_config(config))
-        yield not single, [InputFile(*file) for file in files]
+        listing = list_url(name, FetchOptions.from_config(config))
+        hidden += listing.hidden
+        yield not listing.is_file, listing.files
         return
-    for path in _paths(name):
+    for path in _paths(name, hidden):
         _keep_cache_out(config, path)
-        below = files_below(path) if path.is_dir() else [path]
+        below = files_below(path, hidden=hidden) if path.is_dir() else [path]
         yield path.is_dir(), [_known(file, config.text_column) for file in below]
 
 
@@ -237,25 +307,28 @@ def _known(path: Path, text_column: str | None) -> InputFile:
     )
 
 
-def _paths(name: str) -> list[Path]:
+def _paths(name: str, hidden: list[str]) -> list[Path]:
     try:
         path = Path(name).expanduser()
         if os.path.lexists(path):
             return [path]
-        matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else []
+        matched, out = glob_matches(str(path)) if glob.has_magic(name) else ([], [])
     except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, ~nobody
         raise UserError(f"data.paths: {name[:80]!r}: {error}; correct the path") from error
     if not glob.has_magic(name):
         raise UserError(f"data.paths: {name} does not exist; write a file, a folder or a glob")
     if not matched:
-        raise UserError(f"data.paths: no file matches {name!r}; correct the glob")
+        more = "".join(f"; {line}" for line in left_out(0, out))
+        raise UserError(f"data.paths: no file matches {name!r}; correct the glob{more}")
+    hidden += out
     return [Path(match) for match in matched]
 
 
 def _keep_cache_out(config: DataConfig, path: Path) -> None:
     """Prepared files below a corpus folder would be read as text the next time."""
-    cache = Path(config.cache_folder).expanduser().resolve()
-    if path.is_dir() and cache.is_relative_to(path.resolve()):
+    cache, folder = Path(config.cache_folder).expanduser().resolve(), path.resolve()
+    is_read = cache.is_relative_to(folder) and not hidden_part(f"{cache}/", f"{folder}/")
+    if path.is_dir() and is_read:
         raise UserError(
             f"data.cache_folder: {config.cache_folder} lies in {path}, which data.paths names;"
             " choose a folder outside it"

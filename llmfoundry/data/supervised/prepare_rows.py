@@ -118,13 +118,13 @@ class _Plan:
             config = self._config
             generated = _generated(config, self._key, self._seed)
             made = [work.make(0, lambda on_bad_row: generated)]
-            sources, ignored = ["instructions"], 0
+            facts = StoreFacts(self._reader.format, ["instructions"])
         else:
             work = replace(work, corpus=self._corpus)
             with local_engine(self._config.num_workers) as run:
                 made = sorted(run(work, cut_tasks(self._corpus)), key=lambda part: part[0])
-            sources, ignored = work.sources, self._corpus.ignored
-        facts = StoreFacts(self._reader.format, sources, ignored=ignored)
+            facts = StoreFacts(self._reader.format, work.sources)
+            facts.ignored, facts.hidden = self._corpus.ignored, self._corpus.hidden
         facts.per_example = 2 if self._reader.format == "preference" else 1
         for _, part in made:
             facts.add(part)
@@ -370,6 +370,7 @@ class StoreFacts:
         rows: that were read.
         bad: those that cannot be used.
         ignored: files of other kinds in the folders named.
+        hidden: files and folders that are left out for their names.
         content: hash of ids and weights.
     """
 
@@ -385,6 +386,7 @@ class StoreFacts:
     rows: int = 0
     bad: BadRows = field(default_factory=BadRows)
     ignored: int = 0
+    hidden: list[str] = field(default_factory=list)
     content: str = ""
 
     def note(self, counter: dict[str, int], what: str, where: str) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.bad_rows import shortened
 from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.formats import KEYS
 from llmfoundry.data.supervised.prepare_rows import SPELLED, SPLIT, Store, StoreFacts
@@ -366,8 +367,7 @@ def packing_summary(
         )
     if len(keys) > _KEYS_SHOWN:
         lines.append(f"{key}: {len(keys) - _KEYS_SHOWN:,} other keys of messages not read")
-    if facts.ignored:
-        lines.append(f"{key}: {facts.ignored:,} files of other kinds left out of the folders named")
+    lines += [f"{key}: {line}" for line in left_out(facts.ignored, facts.hidden)]
     return lines
 
 
