@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.first_look import look_at
 from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.data.order import ONLY, Order, stream_key, stream_weights
 from llmfoundry.data.preparation.bad_rows import BadRowsError
@@ -44,15 +45,13 @@ from llmfoundry.data.supervised.rows import (
     packing_summary,
 )
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, probe
+from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, cut_share, probe
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, FilterConfig
 from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig
 from llmfoundry.recipe.train import TrainRecipe
-
-_DECODED = 256  # rows of a shard that say how many bytes a token stands for
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ class _Probed:
     index: Index
     probe: Probe | None = None
     bytes_per_token: float | None = None
+    cut: list[str] = field(default_factory=list)
 
 
 def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
@@ -225,8 +225,18 @@ class _Opening:
             self.bad_rows += bad_rows
             return rows
         key, folder = "data.validation", open_shards(config, self._options)
-        index = on_rank0(self._world, lambda: self._read_index(key, folder))
-        source = open_source("validation", key, folder, index, self._reading(config))
+        reading = self._reading(config)
+
+        def find() -> tuple[Index, list[str]]:
+            index = self._read_index(key, folder)
+            source = open_source("validation", key, folder, index, reading)
+            if not isinstance(source, MDSTokens):
+                return index, []
+            return index, self._look(key, source, int(source.sizes.nonzero()[0][0]))[1]
+
+        index, lines = on_rank0(self._world, find)
+        self.notes += lines
+        source = open_source("validation", key, folder, index, reading)
         kinds: dict[type, Callable[[Any], HeldOut]] = {
             TokenSource: lambda s: TokenShards(s.dataset, self._tokenizer),
             MDSTokens: lambda s: MDSRows(s, self._tokenizer),
@@ -320,7 +330,11 @@ class _Opening:
             source = opened(index)
             if isinstance(source, MDSTexts):
                 return _Probed(index, probe=self._probe(source))
-            return _Probed(index, bytes_per_token=self._ratio(source))
+            if isinstance(source, MDSTokens):
+                first = next(self._order(source.sizes).shards(0))
+                ratio, cut = self._look(stream_key(name), source, first)
+                return _Probed(index, bytes_per_token=ratio, cut=cut)
+            return _Probed(index, bytes_per_token=source.dataset.n_bytes / source.dataset.n_tokens)
 
         found = on_rank0(self._world, find)
         source = opened(found.index)
@@ -335,8 +349,9 @@ class _Opening:
             line += (
                 f", {source.dataset.n_documents:,} documents, {source.dataset.n_tokens:,} tokens"
             )
+        lines = [line, *found.cut]
         return _Opened(
-            OrderedStream(source, self._order(source.sizes)), found.bytes_per_token, [line]
+            OrderedStream(source, self._order(source.sizes)), found.bytes_per_token, lines
         )
 
     def _packed(self, texts: MDSTexts, found: Probe) -> _Opened:
@@ -357,6 +372,9 @@ class _Opening:
             f"{stream_key(texts.name)}: {texts.n_rows:,} documents in {len(texts.sizes):,} shards;"
             f" {packing.documents / packing.rows:.2f} are packed into a row on average"
         )
+        cut = cut_share(found.sizes, packing, self._recipe.max_seq_len)
+        if cut:
+            line += f", and about {cut:.1%} of their tokens do not fit and are cut off"
         return _Opened(stream, found.bytes_per_token, [line])
 
     def _order(self, sizes: np.ndarray) -> Order:
@@ -379,18 +397,14 @@ class _Opening:
         texts.close()
         return found
 
-    def _ratio(self, source: TokenSource | MDSTokens) -> float:
-        """Bytes of text that a token stands for."""
-        if isinstance(source, TokenSource):
-            return source.dataset.n_bytes / source.dataset.n_tokens
-        shard = next(self._order(source.sizes).shards(0))  # it is needed first anyway
-        begin, size = int(source.sizes[:shard].sum()), int(source.sizes[shard])
-        rows = np.unique(np.linspace(begin, begin + size - 1, min(size, _DECODED)).astype(np.int64))
-        ids = np.concatenate([source.ids(row) for row in rows.tolist()])
-        token_bytes = self._tokenizer.token_bytes()
-        known = ids[(ids >= 0) & (ids < len(token_bytes))]  # the loader refuses others, with place
-        source.close()
-        return max(1, int(token_bytes[known].sum())) / max(1, len(ids))
+    def _look(self, key: str, source: MDSTokens, shard: int) -> tuple[float, list[str]]:
+        """Bytes of text that a token stands for, and a line about rows that do not fit.
+
+        `shard` is the one that is needed first anyway.
+        """
+        seq_len = self._recipe.max_seq_len
+        found = look_at(source, shard, self._tokenizer.token_bytes(), key=key, seq_len=seq_len)
+        return found.bytes_per_token, [found.cut.line(key, seq_len)] if found.cut else []
 
     def _reading(self, source: SourceConfig) -> RowOptions:
         config = self._config

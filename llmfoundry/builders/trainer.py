@@ -578,16 +578,14 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
         how += f", activations in {recipe.parallel.activation_compression}"
     if recipe.compile:
         how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
+    left_out = tokens_left_out(loader.streams)
+    rest = f"; the last partial sequence ({left_out:,} tokens) is dropped" if left_out else ""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return [
         ("run", str(job.run)),
         ("model", f"{recipe.model.name}, {size}"),
         ("tokenizer", tokenizer_summary(job.tokenizer, recipe.tokenizer)),
-        (
-            "data",
-            f"{loader.n_rows:,} sequences of {recipe.max_seq_len:,} tokens; the last partial"
-            f" sequence ({tokens_left_out(loader.streams):,} tokens) is dropped",
-        ),
+        ("data", f"{loader.n_rows:,} sequences of {recipe.max_seq_len:,} tokens{rest}"),
         (
             "length",
             f"{clock.total:,} batches of {clock.tokens_per_batch:,} tokens"

@@ -534,11 +534,12 @@ class MDSColumn:
 
     Attributes:
         index: of its shards.
+        column: its name.
         n_bytes: of their files.
     """
 
     def __init__(self, name: str, folder: ShardFolder, index: MDSIndex, column: str) -> None:
-        self.name, self.index, self._folder, self._column = name, index, folder, column
+        self.name, self.index, self._folder, self.column = name, index, folder, column
         self.sizes = index.sizes
         self.n_rows = int(self.sizes.sum())
         self.fingerprint = index.fingerprint
@@ -574,10 +575,20 @@ class MDSColumn:
             self._open.popitem()[1].pins.close()
         self._folder.close()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all files are read where they lie on this machine."""
+        return self._folder.is_in_place and not self.index.is_packed
+
+    def first_byte(self, shard: int) -> int:
+        """Where the first sample of a shard begins in its file."""
+        with self._folder.pin(self.index.spec(shard)) as path:
+            return MDSShard(path, self.index, shard).first_byte
+
     def _map(self, n: int) -> _Open:
         with ExitStack() as stack:
             path = stack.enter_context(self._folder.pin(self.index.spec(n)))
-            read = MDSShard(path, self.index, n).reader(self._column)
+            read = MDSShard(path, self.index, n).reader(self.column)
             found = self._open[n] = _Open(read, stack.pop_all())
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)[1].pins.close()
@@ -594,7 +605,11 @@ class _Open:
 
 
 class MDSTokens(MDSColumn):
-    """Rows out of a column of ids: a sample is a row, cut or filled up to its length."""
+    """Rows out of a column of ids: a sample is a row, cut or filled up to its length.
+
+    Attributes:
+        dtype_of_bytes: of the integers that a column of bytes holds; None: it holds arrays.
+    """
 
     def __init__(
         self, name: str, folder: ShardFolder, index: MDSIndex, column: str, reading: RowOptions
@@ -606,6 +621,8 @@ class MDSTokens(MDSColumn):
         self._mark = mark if reading.apart else None  # None: a row is one document
         self._after = 1 if reading.bos_id is None else 0
         self._dtype = np.dtype(reading.dtype).newbyteorder("<")
+        encodings = {c.encodings[c.position[column]] for c in index.column_sets}
+        self.dtype_of_bytes = self._dtype if encodings == {"bytes"} else None
 
     def ids(self, row: int) -> np.ndarray:
         """All ids of a sample."""
@@ -640,7 +657,7 @@ class MDSTokens(MDSColumn):
         return [after - before for before, after in pairwise(borders) if after > before]
 
     def _wrong(self, row: int, what: str) -> UserError:
-        return UserError(f"{self.where(row)}: column {self._column} {what}")
+        return UserError(f"{self.where(row)}: column {self.column} {what}")
 
 
 class MDSTexts(MDSColumn):

@@ -59,10 +59,12 @@ class Probe:
     Attributes:
         packing: that drops about as much as it pads.
         bytes_per_token: of the text.
+        sizes: (documents,) int64, their tokens.
     """
 
     packing: PackingRatio
     bytes_per_token: float
+    sizes: np.ndarray
 
 
 def probe(
@@ -76,7 +78,15 @@ def probe(
     room = group * seq_len  # a longer document is cut, and counts as what is left of it
     packing = PackingRatio(group, max(1, round(room / float(np.minimum(sizes, room).mean()))))
     n_bytes = sum(len(document.encode()) for document in documents)
-    return Probe(packing, n_bytes / int(sizes.sum()))
+    return Probe(packing, n_bytes / int(sizes.sum()), sizes)
+
+
+def cut_share(sizes: np.ndarray, packing: PackingRatio, seq_len: int) -> float:
+    """Share of the tokens of documents of these sizes that do not fit their groups' rows."""
+    groups = [sizes[n : n + packing.documents] for n in range(0, len(sizes), packing.documents)]
+    whole = [group.sum() for group in groups if len(group) == packing.documents or len(groups) == 1]
+    over = sum(max(0, int(n) - packing.rows * seq_len - 1) for n in whole)
+    return over / int(sum(whole))
 
 
 def pack_texts(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -> list[Row]:

@@ -17,7 +17,14 @@ from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Mixture, Order, Phase
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSTexts, RowOptions, open_source
-from llmfoundry.data.text_packing import PackedStream, PackingRatio, group_rows, pack_texts, probe
+from llmfoundry.data.text_packing import (
+    PackedStream,
+    PackingRatio,
+    cut_share,
+    group_rows,
+    pack_texts,
+    probe,
+)
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE
 from tests.shards import bytes_tokenizer
@@ -98,6 +105,17 @@ def test_what_is_dropped_and_padded_is_counted(texts: MDSTexts, documents: int) 
         labelled = int((batch.labels != IGNORE).sum())
         assert labelled == kept - 2  # of each group all but the first
         assert sum(rows.padded) == 8 * T - read
+
+
+@pytest.mark.parametrize("documents", [2, 6, 30])
+def test_the_share_that_is_cut_is_known_before_training(texts: MDSTexts, documents: int) -> None:
+    one = loader(texts, PackingRatio(4, documents))
+    steps = texts.n_rows // (2 * documents)  # two groups each; what is left over is no whole group
+    rows = Order(texts.sizes, seed=3, shuffle=True).rows(0, 2 * documents * steps).tolist()
+    sizes = np.array([1 + len(TOKENIZER.encode(texts.text(row))) for row in rows])
+    dropped = sum(one.rows(step).dropped for step in range(steps))
+    share = cut_share(sizes, PackingRatio(4, documents), T)
+    assert share == pytest.approx(dropped / sizes.sum())
 
 
 def test_the_iterator_sums_up_the_counts(texts: MDSTexts) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.first_look import look_at
 from llmfoundry.data.held_out import Chain, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSWriter
@@ -90,6 +91,78 @@ def test_rows_of_an_mds_column(
     assert filled.padded == [max(0, T - len(s)) for s in given]
     narrow = filled.narrow().batch(with_layout=False)
     assert torch.equal(narrow.tokens, batch.tokens) and torch.equal(narrow.labels, batch.labels)
+
+
+VOCABULARY = 128_256
+ALIKE = [3 * T] * 40
+MIXED = [1, 2, T - 1, T, T + 1, T + 2, 3 * T, 7, T] * 5
+
+
+@pytest.mark.parametrize(
+    ("lengths", "encoding", "where", "is_exact"),
+    [
+        (ALIKE, f"ndarray:int32:{3 * T}", "remote", True),  # the index has their lengths
+        (ALIKE, "ndarray:int32", "remote", True),  # one shard and the sizes of the others
+        (ALIKE, "bytes", "remote", True),
+        (MIXED, "ndarray", "here", True),  # all are read
+        (MIXED, "bytes", "remote", False),
+        ([T + 1] * 30, "bytes", "remote", True),  # each has its label, nothing is cut
+    ],
+)
+def test_what_the_rows_lose_is_known_before_training(
+    tmp_path: Path, lengths: list[int], encoding: str, where: str, is_exact: bool
+) -> None:
+    rows = [np.full(n, 7, np.int32) for n in lengths]
+    write(tmp_path / "data", encoding, [r.tobytes() if encoding == "bytes" else r for r in rows])
+    local = None if where == "here" else str(tmp_path / "copies")
+    shards = ShardFolder.open(str(tmp_path / "data"), local, FetchOptions())
+    how = RowOptions(T, TOKENIZER.fingerprint, eos_id=EOS, dtype="int32")
+    source = open_source("data", "data", shards, read_index(shards), how)
+    assert isinstance(source, MDSTokens) and len(source.sizes) > 2
+    shard = 1
+    cut = look_at(source, shard, TOKENIZER.token_bytes(), key="data", seq_len=T).cut
+    begin, size = source.sizes[:shard].sum(), source.sizes[shard]
+    known = lengths if is_exact else lengths[begin : begin + size]
+    assert sum(source.row(n).dropped for n in range(source.n_rows)) == sum(
+        max(0, n - T - 1) for n in lengths
+    )
+    if max(lengths) == T + 1:
+        assert cut is None
+        return
+    assert cut is not None
+    assert cut.tokens == sum(max(0, n - T - 1) for n in known)
+    assert cut.rows == sum(n > T + 1 for n in known) and cut.longest == max(known)
+    assert (cut.of_rows, cut.of_tokens, cut.is_exact) == (len(known), sum(known), is_exact)
+
+
+@pytest.mark.parametrize("written", ["int64", "int32", "uint32", "uint16", "int16"])
+@pytest.mark.parametrize("read", ["int64", "int32", "uint32", "uint16", "int16", "uint8"])
+def test_bytes_of_integers_of_another_width_are_refused(
+    tmp_path: Path, written: str, read: str
+) -> None:
+    draw = np.random.default_rng(3)
+    most = min(VOCABULARY, np.iinfo(written).max)
+    rows = [draw.integers(0, most, 64).astype(written) for _ in range(20)]
+    write(tmp_path, "bytes", [row.tobytes() for row in rows])
+    source = opened(tmp_path, dtype=read)
+
+    def look() -> None:
+        look_at(source, 0, np.ones(VOCABULARY, np.int64), key="data", seq_len=T)
+
+    if np.array_equal(np.concatenate(rows), np.concatenate(rows).view(read)):
+        look()
+        return
+    right = f"u?int{8 * np.dtype(written).itemsize}"
+    line = rf"^data.token_encoding_type: data: .*; write data.token_encoding_type={right}$"
+    with pytest.raises(UserError, match=line):
+        look()
+
+
+def test_bytes_that_show_no_width_are_read_as_asked(tmp_path: Path) -> None:
+    for number, row in enumerate(([0] * 64, [5, 0, 5, 0])):
+        write(tmp_path / str(number), "bytes", [np.array(row, np.uint16).tobytes()])
+        source = opened(tmp_path / str(number), dtype="uint16")
+        assert look_at(source, 0, TOKENIZER.token_bytes(), key="data", seq_len=T).bytes_per_token
 
 
 def test_rows_of_token_shards(tmp_path: Path) -> None:

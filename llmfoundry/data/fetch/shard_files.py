@@ -99,6 +99,11 @@ class ShardFolder:
             return cls(source, options, place=source, kept=None)
         return cls(source, options, place=None, kept=Path(here))
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its files are read where they lie on this machine."""
+        return self._place is not None
+
     def read_index(self, parse: Callable[[bytes], AnyIndex]) -> AnyIndex:
         """The folder's index, from the store.
 

@@ -71,6 +71,11 @@ class MDSShard:
         """Samples."""
         return self._n_samples
 
+    @property
+    def first_byte(self) -> int:
+        """Where the first sample begins; the file's length where there is none."""
+        return int(_unpack_pair(self._data, 0)[1])
+
     def read(self, row: int, column: str) -> Any:
         """A column's value in sample `row`.
 
