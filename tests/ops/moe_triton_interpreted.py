@@ -72,6 +72,7 @@ def cases(
     compare("gather", "gather", x, order, TOP_K)
     compare("combine weighted", "combine", rows, inverse, weights, TOP_K)
     compare("combine of two", "combine", rows, inverse, None, TOP_K, more)
+    compare("combine backward", "combine_backward", x, rows, weights, order)
     for name in (*moe_triton.ACTIVATIONS, "mish"):
         compare(f"glu {name}", "glu", a, b, name)
         compare(f"glu backward {name}", "glu_backward", dh, a, b, weights, order, name)

@@ -84,7 +84,8 @@ def backward(
     n_rows = kept_rows(routing.order.shape[0], x.dtype)
     tokens = _tokens(routing, weights.shape[1], n_rows)
     row_weights = _row_weights(weights.to(x.dtype), routing, n_rows)
-    grad_rows, inner = x.new_empty(n_rows, x.shape[1]), x.new_empty(n_rows)
+    grad_rows = x.new_empty(n_rows, x.shape[1])
+    inner = weights.new_empty(n_rows)  # gradients of the router's weights, in sorted order
     grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
     low = w.low.map(torch.empty_like)
     _zero_unused((*grads, *low), routing)
@@ -99,7 +100,7 @@ def backward(
         h, da = _glu_backward(dh, a, b, w.act, inner[rows])
         db = dh  # its memory
         if one.b2 is not None:
-            inner[rows] += g @ one.b2
+            inner[rows] += g.to(inner.dtype) @ one.b2.to(inner.dtype)
         dx = torch.mm(da, one.w1, out=grad_rows[rows])  # (M, d)
         if one.v1 is not None:
             dx += torch.mm(db, one.v1)
@@ -114,7 +115,7 @@ def backward(
         if not frozen:
             mine = tuple(None if p is None else p[e] for p in grads)
             _expert_gradients(mine, row_weights[rows], x_e, g, h, da, db)
-    grad_weights = inner.to(weights.dtype).index_select(0, routing.inverse).view_as(weights)
+    grad_weights = inner.index_select(0, routing.inverse).view_as(weights)
     return Gradients(_sum_choices(grad_rows, routing, weights), grad_weights, grads, low)
 
 
@@ -231,7 +232,7 @@ def _glu_backward(
     """
     s = act.function(a)
     h = s if b is None else s * b
-    torch.linalg.vecdot(dh, h, out=inner)
+    torch.linalg.vecdot(dh.to(inner.dtype), h.to(inner.dtype), out=inner)
     da = act.backward(dh if b is None else dh * b, a)
     dh *= s
     return h, da

@@ -163,10 +163,6 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, order = ctx.saved_tensors
-        top_k, steps = weights.shape[1], steps_of(rows.device)
-        grad_rows = steps.gather(grads[0].contiguous(), order, top_k)  # (N, D)
-        grad_weights = torch.empty_like(weights).flatten()
-        # each place once: deterministic
-        grad_weights[order] = (grad_rows * rows).sum(-1, dtype=weights.dtype)
-        grad_rows = (grad_rows * weights.flatten()[order][:, None]).to(rows.dtype)
-        return grad_rows, grad_weights.view_as(weights), None, None
+        grad = grads[0].contiguous()  # (T, D)
+        backward = steps_of(rows.device).combine_backward
+        return *backward(grad, rows.contiguous(), weights.contiguous(), order), None, None

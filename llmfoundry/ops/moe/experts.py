@@ -260,12 +260,11 @@ def glu_backward(
     act, weight = from_text(activation), weights.flatten()[order][:, None]
     s = act.function(a)
     h = s if b is None else s * b
-    inner = torch.empty_like(weights).flatten()
-    inner[order] = (dh * h).sum(-1, dtype=weights.dtype)  # each place once: deterministic
+    inner = row_dots(dh, h, order, weights)
     dh = (dh * weight).to(a.dtype)
     da = act.backward(dh if b is None else dh * b, a)
     db = None if b is None else dh * s
-    return (h * weight).to(a.dtype), da, db, inner.view_as(weights)
+    return (h * weight).to(a.dtype), da, db, inner
 
 
 def combine(
@@ -288,3 +287,34 @@ def combine(
     if weights is not None:
         picked *= weights[..., None]
     return picked.sum(1).to(rows.dtype)
+
+
+def combine_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `combine`'s weighted rows.
+
+    Args:
+        grad: (T, d), of the output.
+        rows: (N, d).
+        weights: (T, k).
+        order: (N,), the pair of each row.
+
+    Returns:
+        Of the rows (N, d), in their dtype; of the weights (T, k).
+    """
+    grad_rows = gather(grad, order, weights.shape[1])
+    grad_weights = row_dots(grad_rows, rows, order, weights)
+    grad_rows *= weights.flatten()[order][:, None]  # in place: no (N, d) copy in fp32
+    return grad_rows, grad_weights
+
+
+def row_dots(a: Tensor, b: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Dot product of rows a and b (N, d), multiplied and summed in the dtype of weights (T, k).
+
+    Returns:
+        (T, k): the dot product of each pair's row.
+    """
+    dots = torch.empty_like(weights).flatten()
+    dots[order] = (a.to(weights.dtype) * b).sum(-1)  # each place once: deterministic
+    return dots.view_as(weights)

@@ -81,8 +81,8 @@ def backward(
     h, da, db, inner = steps.glu_backward(dh, a, b, weights, routing.order, w.activation)
     del dh, a, b
     if w.b2 is not None:
-        shares = (g * w.b2[_experts(ends, g)]).sum(-1, dtype=weights.dtype)
-        inner = inner + shares[routing.inverse].view_as(inner)
+        biases = w.b2[_experts(ends, g)]  # (N, d)
+        inner = inner + plain_steps.row_dots(g, biases, routing.order, weights)
     dx_rows = F.grouped_mm(da, whole(w.w1), offs=ends)  # (N, d)
     dx_up = None if w.v1 is None else F.grouped_mm(db, whole(w.v1), offs=ends)
     _add_gradient(dx_rows, da, low.w1_a, low.w1_b, ends)
@@ -120,7 +120,7 @@ def steps_of(device: torch.device) -> Any:
     """
     what = planned()
     if what is not None and what.kind == "cuda":
-        names = ("gather", "glu", "glu_backward", "combine")
+        names = ("gather", "glu", "glu_backward", "combine", "combine_backward")
         return SimpleNamespace(**{n: what.kernel(getattr(plain_steps, n)) for n in names})
     return _steps_of(device.type)
 

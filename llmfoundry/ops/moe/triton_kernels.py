@@ -164,6 +164,33 @@ def combine_kernel(
         tl.store(out + token * D + column, total, mask=mask)
 
 
+@triton.jit
+def combine_backward_kernel(
+    grad: tl.tensor,
+    rows: tl.tensor,
+    weights: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    inner: tl.tensor,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Row i of out (N, D): the gradient of its token times its weight, whose own is in `inner`."""
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(order + row).to(tl.int64)
+    token = pair // K
+    weight = tl.load(weights + pair).to(tl.float32)
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    for start in range(0, D, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask = column < D
+        value = tl.load(grad + token * D + column, mask=mask, other=0.0).to(tl.float32)
+        total += value * tl.load(rows + row * D + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * D + column, value * weight, mask=mask)
+    tl.store(inner + pair, tl.sum(total, axis=0))
+
+
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     """`plain_steps.gather`."""
     out = x.new_empty(order.shape[0], x.shape[1])
@@ -211,6 +238,16 @@ def combine(
     flags = {"WEIGHTED": weights is not None, "MORE": more is not None}
     _launch(combine_kernel, out, *arguments, K=top_k, **flags, WIDTH=WIDTH)
     return out
+
+
+def combine_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`plain_steps.combine_backward`."""
+    out, inner = torch.empty_like(rows), torch.empty_like(weights)
+    arguments = (grad, rows, weights, order, out, inner, rows.shape[1])
+    _launch(combine_backward_kernel, rows, *arguments, K=weights.shape[1], WIDTH=WIDTH)
+    return out, inner
 
 
 def _launch(kernel: Any, rows: Tensor, *arguments: Any, **constants: Any) -> None:
