@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from llmfoundry.distributed.mesh import REPLICATE, Meshes
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
+from llmfoundry.models.router import Router
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.recipe.parallel import GLOO, ParallelConfig
 
@@ -39,6 +42,19 @@ def materialize(
     root.to_empty(device=world.device)
 
 
+class Routers(nn.Module):
+    """All routers of a model as one FSDP unit, whose weights are gathered in fp32.
+
+    The unit is never called: FSDP's hooks around each router would break the graph of a compiled
+    block and run again inside a recomputed one. The weights are gathered before the forward pass,
+    and FSDP reduces their gradients at the end of the backward pass.
+    """
+
+    def __init__(self, routers: list[Router]) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(routers)
+
+
 OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 
 
@@ -46,9 +62,10 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
     """Each block its own unit; embeddings, final norm and head stay with the root.
 
     Experts that other processes share are a unit of their own within a block, sharded over the
-    processes that have the same ones. Under tensor parallelism so is a layer with experts:
-    its router and a shared expert meet other tokens on each process. Frozen parameters may be of
-    any dtype beside those that train, which have one: FSDP gathers bytes of 4-bit weights as they
+    processes that have the same ones. Under tensor parallelism so is a layer with experts: its
+    router and a shared expert meet other tokens on each process. Under autocast all routers are one
+    unit that is gathered in fp32: with rounded weights some tokens choose other experts. Frozen
+    parameters may be of any dtype: FSDP gathers bytes of 4-bit weights as they
     are, and reduces gradients only where there are some.
     """
     if OLD and any(not p.dtype.is_floating_point for p in root.parameters()):
@@ -56,12 +73,11 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
             "model.quantize: FSDP takes no 4-bit weights before PyTorch 2.13, and this is"
             f" {torch.__version__}; write parallel=ddp, or install 2.13"
         )
-    policy = MixedPrecisionPolicy(
-        # under bf16 the shards are bfloat16 already, and gradients come back as such
-        param_dtype=torch.bfloat16 if precision == "amp_bf16" else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # amp's residual stream and rotary tables stay fp32
-    )
+    autocast = precision == "amp_bf16"
+    # Under bf16 the shards are bfloat16 already, and so are gradients. Inputs are not cast: amp's
+    # residual stream and rotary tables stay fp32.
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = replace(exact, param_dtype=torch.bfloat16) if autocast else exact
     # One replica is a replica too under bf16: what waits for the last microbatch's all-reduce is
     # added up in reduce_dtype, what does not in the weights' own.
     keeps_fp32 = precision == "bf16" and bool(config.reduce_scatter_each_microbatch)
@@ -73,23 +89,33 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
         assert mesh.mesh_dim_names is not None
         return mesh if replicated else mesh[mesh.mesh_dim_names[-1]]
 
+    routers = [m for m in root.modules() if isinstance(m, Router)]
+    in_fp32: set[nn.Parameter] = set()
+    if autocast and routers:
+        root.routers = Routers(routers)
+        mesh = used(meshes.mixture_weights or meshes.weights)
+        fully_shard(root.routers, mesh=mesh, mp_policy=exact)
+        in_fp32 |= {p for router in routers for p in router.parameters()}
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=in_fp32)
     for block in root.model.blocks:
         if meshes.expert_weights is not None:
             for experts in (m for m in block.modules() if isinstance(m, ExpertWeights)):
                 mesh = used(meshes.expert_weights)
-                fully_shard(experts, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+                shard(experts, mesh=mesh, reshard_after_forward=reshard)
         if meshes.mixture_weights is not None:
             # a block adds what a layer gives to its stream, out of place
             warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPMoE\) returned")
             for layer in (m for m in block.modules() if isinstance(m, MoE)):
                 mesh = used(meshes.mixture_weights)
-                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+                shard(layer, mesh=mesh, reshard_after_forward=reshard)
         inner = [m for m in block.modules() if isinstance(m, FSDPModule)]
         mesh = used(meshes.weights)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        shard(block, mesh=mesh, reshard_after_forward=reshard)
         if inner:  # gathered while attention computes, not once the host has waited for counts
             block.set_modules_to_forward_prefetch(inner)  # type: ignore[operator]
-    fully_shard(root, mesh=used(meshes.weights), mp_policy=policy, reshard_after_forward=False)
+    shard(root, mesh=used(meshes.weights), reshard_after_forward=False)
+    if in_fp32:  # behind FSDP's own hook of the root, which prepares its streams
+        root.register_forward_pre_hook(lambda root, _: root.routers.unshard())
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum

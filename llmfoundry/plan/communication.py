@@ -193,6 +193,7 @@ def fully_sharded(
     backward pass (reshard_after_forward), and low * W of the ends; (p - 1) / p * 4 W of gradients,
     or once a step (reduce_scatter_each_microbatch). Between r replicas 2 (r - 1) / r * 4 W / p of
     gradients, once a step. Of what is cut over other processes than the block, each by its own p.
+    Routers are gathered once, in fp32 under autocast: as many bytes as twice in bfloat16.
     """
     passes = 2 if recipe.parallel.reshard_after_forward else 1
     scattered = microbatches if recipe.parallel.reduce_scatter_each_microbatch else 1

@@ -334,8 +334,9 @@ class ModelConfig:
     attention_bias: bool | None = None
     """Biases of the query, key and value projections; unset: the opposite of no_bias."""
     norm_type: Annotated[str, choice(NORMS)] = "layernorm"
-    """layernorm or rmsnorm, computed in fp32; low_precision_layernorm, low_precision_rmsnorm: in
-    the precision of the matrix products."""
+    """layernorm or rmsnorm, computed in fp32 (FSDP gathers their weights in bfloat16 under
+    amp_bf16); low_precision_layernorm, low_precision_rmsnorm: in the precision of the matrix
+    products."""
     norm_eps: Annotated[float, POSITIVE] = 1e-5
     """Added to the variance under the norm's root."""
     tie_word_embeddings: bool = True

@@ -232,6 +232,9 @@ def work(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
     found: dict[str, Any] = {name: take_steps(CASES[name], world, degrees) for name in names}
     if names == ROUTINE and size == 2:
         found["texts"] = texts(spread(world, degrees), world)
+        found["routers"] = router_weights(spread(world, degrees, "amp_bf16"))
+        dense = {**LAYOUTS[size], "tensor_parallel_degree": 1}
+        found["routers without ep"] = router_weights(spread(world, dense, "amp_bf16"))
         found["balance"] = {kind: shared_row(kind, rank) for kind in ("added", "tensor")}
     torch.save(found, folder / f"{size}-{rank}.pt")
     dist.destroy_process_group()
@@ -304,15 +307,38 @@ def compare(found: Found, name: str) -> None:
             assert own["sample"][key] == pytest.approx(numbers, rel=1e-4, abs=2e-6)
 
 
-def spread(world: World, degrees: dict[str, int]) -> Root:
+def spread(world: World, degrees: dict[str, int], precision: str = "fp32") -> Root:
     """A model for evaluation on all processes."""
     config = ParallelConfig(**degrees)
     config.fill()
     meshes = build_mesh(config, world)
-    root = make_root(Case())
-    parallelize(root, with_mesh(world, meshes), meshes, config, precision="fp32")
+    root = make_root(Case(precision=precision))
+    parallelize(root, with_mesh(world, meshes), meshes, config, precision=precision)
     fill(root.model, Case())
     return root
+
+
+def router_weights(root: Root) -> list[tuple[Tensor, torch.dtype]]:
+    """Each router's weight as the forward pass sees it, and the dtype of its gradient."""
+    weights: list[Tensor] = []
+    for module in root.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda m, *_: weights.append(m.weight.detach().clone()))
+    with torch.autocast("cpu", torch.bfloat16):
+        total = root(make_batch(Case(), 0).tokens, None, lambda _, hidden: hidden.float().sum())
+    total.backward()
+    grads = [m.weight.grad for m in root.modules() if isinstance(m, Router)]
+    return [(w, g.dtype) for w, g in zip(weights, grads, strict=True) if g is not None]
+
+
+def test_routers_see_fp32_weights_under_fsdp_as_one_process_does(found: Found) -> None:
+    expected = router_weights(spread(World(0, 1, 0, CPU), {}, "amp_bf16"))
+    rounded = [weight.bfloat16().float() for weight, _ in expected]
+    assert not any(torch.equal(w, r) for (w, _), r in zip(expected, rounded, strict=True))
+    for rank in found:
+        for layout in ("routers", "routers without ep"):
+            for (weight, dtype), (right, _) in zip(rank[layout], expected, strict=True):
+                assert torch.equal(weight, right) and dtype == torch.float32
 
 
 def texts(root: Root, world: World) -> list[list[str]]:
