@@ -119,15 +119,18 @@ class OpenedModel:
     start: tuple[int, ...] | None
     load: Callable[[], LoadedModel]
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """The ids of a text to be continued, at least one.
+    def prompt_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text to be continued, at least one.
 
-        After what documents began with in the model's training; where that is not known, after what
-        its tokenizer puts before every text, as transformers and lm-evaluation-harness ask it.
+        Special tokens that the text spells are read. A plain text begins as documents began in the
+        model's training; where that is not known, with what the tokenizer puts before every text,
+        as in transformers and lm-evaluation-harness. `add_special_tokens=False` puts nothing there.
         """
+        if not add_special_tokens:
+            return self.tokenizer.encode_chat(text)
         special = special_tokens(self.tokenizer, start=self.start)
         before = special.before if self.start is None else special.start
-        return [*before, *self.tokenizer.encode(text)] or [special.prefix]
+        return self.tokenizer.encode_prompt(text, start=before) or [special.prefix]
 
 
 def is_hugging_face(name: str) -> bool:

@@ -110,7 +110,7 @@ def _continue(recipe: GenerateRecipe, opened: OpenedModel) -> Iterator[str]:
     ids = opened.prompt_ids(recipe.prompt)
     tokens = Drawer(recipe, loaded).draw(ids, recipe.max_new_tokens)
     yield recipe.prompt
-    yield from stream_text(tokens, tokenizer.decode)
+    yield from stream_text(tokens, tokenizer.decode, prompt=ids)
 
 
 def _loaded(opened: OpenedModel) -> LoadedModel:

@@ -193,8 +193,8 @@ class SlotEngine:
         known = range(self._rows.n_tokens)
         if not n:
             problems.append("prompt: is empty; begin it with the end-of-text token")
-        if new < 0 or (new == 0 and not request.prompt_logprobs):
-            problems.append(f"max_new_tokens: {new}; write 1 or more")
+        if new < 0:
+            problems.append(f"max_new_tokens: {new}; write 0 or more")
         if request.prompt_logprobs and request.logprobs is None:
             problems.append("logprobs: is not set; prompt_logprobs needs it, 0 or more")
         if request.logprobs is not None and request.logprobs < 0:

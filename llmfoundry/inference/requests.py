@@ -59,7 +59,7 @@ class Request:
 
     Attributes:
         prompt: at least one token.
-        max_new_tokens: tokens to draw at most; 0 only with prompt_logprobs.
+        max_new_tokens: tokens to draw at most; 0 reads the prompt alone.
         sampling: how they are chosen.
         stop_ids: tokens that end the answer, of which they are no part.
         logprobs: report the log-probability of each token drawn, and those of so many of the

@@ -21,10 +21,16 @@ from llmfoundry.errors import UserError
 
 _CUT = "\ufffd"  # what decoders write for an incomplete character
 _CONTEXT = 8  # tokens of the prompt that are decoded with the answer's first
+_BROKEN = 64  # tokens that no later one makes characters of: a character has 4 bytes
+Decode = Callable[[Sequence[int]], str]
 
 
 def stream_text(
-    tokens: Iterable[int], decode: Callable[[Sequence[int]], str], *, stops: Sequence[str] = ()
+    tokens: Iterable[int],
+    decode: Decode,
+    *,
+    stops: Sequence[str] = (),
+    prompt: Sequence[int] = (),
 ) -> Iterator[str]:
     """Text of `tokens` in pieces of whole characters, as soon as each is certain.
 
@@ -32,8 +38,9 @@ def stream_text(
         tokens: one at a time; none is asked for once a stop string is complete.
         decode: the tokenizer's.
         stops: texts before which it ends.
+        prompt: ids of the text that the tokens continue.
     """
-    stream = TextStream(decode, stops=stops)
+    stream = TextStream(decode, stops=stops, prompt=prompt, is_text=True)
     for token in tokens:
         if piece := stream.push(token):
             yield piece
@@ -47,16 +54,19 @@ class TextStream:
     """Tokens in, text out.
 
     Attributes:
-        starts: of each token, how many characters of the answer's text come before its own.
+        starts: of each token, how many characters of the answer's text come before its own; final
+            once its own are certain.
         stopped: whether a stop string ended the text; later tokens are no part of it.
+        unfinished: characters at the prompt's end that the answer's text has again, completed.
     """
 
     def __init__(
         self,
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         *,
         stops: Sequence[str] = (),
         prompt: Sequence[int] = (),
+        is_text: bool = False,
     ) -> None:
         """Begin with no text.
 
@@ -65,44 +75,67 @@ class TextStream:
             stops: texts before which the answer ends.
             prompt: tokens before the answer: a space at its beginning, or a character that it
                 completes, depends on them.
+            is_text: the prompt was a text, whose characters are all complete.
         """
         self._decode, self._stops = decode, tuple(stops)
         self._context: list[int] = []  # decoded already, so that a token reads as in the text
         self._pending = list(prompt[-_CONTEXT:])
-        self._shown = len(decode(self._pending).rstrip(_CUT)) if self._pending else 0
+        self._text = decode(self._pending) if self._pending else ""  # of context and pending
+        self._shown = len(self._text if is_text else self._text.rstrip(_CUT))
+        self.unfinished = len(self._text) - self._shown
         self._held = ""
         self._length = 0  # characters that are certain, those in `_held` too
         self.starts: list[int] = []
         self.stopped = False
-        if self._pending:
-            self._settle(decode(self._pending))
+        if not self.unfinished:
+            self._settle()
 
     def push(self, token: int) -> str:
         """The text that one more token makes certain."""
-        self.starts.append(self._length)
+        before = self._text
         self._pending.append(token)
-        text = self._decode(self._context + self._pending)
-        certain = text.rstrip(_CUT)
+        self._text = self._decode(self._context + self._pending)
+        self._note_start(before)
+        is_whole = not self._text.endswith(_CUT) or len(self._pending) >= _BROKEN
+        certain = self._text if is_whole else self._text.rstrip(_CUT)
         piece, self._shown = certain[self._shown :], max(self._shown, len(certain))
-        self._settle(text)
+        if is_whole:
+            self._settle()
         return self._release(piece)
 
     def close(self) -> str:
         """The rest, once there are no more tokens: half a character is U+FFFD."""
         if self.stopped:
             return ""
-        rest = self._decode(self._context + self._pending)[self._shown :] if self._pending else ""
-        released = self._release(rest)
+        released = self._release(self._text[self._shown :])
         if self.stopped:
             return released
         released, self._held = released + self._held, ""
         return released
 
-    def _settle(self, text: str) -> None:
-        """Forget what was decoded long ago, once no character is incomplete."""
-        if not text.endswith(_CUT):
-            self._context, self._pending = self._pending, []
-            self._shown = len(self._decode(self._context))
+    def _note_start(self, before: str) -> None:
+        """Add the newest token's start, from the text without it.
+
+        A U+FFFD that stays is a character; one that the token changes was the token's beginning.
+        """
+        pairs = enumerate(zip(before, self._text, strict=False))
+        same = next((place for place, (old, new) in pairs if old != new), len(before))
+        if before == self._text and before.endswith(_CUT):  # the token is inside the last character
+            same -= 1
+        start = self._length + max(0, same - self._shown)
+        for place in reversed(range(len(self.starts))):
+            if self.starts[place] <= start:
+                break
+            self.starts[place] = start
+        self.starts.append(start)
+
+    def _settle(self) -> None:
+        """Forget what was decoded long ago, as no character is incomplete."""
+        is_visible = self._decode(self._pending) != ""  # a space or a hidden token may not be
+        context = self._pending if is_visible else (self._context + self._pending)[-_CONTEXT:]
+        self._context, self._pending = context, []
+        self._text = self._decode(context) if context else ""
+        self._shown = len(self._text)
 
     def _release(self, piece: str) -> str:
         """What can no longer become a stop string, of what was held back and a new piece."""

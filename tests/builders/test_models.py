@@ -51,7 +51,10 @@ def test_a_hugging_face_folder_writes_what_transformers_writes(kind: str, tmp_pa
 def test_a_prompt_begins_with_what_the_tokenizer_puts_there(tmp_path: Path) -> None:
     model = opened(save_model(tmp_path, "llama", bos=True))
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
-    assert model.prompt_ids("A man") == theirs("A man").input_ids
+    for text in ("A man", f"A{theirs.eos_token} man", f"{theirs.bos_token}A man"):
+        assert model.prompt_ids(text) == theirs(text).input_ids
+        alone = theirs(text, add_special_tokens=False).input_ids
+        assert model.prompt_ids(text, add_special_tokens=False) == alone
     assert model.prompt_ids("") == [theirs.bos_token_id]
 
 

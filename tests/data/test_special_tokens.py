@@ -186,6 +186,18 @@ def test_token_shards_hold_what_the_tokenizer_adds_and_the_end_of_text_once(
     assert no_texts == [loaded.decode(ids) for ids in plain]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_spells_special_tokens_is_read_as_in_transformers(
+    saved: dict[str, Path], kind: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = Tokenizer.load(saved[kind])
+    theirs = AutoTokenizer.from_pretrained(saved[kind])(SPELLED)["input_ids"]
+    assert [*loaded.encode_prompt(SPELLED), *loaded.eos_ids] == theirs
+    assert loaded.encode_prompt("a b") == [*loaded.document_start, *loaded.encode("a b")]
+
+
 def test_the_gauntlet_asks_a_run_as_it_was_trained(
     saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

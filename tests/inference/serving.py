@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -110,7 +111,7 @@ def served_bytes(engine: Any, **settings: Any) -> Served:
         "m",
         tokenizer,
         template,
-        prompt_ids=tokenizer.encode_prompt,
+        prompt_ids=partial(prompt_ids, tokenizer),
         n_tokens=tokenizer.vocab_size,
         length=engine.length,
         most_tokens=engine.length,
@@ -118,6 +119,10 @@ def served_bytes(engine: Any, **settings: Any) -> Served:
         end_ids=frozenset({EOS}),
     )
     return replace(known, **settings)
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    return tokenizer.encode_prompt(text) if add_special_tokens else tokenizer.encode_chat(text)
 
 
 @dataclass

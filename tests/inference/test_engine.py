@@ -328,7 +328,7 @@ def test_minus_infinity_is_a_token_that_is_never_drawn() -> None:
         ({"prompt": ()}, "prompt: is empty"),
         ({"prompt": (1, TOKENS)}, "prompt: has token 60; ids go from 0 to 59"),
         ({"prompt": (-1,)}, "prompt: has token -1"),
-        ({"max_new_tokens": 0}, "max_new_tokens: 0; write 1 or more"),
+        ({"max_new_tokens": -1}, "max_new_tokens: -1; write 0 or more"),
         ({"max_new_tokens": 63}, "63 after a prompt of 3 tokens, but 64 fit; write at most 62"),
         ({"prompt": (1,) * 70}, "prompt: has 70 tokens; write at most 64"),
         ({"logprobs": -1}, "logprobs: -1"),

@@ -293,6 +293,7 @@ def test_spaces_between_words_survive_a_decoder_that_drops_the_first() -> None:
     tokenizer.decoder = decoders.Metaspace()
     assert tokenizer.decode([1]) == "two"
     assert list(stream_text([0, 1, 2], tokenizer.decode)) == ["one", " two", " three"]
+    assert list(stream_text([1, 2], tokenizer.decode, prompt=[0])) == [" two", " three"]
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import time
@@ -11,8 +12,10 @@ from typing import Any
 
 import openai
 import pytest
+import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
+from llmfoundry.data.text.bpe import bytes_backend
 from tests.inference.serving import Running, ScriptedEngine, running, served_bytes, until
 
 SNOW = "héllo ☃ 𝄞 you"
@@ -126,8 +129,58 @@ def test_an_echo_has_the_prompts_own_numbers(server: Running) -> None:
     starts = [0, *(len(prompt.encode()[:n].decode(errors="ignore")) for n in range(len(ids) - 1))]
     assert scores["text_offset"] == starts
     assert server.complete(prompt, echo=True, max_tokens=0)["choices"][0]["text"] == prompt
+    parts = server.events("/v1/completions", {"prompt": prompt, "echo": True, "max_tokens": 0})
+    assert [part["choices"][0]["text"] for part in parts] == [prompt]
     only = server.complete(prompt, echo=True, logprobs=0, max_tokens=0)["choices"][0]
     assert only["logprobs"]["token_logprobs"] == scores["token_logprobs"][:-1]
+
+
+def test_special_tokens_in_a_prompt_are_read_as_in_transformers(server: Running) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_backend())
+    rendered = "user: a</turn><|endoftext|>\nassistant: ☃"
+    for prompt in (rendered, f"<|endoftext|>{rendered}"):
+        ids = theirs(prompt).input_ids
+        for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            reply = server.complete(prompt, echo=True, logprobs=0, max_tokens=0, **fields)
+            assert reply["usage"]["prompt_tokens"] == len(ids)
+            (choice,) = reply["choices"]
+            starts = choice["logprobs"]["text_offset"]
+            parts = [prompt[a:b] for a, b in itertools.pairwise([*starts, len(prompt)])]
+            assert choice["text"] == "".join(parts) == prompt
+            assert parts[-3:] == ["", "", "☃"] and "<|endoftext|>" in parts
+    plain = server.complete("a", add_special_tokens=False)
+    assert plain["usage"]["prompt_tokens"] == 1
+    assert server.complete("a")["usage"]["prompt_tokens"] == 2  # as documents begin
+    status, reply = server.ask("/v1/completions", {"prompt": "", "add_special_tokens": False})
+    assert (status, reply["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("snow", [0, 1, 3])
+def test_an_echo_of_tokens_cut_inside_a_character(
+    server: Running, snow: int, max_tokens: int
+) -> None:
+    said = "𝄞".encode()
+    cut = [*said[1:], *b"say:", *"☃".encode()[snow:], *said[:2]]  # what is not there is broken
+    fields = {"max_tokens": max_tokens, "ignore_eos": True, "skip_special_tokens": False}
+    (choice,) = server.complete(cut, echo=True, logprobs=0, **fields)["choices"]
+    tokens = [raw_byte(token) for token in choice["logprobs"]["tokens"]]
+    whole = b"".join(tokens)
+    assert whole[: len(cut)] == bytes(cut)
+    assert choice["text"] == whole.decode(errors="replace")
+    starts = choice["logprobs"]["text_offset"]
+    assert starts == sorted(starts) and starts[3:7] == [3, 4, 5, 6]
+    assert starts[len(cut) - 2 : len(cut)] == [len(bytes(cut).decode(errors="replace")) - 1] * 2
+
+
+def raw_byte(token: str) -> bytes:
+    return bytes.fromhex(token[8:]) if token.startswith("bytes:") else token.encode()
+
+
+def test_a_replacement_character_in_a_prompt_is_no_cut_character(server: Running) -> None:
+    assert server.complete("say:\ufffd")["choices"][0]["text"] == "\ufffd"
+    echoed = server.complete("say:\ufffd", echo=True)["choices"][0]
+    assert echoed["text"] == "say:\ufffd\ufffd"
 
 
 def test_who_scores_a_text_always_gets_one_token_more(server: Running) -> None:
@@ -162,8 +215,15 @@ def test_answers_of_one_request_stream_side_by_side(server: Running) -> None:
 
 
 def test_the_end_of_text_can_be_ignored(server: Running) -> None:
-    choice = server.complete("say:ab", max_tokens=5, ignore_eos=True)["choices"][0]
-    assert choice["text"] == "ab" + "<|endoftext|>" * 3 and choice["finish_reason"] == "length"
+    fields = {"max_tokens": 5, "ignore_eos": True}
+    shown = server.complete("say:ab", **fields, skip_special_tokens=False)["choices"][0]
+    assert shown["text"] == "ab" + "<|endoftext|>" * 3 and shown["finish_reason"] == "length"
+    for hidden in ({}, {"skip_special_tokens": True}):  # vLLM's default
+        reply = server.complete("say:ab", **fields, **hidden, logprobs=0)
+        choice = reply["choices"][0]
+        assert choice["text"] == "ab" and reply["usage"]["completion_tokens"] == 5
+        assert choice["logprobs"]["tokens"] == ["a", "b", *["<|endoftext|>"] * 3]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 2]
 
 
 def test_models_health_and_metrics(server: Running, client: openai.OpenAI) -> None:

@@ -137,9 +137,19 @@ class Tokenizer:
         start, end = self.document_start, self.document_end
         return [[*start, *ids, *end] for ids in self.encode_batch(texts)]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a document to be continued."""
-        return [*self.document_start, *self.encode(text)]
+    def encode_prompt(self, text: str, *, start: Sequence[int] | None = None) -> list[int]:
+        """Return the ids of a prompt to be continued, special tokens read as in transformers.
+
+        A prompt that spells special tokens, such as a rendered conversation, has the ids of
+        transformers' `tokenizer(text)`. A plain text begins as a document does.
+
+        Args:
+            text: the prompt.
+            start: what documents begin with; None: `document_start`.
+        """
+        is_plain = not any(token in text for token in self.special_tokens)
+        plain_start = self.document_start if start is None else start
+        return [*(plain_start if is_plain else self.bos_ids), *self.encode_chat(text)]
 
     @cached_property
     def chat(self) -> ChatTemplate:
@@ -274,9 +284,9 @@ class Tokenizer:
                 found[f"{name}_token"] = token
         return found
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of some ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def spelled(self, place: int) -> bytes:
         """UTF-8 bytes of one token as it reads within a text; of a special one, of its name.

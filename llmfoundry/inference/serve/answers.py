@@ -10,9 +10,10 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from llmfoundry.inference.requests import Alternatives, Emitted, TokenLogprob
+from llmfoundry.inference.requests import Alternatives, Emitted
 from llmfoundry.inference.serve.requests import Asked, ChatFields, RequestError, Served
 from llmfoundry.inference.text import TextStream
 
@@ -52,12 +53,19 @@ class Choice:
     def __init__(self, served: Served, asked: Asked, index: int) -> None:
         """Nothing is written yet; `index`: its place among the request's answers."""
         prompt, request = asked.prompt_of(index), asked.requests[index]
-        self._spelled, self._stop_ids = served.spelled, asked.stop_ids
-        self._stream = TextStream(served.tokenizer.decode, stops=asked.stops, prompt=prompt.ids)
-        self._shown, self._scores = prompt.shown, request.logprobs is not None
-        self._keeps_end = request.prompt_logprobs
-        self._waiting: list[Shown] = []  # tokens whose text is not certain yet
-        self._has_begun = not prompt.shown and not request.prompt_logprobs
+        self._stop_ids, self._starts = asked.stop_ids, prompt.starts
+        skips = asked.fields.skip_special_tokens is not False
+        self._stream = TextStream(
+            partial(served.tokenizer.decode, skip_special_tokens=skips),
+            stops=asked.stops,
+            prompt=prompt.ids,
+            is_text=prompt.is_text,
+        )
+        self._echo = prompt.echo[: len(prompt.echo) - self._stream.unfinished]
+        self._scores, self._keeps_end = request.logprobs is not None, request.prompt_logprobs
+        self._waiting: list[Emitted] = []  # tokens whose text is not certain yet
+        self._n_certain = 0  # tokens before them
+        self._has_begun = not prompt.echo and not request.prompt_logprobs
         self._released = 0
         self.n_tokens, self.is_done = 0, False
 
@@ -70,7 +78,10 @@ class Choice:
         part = Part()
         if not self._has_begun:
             self._has_begun = True
-            part.text, part.tokens = self._shown, self._echoed(news.prompt_logprobs or ())
+            part.text = self._echo
+            if news.prompt_logprobs is not None:
+                pairs = zip(news.prompt_logprobs, self._starts, strict=True)
+                part.tokens = [Shown(s.token, s.logprob, s.top, start) for s, start in pairs]
         if news.finish == "error":
             raise RequestError(500, "the model's logits are not finite numbers")
         text = ""
@@ -90,41 +101,28 @@ class Choice:
     def _push(self, news: Emitted, token: int) -> tuple[str, str | None]:
         if token in self._stop_ids:
             if self._keeps_end:
-                self._wait(news, token, self._released)
+                self._waiting.append(news)
             return "", "stop"
         self.n_tokens += 1
-        text = self._stream.push(token)
-        self._wait(news, token, self._stream.starts[-1])
-        return text, news.finish
-
-    def _wait(self, news: Emitted, token: int, start: int) -> None:
         if self._scores:
-            place = len(self._shown) + start
-            self._waiting.append(Shown(token, news.logprob, news.top, place))
+            self._waiting.append(news)
+        return self._stream.push(token), news.finish
 
     def _certain(self) -> list[Shown]:
         """Tokens whose text was released, at least in part; at the end all that have any."""
-        limit = len(self._shown) + self._released
+        if not self._waiting:
+            return []
+        starts = self._stream.starts[self._n_certain :]
+        n = sum(start < self._released for start in starts)
         if self.is_done and not self._stream.stopped:
-            found, self._waiting = self._waiting, []
-            return found
-        n = sum(shown.offset < limit for shown in self._waiting)
-        found, self._waiting = self._waiting[:n], self._waiting[n:]
-        return found
-
-    def _echoed(self, prompt: Iterable[TokenLogprob]) -> list[Shown]:
-        """The prompt's tokens, found in its text by what they spell."""
-        text, at, characters, found = self._shown.encode(), 0, 0, []
-        for scored in prompt:
-            raw = self._spelled(scored.token)
-            if at == 0 and raw[:1] == b" " and not text.startswith(raw):
-                raw = raw[1:]  # a word's mark, which is no space at a text's beginning
-            is_inside = raw[:1] != b"" and _continues(raw[0])  # of a character
-            place = characters - is_inside
-            found.append(Shown(scored.token, scored.logprob, scored.top, place))
-            if text.startswith(raw, at):
-                at += len(raw)
-                characters += sum(not _continues(byte) for byte in raw)
+            n = len(self._waiting)
+        starts.append(self._released)  # of the token that ended the answer
+        found = [
+            Shown(news.token, news.logprob, news.top, len(self._echo) + start)
+            for news, start in zip(self._waiting[:n], starts, strict=False)
+            if news.token is not None
+        ]
+        self._waiting, self._n_certain = self._waiting[n:], self._n_certain + n
         return found
 
 
@@ -242,11 +240,6 @@ def added(parts: Iterable[Part]) -> Part:
         whole.tokens += part.tokens
         whole.finish = part.finish or whole.finish
     return whole
-
-
-def _continues(byte: int) -> bool:
-    """Whether it is not the first of a character's, in UTF-8."""
-    return byte & 0xC0 == 0x80
 
 
 def _with_own(shown: Shown) -> Alternatives:

@@ -22,6 +22,7 @@ from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.text import TextStream
 
 MOST_STOPS = 64
 _INT = 2**63 - 1
@@ -85,6 +86,8 @@ class Fields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -236,7 +239,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (False,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "bad_words": ([],),
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
@@ -295,7 +304,7 @@ class Served:
         name: what clients call it.
         tokenizer: its tokenizer.
         template: how messages become a text; None: there is none, for the reason `no_template`.
-        prompt_ids: the ids of a text to be continued.
+        prompt_ids: the ids of a text to be continued; see `OpenedModel.prompt_ids`.
         n_tokens: ids below it are tokens of the model.
         length: tokens of a prompt and its answer together at most.
         most_tokens: tokens of an answer at most; None: as many as there is room for.
@@ -306,7 +315,7 @@ class Served:
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    prompt_ids: Callable[[str], list[int]]
+    prompt_ids: Callable[..., list[int]]
     n_tokens: int
     length: int
     most_tokens: int | None
@@ -322,10 +331,20 @@ class Served:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to be continued; `shown` is what of it the answer begins with."""
+    """A text to be continued.
+
+    Attributes:
+        ids: its tokens.
+        is_text: it came as a text, not as tokens.
+        echo: the text that the answer begins with.
+        starts: of each token, how many characters of `echo` come before its own; only where the
+            prompt's log-probabilities are reported.
+    """
 
     ids: tuple[int, ...]
-    shown: str = ""
+    is_text: bool = True
+    echo: str = ""
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -362,16 +381,13 @@ def ask_completion(served: Served, fields: CompletionFields) -> Asked:
     Raises:
         RequestError: this model cannot do it.
     """
-    given, decode = fields.texts_or_ids(), served.tokenizer.decode
+    given = fields.texts_or_ids()
     _check_count(served, fields, len(given))  # before any is encoded
-    ids = [_encode(served, prompt) for prompt in given]
-    texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
-    shown = texts if fields.echo else [""] * len(texts)
-    prompts = tuple(Prompt(tuple(i), text) for i, text in zip(ids, shown, strict=True))
+    prompts = tuple(_prompt(served, fields, prompt) for prompt in given)
     most = [_COMPLETION if fields.max_tokens is None else fields.max_tokens] * len(prompts)
     if fields.max_tokens is None:
         room = min(_COMPLETION, served.most_tokens or _COMPLETION)
-        most = [max(1, min(room, served.length - len(i))) for i in ids]
+        most = [max(1, min(room, served.length - len(prompt.ids))) for prompt in prompts]
     return _asked(served, fields, prompts, most, logprobs=fields.logprobs)
 
 
@@ -391,7 +407,7 @@ def ask_chat(served: Served, fields: ChatFields) -> Asked:
         end = template.end_of_turn
     except UserError as error:
         raise RequestError(422, f"messages: {error}", param="messages") from error
-    ids = tuple(served.tokenizer.encode_chat(text))
+    ids = tuple(served.prompt_ids(text, add_special_tokens=bool(fields.add_special_tokens)))
     room = min(max(1, served.length - len(ids)), served.most_tokens or served.length)
     most = room if fields.max_tokens is None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
@@ -415,7 +431,7 @@ def _asked(
         raise RequestError(400, f"{name}: {logprobs}; write {MOST_LOGPROBS} at most", param=name)
     stops, stop_ids = fields.stops, served.end_ids
     if end_of_turn:
-        stops, stop_ids = (*stops, end_of_turn), stop_ids | _as_one(served.tokenizer, end_of_turn)
+        stops, stop_ids = (*stops, end_of_turn), stop_ids | _end_ids(served.tokenizer, end_of_turn)
     if fields.ignore_eos:
         stops, stop_ids = fields.stops, frozenset()
     is_echoed = isinstance(fields, CompletionFields) and bool(fields.echo) and logprobs is not None
@@ -436,14 +452,45 @@ def _asked(
     return Asked(fields, prompts, requests, stops, stop_ids)
 
 
-def _encode(served: Served, prompt: str | list[int]) -> list[int]:
+def _prompt(served: Served, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
+    """Return the prompt's tokens and its echo.
+
+    Raises:
+        RequestError: a token is not of this model, or there are none.
+    """
     if isinstance(prompt, str):
-        return served.prompt_ids(prompt)
-    largest = served.n_tokens - 1
-    if max(prompt) > largest:
-        say = f"prompt: {max(prompt)} is no token of this model; its last is {largest}"
-        raise RequestError(400, say, param="prompt")
-    return prompt
+        ids = served.prompt_ids(prompt, add_special_tokens=fields.add_special_tokens is not False)
+    else:
+        ids, largest = prompt, served.n_tokens - 1
+        if max(ids) > largest:
+            say = f"prompt: {max(ids)} is no token of this model; its last is {largest}"
+            raise RequestError(400, say, param="prompt")
+    if not ids:
+        raise RequestError(400, "prompt: holds no tokens; write some", param="prompt")
+    is_text = isinstance(prompt, str)
+    if not fields.echo:
+        return Prompt(tuple(ids), is_text)
+    starts = [] if fields.logprobs is None else _starts(served.tokenizer, prompt, len(ids))
+    echo = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
+    return Prompt(tuple(ids), is_text, echo, tuple(starts))
+
+
+def _starts(tokenizer: Tokenizer, prompt: str | list[int], n_tokens: int) -> list[int]:
+    """Of each of the prompt's tokens, how many characters of its text come before its own.
+
+    Characters that the tokenizer leaves out, such as spaces, belong to the token behind them.
+    """
+    if not isinstance(prompt, str):
+        stream = TextStream(tokenizer.decode)
+        for token in prompt:
+            stream.push(token)
+        return stream.starts
+    _, spans = tokenizer.encode_chat_spans(prompt)
+    starts, place = [0] * (n_tokens - len(spans)), 0  # of tokens before the text
+    for begin, end in spans:
+        starts.append(min(begin, place))
+        place = max(place, end)
+    return starts
 
 
 def _check_count(served: Served, fields: Fields, prompts: int) -> None:
@@ -471,7 +518,8 @@ def _check_size(
             )
 
 
-def _as_one(tokenizer: Tokenizer, end: str) -> frozenset[int]:
-    """The token that is all of what ends a turn, if there is one."""
+def _end_ids(tokenizer: Tokenizer, end: str) -> frozenset[int]:
+    """The token that is all of what ends a turn, or the special token that begins it, if any."""
     ids = tokenizer.encode_chat(end)
-    return frozenset(ids) if len(ids) == 1 else frozenset()
+    is_special = end.startswith(tuple(tokenizer.special_tokens))
+    return frozenset(ids[:1]) if len(ids) == 1 or is_special else frozenset()
