@@ -99,6 +99,16 @@ def test_the_same_seed_draws_the_same_answer_in_any_company(server: Running) -> 
     assert other != alone
 
 
+def test_equal_prompts_have_answers_of_their_own(server: Running) -> None:
+    fields = {"temperature": 1, "max_tokens": 12}
+    texts = [c["text"] for c in server.complete(["once"] * 4, **fields, n=2)["choices"]]
+    assert len({*texts}) == 8
+    seeded = [c["text"] for c in server.complete("once", **fields, seed=5, n=4)["choices"]]
+    listed = server.complete(["once", "then", "once", "once"], **fields, seed=5)["choices"]
+    assert [listed[n]["text"] for n in (0, 2, 3)] == seeded[:3]
+    assert listed[1]["text"] == server.complete("then", **fields, seed=5)["choices"][0]["text"]
+
+
 def test_log_probabilities_are_those_of_a_forward_pass(model: Decoder, server: Running) -> None:
     ids = prompts(1)[0] + [10, 200, 30]
     reply = server.complete(ids, echo=True, logprobs=3, max_tokens=2)["choices"][0]["logprobs"]

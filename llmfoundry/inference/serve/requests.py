@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -435,21 +436,36 @@ def _asked(
     if fields.ignore_eos:
         stops, stop_ids = fields.stops, frozenset()
     is_echoed = isinstance(fields, CompletionFields) and bool(fields.echo) and logprobs is not None
-    seed = secrets.randbelow(_SEEDS) if fields.seed is None else fields.seed
+    answers = [(prompt, room) for prompt, room in zip(prompts, most, strict=True) for _ in range(n)]
+    seeds = _seeds(fields.seed, [prompt.ids for prompt, _ in answers])
     requests = tuple(
         Request(
             prompt.ids,
             room,
-            fields.sampling((seed + answer) % _SEEDS),
+            fields.sampling(seed),
             # Who scores a text takes the last token of the answer for one more than the text's.
             stop_ids=frozenset() if is_echoed else stop_ids,
             logprobs=logprobs,
             prompt_logprobs=is_echoed,
         )
-        for prompt, room in zip(prompts, most, strict=True)
-        for answer in range(n)
+        for (prompt, room), seed in zip(answers, seeds, strict=True)
     )
     return Asked(fields, prompts, requests, stops, stop_ids)
+
+
+def _seeds(seed: int | None, prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    """A seed of its own for each answer, from the prompt of each.
+
+    With the request's seed, the k-th answer to a prompt is the same whatever other prompts the
+    request has.
+    """
+    if seed is None:
+        return [secrets.randbelow(_SEEDS) for _ in prompts]
+    answered, seeds = Counter[tuple[int, ...]](), []
+    for prompt in prompts:
+        seeds.append((seed + answered[prompt]) % _SEEDS)
+        answered[prompt] += 1
+    return seeds
 
 
 def _prompt(served: Served, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
