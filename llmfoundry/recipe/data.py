@@ -291,7 +291,7 @@ class DataConfig(SourceConfig):
     """Leave out documents of a corpus that repeat another: none, exact, or minhash (nearly equal;
     extra: filters)."""
     max_row_size: str = "1gb"
-    """Bytes that a line, a page or a whole text file of a corpus may have, unpacked. What is larger
+    """Bytes that a row, a page or a whole text file of a corpus may have, unpacked. What is larger
     is refused, so that no small compressed file fills the memory."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """Where trained tokenizers, token shards and copies of remote shards are kept."""

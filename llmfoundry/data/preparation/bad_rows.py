@@ -40,6 +40,12 @@ class BadRow(UserError):
         return type(self), (self.where, self.why, self.kind)
 
 
+def too_long(where: object, most: int) -> BadRow:
+    """A row of more bytes than `data.max_row_size`."""
+    why = f"is longer than {most:,} bytes; divide it, or write a larger data.max_row_size"
+    return BadRow(where, why, "is longer than data.max_row_size")
+
+
 OnBadRow = Callable[[BadRow], None]
 
 

@@ -25,6 +25,7 @@ from llmfoundry.data.preparation.bad_rows import (
     OnBadRow,
     raise_bad_row,
     text_of_row,
+    too_long,
 )
 from llmfoundry.data.preparation.choose import Filter, build_filter
 from llmfoundry.data.preparation.columns import (
@@ -42,7 +43,7 @@ from llmfoundry.data.preparation.readers import FileReader, FileRow, Reader, Spa
 from llmfoundry.data.shard_index import open_shards, read_index, with_sample
 from llmfoundry.data.token_shards import StreamIndex
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.recipe.data import DataConfig, FilterConfig
+from llmfoundry.recipe.data import DataConfig, FilterConfig, n_bytes
 
 _ROWS = 1024  # read at a time
 
@@ -89,6 +90,7 @@ class Corpus:
         self._reader = kind(self.config)
         self.files, self.ignored = self._reader.files, self._reader.ignored
         self.hidden = self._reader.hidden
+        self._longest = n_bytes(self.config.max_row_size)
 
     def __iter__(self) -> Iterator[Document]:
         """Every document, blank ones too."""
@@ -119,8 +121,20 @@ class Corpus:
         """
         for source, row, text in self._reader.read(span, seen, on_bad_row):
             document = Document(source, row, text)
-            checked = text_of_row(on_bad_row, _checked_text, document)
+            checked = text_of_row(on_bad_row, self._checked_text, document)
             yield document if checked == text else replace(document, text=checked)
+
+    def _checked_text(self, document: Document) -> str:
+        """JSON and Python strings may hold half a surrogate pair, which no tokenizer can read."""
+        try:
+            size = len(document.text.encode())
+        except UnicodeEncodeError as error:
+            half = f"half a surrogate pair (U+{ord(document.text[error.start]):04X})"
+            why = f"character {error.start} is {half}, which is not text; correct the row"
+            raise BadRow(document.where, why, "half a surrogate pair") from error
+        if size > self._longest:
+            raise too_long(document.where, self._longest)
+        return document.text
 
     def drops(self, document: Document) -> str | None:
         """Why a document is left out by what it says, or None."""
@@ -148,17 +162,6 @@ class Corpus:
     @cached_property
     def _filter(self) -> Filter:
         return build_filter(self.config.filter)
-
-
-def _checked_text(document: Document) -> str:
-    """JSON and Python strings may hold half a surrogate pair, which no tokenizer can read."""
-    try:
-        document.text.encode()
-    except UnicodeEncodeError as error:
-        half = f"half a surrogate pair (U+{ord(document.text[error.start]):04X})"
-        why = f"character {error.start} is {half}, which is not text; correct the row"
-        raise BadRow(document.where, why, "half a surrogate pair") from error
-    return document.text
 
 
 class HubReader:

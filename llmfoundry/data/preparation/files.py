@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.preparation.bad_rows import BadRow, OnBadRow, raise_bad_row
+from llmfoundry.data.preparation.bad_rows import BadRow, OnBadRow, raise_bad_row, too_long
 from llmfoundry.data.store import MissingError, Store
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.source import hidden_part
@@ -132,8 +132,7 @@ class Input:
 
     def too_long(self, where: str) -> BadRow:
         """What to say of a row."""
-        why = f"is longer than {self.longest:,} bytes; divide it, or write a larger"
-        return BadRow(where, f"{why} data.max_row_size")
+        return too_long(where, self.longest)
 
     def lines(self) -> Iterator[bytes]:
         """The lines that begin within the part, without their end; the longest is in memory.

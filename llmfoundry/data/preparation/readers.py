@@ -326,9 +326,10 @@ def _paths(name: str, hidden: list[str]) -> list[Path]:
 
 def _keep_cache_out(config: DataConfig, path: Path) -> None:
     """Prepared files below a corpus folder would be read as text the next time."""
+    if not path.is_dir():
+        return
     cache, folder = Path(config.cache_folder).expanduser().resolve(), path.resolve()
-    is_read = cache.is_relative_to(folder) and not hidden_part(f"{cache}/", f"{folder}/")
-    if path.is_dir() and is_read:
+    if cache.is_relative_to(folder) and not hidden_part(f"{cache}/", f"{folder}/"):
         raise UserError(
             f"data.cache_folder: {config.cache_folder} lies in {path}, which data.paths names;"
             " choose a folder outside it"
