@@ -1,12 +1,11 @@
-"""Make a recipe of LLM Foundry's YAML (training, evaluation, tasks, MCLI), or of axolotl's.
+"""Make a recipe of LLM Foundry's YAML: training, evaluation, tasks, MCLI.
 
     python scripts/migrate.py llm-foundry/mpt-125m.yaml
     python scripts/migrate.py theirs.yaml output=ours.yaml
     python scripts/migrate.py llm-foundry/mcli/mcli-1b.yaml output=mpt-1b.yaml
-    python scripts/migrate.py axolotl/examples/llama-3/lora-1b.yml
 
 Every setting of the file gets a line: kept, renamed, meaning changed, without effect (why), or not
-possible (what to do); and one where the tool's own default is another than ours, which is written
+possible (what to do); and one where its own default is another than ours, which is written
 out. Exit status 2 if the result needs an edit before it loads.
 """
 

@@ -48,7 +48,6 @@ COMPOSED = {
     r"launch=ssh|launch=slurm nodes=\d+( launch.*)?$": "other machines",
     r"data=dbrx-mix": "streams of shards in DATA_ROOT",
     r"fetch_eval_data.py from_foundry=|migrate.py llm-foundry/": "a clone of LLM Foundry",
-    r"migrate.py axolotl/": "a clone of axolotl",
     r"supervise.launch=": "machines of a cluster",
     r"scripts/serve.py": "it answers until a signal; tests/inference/test_serve_command.py runs it",
     r"runs.py serve": "the same; tests/launch/test_runs.py runs it",

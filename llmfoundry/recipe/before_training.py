@@ -375,13 +375,12 @@ class FetchRecipe:
 
 @dataclass
 class MigrateRecipe:
-    """Make a recipe of another tool's file."""
+    """Make a recipe of an LLM Foundry file."""
 
     FILE_KEY: ClassVar[str] = "theirs"
 
     theirs: Annotated[str | None, PATH] = None
-    """LLM Foundry's YAML: pretraining, fine-tuning, evaluation, tasks or categories, or MCLI's; or
-    axolotl's: SFT, LoRA, preferences."""
+    """LLM Foundry's YAML: pretraining, fine-tuning, evaluation, tasks or categories, or MCLI's."""
     output: Annotated[str | None, PATH] = None
     """The recipe to write, which must not exist; unset: the same name in the working folder, with
     -migrated behind it where that is taken. Tasks of the file's own go beside it,
@@ -393,7 +392,7 @@ class MigrateRecipe:
         """Every problem, a line each."""
         yield from out_of_bounds("", self)
         if self.theirs is None:
-            yield "theirs: is required; write the path of LLM Foundry's YAML, or axolotl's"
+            yield "theirs: is required; write the path of LLM Foundry's YAML"
         if self.output is not None and not self.output.endswith((".yaml", ".yml")):
             yield f"output: {self.output} is no recipe's name; write {self.output}.yaml"
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from llmfoundry.errors import MOST_LINES, UserError
 from llmfoundry.recipe.help import unknown_key
-from llmfoundry.recipe.other_tools.table import is_foreign, tool_of
+from llmfoundry.recipe.other_tools.table import is_foreign
 from llmfoundry.recipe.paths import find_recipe, show
 from llmfoundry.recipe.plugins import import_plugins, leave_out
 from llmfoundry.recipe.schema import Schema
@@ -100,7 +100,7 @@ def _refuse_foreign(file: Path, schema: Schema) -> None:
     values = read_yaml(file)
     if is_foreign(values):
         raise UserError(
-            f"{show(file)}: is {tool_of(values)}'s; write `python scripts/migrate.py {show(file)}`,"
+            f"{show(file)}: is LLM Foundry's; write `python scripts/migrate.py {show(file)}`,"
             " which makes a recipe of it"
         )
     is_of_one_run = not {"base", "fit"} & values.keys() and {"defaults", "model"} & values.keys()

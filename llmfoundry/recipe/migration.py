@@ -1,4 +1,4 @@
-"""Another tool's whole file becomes a recipe: read, each setting looked up, written.
+"""A whole file of LLM Foundry's becomes a recipe: read, each setting looked up, written.
 
 `commands/migrate.py` calls it. OmegaConf reads the file, as LLM Foundry does, once the strict
 reader has found it bounded; an interpolation that leads nowhere is reported, with what was meant.
@@ -38,13 +38,11 @@ from llmfoundry.recipe.other_tools.entry import (
     idle,
     refused,
 )
+from llmfoundry.recipe.other_tools.llm_foundry import LLM_FOUNDRY
 from llmfoundry.recipe.other_tools.table import (
-    FOUNDRY_NAME,
-    TOOLS,
     is_mcli,
     kind_of,
     named,
-    tool_of,
 )
 from llmfoundry.recipe.other_tools.text_values import MOUNTED, calls
 from llmfoundry.recipe.paths import YAMLS, show
@@ -88,7 +86,6 @@ class Source:
         values: the recipe's, resolved.
         leaves: all of them, in the file's order, those around the recipe too.
         named: dotted keys that interpolations take.
-        tool: whose it is.
         recipe: the other file that an MCLI file's command starts; None: it is in the file.
     """
 
@@ -98,7 +95,6 @@ class Source:
     leaves: list[Leaf]
     named: set[str] = field(default_factory=set)
     recipe: Path | None = None
-    tool: str = FOUNDRY_NAME
 
 
 def read_theirs(path: Path) -> Source:
@@ -118,9 +114,8 @@ def read_theirs(path: Path) -> Source:
     kind = kind_of(raw) or ("" if around else None)
     if kind is None:
         raise UserError(
-            f"{show(path)}: is no file of LLM Foundry's for training, fine-tuning, evaluation,"
-            " tasks or MCLI, and none of axolotl's: it has no train_loader, models, icl_tasks,"
-            " parameters or base_model"
+            f"{show(path)}: is not an LLM Foundry file for training, fine-tuning, evaluation, tasks"
+            " or MCLI: it has no train_loader, models, icl_tasks or parameters"
         )
     values, pending = _resolved(raw)
     inside = [
@@ -128,8 +123,7 @@ def read_theirs(path: Path) -> Source:
         for shown, place, value in leaves_of(values)
     ]
     named = {name for text in _texts(raw) for name in _NAMED.findall(text)}
-    tool = tool_of(raw)
-    return Source(path, kind, values, [*around, *inside], named, recipe, tool)
+    return Source(path, kind, values, [*around, *inside], named, recipe)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -342,7 +336,7 @@ def migrate(source: Source, gauntlet: str | None = None) -> Migration:
     for leaf in source.leaves:
         _add(result, leaf, leaf.shown, leaf.value, _taken(leaf, source, theirs))
     if result.recipe_type is not None:
-        for key, value, taken in _defaults(theirs, source.tool):
+        for key, value, taken in _defaults(theirs):
             _add(result, None, key, value, taken)
         if result.gauntlet:
             result.values["eval.gauntlet"] = gauntlet or MISSING
@@ -429,15 +423,9 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
         key = f"models.0.{key}"
     theirs.here, theirs.index = _section(source.values, leaf.place)
     theirs.key, theirs.name = key, str(leaf.place[-1])
-    if source.tool != FOUNDRY_NAME and leaf.value is None:
-        return idle("has no value")
-    own = Schema.of(RECIPES.get(source.kind, EvalRecipe))
-    found = named(key, TOOLS[source.tool])
-    if source.tool != FOUNDRY_NAME:
-        found = [other for other in found if not other.write or _has(own, other.key)]
-    if found:
+    schema = Schema.of(RECIPES.get(source.kind, EvalRecipe))
+    if found := named(key, LLM_FOUNDRY):
         return found[0].taken(key, leaf.value, theirs)
-    schema = own
     shown = leaf.shown.removeprefix("parameters.")
     if _has(schema, shown):
         return idle("has no value") if leaf.value is None else Taken({shown: leaf.value})
@@ -447,7 +435,7 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
         return idle("of training runs")
     hint = unknown_key(schema, key, leaf.value)[0].why.lstrip("; ")
     near = hint if hint.startswith("did you mean") else "remove it"
-    return refused(f"is not here and no known setting of {source.tool}'s; {near}")
+    return refused(f"is not here and no known setting of LLM Foundry's; {near}")
 
 
 def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
@@ -461,16 +449,16 @@ def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
     return (values if isinstance(values, dict) else {}), index
 
 
-def _defaults(theirs: Theirs, tool: str) -> Iterator[tuple[str, Any, Taken]]:
+def _defaults(theirs: Theirs) -> Iterator[tuple[str, Any, Taken]]:
     """What LLM Foundry takes by itself, where we would take another; or what it cannot do without.
 
     Ours has a default for everything, which nobody meant.
     """
-    for key in _REQUIRED if theirs.trains and tool == FOUNDRY_NAME else ():
+    for key in _REQUIRED if theirs.trains else ():
         if theirs.get(key) is None:
             ours = key.replace("scheduler", "schedule")
             yield key, None, Taken({ours: MISSING}, "LLM Foundry needs it", Verdict.REFUSED)
-    for other in TOOLS[tool]:
+    for other in LLM_FOUNDRY:
         word = other.words.split()[0]
         if other.default is NO_DEFAULT or theirs.get(word) is not None:
             continue
@@ -501,12 +489,16 @@ def _check(result: Migration) -> None:
             break
         for match in gone:
             _drop(result, match[1], f"has no effect {match[2]}")
-    for problem in result.problems:
+    for number, problem in enumerate(result.problems):
         key = _WRONG.match(problem)
         line = next((li for li in result.lines if key and key[1] in li.taken.values), None)
-        if line is not None and line.verdict is not Verdict.REFUSED:
+        if line is None or key is None:
+            continue
+        if line.verdict is not Verdict.REFUSED:
             line.verdict = Verdict.REFUSED
             line.taken = replace(line.taken, why=problem.partition(": ")[2])
+        elif not line.is_default:  # the checker only knows that the value is missing
+            result.problems[number] = f"{key[1]}: {line.taken.why}"
 
 
 def _waits(result: Migration, line: str) -> bool:
@@ -605,7 +597,7 @@ def gauntlet_text(result: Migration, name: str) -> str:
 
 def _header(result: Migration, name: str) -> list[str]:
     of = f" and {result.source.recipe.name}" if result.source.recipe is not None else ""
-    what = f"From {result.source.tool}'s {result.source.path.name}{of}, by scripts/migrate.py."
+    what = f"From LLM Foundry's {result.source.path.name}{of}, by scripts/migrate.py."
     return [*_wrapped(what, ""), f"#   python scripts/{result.source.kind}.py {name}"]
 
 
@@ -615,7 +607,7 @@ def _comments(result: Migration) -> dict[str, list[str]]:
     for line in result.lines:
         key = next(iter(line.taken.values), "")
         if key and line.is_default and line.verdict not in (Verdict.CHANGED, Verdict.REFUSED):
-            found.setdefault(key, []).append(f"{result.source.tool}'s own default")
+            found.setdefault(key, []).append("LLM Foundry's own default")
         elif key and line.verdict in (Verdict.CHANGED, Verdict.REFUSED):
             found.setdefault(key, []).append(f"{line.key}: {line.taken.why}")
         elif line.verdict is Verdict.CHANGED:

@@ -2,8 +2,8 @@
 
 Hints and the migration read it. Here are names of keys and flags of Hugging Face's Trainer, TRL,
 peft and accelerate, of axolotl, litgpt, torchtitan and nanoGPT; LLM Foundry's are in
-`llm_foundry.py`, axolotl's whole files in `axolotl.py`. A hint is only given where its key exists;
-`tests/recipe/test_hints.py` compares every line with the schemas.
+`llm_foundry.py`. A hint is only given where its key exists; `tests/recipe/test_hints.py` compares
+every line with the schemas.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from llmfoundry.recipe.other_tools.axolotl import AXOLOTL
 from llmfoundry.recipe.other_tools.entry import Other
 from llmfoundry.recipe.other_tools.llm_foundry import LLM_FOUNDRY
 
@@ -68,7 +67,7 @@ TRAINERS = (
         " optimizer.args.lr",
         "optimizer.lr=<6e-4>",
     ),
-    Other("wd optimizer.args.weight_decay", "optimizer.weight_decay=<0.1>"),
+    Other("weight_decay wd optimizer.args.weight_decay", "optimizer.weight_decay=<0.1>"),
     Other("adam_beta1 beta1 train.beta1", "optimizer.betas=[<0.9>,0.95]"),
     Other("adam_beta2 beta2 train.beta2", "optimizer.betas=[0.9,<0.95>]"),
     Other("adam_epsilon epsilon", "optimizer.eps=<1e-8>"),
@@ -163,6 +162,13 @@ TRAINERS = (
         "tokenizer.path=<OWNER/NAME>",
         "with tokenizer=huggingface",
     ),
+    Other("trust_remote_code", "model.trust_remote_code=<true>", script="finetune"),
+    Other(
+        "xformers_attention flex_attention sdp_attention eager_attention plugins liger_rope"
+        " liger_rms_norm liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy"
+        " cut_cross_entropy use_sonicmoe use_scattermoe",
+        why="kernels are chosen by device and settings; remove it",
+    ),
     # Adapters, 4 bits, preferences
     Other(
         "use_peft use_lora lora peft train_type finetuning_type",
@@ -232,6 +238,7 @@ TRAINERS = (
         "the default: only answers are learned",
         off="data.supervised.target_prompts=all",
     ),
+    Other("excess_length_strategy", "data.supervised.too_long=<drop>"),
     # What is measured
     Other(
         "tasks",
@@ -246,6 +253,7 @@ TRAINERS = (
         "eval_interval=<500>ba",
         off="eval=off",
     ),
+    Other("early_stopping_patience", "callbacks.early_stopper.patience=<3>"),
     # What is kept
     Other("output_dir out_dir out output_path save_path hf_output_path", "output=<folder>"),
     Other(
@@ -319,6 +327,9 @@ TRAINERS = (
         "true unless written, with parallel=fsdp",
     ),
     Other("ddp_timeout", "parallel.dist_timeout=<600>"),
+    Other("tensor_parallel_size", "parallel.tensor_parallel_degree=<2>"),
+    Other("expert_parallel_size", "parallel.expert_parallel_degree=<8>"),
+    Other("context_parallel_size", "parallel.context_parallel_degree=<2>"),
     Other("local_rank", why="the launcher sets LOCAL_RANK; remove it"),
     Other(
         "device device_map no_cuda use_cpu accelerator",
@@ -345,9 +356,7 @@ TRAINERS = (
 )
 
 
-OTHERS = (*LLM_FOUNDRY, *TRAINERS, *AXOLOTL)
-TOOLS = {"LLM Foundry": LLM_FOUNDRY, "axolotl": (*AXOLOTL, *TRAINERS)}
-"""The tools whose whole files are taken, and their part of the table."""
+OTHERS = (*LLM_FOUNDRY, *TRAINERS)
 
 
 def named(key: str, table: Iterable[Other] = OTHERS) -> list[Other]:
@@ -357,7 +366,6 @@ def named(key: str, table: Iterable[Other] = OTHERS) -> list[Other]:
     return [other for _, other in sorted(found, key=lambda pair: -pair[0])]
 
 
-FOUNDRY_NAME, AXOLOTL_NAME = "LLM Foundry", "axolotl"
 _PLATFORM = ("image", "integrations", "compute", "command")
 _ONLY_THEIRS = (
     "train_loader",
@@ -376,15 +384,8 @@ def is_mcli(values: dict[str, Any]) -> bool:
     return sum(key in values for key in _PLATFORM) > 1
 
 
-def tool_of(values: dict[str, Any]) -> str:
-    """The tool that a file is for, if it is for one."""
-    return AXOLOTL_NAME if "base_model" in values and "train_loader" not in values else FOUNDRY_NAME
-
-
 def kind_of(values: dict[str, Any]) -> str | None:
     """train, finetune, eval or gauntlet; None: no file of LLM Foundry's that is known."""
-    if tool_of(values) == AXOLOTL_NAME:
-        return "finetune"
     if "train_loader" in values:
         model = values.get("model")
         section = model if isinstance(model, dict) else {}
@@ -399,8 +400,8 @@ def kind_of(values: dict[str, Any]) -> str | None:
 
 
 def is_foreign(values: dict[str, Any]) -> bool:
-    """Whether a file is another tool's as a whole, and not ours with a word of it."""
-    if is_mcli(values) or (tool_of(values) == AXOLOTL_NAME and "datasets" in values):
+    """Whether a file is LLM Foundry's as a whole, and not ours with a word of it."""
+    if is_mcli(values):
         return True
     known = sum(key in values for key in _ONLY_THEIRS)
     return kind_of(values) is not None and (known > 1 or "models" in values)

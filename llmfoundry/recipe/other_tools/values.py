@@ -227,8 +227,10 @@ def pretrained_name(value: Any, theirs: Theirs) -> Taken:
         more = {f"model.{key}": number for key, number in _beside_shape(value).items()}
         return Taken({"defaults.model": SHAPES[value], **more}, why, CHANGED)
     why = (
-        f"pretrained: false takes the shape of {value} alone; no choice of model/ is that. Write"
-        " its numbers below model, or model.pretrained and scripts/finetune.py for its weights"
+        f"pretrained: false takes only the shape of {value}, which is not a choice of model/; copy"
+        " d_model, n_layers, n_heads and the rest from its config.json below model, choose a near"
+        " shape (model=gpt2-124m), or train its weights:"
+        f" scripts/finetune.py model.pretrained={value}"
     )
     return refused(why, model__d_model=MISSING)
 
