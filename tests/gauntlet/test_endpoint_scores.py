@@ -6,6 +6,7 @@ where the tokenizer adds one, then a written one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import threading
@@ -19,8 +20,9 @@ import torch
 import transformers
 import yaml
 
-from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.bpe import END_OF_TEXT, byte_alphabet, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.gauntlet.models.echo import read_score
 from llmfoundry.gauntlet.models.endpoint import Endpoint
 from llmfoundry.gauntlet.questions import Refusal, Request, Score
 from tests.gauntlet.hugging_face_models import random_model, save_tokenizer
@@ -32,9 +34,64 @@ TEXTS = [
     ("The man turned on the faucet, because it was", " dirty. (He didn't know!)"),
     ("naïve “quotes” and a snow man ☃ in", " çedille ☃☃!"),
     ("A: wat", "er / flowed"),  # the border is within a token of the whole
+    ("The man", " 日本語"),  # ends in a character of several tokens
+    ("☃", "☃"),
+    ("é", "ü😀"),
 ]
 EOS = 256  # of the tokenizer of bytes
 LONGEST = 120  # characters of a prompt that the server takes
+
+
+def replaced(tokenizer: Any, ids: list[int]) -> tuple[list[str], None]:
+    """Each token decoded alone: a part of a character is U+FFFD."""
+    return [tokenizer.decode([i]) for i in ids], None
+
+
+def as_vllm(tokenizer: Any, ids: list[int]) -> tuple[list[str], list[int]]:
+    """Offsets are sums of lengths, also of <s> and of U+FFFD, which are not in the text."""
+    tokens, _ = replaced(tokenizer, ids)
+    return tokens, [0, *itertools.accumulate(map(len, tokens[:-1]))]
+
+
+def token_bytes(tokenizer: Any, ids: list[int]) -> list[bytes]:
+    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    special = tokenizer.all_special_ids
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    return [
+        b"" if i in special else bytes(byte_of[character] for character in piece)
+        for i, piece in zip(ids, pieces, strict=True)
+    ]
+
+
+def as_openai(tokenizer: Any, ids: list[int]) -> tuple[list[str], list[int]]:
+    r"""`bytes:\xe2\x80`; a token within a character begins where that does."""
+    tokens, offsets, before = [], list[int](), b""
+    for i, raw in zip(ids, token_bytes(tokenizer, ids), strict=True):
+        inside = raw[:1] != b"" and raw[0] & 0xC0 == 0x80
+        offsets.append(sum(byte & 0xC0 != 0x80 for byte in before) - inside)
+        before += raw
+        try:
+            tokens.append(raw.decode() or tokenizer.decode([i]))
+        except UnicodeDecodeError:
+            tokens.append("bytes:" + repr(raw)[2:-1])
+    return tokens, offsets
+
+
+def as_llama_cpp_python(tokenizer: Any, ids: list[int]) -> tuple[list[str], list[int]]:
+    """Parts of characters are left out, of each token and of all before it."""
+    raws = token_bytes(tokenizer, ids)
+    before = [b"".join(raws[:n]) for n in range(len(raws))]
+    return [raw.decode(errors="ignore") for raw in raws], [
+        len(raw.decode(errors="ignore")) for raw in before
+    ]
+
+
+SPELLINGS = {
+    "replaced": replaced,
+    "vllm": as_vllm,
+    "openai": as_openai,
+    "llama-cpp-python": as_llama_cpp_python,
+}
 
 
 class ModelServer(ThreadingHTTPServer):
@@ -45,6 +102,7 @@ class ModelServer(ThreadingHTTPServer):
         save_tokenizer(folder, bos=bos)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.model = random_model("llama")
+        self.spelling = "replaced"
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def logprobs(self, text: str) -> tuple[list[int], torch.Tensor]:
@@ -56,17 +114,19 @@ class ModelServer(ThreadingHTTPServer):
     def echo(self, text: str, alternatives: int) -> dict[str, Any]:
         ids, logprobs = self.logprobs(text)
         ids = [*ids, int(logprobs[-1].argmax())]
+        tokens, offsets = SPELLINGS[self.spelling](self.tokenizer, ids)
         likeliest: list[Any] = [None]
         for row, chosen in zip(logprobs, ids[1:], strict=True):
             places = {*row.topk(alternatives).indices.tolist(), chosen}
             likeliest.append({f"{self.tokenizer.decode([i])}#{i}": row[i].item() for i in places})
         return {
-            "tokens": [self.tokenizer.decode([i]) for i in ids],
+            "tokens": tokens,
             "token_logprobs": [
                 None,
                 *(row[i].item() for row, i in zip(logprobs, ids[1:], strict=True)),
             ],
             "top_logprobs": likeliest,
+            **({} if offsets is None else {"text_offset": offsets}),
         }
 
 
@@ -127,7 +187,11 @@ def expected(server: ModelServer, context: str, target: str) -> tuple[int, float
     return len(own), own.sum().item(), best.sum().item(), bool((own == best).all())
 
 
-def test_scores_are_the_models_own(server: ModelServer) -> None:
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_scores_are_the_models_own_however_tokens_are_spelled(
+    server: ModelServer, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "spelling", spelling)
     tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
     asked = endpoint(server, tokenizer)
     assert asked.can_score
@@ -142,6 +206,29 @@ def test_scores_are_the_models_own(server: ModelServer) -> None:
     sizes = [len(server.tokenizer(context + target).input_ids) for context, target in TEXTS]
     probe = len(server.tokenizer("a b").input_ids)
     assert asked.tokens_computed == sum(sizes) + probe
+
+
+def test_where_spellings_leave_open_which_tokens_are_the_answers_offsets_decide() -> None:
+    # 日 and 本 of three bytes each, in two tokens and three, or in three and two
+    numbers = [None, -1.0, -2.0, -4.0, -8.0, -16.0, -32.0]
+    said: dict[str, Any] = {"tokens": ["x", *["\ufffd"] * 5, "!"], "token_logprobs": numbers}
+    said["top_logprobs"] = [None, *({"a": -0.5, "b": -0.7} for _ in numbers[1:])]
+    reply = {"choices": [{"logprobs": said}]}
+    reason = "the server's tokens do not show where the answer begins"
+    assert read_score(reply, "x日", "本") == Refusal(reason)
+    for offsets, expected in (([0, 1, 1, 2, 2, 2, 3], -28.0), ([0, 1, 1, 1, 2, 2, 3], -24.0)):
+        said["text_offset"] = offsets
+        score = read_score(reply, "x日", "本")
+        assert isinstance(score, Score) and score.logprob == expected
+    said["text_offset"] = [-1] * 7
+    assert read_score(reply, "x日", "本") == Refusal(reason)
+
+
+def test_a_space_that_a_decoder_drops_before_a_word_is_the_words() -> None:
+    said = {"tokens": ["<s>", "The", "man", "!"], "token_logprobs": [None, -1.0, -2.0, -4.0]}
+    said["top_logprobs"] = [None, {"a": -0.5}, {"b": -0.5}, {"c": -0.5}]
+    score = read_score({"choices": [{"logprobs": said}]}, "The", " man")
+    assert isinstance(score, Score) and (score.logprob, score.n_tokens) == (-2.0, 1)
 
 
 def test_a_greedy_target_is_known_as_such(server: ModelServer) -> None:

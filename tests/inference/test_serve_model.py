@@ -131,6 +131,7 @@ def test_the_gauntlet_scores_the_server_as_it_scores_the_model(
     endpoint = Endpoint(f"{server.url}/v1", "m", spell=spell)
     assert endpoint.can_score
     pairs = [("Question: 1 + 1?\nAnswer:", " 2"), ("naïve “quotes” ☃", " çe"), ("a", "b")]
+    pairs += [("x =", " 日本語"), ("日", "本"), ("naïve é", "ü"), ("a 😀", " 👩‍👧"), ("…", "“")]
     asked = [(EOS, *context.encode()) for context, _ in pairs]
     wanted = [target.encode() for _, target in pairs]
     requests = [
