@@ -77,7 +77,7 @@ def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Consol
     """
     points = [with_result(one) for one in made]
     for family, runs in by_family([point for point in points if not point.held_out]).items():
-        refuse_few([(run.width, run.tokens) for run in runs], f"{family or 'its'} runs")
+        refuse_few([(run.parameters, run.tokens) for run in runs], f"sizes: {family or 'its'} runs")
     rows, flops, seconds = [], list[float](), list[float | None]()
     for one, point in zip(made, points, strict=True):
         takes = _seconds(recipe, one, points)
@@ -214,7 +214,8 @@ def report(
 ) -> None:
     """Fit, predict, write the files and print what they hold."""
     output = Path(recipe.output).expanduser()
-    fits = fit_families(points, recipe.bootstrap)
+    key = "sizes" if recipe.fit is None else f"fit: {recipe.fit}"
+    fits = fit_families(points, recipe.bootstrap, key=key)
     found = summary(points, fits, tests) | {"parameters": recipe.parameters}
     if recipe.budget is not None:
         for fit in fits:

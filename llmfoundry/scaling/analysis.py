@@ -8,7 +8,7 @@ from the fitted runs it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from llmfoundry.errors import UserError
-from llmfoundry.scaling.law import LEAST_POINTS, Array, Cost, Law, bootstrap, fit_law
+from llmfoundry.scaling.law import (
+    LEAST_POINTS,
+    Array,
+    Cost,
+    Law,
+    bootstrap,
+    determines_law,
+    fit_law,
+)
 from llmfoundry.scaling.points import Point, by_family, cells, fitted
 
 INTERVAL = 0.8
@@ -27,6 +35,8 @@ FAR = 100.0
 @dataclass(frozen=True)
 class FamilyFit:
     """The law of a kind of model.
+
+    An interval holds its estimate, which may lie beyond the bootstrapped laws.
 
     Attributes:
         family: its name.
@@ -49,7 +59,7 @@ class FamilyFit:
 
     def interval(self, number: Callable[[Law], float]) -> list[float] | None:
         """Both ends for a number of the law; None where fewer than half of the laws have one."""
-        return interval([number(law) for law in self.laws])
+        return interval([number(law) for law in self.laws], number(self.law))
 
     def predict(self, flops: float) -> dict[str, Any]:
         """The best size and tokens for a budget, and the loss."""
@@ -83,6 +93,7 @@ class FamilyFit:
         law, least = self.law, min(point.flops for point in self.points)
         budgets = np.geomspace(least, 10 * self.most_flops, 41 * law.has_optimum)
         fit = {p.name: p.loss / float(law.loss(p.parameters, p.tokens)) - 1 for p in self.points}
+        measured = _columns(self.points, "parameters", "tokens", "loss")
         names: dict[str, Callable[[Law], float]] = {
             name: lambda law, name=name: float(getattr(law, name))  # type: ignore[misc]
             for name in asdict(law)
@@ -93,6 +104,7 @@ class FamilyFit:
             "size_exponent": law.size_exponent(self.cost),
             "intervals": {name: self.interval(number) for name, number in names.items()},
             "at_edge": law.at_edge,
+            "uncertain": law.uncertain(*measured),
             "flops_per_token": asdict(self.cost),
             "rms_residual": math.sqrt(sum(value**2 for value in fit.values()) / len(fit)),
             "residuals": fit,
@@ -103,26 +115,30 @@ class FamilyFit:
         }  # fmt: skip
 
 
-def interval(values: Sequence[float]) -> list[float] | None:
-    """Both ends of what INTERVAL of the values lie in; None where fewer than half are finite."""
+def interval(values: Sequence[float], estimate: float) -> list[float] | None:
+    """Both ends of what INTERVAL of the values lie in, and the estimate too.
+
+    None where fewer than half of the values, or the estimate, are finite.
+    """
     kept = np.array([value for value in values if math.isfinite(value)])
-    if 2 * len(kept) < len(values) or not len(kept):
+    if 2 * len(kept) < len(values) or not len(kept) or not math.isfinite(estimate):
         return None
-    return [float(end) for end in np.quantile(kept, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])]
+    low, high = np.quantile(kept, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
+    return [min(float(low), estimate), max(float(high), estimate)]
 
 
-def fit_families(points: Sequence[Point], rounds: int) -> list[FamilyFit]:
-    """A law for each family.
+def fit_families(points: Sequence[Point], rounds: int, *, key: str = "sizes") -> list[FamilyFit]:
+    """A law for each family; `key` of the recipe has the runs.
 
     Raises:
-        UserError: a family has too few runs, or all of one size or number of tokens.
+        UserError: a family's runs do not determine a law.
     """
     fits, used = [], by_family(fitted(points))
     for family in by_family(points):
         runs = used.get(family, [])
         n, d, loss, flops = _columns(runs, "parameters", "tokens", "loss", "flops")
         of = f" of {family}" if family else ""
-        refuse_few([*zip(n, d, strict=True)], f"the runs{of} with a finite loss")
+        refuse_few([*zip(n, d, strict=True)], f"{key}: the runs{of} with a finite loss")
         laws = bootstrap(n, d, loss, rounds=rounds)
         fits.append(FamilyFit(family, runs, fit_law(n, d, loss), laws, Cost.counted(n, flops / d)))
     return fits
@@ -132,15 +148,22 @@ def refuse_few(places: Sequence[tuple[float, float]], what: str) -> None:
     """Refuse runs, by size and tokens, that leave constants of the law open.
 
     Raises:
-        UserError: there are too few, or all of one size or number of tokens.
+        UserError: other constants would give them the same losses.
     """
-    n, d = ({*values} for values in zip(*places, strict=True)) if places else (set(), set())
-    if len({*places}) < LEAST_POINTS or len(n) < 2 or len(d) < 2:
-        raise UserError(
-            f"sizes: the law has {LEAST_POINTS} constants, and {what} have {len(n)} sizes,"
-            f" {len(d)} numbers of tokens and {len({*places})} pairs of these; write two sizes, two"
-            f" numbers of tokens and {LEAST_POINTS} pairs or more"
-        )
+    n, d = np.array([*places], dtype=float).reshape(-1, 2).T
+    if len(places) and determines_law(n, d):
+        return
+    counts = f"{_counted({*n}, 'size')}, {_counted({*d}, 'number')} of tokens"
+    raise UserError(
+        f"{what} have {counts} and {_counted({*places}, 'pair')} of these, which do not"
+        f" determine the law's {LEAST_POINTS} constants; write three sizes and three numbers of"
+        " tokens or more, each clearly apart from the next, with every size at more than one"
+        " number of tokens"
+    )
+
+
+def _counted(values: Collection[Any], name: str) -> str:
+    return f"{len(values)} {name}{'s' * (len(values) != 1)}"
 
 
 def _columns(points: Sequence[Point], *names: str) -> list[Array]:
@@ -165,7 +188,7 @@ def gains(fits: Sequence[FamilyFit]) -> list[dict[str, Any]]:
         pairs = zip(first.laws, other.laws, strict=True)
         values = {"flops": flops, "loss": first.law.best(flops, first.cost)[2]}
         values |= {"gain": gain(first.law, other.law)}
-        ends = interval([gain(mine, theirs) for mine, theirs in pairs])
+        ends = interval([gain(mine, theirs) for mine, theirs in pairs], values["gain"])
         if math.isfinite(values["gain"]):
             names = {"family": other.family, "over": first.family}
             found.append({**names, **values, "interval": ends})

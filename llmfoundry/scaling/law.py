@@ -10,6 +10,7 @@ numbers finds where Hoffmann's search over five may stop early (Besiroglu et al.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,9 @@ _STEPS = 200  # of the refinement at most
 _NEGLIGIBLE = 1e-9  # share of the loss below which a term, in the middle of the runs, is rounding
 _SUBSETS = [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]]  # of E, A, B: which are not zero
 LEAST_POINTS = 5  # as many as there are constants
+_USUAL = 0.34, 0.28  # exponents at which a grid is judged before there is a law (Hoffmann et al.)
+_VISIBLE = 1e-4  # share of the loss below which runs do not tell two laws apart
+_OTHERWISE = 1.5  # factor of an exponent that is tried beside the fitted one
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,26 @@ class Law:
         """The power of compute with which the best size grows; NaN where there is none."""
         return self.beta / (self.alpha + cost.growth * self.beta) if self.has_optimum else math.nan
 
+    def uncertain(self, n: Array, d: Array, loss: Array) -> dict[str, float]:
+        """Exponents, each with another value with which the law fits the runs as well.
+
+        Of each exponent 1.5 times and 1/1.5 of it are tried, with all other constants fitted to
+        it. As well is within the runs' own scatter (an F ratio of 1), or 1e-4 of the loss.
+        """
+        x, y = (np.log(values) - np.mean(np.log(values)) for values in (n, d))
+        free = np.log([LEAST_EXPONENT, MOST_EXPONENT])
+        least = _squares(x, y, loss, [free, free])
+        limit = least + max(len(n) * _VISIBLE**2, least / max(1, len(n) - LEAST_POINTS))
+        found = dict[str, float]()
+        for place, key in enumerate(("alpha", "beta")):
+            for factor in (_OTHERWISE, 1 / _OTHERWISE):
+                value = getattr(self, key) * factor
+                ranges = [free, free]
+                ranges[place] = np.log([value, value])
+                if _squares(x, y, loss, ranges) <= limit:
+                    found.setdefault(key, value)
+        return found
+
     @property
     def at_edge(self) -> list[str]:
         """Exponents at an end of the search: the runs do not determine them."""
@@ -133,19 +157,50 @@ def fit_law(n: Array, d: Array, loss: Array) -> Law:
     return Law(e, a * np.exp(alpha * centers[0]), b * np.exp(beta * centers[1]), alpha, beta)
 
 
-def _search(x: Array, y: Array, loss: Array) -> tuple[Array, Array]:
-    """The least squared relative error over both exponents, then closer and closer around it."""
-    low, high = np.log(LEAST_EXPONENT), np.log(MOST_EXPONENT)
-    axes = [np.linspace(low, high, _START)] * 2
+def determines_law(n: Array, d: Array) -> bool:
+    """Whether runs of these sizes and tokens, with exact losses, have one law alone.
+
+    The derivatives of the loss by the five constants must be of full rank over the runs. Two sizes,
+    or two numbers of tokens, never are, however many runs there are; nor are tokens in one
+    proportion to the size.
+    """
+    x, y = np.log(n) - np.mean(np.log(n)), np.log(d) - np.mean(np.log(d))
+    size, data = np.exp(-_USUAL[0] * x), np.exp(-_USUAL[1] * y)
+    derivatives = np.stack([np.ones_like(x), size, data, x * size, y * data], axis=1)
+    scaled = derivatives / np.maximum(np.linalg.norm(derivatives, axis=0), 1e-300)
+    singular = np.linalg.svd(scaled, compute_uv=False)
+    return len(singular) == LEAST_POINTS and bool(singular[-1] > _VISIBLE * singular[0])
+
+
+def _squares(x: Array, y: Array, loss: Array, ranges: Sequence[Array]) -> float:
+    """The least squared relative error with exponents within ranges of their logarithms."""
+    coefficients, (alpha, beta) = _search(x, y, loss, ranges)
+    terms = np.stack([np.ones_like(x), np.exp(-alpha * x), np.exp(-beta * y)], axis=1)
+    return float(((terms @ coefficients / loss - 1) ** 2).sum())
+
+
+def _search(
+    x: Array, y: Array, loss: Array, ranges: Sequence[Array] | None = None
+) -> tuple[Array, Array]:
+    """The least squared relative error over both exponents, then closer and closer around it.
+
+    Args:
+        x: logarithms of the sizes.
+        y: logarithms of the tokens.
+        loss: of the runs.
+        ranges: ends of the logarithm of each exponent; None: all that are searched.
+    """
+    ends = ranges or [np.log([LEAST_EXPONENT, MOST_EXPONENT])] * 2
+    axes = [np.linspace(low, high, _START if high > low else 1) for low, high in ends]
     for _ in range(_ZOOMS + 1):
         pairs = np.exp(np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 2))
         found, errors = _project(x, y, loss, pairs)
         best = int(np.argmin(errors))
-        steps = [axis[1] - axis[0] for axis in axes]
-        axes = [
-            np.clip(np.linspace(center - step, center + step, 2 * _REACH + 1), low, high)
-            for center, step in zip(np.log(pairs[best]), steps, strict=True)
-        ]
+        for place, center in enumerate(np.log(pairs[best])):
+            if len(axes[place]) > 1:
+                step = axes[place][1] - axes[place][0]
+                around = np.linspace(center - step, center + step, 2 * _REACH + 1)
+                axes[place] = np.clip(around, *ends[place])
     return found[best], pairs[best]
 
 

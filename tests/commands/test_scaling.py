@@ -42,9 +42,9 @@ from llmfoundry.scaling.points import Point
 from tests.tiny import ROOT, write_recipe
 
 GRID: dict[str, Any] = {
-    "sizes": [16, 32],
+    "sizes": [16, 32, 48],
     "tokens": [512, 1024, 2048],
-    "held_out": {"size": 48, "tokens": 3072},
+    "held_out": {"size": 64, "tokens": 3072},
     "rules": {"aspect_ratio": 16, "head_dim": 16, "batch_tokens": {"exponent": 0}},
     "bootstrap": 20,
 }
@@ -91,20 +91,20 @@ def test_grid_is_run_fitted_tested_and_not_run_again(
 ) -> None:
     recipe = checked(ScalingRecipe, write_grid(tmp_path))
     print_plan("scaling", recipe)
-    assert "7 of 7 runs" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    assert "10 of 10 runs" in capsys.readouterr().out and not (tmp_path / "out").exists()
     scaling(recipe)
-    assert len(started) == 7 and started[-1] == "size=48,tokens=3072"
+    assert len(started) == 10 and started[-1] == "size=64,tokens=3072"
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
     (test,) = found["families"][""]["held_out"]
     assert test["before"] is True and test["measured"] > 0
-    assert "size=48,tokens=3072" not in found["families"][""]["residuals"]
+    assert "size=64,tokens=3072" not in found["families"][""]["residuals"]
     told = json.loads((tmp_path / "out" / "held_out.json").read_text())[""]
-    run = tmp_path / "out" / "points" / "size=48,tokens=3072" / "recipe.yaml"
+    run = tmp_path / "out" / "points" / "size=64,tokens=3072" / "recipe.yaml"
     assert told["written"] < run.stat().st_mtime and told["predicted"] == test["predicted"]
     page = (tmp_path / "out" / "scaling.html").read_text()
     assert f"{test['predicted']:.4f}" in page or f"{test['predicted']:.4g}" in page
     scaling(recipe)
-    assert len(started) == 7
+    assert len(started) == 10
     again = json.loads((tmp_path / "out" / "scaling.json").read_text())
     assert again == found
     (tmp_path / "out" / "held_out.json").unlink()  # what is told now was seen
@@ -256,7 +256,7 @@ def test_hours_of_a_budget_are_those_that_the_plan_of_its_model_takes(tmp_path: 
     seconds = costs(own_layout(filled, setting), plan, setting).seconds
     assert seconds == pytest.approx(found["seconds"])
     assert 2 * found["seconds"] / 3600 == pytest.approx(0.0005, rel=0.05)
-    assert found["cost"] == "0.9s on 2xh100, 5e-04 GPU-hours, 0.00 at 3 an hour"
+    assert found["cost"] == "0.9s on 2xh100, 5.01e-04 GPU-hours, 0.00 at 3 an hour"
 
 
 def test_budget_without_hardware_takes_as_long_as_the_run_of_the_nearest_size(
@@ -273,13 +273,12 @@ def test_budget_without_hardware_takes_as_long_as_the_run_of_the_nearest_size(
 
 def test_plan_is_told_where_no_layout_fits(tmp_path: Path) -> None:
     rules = {"aspect_ratio": 128, "head_dim": 128}
-    path = write_grid(tmp_path, sizes=[8192, 16384], held_out=None, rules=rules)
+    path = write_grid(tmp_path, sizes=[8192, 16384, 32768], held_out=None, rules=rules)
     recipe = checked(ScalingRecipe, path, ["hardware=1xt4"])
     with pytest.raises(UserError, match="hardware: no layout of 1xt4 holds size=8192,tokens=512"):
         command.print_plan(recipe, grid(recipe), Console())
-    few = grid(recipe)[1:]  # four would be of two sizes and two numbers of tokens
-    with pytest.raises(UserError, match="5 constants, and its runs have 1 sizes"):
-        command.print_plan(recipe, few[-3:], Console())
+    with pytest.raises(UserError, match=r"sizes: its runs have 2 sizes, . numbers of tokens"):
+        command.print_plan(recipe, grid(recipe)[:6], Console())
 
 
 @pytest.mark.parametrize(

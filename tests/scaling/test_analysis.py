@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmfoundry.errors import UserError
@@ -73,10 +74,39 @@ def test_far_budgets_are_refused_unless_asked_for() -> None:
 
 
 def test_too_few_runs_are_refused() -> None:
-    with pytest.raises(
-        UserError, match="5 constants, and the runs with a finite loss have 1 sizes, 3 numbers of"
-    ):
+    what = "sizes: the runs with a finite loss have 1 size, 3 numbers of tokens and 3 pairs of"
+    with pytest.raises(UserError, match=what):
         fit_families(runs()[:3], rounds=20)
+
+
+def test_an_estimate_lies_within_its_own_interval() -> None:
+    """The loss of six runs with noise, whose bootstrapped laws often lie to one side."""
+    random = np.random.default_rng(3)
+    few = [run for run in runs() if (run.parameters, run.tokens) not in ((4e6, 8e7), (2e6, 4e7))]
+    for _ in range(2):
+        noisy = [replace(run, loss=run.loss * math.exp(random.normal(0, 0.01))) for run in few]
+        (fit,) = fit_families(noisy, rounds=20)
+        found = fit.as_json() | {"prediction": fit.predict(1e15)}
+        pairs = [(found["law"][name], found["intervals"][name]) for name in found["law"]]
+        pairs.append((found["size_exponent"], found["intervals"]["size_exponent"]))
+        prediction = found["prediction"]
+        pairs += [
+            (prediction[name], ends) for name, ends in prediction.get("intervals", {}).items()
+        ]
+        for value, ends in pairs:
+            assert ends is None or ends[0] <= value <= ends[1]
+
+
+def test_other_constants_that_fit_as_well_are_unsure() -> None:
+    """Of losses that do not fall with size any alpha fits as well."""
+    flat = [replace(run, loss=2 + 300 * run.tokens**-0.3) for run in runs()]
+    (fit,) = fit_families(flat, rounds=20)
+    assert [*fit.as_json()["uncertain"]] == ["alpha"]
+    lines = dict(told(finite(summary(flat, [fit], {}))))
+    assert lines["unsure"].startswith("with alpha ")
+    assert lines["unsure"].endswith("the law fits as well; write more sizes, further apart")
+    (sure,) = fit_families(runs(), rounds=20)
+    assert sure.as_json()["uncertain"] == {}
 
 
 def test_points_come_back_from_their_own_table(tmp_path: Path) -> None:
@@ -119,7 +149,7 @@ def test_everything_is_told_in_a_line_each() -> None:
     found = summary(steep, fit_families(steep, rounds=20), {}) | {"parameters": "active"}
     assert found["families"][""]["at_edge"] == ["alpha"]
     lines = [f"{label} {text}" for label, text in told(finite(found))]
-    (line,) = [line for line in lines if line.startswith("unsure")]
+    line = next(line for line in lines if line.startswith("unsure"))
     assert line.startswith("unsure alpha is at an end of what is searched")
     (sure,) = fit_families(runs(), rounds=20)
     assert sure.as_json()["at_edge"] == []

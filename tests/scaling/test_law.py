@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llmfoundry.scaling.law import Cost, Law, _project, bootstrap, fit_law, huber
+from llmfoundry.scaling.law import Cost, Law, _project, bootstrap, determines_law, fit_law, huber
 
 CHINCHILLA = Law(1.69, 406.4, 410.7, 0.34, 0.28)  # as published, Hoffmann et al., 2022
 COST = Cost()
@@ -35,6 +35,48 @@ def test_noisy_points_give_intervals_that_hold_the_constants() -> None:
         low, high = np.quantile([getattr(law, name) for law in laws], [0.1, 0.9])
         assert low < getattr(CHINCHILLA, name) < high
         assert high - low < 0.2 * getattr(CHINCHILLA, name)
+
+
+def pairs(sizes: list[float], tokens: list[float]) -> list[tuple[float, float]]:
+    return [*itertools.product(sizes, tokens)]
+
+
+SIZES, TOKENS = [1e8, 2e8, 4e8], [1e9, 2e9, 4e9]
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_enough"),
+    [
+        (pairs(SIZES, TOKENS), True),
+        ([(n, 1e9) for n in SIZES] + [(1e8, d) for d in TOKENS[1:]], True),  # both axes alone
+        ([(n, c / n) for n in SIZES for c in (4e17, 8e17)], True),  # isoFLOP
+        (pairs(SIZES[:2], [1e9, 2e9, 4e9, 8e9]), False),
+        (pairs([1e8, 2e8, 4e8, 8e8], TOKENS[:2]), False),
+        ([(n, 20 * n) for n in np.geomspace(1e8, 1e10, 9)], False),  # one proportion
+        ([*pairs(SIZES[:2], TOKENS[:2]), (4e8, 4e9)], False),  # each third value only there
+        (pairs([1e8, 1.0001e8, 4e8], TOKENS), False),  # a size twice, but for rounding
+        ([(n, d) for n, d in zip(SIZES, TOKENS, strict=True)], False),
+    ],
+)
+def test_runs_determine_a_law_by_rank_and_not_by_count(
+    runs: list[tuple[float, float]], is_enough: bool
+) -> None:
+    """Beside scipy: with another exponent held, the others give refused runs the same losses."""
+    n, d = np.array(runs).T
+    assert determines_law(n, d) is is_enough
+    optimize = pytest.importorskip("scipy.optimize", reason="scipy is no dependency")
+    loss = np.log(CHINCHILLA.loss(n, d))
+    errors = []
+    for held, value in ((3, 0.26), (4, 0.21)):
+
+        def residuals(theta: np.ndarray, held: int = held, value: float = value) -> np.ndarray:
+            e, a, b, alpha, beta = np.insert(theta, held, value)
+            return np.log(np.abs(e + a * (n / 1e8) ** -alpha + b * (d / 1e9) ** -beta)) - loss
+
+        start = np.delete([1.69, 0.78, 1.25, 0.34, 0.28], held)
+        found = optimize.least_squares(residuals, start, xtol=1e-15, ftol=1e-15, gtol=1e-15)
+        errors.append(np.abs(found.fun).max())
+    assert bool(min(errors) > 3e-5) is is_enough
 
 
 def test_one_wrong_run_hardly_moves_the_law() -> None:

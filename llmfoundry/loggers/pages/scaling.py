@@ -20,6 +20,7 @@ from llmfoundry.loggers.console import duration, number, percent, short_count
 from llmfoundry.loggers.pages.page import page, pairs, part, table, together
 
 _TICKS = 6  # labels of an axis at most
+_AXES = {"alpha": "sizes", "beta": "tokens"}  # what determines an exponent
 
 
 def told(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -30,7 +31,11 @@ def told(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield family or "law", f"{constants}; residuals {percent(fit['rms_residual'])}"
         for name in fit["at_edge"]:
             why = f"{name} is at an end of what is searched: the runs do not determine it"
-            yield "unsure", f"{why}; write {'sizes' if name == 'alpha' else 'tokens'} further apart"
+            yield "unsure", f"{why}; write {_AXES[name]} further apart"
+        for name, other in fit["uncertain"].items():
+            if name not in fit["at_edge"]:
+                why = f"with {name} {number(other)} and other constants the law fits as well"
+                yield "unsure", f"{why}; write more {_AXES[name]}, further apart"
         power = _with(fit["size_exponent"], ends["size_exponent"])
         yield "frontier", f"the best size grows as compute ** {power}"
         for test in fit.get("held_out", ()):

@@ -40,21 +40,21 @@ def test_grid_is_launched_left_and_resumed(tmp_path: Path) -> None:
         cluster.begin()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(words, cwd=tmp_path, env=env, text=True, **pipes)  # type: ignore[call-overload]
-        wait(lambda: len(jobs()) == 6, "six jobs")
+        wait(lambda: len(jobs()) == 9, "nine jobs")
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)
-        assert process.returncode == 130 and "launched runs that go on: 6" in said, said
+        assert process.returncode == 130 and "launched runs that go on: 9" in said, said
         before = jobs()
         listed = [sys.executable, str(ROOT / "scripts/runs.py"), "list", f"folder={tmp_path}"]
         done = subprocess.run(listed, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.stdout.count("out/points/size=") == 6 and "slurm" in done.stdout, done.stdout
+        assert done.stdout.count("out/points/size=") == 9 and "slurm" in done.stdout, done.stdout
         cancelled = max(before, key=lambda name: int(before[name]))
         cluster.ask("scancel", before[cancelled])
         again = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert again.returncode == 0, again.stdout + again.stderr
         after = jobs()
         assert {name for name in before if after[name] != before[name]} == {cancelled}
-        assert len(after) == 7  # the one that is held out, once its loss was predicted
+        assert len(after) == 10  # the one that is held out, once its loss was predicted
     finally:
         cluster.stop()
     found = json.loads((tmp_path / "out/scaling.json").read_text())
