@@ -7,6 +7,7 @@ conversation up to its answer, of which the last run of the mask counts.
 
 from __future__ import annotations
 
+import json
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,47 @@ def test_published_templates_are_split_where_they_change_earlier_answers(stem, s
             assert mine.decode(encoded.ids.tolist()) == text + end
 
 
+STRICT = {"type": "object", "required": ["city", "unit"], "properties": {
+    "city": {"type": "string"}, "unit": {"type": ["string", "null"], "default": None}}}  # fmt: skip
+CALLING = [f"{s}_training" for s in FAMILIES if s not in ("gemma", "gemma3", "cohere")]
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    """A row as OpenAI's strict mode writes it, where an argument that is null is written."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [says("user", "Oslo?"), says("assistant", "", tool_calls=[call])]
+    messages += [says("tool", "3"), says("assistant", "3 degrees.")]
+    tool = {"name": "f", "description": "Weather", "strict": None, "parameters": STRICT}
+    return {"tools": [{"type": "function", "function": tool}], "messages": messages}
+
+
+@pytest.mark.parametrize("stem", [*CALLING, "llama3_1", "qwen3_6", "gemma4_v5"])
+def test_calls_are_transformers_with_null_arguments_and_with_arguments_as_a_json_text(stem):
+    tokens, text = FAMILIES.get(stem.removesuffix("_training"), (None, ()))[1], template(stem)
+    mine, other = ours(tokens, text), theirs(tokens, text)
+    arguments = {"city": "Oslo", "unit": None, "in": [{"é": None}, None]}
+    objects = calling(arguments)
+    said, tools = objects["messages"], objects["tools"]
+    rendered = other.apply_chat_template(said, tools=tools, tokenize=False)
+    for row in (objects, calling(json.dumps(arguments, separators=(",", ":")))):
+        made = documents(row, mine)[-1]
+        assert "".join(piece.text for piece in made.pieces) == rendered
+
+
+@pytest.mark.parametrize("stem", ["deepseekv3", None])
+def test_a_template_that_takes_arguments_as_text_alone_gets_it(stem):
+    text = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    text += "{{ c.function.name ~ c.function.arguments }}{% endfor %}{% endfor %}"
+    text = text if stem is None else template(stem)
+    mine, other = ours(DEEPSEEK, text), theirs(DEEPSEEK, text)
+    row = calling('{"city":"Oslo", "unit": null}')
+    rendered = other.apply_chat_template(row["messages"], tokenize=False)
+    assert '{"city":"Oslo", "unit": null}' in rendered
+    assert mine.chat.render(row["messages"]) == rendered
+    row = calling({"city": "Oslo", "unit": None})
+    assert mine.chat.render(row["messages"]) == rendered.replace(':"O', ': "O')
+
+
 ORDERS = (
     ("assistant", "user", "assistant"),
     ("system", "assistant", "user", "assistant"),
@@ -340,12 +382,14 @@ def test_marks_must_have_the_end_of_each_turn():
 def test_what_a_template_leaves_out_is_noted():
     options = {stem: ExampleOptions(ours(FAMILIES[stem][1], template(stem)).chat)
                for stem in ("phi3", "qwen3", "glm4moe", "gptoss")}  # fmt: skip
-    found = {stem: [example_of(row, "chat", options[stem]).left_out for row in rows()]
+    found = {stem: [example_of(row, "chat", options[stem]).told for row in rows()]
              for stem in options}  # fmt: skip
     assert not any(found["qwen3"]) and not any(found["glm4moe"]) and not any(found["gptoss"][:-1])
     missing = {name for names in found["phi3"] for name in names}
-    assert missing == {"reasoning", "tool calls", "tool results", "tools"}
-    assert found["phi3"][25] == ("reasoning",) and found["phi3"][33][:1] == ("tool calls",)
+    names = ("reasoning", "tool calls", "tool results", "tools")
+    assert missing == {f"with {name}" for name in names}
+    assert found["phi3"][25] == (f"with {names[0]}",)
+    assert found["phi3"][33][:1] == (f"with {names[1]}",)
 
 
 def test_a_message_cannot_spell_a_mark_and_weights_are_kept():

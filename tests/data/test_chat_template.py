@@ -24,6 +24,7 @@ CALLS = [
     {"type": "function", "function": {"name": "f", "arguments": {"a": "é<"}}},
     {"function": {"name": "g", "arguments": '{"b": 1}'}},
 ]
+OBJECTS = [CALLS[0], {"function": {"name": "g", "arguments": {"b": 1}}}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi, <|im_end|>"}
 ANSWER = {"role": "assistant", "content": " Hello. "}
@@ -64,6 +65,7 @@ def test_a_saved_tokenizer_gives_the_same_text_and_ids_in_transformers(name, tmp
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     again = pickle.loads(pickle.dumps(Tokenizer.load(tmp_path)))
     for messages in CONVERSATIONS:
+        objects = [m | {"tool_calls": OBJECTS} if m.get("tool_calls") else m for m in messages]
         for tools in (None, TOOLS):
             for prompt in (False, True):
                 asked = {"add_generation_prompt": prompt, "tools": tools}
@@ -71,11 +73,11 @@ def test_a_saved_tokenizer_gives_the_same_text_and_ids_in_transformers(name, tmp
                     text = tokenizer.chat.render(messages, **asked)
                 except UserError:
                     with pytest.raises(jinja2.TemplateError):
-                        theirs.apply_chat_template(messages, tokenize=False, **asked)
+                        theirs.apply_chat_template(objects, tokenize=False, **asked)
                     continue
-                assert text == theirs.apply_chat_template(messages, tokenize=False, **asked)
+                assert text == theirs.apply_chat_template(objects, tokenize=False, **asked)
                 assert text == again.chat.render(messages, **asked)
-                ids = theirs.apply_chat_template(messages, return_dict=False, **asked)
+                ids = theirs.apply_chat_template(objects, return_dict=False, **asked)
                 assert tokenizer.encode_chat(text) == ids == again.encode_chat(text)
 
 

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from llmfoundry import bounded
 from llmfoundry.builders.data import Data, open_data
@@ -200,11 +202,79 @@ def test_answers_that_are_lists_in_json_are_text(tmp_path):
     found = learned(rows_of(opened(tmp_path, {"paths": [str(path)], "format": "preference"})))
     assert {*found} == expected | {"No<|endoftext|>"}
     rows = [{"prompt": "Who? ", "response": answer} for answer in answers]
-    spelled = json.dumps([user("hi"), assistant("yes")])  # messages, as a csv file holds them
+    spelled = json.dumps([user("hi"), assistant("yes")])
     rows.append({"prompt": json.dumps([user("hi")]), "response": spelled})
     path = write(tmp_path / "in" / "a.jsonl", rows)
-    found = learned(rows_of(opened(tmp_path, {"paths": [str(path)], "format": "prompt_response"})))
-    assert {*found} == expected | {"yes<|im_end|>\n"}
+    data = opened(tmp_path, {"paths": [str(path)], "format": "prompt_response"})
+    assert {*learned(rows_of(data))} == expected | {f"{spelled}<|endoftext|>"}
+    line = "data: 1 row with a text that spells messages in JSON: learned as text; a function that"
+    assert line in data.summary
+    pairs = [{"prompt": "Chat? ", "chosen": spelled, "rejected": "No"}]
+    path = write(tmp_path / "chats" / "a.jsonl", pairs)
+    found = learned(rows_of(opened(tmp_path, {"paths": [str(path)], "format": "preference"})))
+    assert {*found} == {f"{spelled}<|endoftext|>", "No<|endoftext|>"}
+    judged = [{"prompt": "Chat? ", "completion": spelled, "label": True}] * 2
+    path = write(tmp_path / "judged" / "a.jsonl", judged)
+    found = learned(rows_of(opened(tmp_path, {"paths": [str(path)], "format": "unpaired"})))
+    assert {*found} == {f"{spelled}<|endoftext|>"}
+
+
+def null_rows() -> list[dict[str, Any]]:
+    """Calls with an argument that is null, and with other keys than those of the next row."""
+    rows = []
+    for n, arguments in enumerate(
+        [{"city": "Oslo", "unit": None}, {"x": [1, None]}, {"unit": "C"}]
+    ):
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "1", "type": "function", "function": function}
+        messages = [user(f"{n}?"), assistant("", tool_calls=[call]), assistant("3", weight=0.5)]
+        parameters = {"required": ["city", "unit"][: 2 - n], "default": None}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        rows.append({"messages": messages, "tools": [tool]})
+    return rows
+
+
+def without_null_keys(value: Any) -> Any:
+    there = partial(filter, lambda pair: pair[1] is not None)
+    return json.loads(json.dumps(value), object_pairs_hook=lambda pairs: dict(there(pairs)))
+
+
+def test_null_stands_for_a_missing_key_in_a_struct_of_arrow_alone(tmp_path):
+    """JSON keeps its nulls: in lines, in text, in Arrow's type for it; so do Arrow's maps."""
+    pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    datasets = pytest.importorskip("datasets")
+    rows = null_rows()
+    tables = {
+        "struct": pa.Table.from_pylist(rows),
+        "text": pa.Table.from_pylist([{k: json.dumps(v) for k, v in row.items()} for row in rows]),
+    }
+    texts = tables["text"].to_pydict()
+    tables["json"] = pa.table({k: pa.array(v, pa.json_()) for k, v in texts.items()})
+    for name, table in tables.items():
+        (tmp_path / name).mkdir()
+        parquet.write_table(table, tmp_path / name / "a.parquet")
+    write(tmp_path / "lines" / "a.jsonl", rows)
+    sources = {name: {"paths": [str(tmp_path / name)]} for name in (*tables, "lines")}
+    sources["mixed"] = {"name": "huggingface", "dataset": str(tmp_path / "lines")}
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / "saved")
+    sources["saved"] = {"name": "huggingface", "dataset": str(tmp_path / "saved")}
+    tokenizer_of("qwen2.5").save(tmp_path / "tokenizer")
+    referee = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    for name, source in sources.items():
+        config = {"format": "chat", "shuffle": False, **source}
+        data = opened(tmp_path, config, template="qwen2.5", max_seq_len=2048)
+        found = {tokenizer_of("qwen2.5").decode(np.frombuffer(ids, np.int64).tolist())
+                 for ids in documents(rows_of(data))}  # fmt: skip
+        structs = {"struct": ("messages", "tools"), "lines": (), "text": (), "json": ()}
+        in_structs = structs.get(name, ("tools",))
+        kept = [{k: without_null_keys(v) if k in in_structs else v for k, v in row.items()}
+                for row in rows]  # fmt: skip
+        assert found == {referee.apply_chat_template(row["messages"], tools=row["tools"],
+                         tokenize=False) for row in kept}, name  # fmt: skip
+        lacks = "with a tool call that lacks an argument which its tool requires: learned so;"
+        assert (
+            f"data: {2 if name == 'struct' else 1} row" in data.summary
+        ) and lacks in data.summary
 
 
 def test_braces_in_a_published_row_stay(tmp_path):
@@ -569,7 +639,13 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": [user("a"), assistant("b", tool_calls=[{"x": 1}])]}, "names no function"),
     ({"messages": [user("a"), assistant("b")], "tools": "soon"}, "tools holds text"),
     ({"messages": [user("a"), assistant("b")] * 600}, "has 1,200 messages, more than 1,024"),
-    ({"messages": [user("a"), assistant("b")], "tools": [{"a": DEEP}]}, "is nested too deeply"),
+    ({"messages": [user("a"), assistant("b")], "tools": [{"a": DEEP}]}, "nested in more than 100"),
+    ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{x"}])]},
+        r"messages\[1\].tool_calls\[0\]: arguments are not JSON: .*; write an object, or a JSON"),
+    ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "[1]"}])]},
+        "arguments spell no JSON object"),
+    ({"messages": [user("a"), assistant("b")], "tools": [{"function": "f"}]},
+        r"tools\[0\].function holds text, not a JSON schema"),
     ({"messages": [user("a"), "b"]}, r"messages\[1\] holds text, not an object"),
 ]  # fmt: skip
 
@@ -595,7 +671,7 @@ def test_a_row_that_is_no_conversation_is_named(tmp_path, row, message):
         ("alpaca", {"instruction": "a"}, "no column 'output'"),
         ("alpaca", {"instruction": "a", "input": 5, "output": "b"}, "input holds a int, not text"),
         ("dolly", {"instruction": "a", "context": {}, "response": "b"}, "context holds a dict"),
-        ("prompt_response", {"prompt": "a", "response": '[{"role": "bot", "content": "b"}]'},
+        ("prompt_response", {"prompt": "a", "response": [{"role": "bot", "content": "b"}]},
             "role is 'bot'"),
         ("alpaca", {"text": "no mark"}, "0 times '### Response:', not once"),
         ("sharegpt", {"conversations": [{"from": [1], "value": "a"}] * 2}, r"role is \[1\]"),

@@ -7,7 +7,8 @@ is a `BadRow`, which ends the reading or is counted, as the caller's `on_bad_row
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 from llmfoundry.data.preparation.bad_rows import BadRow, OnBadRow, raise_bad_row, text_of_row
@@ -82,21 +83,68 @@ def arrow_texts(
     Raises:
         BadRow: a value is null, no string, or not UTF-8; unless `on_bad_row` does otherwise.
     """
-    names = batch.schema.names
+    columns = [(field.name, _from_arrow(field.type)) for field in batch.schema]
     for number, values in enumerate(zip(*batch.columns, strict=True), start=first):
         place = f"{where} {number}"
-        yield text_of_row(on_bad_row, _arrow_text, place, names, values, text_column)
+        yield text_of_row(on_bad_row, _arrow_text, place, columns, values, text_column)
 
 
-def _arrow_text(where: str, names: list[str], values: tuple[Any, ...], text_column: str) -> str:
+Convert = Callable[[Any], Any]
+
+
+def _arrow_text(
+    where: str, columns: list[tuple[str, Convert]], values: tuple[Any, ...], text_column: str
+) -> str:
     try:
-        row = {name: value.as_py() for name, value in zip(names, values, strict=True)}
+        pairs = zip(columns, values, strict=True)
+        row = {name: convert(value.as_py()) for (name, convert), value in pairs}
     except UnicodeDecodeError as error:
         why = f"byte {error.start} is not UTF-8: {error.reason}"
         raise BadRow(where, why, "not UTF-8") from error
     except Exception as error:  # what values Python has no like of raise, by their types
         raise BadRow(where, f"cannot be read: {one_line(error)}; correct it") from error
     return pick(where, text_column, row)
+
+
+@lru_cache(256)
+def _from_arrow(kind: Any) -> Convert:
+    """The function that makes of a value of this Arrow type what a line of JSON would hold.
+
+    A struct forces each of its keys on every object, so that null stands for a missing key there.
+    Arrow's JSON texts, maps and lists add nothing: a null in them was written.
+    """
+    from pyarrow import types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":  # as `datasets` keeps mixed types
+        return partial(_unless_null, json.loads)
+    if types.is_struct(kind):
+        fields = {field.name: _from_arrow(field.type) for field in kind}
+        return partial(_unless_null, partial(_object, fields))
+    if types.is_map(kind):
+        return partial(_unless_null, partial(_mapping, _from_arrow(kind.item_type)))
+    if types.is_nested(kind) and not types.is_union(kind):  # a list of some kind
+        return partial(_unless_null, partial(_list, _from_arrow(kind.value_type)))
+    return _as_it_is
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _unless_null(convert: Convert, value: Any) -> Any:
+    return None if value is None else convert(value)
+
+
+def _object(fields: Mapping[str, Convert], value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields[name](entry) for name, entry in value.items() if entry is not None}
+
+
+def _mapping(convert: Convert, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    return {key: convert(entry) for key, entry in pairs}
+
+
+def _list(convert: Convert, entries: list[Any]) -> list[Any]:
+    return entries if convert is _as_it_is else [convert(entry) for entry in entries]
 
 
 def as_text(where: object, text_column: str, value: Any) -> str:

@@ -34,7 +34,6 @@ from llmfoundry.data.preparation.columns import (
     as_text,
     columns_of,
     no_column,
-    pick,
     read_columns,
     row_text,
 )
@@ -202,21 +201,23 @@ class HubReader:
 
     def _mapped(self, span: Span, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
         assert span.stop is not None, span
-        rows = self._data.select(range(span.start, span.stop))
-        row = span.start
-        tables = self._chosen(rows).with_format("arrow").iter(_ROWS)
-        for table in _reached(self._name, tables):
-            for text in arrow_texts(f"{self._name}: row", row, self._column, table, on_bad_row):
-                yield row, text
-                row += 1
+        rows = self._chosen(self._data.select(range(span.start, span.stop)))
+        return self._texts(self._name, rows, span.start, on_bad_row)
 
     def _streamed(self, span: Span, on_bad_row: OnBadRow) -> Iterator[tuple[int, str]]:
-        number = span.start
-        file = self._data.shard(num_shards=self._data.num_shards, index=number)
-        for row, values in enumerate(_reached(f"{self._name}: file {number}", file)):
-            self._check(list(values))
-            where = f"{self._name}: file {number}, row {row}"
-            yield row, text_of_row(on_bad_row, pick, where, self._column, values)
+        file = self._data.shard(num_shards=self._data.num_shards, index=span.start)
+        return self._texts(f"{self._name}: file {span.start}", file, 0, on_bad_row)
+
+    def _texts(
+        self, where: str, rows: Any, first: int, on_bad_row: OnBadRow
+    ) -> Iterator[tuple[int, str]]:
+        """The number and text of each row, in Arrow's types: Python's hide what they add."""
+        row = first
+        for table in _reached(where, rows.with_format("arrow").iter(_ROWS)):
+            self._check(table.schema.names)
+            for text in arrow_texts(f"{where}: row", row, self._column, table, on_bad_row):
+                yield row, text
+                row += 1
 
     @cached_property
     def _data(self) -> Any:

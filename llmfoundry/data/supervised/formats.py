@@ -10,10 +10,10 @@ that it leaves nothing out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from llmfoundry.bounded import OutOfBounds
 from llmfoundry.data.preparation.bad_rows import NotOfFormat
@@ -25,13 +25,17 @@ from llmfoundry.data.supervised.loss_mask import (
     TemplateInputs,
     conversation_documents,
 )
+from llmfoundry.data.text.chat_template import call_arguments
 from llmfoundry.errors import UserError
 
-_CONVERSATIONS = ("messages", "prompt", "response", "completion", "chosen", "rejected")
+_TEXTS = ("prompt", "response", "completion", "chosen", "rejected")  # or messages
+_CONVERSATIONS = ("messages", *_TEXTS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PROMPTING = ("system", "developer", "user")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KEYS = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", *REASONING)
+SPELLS_CHAT = "with a text that spells messages in JSON"
+LACKS_ARGUMENT = "with a tool call that lacks an argument which its tool requires"
 LONGEST = 1024  # messages: each answer is found by rendering all that lies before it
 _MAY_FOLLOW = {
     None: ("system", "developer", "user"),
@@ -54,14 +58,14 @@ class Example:
             prompt's.
         contents: what the row itself holds in a rendered text.
         unread: keys of its messages that nothing reads, as messages[].key.
-        left_out: what the template does not show: reasoning, tool calls, tool results, tools.
+        told: what to say of it: what the template does not show, and what may be meant otherwise.
     """
 
     documents: tuple[SegmentedText, ...]
     key: str
     contents: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
 def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
@@ -72,16 +76,28 @@ def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Ex
         ValueError: the row is not of the format, or the template does not fit; says why.
     """
     example = _FORMATS[form](row, options)
+    columns = {name: _messages_in(row, name) for name in _CONVERSATIONS}
     unread = {
-        f"{column}[].{key}"
-        for column in _CONVERSATIONS
-        for key in keys_not_read(row.get(column), options.names)
+        f"{name}[].{key}"
+        for name, messages in columns.items()
+        for key in keys_not_read(messages, options.names)
     }
-    found = (messages for column in _CONVERSATIONS if is_messages(messages := row.get(column)))
+    told = [SPELLS_CHAT] if any(_spells_chat(row.get(name)) for name in _TEXTS) else []
     rendered = [d for d in example.documents if d.rendered]
-    text = "".join(piece.text for document in rendered for piece in document.pieces)
-    missing = [] if not rendered else left_out(found, _asked(row).tools, text)
-    return replace(example, unread=tuple(sorted(unread)), left_out=tuple(missing))
+    if rendered:
+        text = "".join(piece.text for document in rendered for piece in document.pieces)
+        messages = [m for name in columns for m in plain_messages(columns[name], name=name)]
+        tools = _asked(row).tools or []
+        told += [f"with {what}" for what in left_out(messages, tools, text)]
+        told += [LACKS_ARGUMENT] if lacks_argument(messages, tools) else []
+    return replace(example, unread=tuple(sorted(unread)), told=tuple(told))
+
+
+def _messages_in(row: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """The messages of a column; none where it holds a text."""
+    value = row.get(name)
+    messages = value if name in _TEXTS else from_json(value)
+    return messages if is_messages(messages) else []
 
 
 def example_or_error(
@@ -310,11 +326,11 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> 
 
 
 def left_out(
-    conversations: Iterable[Any], tools: list[dict[str, Any]] | None, text: str
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str
 ) -> list[str]:
     """What a rendered text does not show of messages and tools, such as reasoning."""
     shown = {name: True for name in ("reasoning", "tool calls", "tool results", "tools")}
-    for message in (m for value in conversations for m in plain_messages(value, name="")):
+    for message in messages:
         content = message.get("content", "")
         inline = content.partition("</think>")
         thoughts = inline[0].rpartition("<think>")[2] if inline[1] else ""
@@ -323,9 +339,26 @@ def left_out(
         for call in message.get("tool_calls", ()):
             shown["tool calls"] &= _is_in(call.get("function", call)["name"], text)
         shown["tool results"] &= message["role"] != "tool" or _is_in(content, text)
-    for tool in tools or ():
+    for tool in tools:
         shown["tools"] &= _is_in(tool.get("function", tool).get("name", ""), text)
     return [name for name, is_shown in shown.items() if not is_shown]
+
+
+def lacks_argument(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether a call lacks what its tool requires, as where a struct of Arrow held it as null."""
+    required: dict[str, list[Any]] = {}
+    for function in (tool.get("function", tool) for tool in tools):
+        parameters = function.get("parameters")
+        names = parameters.get("required") if isinstance(parameters, Mapping) else None
+        required[str(function.get("name"))] = names if isinstance(names, list) else []
+    for function in (c.get("function", c) for m in messages for c in m.get("tool_calls", ())):
+        arguments = call_arguments(function)
+        there = arguments if isinstance(arguments, Mapping) else {}
+        if any(name not in there for name in required.get(function["name"], ())):
+            return True
+    return False
 
 
 def _is_in(part: Any, text: str) -> bool:
@@ -336,28 +369,25 @@ def _is_in(part: Any, text: str) -> bool:
     )
 
 
-def keys_not_read(value: Any, reads: Callable[[str], bool]) -> set[str]:
+def keys_not_read(messages: Sequence[Any], reads: Callable[[str], bool]) -> set[str]:
     """The keys of messages that neither we nor the template read."""
-    if not is_messages(value):
-        return set()
-    found = {str(name) for m in from_json(value) if isinstance(m, Mapping) for name in m}
+    found = {str(name) for m in messages if isinstance(m, Mapping) for name in m}
     return {name for name in found if name not in KEYS and not reads(name)}
 
 
-def plain_messages(value: Any, *, name: str) -> list[dict[str, Any]]:
+def plain_messages(value: Sequence[Any], *, name: str) -> list[dict[str, Any]]:
     """Messages in any order, each checked alone: parts of a conversation."""
-    value = from_json(value)
     return [_message(m, f"{name}[{n}]") for n, m in enumerate(value)]
 
 
-def is_messages(value: Any) -> bool:
-    """Whether a column holds messages, not a text.
+def is_messages(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a column holds messages; a text is text, whatever it spells."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
-    A text may spell them in JSON. Other lists in JSON, as answers often are, are text.
-    """
-    if not isinstance(value, str):
-        return isinstance(value, Sequence)
-    found = from_json(value)
+
+def _spells_chat(value: Any) -> bool:
+    """Whether a text spells messages in JSON, which a table may have meant."""
+    found = from_json(value) if isinstance(value, str) else None
     return isinstance(found, list) and bool(found) and all(map(_is_message, found))
 
 
@@ -372,7 +402,10 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ValueError(f"tools holds {kind(value)}, not a list of JSON schemas")
-    return [_filled(tool) for tool in value]
+    for n, tool in enumerate(value):
+        if not isinstance(function := tool.get("function", tool), dict):
+            raise ValueError(f"tools[{n}].function holds {kind(function)}, not a JSON schema")
+    return value
 
 
 def variables_of(value: Any) -> dict[str, Any]:
@@ -388,7 +421,7 @@ def variables_of(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ValueError(f"chat_template_kwargs holds {kind(value)}, not an object")
-    found = {str(name): _filled(entry) for name, entry in value.items() if entry is not None}
+    found = {str(name): entry for name, entry in value.items()}
     for name in ("messages", "add_generation_prompt"):
         if name in found:
             raise ValueError(f"chat_template_kwargs sets {name}, which the row decides; remove it")
@@ -454,7 +487,12 @@ def _check_calls(message: dict[str, Any], where: str) -> None:
             raise ValueError(f"{where}.tool_calls[{n}] names no function")
         if "arguments" not in function:
             raise ValueError(f"{where}.tool_calls[{n}] has no arguments")
-    message["tool_calls"] = [_filled(call) for call in calls]
+        try:
+            call_arguments(function)
+        except ValueError as error:
+            no = "the arguments of a tool call are no JSON object"
+            raise NotOfFormat(f"{where}.tool_calls[{n}]: {error}", no) from error
+    message["tool_calls"] = calls
 
 
 def _check_weight(message: dict[str, Any], where: str) -> None:
@@ -481,10 +519,3 @@ def _content(value: Any, where: str) -> str:
             return "".join(texts)
         raise ValueError(f"{where} has a part that is not text; only text is learned")
     raise ValueError(f"{where} holds {kind(value)}, not text")
-
-
-def _filled(value: Any) -> Any:
-    """Without null entries, which tables give every object that lacks a key another has."""
-    if isinstance(value, Mapping):
-        return {name: _filled(entry) for name, entry in value.items() if entry is not None}
-    return [_filled(entry) for entry in value] if isinstance(value, list) else value

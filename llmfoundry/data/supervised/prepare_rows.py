@@ -41,9 +41,10 @@ from llmfoundry.files import write_json
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import INSTRUCTIONS
 
-_VERSION = 4  # of what is made of a row; raised when it becomes another
+_VERSION = 5  # of what is made of a row; raised when it becomes another
 _BATCH = 512  # rows that are encoded at a time
 _TOGETHER = 16  # rows whose results come back at a time, where the template runs elsewhere
+_LEVELS = 100  # of lists and objects in each other: a template, and pickling, nest with them
 EMPTY, LEFT_OUT = "empty", "left out by preprocess"
 DOCUMENT = np.dtype([("end", "<i8"), ("side", "i1")])
 EXAMPLE = np.dtype([("key", "<u8"), ("content", "<u8"), ("source", "<u4"), ("row", "<i8")])
@@ -206,6 +207,8 @@ class _Work:
         for read in batch:
             try:
                 values = self.reader(read.where, read.values)
+                if _is_deeper(values, _LEVELS):
+                    raise BadRow(read.where, f"is nested in more than {_LEVELS} levels; correct it")
             except BadRow as error:
                 facts.bad(error)
                 continue
@@ -240,8 +243,8 @@ class _Work:
         if isinstance(outcome, Example):
             if any(self._special.search(text) for text in outcome.contents):
                 facts.note(facts.told, SPELLED, str(where))
-            for what in outcome.left_out:
-                facts.note(facts.told, f"with {what}", str(where))
+            for what in outcome.told:
+                facts.note(facts.told, what, str(where))
             self.reader.note_unread(outcome.unread)
             return outcome
         if isinstance(outcome, UserError) and str(outcome).startswith("tokenizer."):
@@ -251,7 +254,7 @@ class _Work:
         elif isinstance(outcome, ValueError):
             facts.bad(bad_row(where, outcome))
         elif isinstance(outcome, RecursionError):
-            facts.bad(BadRow(where, "is nested too deeply; correct the row"))
+            facts.bad(BadRow(where, "holds JSON that is nested too deeply; correct the row"))
         else:
             facts.bad(BadRow(where, str(outcome)))
         return None
@@ -291,6 +294,14 @@ class _Made:
     key: str
     documents: list[Encoded]
     sides: list[int]
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects lie in each other in more levels."""
+    if not isinstance(value, dict | list):
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(entry, levels - 1) for entry in entries)
 
 
 def _arrays(made: Sequence[_Made]) -> PartArrays:

@@ -23,7 +23,7 @@ from llmfoundry.data.preparation.bad_rows import shortened
 from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.sources import Row
-from llmfoundry.data.supervised.formats import KEYS
+from llmfoundry.data.supervised.formats import KEYS, LACKS_ARGUMENT, SPELLS_CHAT
 from llmfoundry.data.supervised.prepare_rows import SPELLED, SPLIT, Store, StoreFacts
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -348,7 +348,7 @@ def packing_summary(
         lines.append(_line(key, count, what, "dropped", facts.first[what]))
     lines += bad_lines(key, facts)
     for what, count in facts.told.items():
-        then = "read as that token" if what == SPELLED else "left out by the chat template"
+        then = _THEN.get(what, "left out by the chat template")
         lines.append(_line(key, count, what, then, facts.first[what]))
     if facts.split:
         lines.append(
@@ -374,6 +374,15 @@ def packing_summary(
 def bad_lines(key: str, facts: StoreFacts) -> list[str]:
     """Lines for rows that cannot be used and are left out, one for each reason."""
     return [f"{key}: {line}" for line in facts.bad.lines()]
+
+
+_THEN = {
+    SPELLED: "read as that token",
+    SPELLS_CHAT: "learned as text; a function that preprocess names can make messages of it",
+    LACKS_ARGUMENT: "learned so; null in a struct of Arrow (parquet) is a missing key, but"
+    " arguments written as a JSON text keep it",
+}
+"""By `StoreFacts.told`: what became of these rows."""
 
 
 def _line(key: str, count: int, what: str, then: str, first: str) -> str:

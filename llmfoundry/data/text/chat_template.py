@@ -267,10 +267,32 @@ def _variables(template: ChatTemplate) -> set[str]:
 
 
 def _render(template: ChatTemplate, asked: Mapping[str, Any]) -> Rendered:
-    """What `rendered` is asked for; in the child with bounds, or here if trusted."""
+    """What `rendered` is asked for; in the child with bounds, or here if trusted.
+
+    The arguments of tool calls are objects, as transformers documents it, whichever form they came
+    in. A template that fails on objects, or would write them as Python does, gets JSON texts, as
+    OpenAI's API writes them.
+    """
+    messages = [_with_reasoning(message) for message in asked["messages"]]
+    if not any(message.get("tool_calls") for message in messages):
+        return _unmarked(_text(template, asked, messages))
+    objects = [_with_arguments(message, _as_object) for message in messages]
+    try:
+        return _unmarked(_text(template, asked, objects))
+    except UserError:
+        texts = [_with_arguments(message, _as_text) for message in messages]
+        with suppress(UserError):
+            return _unmarked(_text(template, asked, texts))
+        raise
+
+
+def _text(
+    template: ChatTemplate, asked: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """The text of messages in the form that the template reads, with its marks."""
     from jinja2.exceptions import TemplateError
 
-    messages, tools = asked["messages"], asked["tools"]
+    tools = asked["tools"]
     source = _compiled(template._tools_text if tools else template.text)
     try:
         text = source.render(
@@ -279,7 +301,7 @@ def _render(template: ChatTemplate, asked: Mapping[str, Any]) -> Rendered:
                 "tools": list(tools) if tools else None,
                 "documents": None,
                 **(asked["variables"] or {}),
-                "messages": [_with_reasoning(message) for message in messages],
+                "messages": messages,
                 "add_generation_prompt": asked["add_generation_prompt"],
             }
         )
@@ -294,7 +316,62 @@ def _render(template: ChatTemplate, asked: Mapping[str, Any]) -> Rendered:
         raise UserError(f"the chat template fails: {reason}") from error
     if len(text) > _LONGEST and len(text) > _GROWTH * len(str([messages, tools])):
         raise UserError(f"the chat template makes more than {_LONGEST:,} characters")
-    return _unmarked(text)
+    return text
+
+
+def call_arguments(function: Mapping[str, Any]) -> Any:
+    """The arguments of a call, as an object where they are a JSON text, as OpenAI's API writes it.
+
+    Raises:
+        ValueError: the text spells no object.
+    """
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        return arguments
+    what = "write an object, or a JSON text of one"
+    try:
+        found = json.loads(arguments) if arguments.strip() else {}  # of a call without arguments
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"arguments are not JSON: {_line(error)}; {what}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"arguments spell no JSON object; {what}")
+    return found
+
+
+def _with_arguments(message: Message, convert: Callable[[Message], Any]) -> dict[str, Any]:
+    """A message with what `convert` makes of each called function as its arguments."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_call_with(call, convert) for call in calls]}
+
+
+def _call_with(call: Any, convert: Callable[[Message], Any]) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call  # left to the template
+    function = {**function, "arguments": convert(function)}
+    return {**call, "function": function} if "function" in call else function
+
+
+class _Object(dict[str, Any]):
+    """Arguments that a template may read, but not write as Python does."""
+
+    def __str__(self) -> str:
+        raise TypeError("the arguments of a call are no text; write them with tojson")
+
+
+def _as_object(function: Message) -> Any:
+    try:
+        arguments = call_arguments(function)
+    except ValueError as error:
+        raise UserError(f"a call of {function.get('name')!r:.80}: its {error}") from error
+    return _Object(arguments) if isinstance(arguments, dict) else arguments
+
+
+def _as_text(function: Message) -> str:
+    arguments = function["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def template_of(choice: str, *, key: str = "tokenizer.chat_template") -> str:
