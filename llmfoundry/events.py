@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.files import parse_json
+from llmfoundry.files import open_guarded, parse_json
 from llmfoundry.redaction import public_texts
 
 NAME = "events.jsonl"
@@ -77,7 +77,8 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     """The events of a run in the order in which they were written; none without a file."""
     path = folder / NAME
     try:
-        lines = path.read_bytes().split(b"\n") if path.is_file() else []  # a pipe would wait
+        with open_guarded(path) as file:
+            lines = file.read().split(b"\n")
     except OSError:
         return
     for line in lines:

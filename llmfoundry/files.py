@@ -1,8 +1,12 @@
-"""Atomic writes, folders whose writing resumes, and locks that are released when their owner exits.
+"""Atomic writes, guarded reads, folders whose writing resumes, and locks that end with their owner.
 
 Small files are written by `atomic_write`, streams by `atomic_file`, folders by `atomic_path`: under
 a temporary name beside the target until all of it is on the disk. So a reader at any time, also
 after a crash, a power cut or a full disk, finds the old content or the new.
+
+A file that somebody else may have written is read by `open_guarded` or by what is built on it
+(`read_json`, `read_object`, `read_text`): a pipe is refused and not waited for, and size and depth
+are bounded.
 
 The cache of shards locks the very file it means: exclusively while it is written or deleted, shared
 while it is read; runs and preparations lock a file made for it. These are flock's locks, which the
@@ -41,6 +45,13 @@ RUN_LOCK = "run.lock"
 """In a run's folder: who trains there holds it (`checkpoint/locks.py`)."""
 SWEEP_LOCK = "sweep.lock"
 """In the folder of a sweep's runs: held by the sweep (`commands/sweep.py`)."""
+MOST_BYTES = 1 << 25
+"""Of a guarded read: twice the largest index of weights that was published."""
+DEEPEST = 64
+"""Levels of lists and objects in JSON; what reads it goes down by calling itself."""
+AGAIN = "copy or download it again"
+TOO_DEEP = f"nested more than {DEEPEST} deep"
+_NESTS = (dict, list)
 _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts say of folders
 
 
@@ -86,16 +97,44 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
     atomic_write(path, json.dumps(value, indent=indent, default=str) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def open_guarded(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; the caller closes it.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe, a device or a folder.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # asked first, as opening a device may act
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    # Without waiting for a writer, where a pipe has taken the place of the file meanwhile.
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def read_guarded(path: Path, *, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: `open_guarded` refuses it.
+        ValueError: it is longer.
+    """
+    with open_guarded(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"has more than {most:,} bytes")
+    return data
+
+
+def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
     """What a JSON file holds.
 
     Raises:
-        OSError: it cannot be read, or is no file: a pipe would be waited for.
-        ValueError: it is not JSON, or nested beyond measure.
+        OSError: it cannot be read.
+        ValueError: `read_guarded` or `parse_json` refuses it.
     """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, f"{path} is not a file")
-    return parse_json(path.read_bytes())
+    return parse_json(read_guarded(path, most=most))
 
 
 def read_json_if_there(path: Path) -> Any:
@@ -104,15 +143,87 @@ def read_json_if_there(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says.
+    """What JSON says; of bytes, UTF-16 and UTF-32 are read too, and a byte order mark.
 
     Raises:
-        ValueError: it is not JSON, or nested beyond measure.
+        ValueError: it is not JSON, or is nested deeper than `DEEPEST`.
     """
+    if isinstance(text, bytes):
+        text = _decoded(text)
+    if not text.strip():
+        raise ValueError("it is empty")
     try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    level = [found]
+    for _ in range(DEEPEST):
+        inner = (c.values() if isinstance(c, dict) else c for c in level if isinstance(c, _NESTS))
+        level = [value for values in inner for value in values if isinstance(value, _NESTS)]
+        if not level:
+            return found
+    raise ValueError(TOO_DEEP)
+
+
+def read_object(path: Path, *, instead: str = AGAIN, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object in a file that somebody else wrote.
+
+    Args:
+        path: the file.
+        instead: what to do where it cannot be used: download it again.
+        most: bytes that it may have.
+
+    Raises:
+        UserError: it cannot be read, is not JSON, or holds no object.
+    """
+    with _readable(path, instead):
+        data = read_guarded(path, most=most)
+    try:
+        found = parse_json(data)
+    except ValueError as error:
+        reason = one_line(error).partition("; ")[0]  # of Python's, without its advice
+        raise UserError(f"{path}: is not JSON: {reason}; {instead}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no settings by name; {instead}")
+    return found
+
+
+def read_object_if_there(path: Path, *, instead: str = AGAIN) -> dict[str, Any]:
+    """The same (`read_object`); empty where nothing has that name."""
+    return read_object(path, instead=instead) if path.exists() else {}
+
+
+def read_text(
+    path: Path, *, is_json: bool = False, instead: str = AGAIN, most: int = MOST_BYTES
+) -> str:
+    """The text of a file that somebody else wrote: UTF-8, or what JSON may be in.
+
+    Raises:
+        UserError: it cannot be read, or is no such text.
+    """
+    with _readable(path, instead):
+        data = read_guarded(path, most=most)
+    try:
+        return _decoded(data) if is_json else data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: holds no UTF-8 text; {instead}") from error
+
+
+def _decoded(data: bytes) -> str:
+    """The text of JSON; unlike in `json.loads`, half of a surrogate pair is an error."""
+    return data.decode(json.detect_encoding(data))
+
+
+@contextmanager
+def _readable(path: Path, instead: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path}: is missing; {instead}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {instead}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; {instead}") from error
 
 
 def publish(written: Path, path: Path) -> None:

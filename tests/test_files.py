@@ -1,6 +1,7 @@
 """Files written whole or not at all."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from llmfoundry.files import (
     atomic_write,
     one_at_a_time,
     open_to_all,
+    parse_json,
     publish,
+    read_json,
+    read_object,
     sync,
     write_json,
 )
@@ -30,6 +34,58 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
     assert target.read_text() == '{\n "old": 1\n}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_foreign_json_is_read_in_every_encoding_of_json(tmp_path: Path, encoding: str) -> None:
+    value = {"name": "n\u00e4me \U0001f600", "list": [1, None, {"deep": [[]]}]}
+    (tmp_path / "a.json").write_bytes(json.dumps(value, ensure_ascii=False).encode(encoding))
+    assert read_object(tmp_path / "a.json") == value
+
+
+DEEP = 64
+FOREIGN = {
+    b"": "is not JSON: it is empty",
+    b"{": "is not JSON: Expecting property name",
+    b"[1]": "holds no settings by name",
+    b'{"a": "\xff"}': "is not JSON: 'utf-8' codec",
+    b'{"a": "\xed\xa0\x80"}': "is not JSON: 'utf-8' codec",  # half a pair
+    b'{"a": ' + b"9" * 5000 + b"}": "is not JSON: Exceeds the limit (4300 digits)",
+    b'{"a":' * (DEEP + 1) + b"1" + b"}" * (DEEP + 1): "is not JSON: nested more than 64 deep",
+    b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}": "is not JSON: nested more than 64 deep",
+    b" " * 1001 + b"{}": "has more than 1,000 bytes",
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN, ids=range(len(FOREIGN)))
+def test_foreign_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    most = 1000 if content.startswith(b"  ") else 10**6
+    with pytest.raises(UserError) as caught:
+        read_object(path, instead="copy it again", most=most)
+    (line,) = caught.value.lines()
+    assert line.startswith(f"{path}: {FOREIGN[content]}") and line.endswith("; copy it again")
+
+
+def test_json_may_be_as_deep_as_the_bound() -> None:
+    text = "[" * DEEP + "]" * DEEP
+    assert parse_json(text) == json.loads(text)
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        parse_json(f'{{"a": 1, "b": {text}}}')
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "folder", "device"):
+        with pytest.raises(UserError, match=f"{name}: cannot be read: is not a file; copy or"):
+            read_object(tmp_path / name)
+        with pytest.raises(OSError, match="is not a file"):
+            read_json(tmp_path / name)
+    with pytest.raises(UserError, match="none: is missing; copy or download it again"):
+        read_object(tmp_path / "none")
 
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ weights; all others ask `models.adapter` what is an adapter's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from llmfoundry.builders.model import weight_dtype
 from llmfoundry.errors import UserError
+from llmfoundry.files import read_object
 from llmfoundry.loggers.console import format_gib as memory_text
 from llmfoundry.models.adapter import (
     adapter_table,
@@ -223,12 +223,8 @@ class BaseCheck:
             UserError: they cannot be read.
         """
         self._folder, self._key = folder, key
-        if not (folder / BASE).is_file():
-            return
-        try:
-            self.then = json.loads((folder / BASE).read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder / BASE}: cannot be read: {error}") from error
+        if (folder / BASE).exists():
+            self.then = read_object(folder / BASE)
 
     def compare(self, now: Mapping[str, list[float]]) -> None:
         """Raise a UserError where `base_sample`'s numbers of a base are not those."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from llmfoundry.files import sync, write_json
+from llmfoundry.files import read_json, sync, write_json
 
 FileSums = dict[str, dict[str, int]]
 """Bytes and checksum (crc32) of files, by name."""
@@ -30,15 +29,7 @@ def read_commit(folder: Path) -> dict[str, tuple[int, int]]:
         OSError: the file cannot be read.
         ValueError: it is not a list of a complete checkpoint's files, all inside of its folder.
     """
-    path = folder / COMMIT
-    if not path.is_file():
-        raise ValueError("it is not a file")
-    if path.stat().st_size > _MAX_BYTES:
-        raise ValueError("it is too long")
-    try:
-        listed = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("it is not a list of files") from None
+    listed = read_json(folder / COMMIT, most=_MAX_BYTES)
     if not isinstance(listed, dict) or not isinstance(listed.get("files"), dict):
         raise ValueError("it is not a list of files")
     files: dict[str, tuple[int, int]] = {}

@@ -67,7 +67,7 @@ from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import parse_json
+from llmfoundry.files import read_guarded, read_json
 from llmfoundry.models.adapter import is_added, plain_name, saved_names
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.tensor_parallel import all_stacked_rows
@@ -78,6 +78,7 @@ from llmfoundry.ops.shard_layout import Stacked
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 _LONGEST = 1 << 26  # bytes of a state.json
+_LONGEST_TABLE = 1 << 32  # of a table, which has a line for each part of each tensor
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -88,9 +89,7 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     path, shown = checkpoint.folder / "state.json", f"{checkpoint}/state.json"
     try:
-        if path.stat().st_size > _LONGEST:
-            raise ValueError(f"it has more than {_LONGEST:,} bytes")
-        state = parse_json(path.read_bytes())
+        state = read_json(path, most=_LONGEST)
     except OSError as error:
         raise UserError(f"{shown}: {one_line(error)}") from error
     except ValueError as error:
@@ -254,7 +253,7 @@ def read_table(checkpoint: Checkpoint) -> Metadata:
         UserError: its table cannot be read.
     """
     try:
-        return parse_metadata((checkpoint.folder / TABLE).read_bytes())
+        return parse_metadata(read_guarded(checkpoint.folder / TABLE, most=_LONGEST_TABLE))
     except (OSError, ValueError) as error:
         raise _unreadable(checkpoint, one_line(error)) from error
 

@@ -30,7 +30,7 @@ from llmfoundry.data.store import ExistsError, MissingError
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.files import RUN_LOCK, LockedFile, remove_partials, try_lock
+from llmfoundry.files import RUN_LOCK, LockedFile, parse_json, remove_partials, try_lock
 
 LOCK = RUN_LOCK
 _PATIENCE = 5.0  # seconds: a killed process frees its memory before its locks
@@ -202,8 +202,8 @@ class Lease:
 
 
 def _parsed(text: str) -> dict[str, object]:
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
+    with suppress(ValueError):
+        found = parse_json(text)
         if isinstance(found, dict):
             return found
     return {}

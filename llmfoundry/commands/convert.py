@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,11 +31,11 @@ from llmfoundry.checkpoint.streamed import write_streamed
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write, read_json_if_there, refuse_used, resumable_folder
+from llmfoundry.files import atomic_write, read_object_if_there, refuse_used, resumable_folder
 from llmfoundry.hf.architectures import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
-from llmfoundry.hf.read import HFFolder, hf_folder, open_hf
+from llmfoundry.hf.read import HFFolder, hf_folder, open_hf, read_hf_config
 from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics import BATCH, read_metrics
 from llmfoundry.loggers.pages.scores import ShownScore, in_parts, percents, written
@@ -156,7 +155,7 @@ def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
     folder = hf_folder(str(recipe.checkpoint))
     tokenizer = Tokenizer.load(folder)
     stops = TokenizerFiles.of(tokenizer, folder).stops
-    is_trained = DOCUMENT_START in json.loads((folder / "config.json").read_text())
+    is_trained = DOCUMENT_START in read_hf_config(folder)
     with open_hf(folder) as opened:
         state = {tensor.name: tensor for tensor in opened.tensors()}
         model = GGUFModel(
@@ -267,7 +266,7 @@ def _import(recipe: ConvertRecipe) -> None:
     refuse_used(output)
     folder = hf_folder(recipe.checkpoint)
     tokenizer = Tokenizer.load(folder)
-    is_trained = DOCUMENT_START in json.loads((folder / "config.json").read_text())
+    is_trained = DOCUMENT_START in read_hf_config(folder)
     with open_hf(folder) as opened:
         written = _imported_recipe(opened, output)
         tensors = _streamed(opened, build_root(with_defaults(written)).model)
@@ -495,8 +494,8 @@ def card_scores(checkpoint: Path, batch: int) -> list[CardScore]:
         batch: of the checkpoint; measurements of others are not its.
     """
     run_folder = checkpoint.parents[1]
-    asked = read_json_if_there(run_folder / "eval" / checkpoint.name / "results.json")
-    result = asked.get("gauntlet") or read_json_if_there(
+    asked = read_object_if_there(run_folder / "eval" / checkpoint.name / "results.json")
+    result = asked.get("gauntlet") or read_object_if_there(
         run_folder / "eval" / f"{checkpoint.name}.json"
     )
     metrics = asked.get("metrics") or _logged(run_folder / "metrics.jsonl", batch)

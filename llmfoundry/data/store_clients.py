@@ -30,6 +30,7 @@ import fsspec
 from llmfoundry.data.store_address import EXTRAS, Address
 from llmfoundry.data.store_errors import RequestError, answer_of
 from llmfoundry.errors import UserError, import_optional
+from llmfoundry.files import parse_json, read_guarded
 from llmfoundry.retry import within
 
 STEP = 1 << 18  # bytes that have to come within the timeout
@@ -358,11 +359,11 @@ def _tls(verify: Any) -> dict[str, Any]:
 def _settings_file(path: Path) -> bytes:
     """What a setting names; its absence is not that of a file in the store."""
     try:
-        return path.read_bytes()
-    except OSError as error:
+        return read_guarded(path)
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"{path}: cannot be read: {error.strerror}; check data.storage_options and the"
-            " environment's variables"
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; check"
+            " data.storage_options and the environment's variables"
         ) from error
 
 
@@ -449,7 +450,7 @@ def _google(address: Address) -> _Settings:
 def _google_login(made: _Settings, path: Path) -> None:
     """Use a file of a login: obstore knows keys and users, Google's own library the others."""
     try:
-        kind = json.loads(_settings_file(path)).get("type")
+        kind = parse_json(_settings_file(path)).get("type")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: is no login of Google's; check data.storage_options") from error
     if kind in ("service_account", "authorized_user"):

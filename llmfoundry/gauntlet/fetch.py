@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.files import atomic_write, publish
+from llmfoundry.files import atomic_write, open_guarded, parse_json, publish, read_json
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet, read_section
 from llmfoundry.recipe.checks import nearest, one_of
 from llmfoundry.recipe.paths import ROOT, find_file, show
@@ -199,7 +199,7 @@ class FetchManifest:
         if not path.exists():
             return cls(folder)
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["files"]
+            files = read_json(path)["files"]
             assert all(isinstance(entry["sha256"], str) for entry in files.values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
@@ -287,14 +287,14 @@ def inspect(path: Path) -> Content:
         FetchError: a line is no JSON object, or there is none.
     """
     digest, size, rows = hashlib.sha256(), 0, 0
-    with path.open("rb") as lines:
+    with open_guarded(path) as lines:
         for number, line in enumerate(lines, start=1):
             digest.update(line)
             size += len(line)
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise FetchError(f"{show(path)}:{number}: is not JSON ({error})") from error
             if not isinstance(row, dict):

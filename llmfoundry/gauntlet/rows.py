@@ -21,6 +21,7 @@ import glob
 import gzip
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -42,7 +43,8 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.instructions import Exchange, check_tasks, draw_exchange, right_message
 from llmfoundry.data.preparation.files import list_url
 from llmfoundry.data.store import MissingError, Store
-from llmfoundry.errors import UserError, import_optional
+from llmfoundry.errors import UserError, import_optional, one_line
+from llmfoundry.files import parse_json, read_guarded
 from llmfoundry.gauntlet.gauntlet_file import BROKEN, is_broken
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import TaskType, filled_text, short_repr, type_of
@@ -167,8 +169,8 @@ def _row(raw: RawRow, place: str, task: TaskConfig) -> TaskRow:
 
 def _parse(line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError('is not a row; write {"field": value, ...}')
@@ -247,20 +249,26 @@ def local_files(uri: str, gauntlet_path: Path, key: str) -> list[Path]:
     )
 
 
+_MOST_BYTES = 1 << 31  # of a file of rows, unpacked
+
+
 def _read(path: Path, key: str) -> bytes:
     if path.suffix == ".parquet":
         raise UserError(f"{key}: {show(path)} is no text; write hf://{show(path)}")
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{key}: {show(path)}: {error.strerror}") from error
+        return read_guarded(path, most=_MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {show(path)}: {one_line(error)}; write another file") from error
 
 
 def _lines(name: str, content: bytes) -> Iterator[tuple[str, str]]:
     r"""The lines of a .jsonl or .jsonl.gz file; only \n ends one, as texts may hold \u2028."""
     try:
         if name.endswith(".gz"):
-            content = gzip.decompress(content)
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as opened:
+                content = opened.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise UserError(f"{name}: unpacks to more than {_MOST_BYTES:,} bytes; split it")
         text = content.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{name}: is not complete gzip data ({error}); fetch it again") from error

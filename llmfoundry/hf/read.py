@@ -8,7 +8,6 @@ be read when it is needed. Memory is that of the largest, however large the mode
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import read_object
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
 from llmfoundry.hf.llm_foundry import FOUNDRY, foundry_map
 from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
@@ -124,7 +124,7 @@ def open_hf(
     Raises:
         UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
     """
-    written = read_json_object(folder / "config.json") if written is None else written
+    written = read_hf_config(folder) if written is None else written
     check_layers(written)
     name, config = read_settings(written)
     for line in unread(written, name):
@@ -185,6 +185,15 @@ def _own_state(
     for name, shaped in wanted.items():
         check_shape(name.removeprefix("model."), sketch(name).shape, shaped.shape)
         yield lazy(name.removeprefix("model."), partial(same, name), sketch, read)
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json.
+
+    Raises:
+        UserError: `files.read_object` refuses it.
+    """
+    return read_object(folder / "config.json", instead="write a folder that transformers saved")
 
 
 def from_hf(
@@ -385,8 +394,7 @@ def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], Reader]]:
 
 def _shards(index: Path, suffix: str) -> list[Path]:
     """The files that an index names, all beside it, and all there."""
-    written = read_json_object(index)
-    names = written.get("weight_map") if isinstance(written, dict) else None
+    names = read_object(index).get("weight_map")
     if not isinstance(names, dict):
         raise UserError(f"{index}: has no weight_map; copy or download it again")
     for name in names.values():
@@ -400,21 +408,3 @@ def _shards(index: Path, suffix: str) -> list[Path]:
             f"{missing[0]}{more}: is missing, but {index.name} names it; copy or download it again"
         )
     return files
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A folder's config.json, or another of its files.
-
-    Raises:
-        UserError: it is missing, or is not JSON.
-    """
-    if path.exists() and not path.is_file():  # a pipe, which would be waited for
-        raise UserError(f"{path}: is not a file; write a folder that transformers saved")
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: is missing; write a folder that transformers saved") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not JSON: {one_line(error)}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {one_line(error)}") from error

@@ -31,7 +31,14 @@ import psutil
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event, is_restart, read_events
 from llmfoundry.exit_status import DONE, ENDS_FOLDER, GIVE_UP, SAVED, own_node
-from llmfoundry.files import RUN_LOCK, is_locked, parse_json, read_json_if_there, try_lock
+from llmfoundry.files import (
+    RUN_LOCK,
+    is_locked,
+    open_guarded,
+    parse_json,
+    read_json_if_there,
+    try_lock,
+)
 from llmfoundry.launch import record as records
 from llmfoundry.launch.client import SILENCE, in_order, timed
 from llmfoundry.launch.record import RECORD, LaunchRecord, TargetState, read
@@ -294,7 +301,7 @@ def _new_lines(path: Path, place: _Place) -> Iterator[tuple[bytes, _Place]]:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_guarded(path) as file:
         file.seek(max(0, place.end - len(place.mark)))
         if file.read(len(place.mark)) != place.mark:
             place = _Place()
@@ -309,9 +316,7 @@ def _new_lines(path: Path, place: _Place) -> Iterator[tuple[bytes, _Place]]:
 def tail(path: Path) -> list[dict[str, Any]]:
     """The last rows of a file of JSON lines; a torn or foreign line is left out."""
     try:
-        if not path.is_file():  # a pipe would wait
-            return []
-        with path.open("rb") as file:
+        with open_guarded(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
             lines = file.read(_TAIL).split(b"\n")

@@ -23,7 +23,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import open_guarded, parse_json
 
 BATCH, TOKEN = "time/batch", "time/token"
 WALL = "time/unix_ms"  # when a line was written: milliseconds since 1970
@@ -218,7 +219,11 @@ def _lines(
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """(byte where it ends, object) of each line with one of `marks`; None for a torn last one."""
     end, broken = 0, ""
-    with path.open("rb") as file:
+    try:
+        opened = open_guarded(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
+    with opened as file:
         # Split at line feeds only: other separators may stand inside a JSON string.
         for number, raw in enumerate(file, 1):
             end += len(raw)
@@ -227,7 +232,7 @@ def _lines(
             if broken:
                 raise UserError(broken)
             try:
-                row = json.loads(raw.decode("utf-8"))
+                row = parse_json(raw.decode("utf-8"))
                 if not isinstance(row, dict) or not isinstance(row.get(BATCH), int):
                     raise ValueError(f"no object with {BATCH}")
             except ValueError as error:

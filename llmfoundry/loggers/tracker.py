@@ -18,7 +18,7 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME, add_event
-from llmfoundry.files import read_json_if_there, write_json
+from llmfoundry.files import read_json_if_there, read_object_if_there, write_json
 from llmfoundry.loggers.background_queue import RunFacts, Task, milliseconds
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
@@ -87,7 +87,7 @@ class Tracker:
         if facts:
             self.console.banner(facts)
         self._drop_after(first_batch)
-        before = read_json_if_there(self._folder / "run.json") if first_batch > 0 else {}
+        before = read_object_if_there(self._folder / "run.json") if first_batch > 0 else {}
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
         self._run |= {"total_batches": total, "summary": {"status": "running"}}
@@ -285,7 +285,7 @@ def send_record(
         raise UserError(
             "logger: names no place; write logger.mlflow=true, tensorboard, wandb or trackio"
         )
-    record = read_json_if_there(folder / "run.json")
+    record = read_object_if_there(folder / "run.json")
     facts = RunFacts(
         name=record.get("name") or folder.resolve().name,
         folder=folder,

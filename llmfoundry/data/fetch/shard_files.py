@@ -30,7 +30,7 @@ from llmfoundry.data.fetch.shard_fetch import Prefetcher, ShardFetcher, damage
 from llmfoundry.data.file_spec import COPIES, INDEX, CompressedFile, FetchOptions, FileSpec
 from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError
-from llmfoundry.files import LockedFile, atomic_file, lock
+from llmfoundry.files import LockedFile, atomic_file, lock, parse_json
 
 __all__ = ["CompressedFile", "FetchOptions", "FileSpec", "ShardFolder"]
 
@@ -442,8 +442,8 @@ def some_of(numbers: Sequence[int]) -> list[int]:
 
 def _read(text: bytes) -> dict[str, str]:
     """The contents of a record; nothing, if it is garbage."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text)
+    with contextlib.suppress(ValueError):
+        found = parse_json(text)
         if isinstance(found, dict) and all(isinstance(found.get(k), str) for k in _KEYS):
             return {key: found[key] for key in _KEYS}
     return {}

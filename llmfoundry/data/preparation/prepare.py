@@ -52,7 +52,7 @@ from llmfoundry.data.preparation.write import (
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import Shard, StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
-from llmfoundry.files import one_at_a_time
+from llmfoundry.files import one_at_a_time, parse_json
 from llmfoundry.processes import cores
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.redaction import public
@@ -165,7 +165,13 @@ def _claim(place: OutputFolder, plan: PreparationPlan) -> None:
     if data is None:
         place.write(_SETTINGS, json.dumps(plan.settings).encode())
     else:
-        _check_same(place, json.loads(data), plan.settings)
+        try:
+            before = parse_json(data)
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise _other(place, f"{_SETTINGS} is damaged")
+        _check_same(place, before, plan.settings)
 
 
 def _check_same(place: OutputFolder, before: dict[str, Any], now: dict[str, Any]) -> None:

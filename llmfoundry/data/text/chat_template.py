@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.bounded import OutOfBounds, run_bounded
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
+from llmfoundry.files import read_guarded
 
 Message = Mapping[str, Any]
 """role (system, user, assistant, tool), content, and by template tool_calls and others."""
@@ -378,10 +379,11 @@ def template_of(choice: str, *, key: str = "tokenizer.chat_template") -> str:
     """The Jinja source of a named template, or of a file."""
     file = _FOLDER / f"{choice}.jinja" if choice in NAMED else Path(choice).expanduser()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_guarded(file).decode()
     except (OSError, ValueError) as error:
         named = ", ".join(NAMED)
-        reason = getattr(error, "strerror", None) or "holds no UTF-8 text"
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = one_line(error) if is_text else "holds no UTF-8 text"
         raise UserError(
             f"{key}: cannot read {choice}: {reason}; write {named}, or a Jinja file"
         ) from error

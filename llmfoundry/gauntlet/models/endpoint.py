@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import parse_json
 from llmfoundry.gauntlet.metrics import until_stop
 from llmfoundry.gauntlet.models.echo import ECHO, read_score
 from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
@@ -288,7 +289,7 @@ class Endpoint:
         with urllib.request.urlopen(request, timeout=self._timeout) as response:
             content = response.read()
         try:
-            return json.loads(content)
+            return parse_json(content)
         except ValueError:  # a page: `_text` says so
             return content.decode(errors="replace").strip()
 
@@ -337,7 +338,7 @@ def _message(error: urllib.error.HTTPError) -> tuple[str, str]:
     """The server's words on one line, and its code, in the forms that servers have."""
     content = error.read(10_000).decode(errors="replace")
     try:
-        reply = json.loads(content)
+        reply = parse_json(content)
     except ValueError:
         return " ".join(content.split())[:200], ""
     reply = reply.get("error", reply) if isinstance(reply, dict) else reply

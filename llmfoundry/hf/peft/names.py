@@ -7,7 +7,6 @@ rows. What a folder is called and how it begins stands here too.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from llmfoundry.bounded import first_to_match, match_all, run_bounded
 from llmfoundry.errors import UserError
+from llmfoundry.files import read_object
 from llmfoundry.hf.architectures import OWN, is_mixture
 from llmfoundry.hf.experts import ExpertNames
 from llmfoundry.hf.tensor_names import MAPS, Rule, layers, swap_pairs
@@ -192,27 +192,13 @@ def depth(parameter: str, parameters: Iterable[str]) -> int:
     return sum(DEFINED.index(parameter) < DEFINED.index(other) for other in parameters)
 
 
-_LARGEST = 1 << 25  # bytes; every name of a mixture of experts takes a few million
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a folder.
 
     Raises:
         UserError: it is missing, or is not one.
     """
-    path = folder / CONFIG
-    if not path.is_file():  # nor a pipe, which would be waited for
-        raise UserError(f"{path}: is missing; write a folder that peft saved")
-    if path.stat().st_size > _LARGEST:
-        raise UserError(f"{path}: has {path.stat().st_size:,} bytes; peft writes far less")
-    try:
-        read = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise UserError(f"{path}: is not a configuration; write a folder that peft saved")
-    return read
+    return read_object(folder / CONFIG, instead="write a folder that peft saved")
 
 
 _NAME = re.compile(r"[\w.\-]*")

@@ -18,7 +18,12 @@ from typing import Any
 from markupsafe import Markup
 
 from llmfoundry.events import read_events
-from llmfoundry.files import atomic_write, read_json_if_there
+from llmfoundry.files import (
+    atomic_write,
+    read_object,
+    read_object_if_there,
+    read_text,
+)
 from llmfoundry.loggers.console import duration, format_gib, number, percent, printable, short_count
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, milliseconds, read_metrics
 from llmfoundry.loggers.pages.charts import (
@@ -62,7 +67,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
 
     `summary` (label → value, `status` among them) is added to the contents of run.json.
     """
-    run = read_json_if_there(run_folder / "run.json")
+    run = read_object_if_there(run_folder / "run.json")
     result = {**run.get("summary", {}), **(summary or {})}
     status = str(result.pop("status", "running"))
     rows = metric_rows(run_folder)
@@ -295,7 +300,7 @@ def recipe(path: Path) -> Markup:
     """The recipe as it was saved, passwords hidden, folded."""
     if not path.exists():
         return Markup()
-    text = Markup("<pre>{}</pre>").format(public(path.read_text(encoding="utf-8")))
+    text = Markup("<pre>{}</pre>").format(public(read_text(path)))
     return part("folded", path.name, text)
 
 
@@ -308,7 +313,7 @@ def is_drawn(name: str) -> bool:
 
 def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
     """The gauntlet's results, oldest first."""
-    results = [read_json_if_there(path) for path in sorted(run_folder.glob("eval/*.json"))]
+    results = [read_object(path) for path in sorted(run_folder.glob("eval/*.json"))]
     return sorted((r for r in results if BATCH in r), key=lambda r: int(r[BATCH]))
 
 

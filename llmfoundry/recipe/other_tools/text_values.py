@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from llmfoundry.errors import UserError
 from llmfoundry.recipe.other_tools.entry import (
     CHANGED,
     MISSING,
@@ -27,6 +28,7 @@ from llmfoundry.recipe.other_tools.entry import (
     refused,
 )
 from llmfoundry.recipe.other_tools.values import SERVERS, duration, is_supervised, keyword
+from llmfoundry.recipe.yaml_file import read_yaml
 
 _CALL = re.compile(r"(\w+)\.py$")
 MOUNTED = "/mnt/config/parameters.yaml"
@@ -377,9 +379,10 @@ def gauntlet_file(key: str) -> Take:
             )
             return refused(why, eval__gauntlet=MISSING)
         try:
+            read_yaml(found)  # within the bounds of a recipe
             inside = OmegaConf.to_container(OmegaConf.load(found))
-        except (YAMLError, OmegaConfBaseException, OSError) as error:
-            raise ValueError(f"{found} is no YAML") from error
+        except (YAMLError, OmegaConfBaseException, UserError) as error:
+            raise ValueError(f"{found} is no YAML ({error})") from error
         if not isinstance(inside, dict):
             raise TypeError(f"{found} holds no keys")
         return Taken(
