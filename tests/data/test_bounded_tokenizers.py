@@ -57,7 +57,7 @@ def unknown() -> Backend:
 
 def test_an_unknown_tokenizer_gives_the_same_ids_in_the_child(tmp_path):
     theirs = unknown()
-    assert not is_linear(theirs.to_str())
+    assert not is_linear(json.loads(theirs.to_str()))
     ours = Tokenizer.load(written(tmp_path / "t", json.loads(theirs.to_str())))
     assert isinstance(ours._backend, BoundedBackend)
     for tokenizer in (ours, pickle.loads(pickle.dumps(ours))):
@@ -119,8 +119,56 @@ def test_common_tokenizers_need_no_child(monkeypatch):
     words.normalizer, words.decoder = normalizers.BertNormalizer(), decoders.WordPiece()
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     for backend in (*kinds, sentencepiece, unigram, words):
-        assert is_linear(backend.to_str())
+        assert is_linear(json.loads(backend.to_str()))
         assert isinstance(open_backend(backend.to_str(), "f"), tokenizers.Tokenizer)
+
+
+def saved_after_padding(strategy, length):
+    """As transformers saves a tokenizer that has padded and truncated."""
+    definition = json.loads(bytes_backend().to_str())
+    definition["padding"] = {
+        "strategy": strategy, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "\u0000",
+    }  # fmt: skip
+    definition["truncation"] = {
+        "direction": "Right", "max_length": length, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    return definition
+
+
+@pytest.mark.parametrize("size", [256, 10**10])
+def test_padding_and_truncation_that_were_saved_are_not_applied(size, tmp_path):
+    """1e10 would end the process: the library counts on memory for them."""
+    folder = written(tmp_path / "t", saved_after_padding({"Fixed": size}, 2))
+    check_tokenizer(str(folder))
+    tokenizer = Tokenizer.load(folder)
+    plain = bytes_backend()
+    assert tokenizer.encode("a long text") == plain.encode("a long text").ids
+    assert tokenizer.document_start == (tokenizer.eos_id,) and tokenizer.document_end == ()
+    assert json.loads(tokenizer.files()["tokenizer.json"])["padding"] is None
+
+
+def test_special_tokens_are_counted_whatever_a_text_becomes(tmp_path):
+    definition = json.loads(bytes_backend().to_str())
+    around = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}] * 65
+    single = [*around, {"Sequence": {"id": "A", "type_id": 0}}]
+    end = {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
+    definition["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": [*single, single[-1]],
+        "special_tokens": {"<|endoftext|>": end},
+    }  # fmt: skip
+    with pytest.raises(UserError, match="puts 65 special tokens around a text; write at most 64"):
+        Tokenizer.load(written(tmp_path / "t", definition))
+
+
+@pytest.mark.parametrize("kind", [models.WordLevel, models.WordPiece])
+def test_a_vocabulary_without_its_unknown_token_is_refused(kind, tmp_path):
+    backend = Backend(kind({"a": 0, "[UNK]": 1, "<|endoftext|>": 2}, unk_token="[UNK]"))
+    definition = json.loads(backend.to_str())
+    Tokenizer.load(written(tmp_path / "t", definition))
+    definition["model"]["unk_token"] = "zz"
+    with pytest.raises(UserError, match=r"Missing.*UNK.*; add its unk_token to the vocabulary"):
+        Tokenizer.load(written(tmp_path / "t", definition))
 
 
 def test_listed_patterns_are_linear():

@@ -281,6 +281,10 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(UserError, match=r"eos_token '<end>' is not in its vocabulary"):
         Tokenizer.load(folder)
+    for token in ('{"content": {"a": 1}}', "[1]", "true"):
+        (folder / "tokenizer_config.json").write_text(f'{{"eos_token": {token}}}')
+        with pytest.raises(UserError, match=r"tokenizer_config\.json: eos_token: .* is no token"):
+            Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: is not JSON"):
         Tokenizer.load(folder)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -22,6 +23,7 @@ import tokenizers
 from llmfoundry.bounded import OutOfBounds, run_bounded
 from llmfoundry.data.text.bpe import WORDS
 from llmfoundry.errors import UserError
+from llmfoundry.files import parse_json, read_text
 
 SECONDS = 5.0
 """CPU time to load a definition and to try it."""
@@ -32,7 +34,8 @@ MOST_TOKENS = 1 << 24
 
 _CLASSES = "aA1 \n\t.é中_-'/<\u0301"  # characters of different kinds
 _RUN = 2000
-_LARGEST = 1 << 26  # characters of a definition that is looked at here; Gemma's has 33 million
+_RARE = "a \u2603 \U0002a6a5"  # characters that few vocabularies have
+_LARGEST = 1 << 26  # bytes of a definition; Gemma's has 33 million
 _LONGEST_PIECE = 256  # characters; each is looked for at each character
 _MOST_GROWTH = 64.0  # of a text by its normalizers
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -78,12 +81,37 @@ _DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPE
              "Replace"}  # fmt: skip
 
 
+def read_backend(file: Path) -> AnyBackend:
+    """The backend of a tokenizer.json (`open_backend`)."""
+    return open_backend(read_text(file, is_json=True, most=_LARGEST), str(file))
+
+
 def open_backend(definition: str, file: str) -> AnyBackend:
-    """A `tokenizers.Tokenizer`, or a `BoundedBackend`, which is used as one."""
-    if is_linear(definition):
+    """A `tokenizers.Tokenizer`, or a `BoundedBackend`, which is used as one; it pads nothing."""
+    definition, parts = _without_padding(definition, file)
+    if is_linear(parts):
         return _checked(_load(definition, file), file)
     run_bounded(partial(_try, definition, file), [0], file=file, seconds=SECONDS)
     return BoundedBackend(_checked(_load(definition, file), file), file)
+
+
+def _without_padding(definition: str, file: str) -> tuple[str, dict[str, Any]]:
+    """A definition that neither pads nor truncates, and what it says.
+
+    Both are settings of a call that was made before it was saved. They go before the library sees
+    them: a length of 1e10 would end the process, not raise an error.
+    """
+    try:
+        parts = parse_json(definition)
+    except ValueError as error:
+        raise UserError(f"{file}: is not JSON: {error}; copy or download it again") from error
+    if not isinstance(parts, dict):
+        raise UserError(f"{file}: is not a tokenizer; copy or download it again")
+    settings = {name for name in ("padding", "truncation") if parts.get(name) is not None}
+    if not settings:
+        return definition, parts  # as it is written, also its numbers
+    parts |= dict.fromkeys(settings)
+    return json.dumps(parts), parts
 
 
 def with_bounds(backend: tokenizers.Tokenizer, file: str) -> AnyBackend:
@@ -187,12 +215,19 @@ def _checked(backend: tokenizers.Tokenizer, file: str) -> tokenizers.Tokenizer:
         raise UserError(
             f"{file}: has the id {largest:,}; ids are below {MOST_TOKENS:,}; correct it"
         )
-    around = sum(backend.encode("a").special_tokens_mask)
+    around = backend.num_special_tokens_to_add(is_pair=False)
     if around > MOST_AROUND:
         raise UserError(
             f"{file}: its post_processor puts {around:,} special tokens around a text; write at"
             f" most {MOST_AROUND}"
         )
+    try:
+        backend.encode(_RARE)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(
+            f"{file}: cannot encode a text that its vocabulary does not cover: {error}; add its"
+            " unk_token to the vocabulary"
+        ) from error
     return backend
 
 
@@ -252,12 +287,9 @@ def _decode(name: str, skip_special_tokens: bool, ids: list[int]) -> str | None:
     return _kept(name)[0].decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-def is_linear(definition: str) -> bool:
+def is_linear(parts: dict[str, Any]) -> bool:
     """Whether all parts of a tokenizer.json are known to be; False is no blame."""
-    if len(definition) > _LARGEST:
-        return False
     try:
-        parts = json.loads(definition)
         return (
             _normalizes(parts.get("normalizer"))
             and _splits(parts.get("pre_tokenizer"))

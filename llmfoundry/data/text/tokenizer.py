@@ -20,7 +20,12 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from llmfoundry.data.text.bounded_backend import AnyBackend, BoundedBackend, open_backend
+from llmfoundry.data.text.bounded_backend import (
+    MOST_TOKENS,
+    AnyBackend,
+    BoundedBackend,
+    read_backend,
+)
 from llmfoundry.data.text.bpe import byte_alphabet
 from llmfoundry.data.text.chat_template import (
     NAMED,
@@ -31,7 +36,7 @@ from llmfoundry.data.text.chat_template import (
     with_variables,
 )
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
+from llmfoundry.files import atomic_write, read_object_if_there, read_text
 
 
 class Tokenizer:
@@ -343,7 +348,7 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{folder}: holds no tokenizer.json; name a folder that does")
-        backend = open_backend(read_text(file), str(file))
+        backend = read_backend(file)
         config = {name: v for name, v in _read_config(folder).items() if name not in _NOT_KEPT}
         tokenizer = cls(backend, _eos_in(folder, backend), config)
         tokenizer.template_file = _template_file(folder)
@@ -393,7 +398,7 @@ def check_tokenizer(name: str) -> None:
     except Exception:  # a folder or a hub that cannot be read: the caller says so
         return
     if file is not None:
-        open_backend(read_text(Path(file)), file)
+        read_backend(Path(file))
 
 
 def _unpickled(
@@ -424,8 +429,7 @@ def _added(backend: AnyBackend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(whole.ids[: text[0]]), tuple(whole.ids[text[-1] + 1 :])
 
 
-_LARGEST_FILE = 1 << 27  # bytes; four times the largest that was published
-
+_NAMES = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 # Entries of another's tokenizer_config.json that would make transformers build another tokenizer.
 _NOT_KEPT = ("tokenizer_class", "auto_map", "eos_token", "tokenizer_file", "name_or_path")
 
@@ -433,8 +437,7 @@ _NOT_KEPT = ("tokenizer_class", "auto_map", "eos_token", "tokenizer_file", "name
 def _eos_in(folder: Path, backend: AnyBackend) -> str:
     """The end-of-text token that a folder names, in the order transformers looks."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read_json(folder / name).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        token = _token_texts(read_object_if_there(folder / name), folder / name).get("eos_token")
         if token is not None:
             break
     else:
@@ -446,11 +449,23 @@ def _eos_in(folder: Path, backend: AnyBackend) -> str:
     return token
 
 
+def _token_texts(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+    """The special tokens that a file names, each as text or as an object with its text."""
+    texts = {}
+    for name, token in config.items():
+        if name in _NAMES and token is not None:
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str):
+                raise UserError(f"{file}: {name}: {str(token)[:80]} is no token; write its text")
+            texts[name] = text
+    return texts
+
+
 def _eos_by_id(folder: Path, backend: AnyBackend) -> str | None:
     for name in ("generation_config.json", "config.json"):
-        place = _read_json(folder / name).get("eos_token_id")
+        place = read_object_if_there(folder / name).get("eos_token_id")
         place = place[0] if isinstance(place, list) and place else place
-        if isinstance(place, int):
+        if type(place) is int and 0 <= place < MOST_TOKENS:
             return backend.id_to_token(place)
     return None
 
@@ -465,7 +480,8 @@ def no_end_of_text(where: str) -> str:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, and the chat template that newer versions keep in its own file."""
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_object_if_there(folder / "tokenizer_config.json")
+    _token_texts(config, folder / "tokenizer_config.json")
     template = folder / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = read_text(template)
@@ -475,29 +491,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _template_file(folder: Path) -> str:
     file = folder / "chat_template.jinja"
     return str(file) if file.is_file() else f"{folder / 'tokenizer_config.json'}: chat_template"
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: is not JSON: {error}; copy or download it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: holds no settings by name; copy or download it again")
-    return content
-
-
-def read_text(file: Path) -> str:
-    """A file of a tokenizer."""
-    size = file.stat().st_size
-    if size > _LARGEST_FILE:
-        raise UserError(f"{file}: has {size:,} bytes, as no tokenizer has; download it again")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: holds no UTF-8 text; copy or download it again") from error
 
 
 def _json(content: dict[str, Any]) -> str:
