@@ -30,8 +30,8 @@ from llmfoundry.data.sources import (
     RowOptions,
     Stream,
     TokenSource,
+    check_length,
     open_source,
-    too_short,
 )
 from llmfoundry.data.supervised.prepare_rows import Store, prepare_rows
 from llmfoundry.data.supervised.rows import (
@@ -237,6 +237,8 @@ class _Opening:
         index, lines = on_rank0(self._world, find)
         self.notes += lines
         source = open_source("validation", key, folder, index, reading)
+        if isinstance(source, TokenSource) and source.dataset.n_tokens < 2:
+            raise UserError(f"{key}: its text has no token to predict; name other text")
         kinds: dict[type, Callable[[Any], HeldOut]] = {
             TokenSource: lambda s: TokenShards(s.dataset, self._tokenizer),
             MDSTokens: lambda s: MDSRows(s, self._tokenizer),
@@ -245,7 +247,11 @@ class _Opening:
         return kinds[type(source)](source)
 
     def _read_index(self, key: str, folder: ShardFolder) -> Index:
-        index = read_index(folder, self._config.cache_folder)
+        try:
+            index = read_index(folder, self._config.cache_folder)
+        except UserError as error:
+            lines = (line.removeprefix(f"{key}: ") for line in error.problems)
+            raise UserError(*(f"{key}: {line}" for line in lines)) from error
         if folder.silence:
             self.notes.append(f"{key}: {folder.silence}")
         return index
@@ -308,8 +314,7 @@ class _Opening:
         prepared = on_each_machine(self._world, opened, patient=True)
         dataset = prepared.train
         found = TokenSource(name, dataset, self._recipe.max_seq_len)
-        if not found.n_rows:
-            raise too_short(dataset.n_tokens, self._recipe.max_seq_len)
+        check_length(found, stream_key(name), self._recipe.max_seq_len)
         lines = prepared.summary.splitlines()
         if name != ONLY:
             lines = [f"{stream_key(name)}{line.removeprefix('data')}" for line in lines]
@@ -323,7 +328,10 @@ class _Opening:
         reading = self._reading(config)
 
         def opened(index: Index) -> TokenSource | MDSTokens | MDSTexts:
-            return open_source(name, stream_key(name), folder, index, reading)
+            source = open_source(name, stream_key(name), folder, index, reading)
+            if isinstance(source, TokenSource):
+                check_length(source, stream_key(name), reading.seq_len)
+            return source
 
         def find() -> _Probed:
             index = with_sample(folder, self._read_index(stream_key(name), folder))

@@ -6,6 +6,8 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.prepare import (
@@ -16,6 +18,7 @@ from llmfoundry.data.preparation.prepare import (
 )
 from llmfoundry.data.preparation.write import Output, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import PrepareConfig, PrepareRecipe
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import CORPORA
@@ -48,6 +51,7 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
     if not output.tokenizes:
         return output
     assert config.concat_tokens is not None and config.bos_text is not None, "not filled"
+    _check_dtype(str(config.dtype), tokenizer)
     if config.eos_text is None:  # the end of text, unless the tokenizer puts it there itself
         around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
         eos: tuple[int, ...] = () if tokenizer.eos_id in around else (tokenizer.eos_id,)
@@ -61,6 +65,16 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
         eos=(*tokenizer.eos_ids, *eos),
         no_wrap=bool(config.no_wrap),
     )
+
+
+def _check_dtype(dtype: str, tokenizer: Tokenizer) -> None:
+    """Whether all ids fit, before any text is read."""
+    most, last = np.iinfo(dtype).max, tokenizer.vocab_size - 1
+    if last > most:
+        raise UserError(
+            f"prepare.dtype: {dtype} holds ids up to {most:,}, the tokenizer's go up to {last:,};"
+            " write int32"
+        )
 
 
 def _fill_cache(recipe: PrepareRecipe) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder, some_of
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
+from llmfoundry.data.store_address import without_secrets
 from llmfoundry.data.token_shards import FORMAT, StreamIndex
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_file
@@ -51,22 +52,23 @@ def read_index(folder: ShardFolder, cache_folder: str | None = None) -> Index:
     Raises:
         UserError: it has no index, a damaged one, or this machine has copies of other data.
     """
+    source = f"{without_secrets(folder.url)}/{INDEX}"
 
     def parse(data: bytes) -> Index:
         if f'"{FORMAT}"'.encode() in data:
-            return StreamIndex.from_bytes(data, source=INDEX)
+            return StreamIndex.from_bytes(data, source=source)
         if cache_folder is None or len(data) < _WORTH_KEEPING:
-            return MDSIndex.from_bytes(data, source=INDEX)
-        return _kept_in_binary(data, Path(cache_folder).expanduser() / "indices")
+            return MDSIndex.from_bytes(data, source=source)
+        return _kept_in_binary(data, Path(cache_folder).expanduser() / "indices", source)
 
     return folder.read_index(parse)
 
 
-def _kept_in_binary(data: bytes, kept_in: Path) -> MDSIndex:
+def _kept_in_binary(data: bytes, kept_in: Path, source: str) -> MDSIndex:
     kept = kept_in / f"{hashlib.sha256(data).hexdigest()[:32]}.npz"
     with contextlib.suppress(OSError, UserError):  # not there, or incomplete
         return MDSIndex.load(kept)
-    index = MDSIndex.from_bytes(data, source=INDEX)
+    index = MDSIndex.from_bytes(data, source=source)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(kept) as file:

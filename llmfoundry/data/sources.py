@@ -407,9 +407,9 @@ def open_source(
     folder.claim(index)
     if isinstance(index, StreamIndex):
         return _open_tokens(name, key, folder, index, reading)
-    column = _column(key, index, reading.text_column)
     if not index.sizes.sum():
         raise UserError(f"{key}: its {INDEX} lists no samples; name a folder that has some")
+    column = _column(key, index, reading.text_column)
     encodings = {c.encodings[c.position[column]] for c in index.column_sets}
     if reading.text_column is None and column == TOKENS:
         _check(key, column, encodings, "arrays of integers or bytes", _is_ids)
@@ -430,18 +430,17 @@ def _open_tokens(
     if reading.text_column is not None:
         raise UserError(f"{key}.text_column: has no effect on token shards; remove it")
     dataset = TokenDataset(folder, index)
-    source = TokenSource(name, dataset, reading.seq_len, folder, apart=reading.apart)
+    return TokenSource(name, dataset, reading.seq_len, folder, apart=reading.apart)
+
+
+def check_length(source: TokenSource, key: str, seq_len: int) -> None:
+    """Refuse a stream of less than a row to train on."""
+    n_tokens = source.dataset.n_tokens
     if not source.n_rows:
-        raise too_short(index.n_tokens, reading.seq_len)
-    return source
-
-
-def too_short(n_tokens: int, seq_len: int) -> UserError:
-    """A stream of less than a row."""
-    return UserError(
-        f"max_seq_len: the training text has {n_tokens:,} tokens, too few for a row of"
-        f" {seq_len:,}; write {max(1, n_tokens - 1):,} or less, or add text"
-    )
+        raise UserError(
+            f"max_seq_len: the training text of {key} has {n_tokens:,} tokens, too few for a row of"
+            f" {seq_len:,}; write {max(1, n_tokens - 1):,} or less, or add text"
+        )
 
 
 def _column(key: str, index: MDSIndex, asked: str | None) -> str:

@@ -8,10 +8,12 @@ asked a bucket is refused.
 from __future__ import annotations
 
 import base64
+import errno
 import http.client
 import json
 import os
 import re
+import stat
 import time
 import urllib.error
 import urllib.request
@@ -641,6 +643,8 @@ class FileSystem:
         self._is_here = address.kind == "file"
 
     def read(self, path: str, start: int, end: int, most: int) -> list[bytes]:  # noqa: D102
+        if self._is_here and stat.S_ISFIFO(os.stat(path).st_mode):  # it would be waited for
+            raise OSError(errno.EINVAL, "is a pipe, not a file", path)
         call = self._files.cat_file
         return [bytes(within(self._timeout, lambda: call(path, start=start, end=end)))]
 

@@ -31,6 +31,7 @@ from llmfoundry.data.token_shards import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import PrepareRecipe
 from llmfoundry.recipe.load import checked
+from tests.shards import bytes_tokenizer
 
 EOS = 256  # of the bytes tokenizer, whose ids are UTF-8
 
@@ -143,6 +144,20 @@ def test_mds_tokens_are_foundrys_rows(source: Path, wrap: bool, bos: str, eos: s
     total = sum(len(text.encode()) + around for text in train)
     assert counts["tokens"] == 16 * len(expected) == 16 * counts["samples"]
     assert counts["tokens"] + counts["tokens_left_out"] == total
+
+
+def test_integers_too_small_for_the_vocabulary_are_refused_before_anything_is_read(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.vocab_size = 70_000
+    build = "llmfoundry.commands.prepare_data.build_tokenizer"
+    monkeypatch.setattr(build, lambda *_, **__: tokenizer)
+    more = ["prepare.format=mds", "prepare.dtype=uint16"]
+    line = r"^prepare\.dtype: uint16 holds ids up to 65,535, the tokenizer's go up to 69,999; write"
+    with pytest.raises(UserError, match=line):
+        prepare_data(recipe(source, *more))
+    assert not (source.parent / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])

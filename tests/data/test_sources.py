@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -13,16 +14,29 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry.builders.data import Data, open_data
+from llmfoundry.commands.inspect_data import ALONE
 from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.first_look import look_at
-from llmfoundry.data.held_out import Chain, MDSDocuments, MDSRows, TokenShards
+from llmfoundry.data.held_out import (
+    Chain,
+    MDSDocuments,
+    MDSRows,
+    TokenShards,
+    validation_batches,
+)
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSTokens, RowOptions, Rows, TokenSource, open_source
+from llmfoundry.data.token_shards import StreamIndex, TokenWriter
 from llmfoundry.errors import UserError
+from llmfoundry.files import write_json
 from llmfoundry.ops.packed_layout import IGNORE
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.source import StreamConfig
+from llmfoundry.recipe.train import TrainRecipe
 from tests.shards import bytes_tokenizer, texts, write_mds, write_tokens
 
 T = 16
@@ -271,6 +285,71 @@ def test_held_out_text_of_each_kind(tmp_path: Path) -> None:
     chain = Chain([of_texts, of_rows])
     assert held_out_ids(chain) == held_out_ids(of_texts) + held_out_ids(of_rows)
     assert chain.texts() == documents * 2
+
+
+def run_data(folder: Path, **data: Any) -> Data:
+    config = DataConfig(name="shards", cache_folder=str(folder / "cache"), **data)
+    recipe = TrainRecipe(max_seq_len=T, global_train_batch_size=2, data=config)
+    return open_data(recipe, TOKENIZER, ALONE)
+
+
+def test_an_index_without_samples_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"shards": [], "version": 2}')
+    with pytest.raises(UserError, match=r"^data: its index\.json lists no samples; name a folder"):
+        run_data(tmp_path, local=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["mds", "tokens"])
+def test_a_damaged_index_is_named_with_its_folder_and_stream(tmp_path: Path, kind: str) -> None:
+    for name in ("web", "code"):
+        (write_mds if kind == "mds" else write_tokens)(tmp_path / name, name)
+    index = tmp_path / "code" / "index.json"
+    index.write_bytes(index.read_bytes()[:-30])
+    streams = {
+        name: StreamConfig(name="shards", local=str(tmp_path / name)) for name in ("web", "code")
+    }
+    config = DataConfig(name="mixture", streams=streams)
+    recipe = TrainRecipe(max_seq_len=T, global_train_batch_size=2, data=config)
+    with pytest.raises(UserError, match=rf"^data\.streams\.code: {index}: "):
+        open_data(recipe, TOKENIZER, ALONE)
+    validation = StreamConfig(name="shards", local=str(tmp_path / "code"))
+    with pytest.raises(UserError, match=rf"^data\.validation: {index}: "):
+        run_data(tmp_path, local=str(tmp_path / "web"), validation=validation)
+
+
+def test_held_out_shards_shorter_than_a_row_are_measured_whole(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "web", "web")
+    ids = write_tokens(tmp_path / "short", "a", documents=1)[: T - 3]
+    write_short(tmp_path / "held", ids)
+    validation = StreamConfig(name="shards", local=str(tmp_path / "held"))
+    data = run_data(tmp_path, local=str(tmp_path / "web"), validation=validation)
+    (batch,) = validation_batches(data.validation, seq_len=T, batch_size=2, eos_id=EOS)
+    assert batch.labels[batch.labels != IGNORE].tolist() == ids[1:]
+    with pytest.raises(UserError, match=r"^max_seq_len: the training text of data has 13 tokens"):
+        run_data(tmp_path, local=str(tmp_path / "held"))
+    write_short(tmp_path / "none", ids[:1])
+    validation = StreamConfig(name="shards", local=str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"^data\.validation: its text has no token to predict"):
+        run_data(tmp_path, local=str(tmp_path / "web"), validation=validation)
+
+
+def write_short(folder: Path, ids: list[int]) -> None:
+    with TokenWriter(folder, "part-00000", np.dtype("<u2"), 1024, ()) as writer:
+        writer.add(ids, n_bytes=len(ids), starts_document=True)
+    index = StreamIndex("<u2", EOS, TOKENIZER.fingerprint, tuple(writer.shards))
+    write_json(folder / "index.json", index.to_dict())
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("local", [None, "copies"])
+@pytest.mark.parametrize("name", ["index.json", "shard.00000.mds"])
+def test_a_pipe_among_shards_is_refused(tmp_path: Path, name: str, local: str | None) -> None:
+    write_mds(tmp_path / "set", "web")
+    (tmp_path / "set" / name).unlink()
+    os.mkfifo(tmp_path / "set" / name)
+    copies = {} if local is None else {"local": str(tmp_path / local)}
+    with pytest.raises(UserError, match=rf"{name}: .*not a file"):
+        run_data(tmp_path, remote=str(tmp_path / "set"), shuffle=False, **copies)
 
 
 def test_an_index_of_neither_kind_is_refused(tmp_path: Path) -> None:

@@ -159,10 +159,12 @@ class ShardFolder:
         """
         if self._place is None:
             return self._here().remote.read(name)
+        path = self._place / name
         try:
-            return (self._place / name).read_bytes()
+            _refuse_pipe(path)
+            return path.read_bytes()
         except OSError as error:
-            raise _unreadable(self._place / name, error) from error
+            raise _unreadable(path, error) from error
 
     def get(self, spec: FileSpec) -> Path:
         """The complete and verified file; waits until it is here.
@@ -221,6 +223,7 @@ class ShardFolder:
         path = self._place / spec.name
         checked = spec.name in self._checked or not self._options.validate_hash
         try:
+            _refuse_pipe(path)
             with path.open("rb") as file:
                 wrong = damage(file, spec.n_bytes, () if checked else spec.hashes)
         except OSError as error:
@@ -269,6 +272,12 @@ def _name(identity: str) -> str:
     """A folder's name: its last part, for people, and what distinguishes it from all others."""
     last = identity.split()[0].partition("?")[0].rpartition("/")[2] or "data"
     return f"{last[:40]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+
+
+def _refuse_pipe(path: Path) -> None:
+    """A pipe or a device could be waited for without end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a file")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -403,7 +412,7 @@ class Copies:
         kept = self._folder / INDEX
         if kept.exists():
             try:
-                theirs = type(index).from_bytes(kept.read_bytes(), source=INDEX).digest
+                theirs = type(index).from_bytes(kept.read_bytes(), source=str(kept)).digest
             except UserError:
                 theirs = ""
             if theirs != index.digest:
