@@ -142,18 +142,24 @@ def read_json_if_there(path: Path) -> Any:
     return read_json(path) if path.exists() else {}
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(
+    text: str | bytes, *, of_pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """What JSON says; of bytes, UTF-16 and UTF-32 are read too, and a byte order mark.
 
+    Args:
+        text: to read.
+        of_pairs: makes an object of its keys and values; None: a dict.
+
     Raises:
-        ValueError: it is not JSON, or is nested deeper than `DEEPEST`.
+        ValueError: it is not JSON, or is nested deeper than `DEEPEST`; or of `of_pairs`.
     """
     if isinstance(text, bytes):
         text = _decoded(text)
     if not text.strip():
         raise ValueError("it is empty")
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=of_pairs)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     level = [found]

@@ -41,6 +41,7 @@ import fsspec
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.instructions import Exchange, check_tasks, draw_exchange, right_message
+from llmfoundry.data.preparation.columns import unique_keys
 from llmfoundry.data.preparation.files import list_url
 from llmfoundry.data.store import MissingError, Store
 from llmfoundry.errors import UserError, import_optional, one_line
@@ -169,7 +170,7 @@ def _row(raw: RawRow, place: str, task: TaskConfig) -> TaskRow:
 
 def _parse(line: str) -> dict[str, Any]:
     try:
-        row = parse_json(line)
+        row = parse_json(line, of_pairs=unique_keys)
     except ValueError as error:
         raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(row, dict):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import re
 import sysconfig
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -81,6 +84,37 @@ def test_json_lines_are_read_plain_and_compressed(
     assert [d.text for d in documents] == WORDS
     assert [str(d.row) for d in documents] == ["1", "2", "3"]
     assert documents[1].where == f"{file}:2"
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('{"text": "a", "text": "b"}', "text"),
+        ('{"text": "a", "meta": [{"x": 1, "y": 2, "x": 1}]}', "x"),
+        ('{"text": "a", "\\u0074ext": "b"}', "text"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_as_pyarrow_does(
+    tmp_path: Path, line: str, key: str
+) -> None:
+    for name, content in (("a.jsonl", '{"text": "ok"}\n' + line), ("b.json", f"[{line}]")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(pa.ArrowInvalid, match=r"was specified twice"):
+            pyarrow.json.read_json(io.BytesIO(line.encode()))
+        with pytest.raises(UserError, match=rf"{name}.*: an object has the key '{key}' twice; rem"):
+            read(tmp_path / name, column="*")
+
+
+def test_a_byte_order_mark_is_one_at_the_files_start_alone(tmp_path: Path) -> None:
+    content = '\ufefftext,n\n"\ufeffquoted\n\ufeffsecond line",1\n\ufeffplain,2\n'
+    (tmp_path / "a.csv").write_text(content)
+    with (tmp_path / "a.csv").open(encoding="utf-8-sig", newline="") as file:
+        expected = [row["text"] for row in csv.DictReader(file)]
+    assert texts(tmp_path / "a.csv") == expected and expected[0].count("\ufeff") == 2
+    page = "\ufeffa page".encode()
+    head = f"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: {len(page)}\r\n\r\n".encode()
+    (tmp_path / "a.warc.wet").write_bytes(head + page + b"\r\n\r\n")
+    assert texts(tmp_path / "a.warc.wet") == ["\ufeffa page"]
 
 
 def test_lines_longer_than_a_read_are_whole(tmp_path: Path) -> None:
@@ -273,7 +307,7 @@ def test_a_gzip_file_of_random_truncation_is_never_taken_for_whole(tmp_path: Pat
         for length in range(1, len(data)):
             (tmp_path / name).write_bytes(data[:length])
             with pytest.raises(UserError, match=re.escape(name)):
-                read(tmp_path / name)
+                read(tmp_path / name, column="*")
 
 
 def test_parquet_rows_that_are_no_text_are_named(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-from llmfoundry.data.preparation.bad_rows import BadRow, OnBadRow, raise_bad_row, text_of_row
+from llmfoundry.data.preparation.bad_rows import (
+    BadRow,
+    NotOfFormat,
+    OnBadRow,
+    raise_bad_row,
+    shortened,
+    text_of_row,
+)
 from llmfoundry.errors import UserError, one_line
 
 ROW = "*"
@@ -61,6 +68,21 @@ def pick(where: object, text_column: str, row: Mapping[str, Any]) -> str:
         return json.dumps(values, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(where, f"{error}; correct the row or the columns named") from error
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of JSON rows: `json` itself takes a key's last value in silence.
+
+    Raises:
+        NotOfFormat: a key stands twice in an object, as pyarrow and `datasets` refuse it.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        why = f"an object has the key {shortened(twice)!r} twice; remove one"
+        raise NotOfFormat(why, "an object has a key twice")
+    return found
 
 
 def row_text(where: object, row: Mapping[str, Any]) -> str:

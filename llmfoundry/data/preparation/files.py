@@ -191,10 +191,11 @@ def read_errors(name: str | Path) -> Iterator[None]:
         raise UserError(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
-def decode(name: str, data: bytes, encoding: str = "utf-8", *, skipped: int = 0) -> str:
-    """The text of `data`; without the byte-order mark that it may start with."""
-    if data.startswith(codecs.BOM_UTF8):
-        data, skipped = data[3:], skipped + 3
+def decode(name: str, data: bytes, encoding: str = "utf-8", *, is_start: bool = True) -> str:
+    """The text of `data`; where a file starts with it, without the byte-order mark."""
+    skipped = 0
+    if is_start and data.startswith(codecs.BOM_UTF8):
+        data, skipped = data[3:], 3
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:

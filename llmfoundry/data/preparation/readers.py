@@ -27,12 +27,14 @@ from typing import Any, BinaryIO, Protocol
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.bad_rows import (
     BadRow,
+    NotOfFormat,
     OnBadRow,
+    bad_row,
     raise_bad_row,
     shortened,
     text_of_row,
 )
-from llmfoundry.data.preparation.columns import ROW, check_columns, kind_of, pick
+from llmfoundry.data.preparation.columns import ROW, check_columns, kind_of, pick, unique_keys
 from llmfoundry.data.preparation.files import (
     CHUNK,
     PACKED,
@@ -433,10 +435,12 @@ def _cut_lines(source: Input, longest: int) -> Iterator[tuple[int, int, int]]:
 
 def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     try:
-        row = json.loads(data.removeprefix(codecs.BOM_UTF8))
+        row = json.loads(data.removeprefix(codecs.BOM_UTF8), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
         raise BadRow(where, f"{byte} is not UTF-8: {error.reason}", "not UTF-8") from error
+    except NotOfFormat as error:
+        raise bad_row(where, error) from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # of a long integer: how a program could allow it
         why = f"not JSON: {reason}; every line must hold one object"
@@ -460,7 +464,9 @@ def _json(source: Input, text_column: str) -> Rows:
         return
     text = decode(source.name, data)
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=unique_keys)
+    except NotOfFormat as error:
+        raise UserError(f"{source.name}: {error}") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]
         raise UserError(f"{source.name}: not JSON: {reason}; it must hold a list") from error
@@ -486,7 +492,7 @@ def _csv(source: Input, text_column: str) -> Rows:
             size += len(line) + 1
             if size > source.longest:
                 raise source.too_long(f"{source.name}:{number}")
-            yield decode(f"{source.name}:{n}", line) + "\n"
+            yield decode(f"{source.name}:{n}", line, is_start=n == 1) + "\n"
 
     rows = csv.reader(lines(), strict=True)
     try:
@@ -539,7 +545,7 @@ def _wet(source: Input, text_column: str) -> Rows:
                 length -= len(part)
                 content += [part] if is_page else []
             if is_page:
-                yield record, decode(where, b"".join(content))
+                yield record, decode(where, b"".join(content), is_start=False)
 
 
 def _headers(file: BinaryIO, where: str) -> dict[str, str]:
