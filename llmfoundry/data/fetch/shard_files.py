@@ -30,7 +30,7 @@ from llmfoundry.data.fetch.shard_fetch import Prefetcher, ShardFetcher, damage
 from llmfoundry.data.file_spec import COPIES, INDEX, CompressedFile, FetchOptions, FileSpec
 from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError
-from llmfoundry.files import LockedFile, atomic_file, lock, parse_json
+from llmfoundry.files import LockedFile, atomic_file, lock, open_guarded, parse_json
 
 __all__ = ["CompressedFile", "FetchOptions", "FileSpec", "ShardFolder"]
 
@@ -161,8 +161,8 @@ class ShardFolder:
             return self._here().remote.read(name)
         path = self._place / name
         try:
-            _refuse_pipe(path)
-            return path.read_bytes()
+            with open_guarded(path) as file:
+                return file.read()
         except OSError as error:
             raise _unreadable(path, error) from error
 
@@ -223,8 +223,7 @@ class ShardFolder:
         path = self._place / spec.name
         checked = spec.name in self._checked or not self._options.validate_hash
         try:
-            _refuse_pipe(path)
-            with path.open("rb") as file:
+            with open_guarded(path) as file:
                 wrong = damage(file, spec.n_bytes, () if checked else spec.hashes)
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -272,12 +271,6 @@ def _name(identity: str) -> str:
     """A folder's name: its last part, for people, and what distinguishes it from all others."""
     last = identity.split()[0].partition("?")[0].rpartition("/")[2] or "data"
     return f"{last[:40]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
-
-
-def _refuse_pipe(path: Path) -> None:
-    """A pipe or a device could be waited for without end."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a file")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

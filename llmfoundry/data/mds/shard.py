@@ -37,7 +37,7 @@ from llmfoundry.data.mds.codecs import (
 )
 from llmfoundry.data.mds.index import Columns, MDSIndex
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
+from llmfoundry.files import atomic_write, open_guarded
 
 __all__ = ["MDSIndex", "MDSShard", "MDSWriter"]
 
@@ -119,7 +119,7 @@ class MDSShard:
 
     def _map(self, n_bytes: int) -> memoryview:
         try:
-            with self._path.open("rb") as file:
+            with open_guarded(self._path) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != n_bytes or not found:
                     raise self._damaged(f"it has {found:,} bytes, the index specifies {n_bytes:,}")
