@@ -139,7 +139,8 @@ def _stop(recipe: RunsRecipe) -> None:
 
 
 def _serve(recipe: RunsRecipe) -> None:
-    from llmfoundry.loggers.prometheus_logger import need_client, serve
+    from llmfoundry.loggers.metrics_server import serve
+    from llmfoundry.loggers.prometheus_logger import need_client
 
     need_client("runs serve")
     api.list_runs(recipe.folder)  # is there such a folder?

@@ -19,19 +19,17 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import is_restart, read_events
 from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples
 from llmfoundry.loggers.metrics import TOKEN
+from llmfoundry.loggers.metrics_server import serve
 from llmfoundry.loggers.pages.titles import title
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
 
 
 class _Gauge(NamedTuple):
@@ -245,27 +243,6 @@ def check_textfile(key: str, path: str) -> None:
             f"{key}: {public(str(folder))} is no folder that can be written; make it, or write"
             " another file"
         )
-
-
-def serve(
-    host: str, port: int, registry: Any, *, key: str = "logger.prometheus_port"
-) -> WSGIServer:
-    """A server in threads of its own; `key`: the recipe's, of the port.
-
-    Raises:
-        OSError: it may not have the port.
-    """
-    from prometheus_client import start_http_server
-
-    try:
-        server, _ = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise ConnectionError(
-            f"port {port} of {host} is taken, perhaps by another run; write another {key}"
-        ) from error
-    return server
 
 
 def _is_permanent(error: Exception) -> bool:

@@ -8,13 +8,13 @@ a model from elsewhere too (`builders/models.py`).
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
+from llmfoundry.loopback import is_loopback
 from llmfoundry.recipe.checks import inert, inert_change, nearest, set_defaults
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
@@ -345,16 +345,6 @@ class ServeRecipe:
 
     def fill(self) -> None:
         """Nothing is derived before the checkpoint is read."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is localhost, or an address of this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
 
 
 @dataclass

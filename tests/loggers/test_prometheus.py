@@ -9,6 +9,7 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -22,9 +23,11 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event
+from llmfoundry.loggers import metrics_server
 from llmfoundry.loggers.background_queue import BackgroundWriter
 from llmfoundry.loggers.writers import stores
 from llmfoundry.recipe.logger import LoggerConfig
+from tests.half_open import FOREIGN_HOSTS, LOCAL_HOSTS, get, half_sent, is_closed
 from tests.loggers.hearing import Hears, closed_port, facts, finish, writer
 from tests.tiny import ROOT
 
@@ -302,3 +305,44 @@ def test_a_real_prometheus_scrapes_it_and_reports_of_a_hang(
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def metrics_port(port: int) -> Iterator[int]:
+    """Of a server of one metric."""
+    from prometheus_client import CollectorRegistry, Gauge
+
+    registry = CollectorRegistry()
+    Gauge("alive", "One.", registry=registry).set(1)
+    server = metrics_server.serve("127.0.0.1", port, registry)
+    yield port
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("host", [*FOREIGN_HOSTS, None])
+def test_metrics_of_this_machine_are_given_to_no_other_host(
+    metrics_port: int, host: str | None
+) -> None:
+    assert b" 403 " in get(metrics_port, "/metrics", host)
+
+
+@pytest.mark.parametrize("host", LOCAL_HOSTS)
+def test_metrics_of_this_machine_are_given_to_its_own_names(metrics_port: int, host: str) -> None:
+    reply = get(metrics_port, "/metrics", host)
+    assert b" 200 " in reply and b"alive 1.0" in reply
+
+
+def test_half_sent_scrapes_are_ended_and_hold_up_nobody(
+    metrics_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_server, "HEAD_SECONDS", 2.0)
+    monkeypatch.setattr(metrics_server, "MOST_CONNECTIONS", 10)
+    with half_sent(metrics_port, 40) as connections:
+        assert "alive 1.0" in scrape(metrics_port)
+        assert threading.active_count() < 40
+        assert all(is_closed(connection) for connection in connections[:29])
+        connections[-1].send(b"y")  # a byte now and then is no more time
+        assert all(is_closed(connection) for connection in connections)
+    assert "alive 1.0" in scrape(metrics_port)
+    assert capfd.readouterr().err == ""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry.exit_status import SAVED
-from llmfoundry.loggers.prometheus_logger import check_textfile, need_client, serve
+from llmfoundry.loggers.metrics_server import serve
+from llmfoundry.loggers.prometheus_logger import check_textfile, need_client
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.resilience.supervise.notify import print_stderr
