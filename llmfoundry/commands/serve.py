@@ -113,7 +113,8 @@ def run_server(
     config = uvicorn.Config(
         server.app,
         log_config=logging,
-        http="h11",
+        http=server.connections,
+        backlog=limits.pending,
         loop="asyncio",
         ws="none",
         lifespan="on",

@@ -180,13 +180,19 @@ def running(
     waiting: int = 64,
     seconds: float = 60.0,
     log_level: str = "error",
+    **bounds: Any,
 ) -> Iterator[Running]:
     """A server on a port that the system gives, in a thread."""
     worker = EngineWorker(engine)
-    limits = Limits(body, waiting, seconds)
+    limits = Limits(body, waiting, seconds, **bounds)
     server = Server(served or served_bytes(engine), worker, limits, key=key, only_local=key is None)
     config = uvicorn.Config(
-        server.app, port=0, http="h11", ws="none", log_level=log_level, timeout_graceful_shutdown=5
+        server.app,
+        port=0,
+        http=server.connections,
+        ws="none",
+        log_level=log_level,
+        timeout_graceful_shutdown=5,
     )
     web = uvicorn.Server(config)
     thread = threading.Thread(target=web.run)

@@ -16,6 +16,7 @@ import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmfoundry.data.text.bpe import bytes_backend
+from tests.half_open import FOREIGN_HOSTS, LOCAL_HOSTS, get, half_sent, is_closed
 from tests.inference.serving import Running, ScriptedEngine, running, served_bytes, until
 
 SNOW = "héllo ☃ 𝄞 you"
@@ -376,10 +377,66 @@ def test_who_sends_a_large_body_hears_why_it_is_refused(
 
 def test_without_a_key_other_names_of_this_machine_are_refused(server: Running) -> None:
     """A page in a browser could else have its own name point here (DNS rebinding)."""
-    assert server.ask("/v1/models", Host="evil.example")[0] == 403
-    port = server.url.rpartition(":")[2]
-    for own in ("localhost", "127.0.0.2", "[::1]"):
-        assert server.ask("/v1/models", Host=f"{own}:{port}")[0] == 200
+    port = int(server.url.rpartition(":")[2])
+    for host in [*FOREIGN_HOSTS, None]:
+        reply = get(port, "/v1/models", host)
+        assert b" 403 " in reply or b" 400 " in reply, host
+        assert b'"data"' not in reply
+    for host in LOCAL_HOSTS:
+        assert b" 200 " in get(port, "/v1/models", host), host
+
+
+HALF = {
+    "head": b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: ",
+    "second head": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
+    "body": b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+    b"Content-Type: application/json\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("key", [None, "k" * 20], ids=["open", "key"])
+@pytest.mark.parametrize("sent", HALF.values(), ids=HALF)
+def test_of_half_sent_requests_the_oldest_make_room(sent: bytes, key: str | None) -> None:
+    with running(ScriptedEngine(), key=key, pending=10) as server:
+        port = int(server.url.rpartition(":")[2])
+        with half_sent(port, 40, sent) as connections:
+            assert server.complete("say:a")["choices"][0]["text"] == "a"
+            assert all(is_closed(connection) for connection in connections[:29])
+            assert 'reason="crowded"} 3' in server.ask("/metrics")[1]
+
+
+@pytest.mark.parametrize("sent", ["head", "second head"])
+def test_a_head_that_does_not_end_is_closed(sent: str) -> None:
+    with running(ScriptedEngine(delay=0.1), head_seconds=1.0) as server:
+        port = int(server.url.rpartition(":")[2])
+        long = {"prompt": "say:" + "x" * 20, "max_tokens": 99}
+        with half_sent(port, 3, HALF[sent]) as connections, ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.ask, "/v1/completions", long)  # takes longer than a head
+            began = time.monotonic()
+            for connection in connections:
+                while time.monotonic() < began + 0.8:
+                    connection.sendall(b"y")  # a byte now and then is no more time
+                    time.sleep(0.1)
+                assert is_closed(connection)
+            assert answer.result()[1]["choices"][0]["text"] == "x" * 20
+            assert 'reason="late"} 3' in server.ask("/metrics")[1]
+
+
+def test_a_large_reply_may_be_read_slowly() -> None:
+    """Larger than what the kernel takes over, and for longer than a head may take."""
+    with running(ScriptedEngine(length=200_000), head_seconds=0.3, body=10**6) as server:
+        prompt = "a" * 100_000
+        body = {"prompt": prompt, "max_tokens": 0, "echo": True, "n": 64}
+        with raw(server, "/v1/completions", body) as connection:
+            until(lambda: 'completions",status="200"' in server.ask("/metrics")[1])
+            time.sleep(1)
+            data = b""
+            while not data.endswith(b"}}"):
+                part = connection.recv(1 << 20)
+                assert part, len(data)
+                data += part
+    choices = json.loads(data.partition(b"\r\n\r\n")[2])["choices"]
+    assert [choice["text"] for choice in choices] == [prompt] * 64
 
 
 def test_the_key_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:

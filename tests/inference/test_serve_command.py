@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.half_open import half_sent
 from tests.tiny import ENV, command, run, write_recipe
 from tests.warm_scripts import run_script
 
@@ -39,12 +42,14 @@ def process(folder: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
     )
+    if sys.platform == "linux":
+        resource.prlimit(started.pid, resource.RLIMIT_NOFILE, (1024, 1024))
     yield started
     started.kill()
     started.wait()
 
 
-def test_a_signal_lets_a_stream_end_and_the_key_is_never_shown(
+def test_a_signal_lets_a_stream_end_beside_half_sent_requests_and_the_key_is_never_shown(
     process: subprocess.Popen[str],
 ) -> None:
     assert process.stderr is not None
@@ -58,7 +63,8 @@ def test_a_signal_lets_a_stream_end_and_the_key_is_never_shown(
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{found[1]}/completions", data, headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    port = int(found[1].split(":")[2].partition("/")[0])
+    with half_sent(port, 1100), urllib.request.urlopen(request, timeout=60) as response:
         first = response.readline()
         assert first.startswith(b"data: {")
         os.kill(process.pid, signal.SIGTERM)
@@ -67,6 +73,7 @@ def test_a_signal_lets_a_stream_end_and_the_key_is_never_shown(
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0 and stdout == ""
     assert "POST /v1/completions" in stderr and KEY not in stderr
+    assert "Error" not in stderr
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmfoundry.errors import UserError
 from llmfoundry.inference.serve.answers import Part, Writer, added
+from llmfoundry.inference.serve.connections import bounded_connections, most_pending
 from llmfoundry.inference.serve.requests import (
     Asked,
     ChatFields,
@@ -41,7 +42,7 @@ from llmfoundry.inference.serve.requests import (
     read_fields,
 )
 from llmfoundry.inference.serve.worker import EngineWorker, Feed, News, ServerMetrics
-from llmfoundry.recipe.after_training import is_loopback
+from llmfoundry.loopback import REFUSAL, names_loopback
 
 _LEFT = 499  # nginx's status for a client that has left; nobody reads it
 _DISCARDED = 1 << 26  # bytes of a refused request's body that are read all the same
@@ -60,11 +61,15 @@ class Limits:
         body: bytes.
         waiting: answers that wait for a slot, of all clients.
         seconds: from a request's first byte to the last of its reply.
+        head_seconds: for a request's head, from the connection's beginning or the reply before.
+        pending: connections that have not sent a whole request; the oldest makes room for a new.
     """
 
     body: int
     waiting: int
     seconds: float
+    head_seconds: float = 10.0
+    pending: int = field(default_factory=most_pending)
 
 
 class Server:
@@ -72,6 +77,7 @@ class Server:
 
     Attributes:
         app: for uvicorn.
+        connections: uvicorn's `http`.
     """
 
     def __init__(
@@ -115,6 +121,12 @@ class Server:
             exception_handlers={HTTPException: _other_error, Exception: _defect},
             lifespan=self._lifespan,
         )
+        self.connections = bounded_connections(
+            head_seconds=limits.head_seconds,
+            request_seconds=limits.seconds + _DISCARD_SECONDS + _SEND_GRACE,
+            most=limits.pending,
+            count_closed=self._metrics.closed,
+        )
 
     def drain(self, seconds: float) -> None:
         """Give up in so many seconds what is not written then; called when no requests come in."""
@@ -155,9 +167,10 @@ class Server:
         return handle
 
     def _check_client(self, request: Request, *, is_open: bool) -> None:
-        if self._only_local and not is_loopback(request.url.hostname or ""):
-            say = "this server has no API key and answers to localhost alone; ask http://localhost"
-            raise RequestError(403, say)
+        # As it was sent: Starlette puts the socket's address in place of what it cannot parse.
+        hosts = request.headers.getlist("host")
+        if self._only_local and not (len(hosts) == 1 and names_loopback(hosts[0])):
+            raise RequestError(403, REFUSAL)
         if self._key is None or is_open:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")

@@ -262,6 +262,12 @@ class ServerMetrics:
             ["model_name", "path", "status"],
             registry=self.registry,
         )
+        self._closed = Counter(
+            "llmfoundry_connections_closed",
+            "Connections closed by the server: late, or crowded: one too many without a request.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
         self._gauge("vllm:num_requests_running", "Answers being written.", lambda: engine.running)
         self._gauge("vllm:num_requests_waiting", "Answers without a slot.", lambda: engine.waiting)
         self._gauge("llmfoundry_slots", "Answers at a time at most.", lambda: engine.slots)
@@ -273,6 +279,10 @@ class ServerMetrics:
     def replied(self, path: str, status: int) -> None:
         """Count a request."""
         self._replies.labels(self._model, path, str(status)).inc()
+
+    def closed(self, reason: str) -> None:
+        """Count a connection that was closed before its request or its reply was complete."""
+        self._closed.labels(self._model, reason).inc()
 
     def text(self) -> bytes:
         """What a scrape gets."""

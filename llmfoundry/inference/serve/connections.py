@@ -1,0 +1,99 @@
+"""Connections of the server, with bounds on those that have not sent a whole request.
+
+uvicorn waits for ever for the rest of a request's head, and its `limit_concurrency` only refuses
+requests that are complete: a thousand half-sent heads take all of a process's open files. Here a
+connection has so many seconds for each state, and a new one takes the place of the oldest that is
+not a request yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from typing import Any, cast
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def most_pending() -> int:
+    """Connections without a whole request at most: a quarter of the files that may be open.
+
+    As many may be accepted in one step of the event loop; the rest is for answers.
+    """
+    return min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
+def bounded_connections(
+    *,
+    head_seconds: float,
+    request_seconds: float,
+    most: int,
+    count_closed: Callable[[str], None],
+) -> type[H11Protocol]:
+    """Return uvicorn's class of connections, with bounds.
+
+    Args:
+        head_seconds: for a request's head, from the connection's beginning or the reply before.
+        request_seconds: from a request's head to the last byte of its reply.
+        most: connections without a whole request.
+        count_closed: called with the reason, late or crowded, when one is closed.
+    """
+    pending: dict[H11Protocol, None] = {}  # the oldest first
+
+    class Connection(H11Protocol):
+        """One of a client's."""
+
+        _timer: asyncio.TimerHandle | None = None
+        _timed: object = None  # the request that the timer is of, or the connection between two
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._note_state()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._note_state()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._note_state()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            pending.pop(self, None)
+            if self._timer is not None:
+                self._timer.cancel()
+
+        def _note_state(self) -> None:
+            """Start the timer of a new state, and make room for a connection without a request."""
+            request = cast(Any, self.cycle)  # None before the first
+            is_request = request is not None and not request.response_complete
+            state = request if is_request else self
+            if self._timed is not state:
+                self._timed = state
+                self._call_later(request_seconds if is_request else head_seconds, self._is_late)
+            if is_request and not request.more_body:
+                pending.pop(self, None)
+            elif self not in pending:
+                pending[self] = None
+                if len(pending) > most:
+                    oldest = next(iter(pending))
+                    del pending[oldest]
+                    count_closed("crowded")
+                    oldest.transport.abort()
+
+        def _is_late(self) -> None:
+            if self._timed is self and self.transport.get_write_buffer_size():
+                self._call_later(request_seconds, self._is_late)  # the reply is being sent
+                self._timed = None
+                return
+            count_closed("late")
+            self.transport.abort()
+
+        def _call_later(self, seconds: float, function: Callable[[], None]) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self.loop.call_later(seconds, function)
+
+    return Connection
