@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -49,9 +49,15 @@ from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, cut_
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig, FilterConfig
 from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig
 from llmfoundry.recipe.train import TrainRecipe
+
+_STEPS = 10  # fewer do not warm an optimizer up
+_EPOCHS, _WORTH = 16, 4  # repeating text is worth little beyond, and nearly as much as new text up
+# to: Muennighoff et al., 2023 (arXiv 2305.16264)
+_HELD_OUT_BYTES = 4096  # about 1,000 tokens: their mean loss has a standard error of 2 to 3 %
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,40 @@ def learning_corpus(config: DataConfig) -> DataConfig:
         "tokenizer.name: train learns from one corpus, or from several of files; train one on"
         " either, and write tokenizer=huggingface tokenizer.path=RUN/tokenizer"
     )
+
+
+def few_rows_lines(recipe: TrainRecipe, data: Data, clock: Clock) -> Iterator[str]:
+    """Lines about what a run amounts to whose rows, or whose held-out text, are few."""
+    batch, rows, total = recipe.global_train_batch_size, data.epoch_rows, clock.total
+    epochs = total / clock.batches_per_epoch
+    steps = "1 step" if total == 1 else f"{total:,} steps"
+    asked = Duration.parse(recipe.max_duration)
+    smaller = max(1, rows // _STEPS)
+    if rows < batch:
+        yield (
+            f"global_train_batch_size: {batch:,}, but there are {rows:,} rows of"
+            f" {recipe.max_seq_len:,} tokens: the run is {steps}, each reading every row"
+            f" {batch / rows:.3g} times; write global_train_batch_size={smaller}"
+        )
+    elif asked.unit == "ep" and total < _STEPS:
+        yield (
+            f"max_duration: {asked} of {rows:,} rows is {steps}; write a longer one, or"
+            f" global_train_batch_size={smaller}"
+        )
+    if epochs > _EPOCHS:
+        yield (
+            f"max_duration: {asked} reads each of {rows:,} rows {epochs:,.0f} times, until they are"
+            f" known by heart; write max_duration={_WORTH}ep, or add data"
+        )
+    n_bytes = data.validation.n_bytes if recipe.eval.validation else _HELD_OUT_BYTES
+    if not n_bytes:
+        yield "eval.validation: nothing could be held out, so no loss of it is measured; add data"
+    elif n_bytes < _HELD_OUT_BYTES:
+        more = "a larger data.validation_fraction, or add data"
+        yield (
+            f"eval.validation: {n_bytes:,} bytes are held out, on which runs differ by chance;"
+            f" write {more if recipe.data.validation is None else 'more rows of data.validation'}"
+        )
 
 
 class _Opening:

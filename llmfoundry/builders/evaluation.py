@@ -26,7 +26,7 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.files import read_json, write_json
-from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet
+from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet, check_sources
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
@@ -186,6 +186,17 @@ def build_evaluated(job: Job, config: EvalConfig, rows: int) -> OwnModel:
         data_size=world.data_size,
         data_group=world.data_group,
     )
+
+
+def check_gauntlet(config: EvalConfig) -> None:
+    """Refuse a gauntlet with mistakes, or without its rows, before anything else is read.
+
+    Raises:
+        UserError: a line for each.
+    """
+    if config.gauntlet is not None:
+        path = find_file(config.gauntlet, "eval.gauntlet")
+        check_sources(path, allow_missing=bool(config.icl_allow_missing))
 
 
 def build_gauntlet(
@@ -358,7 +369,8 @@ def _seconds_of_all(gauntlet: Gauntlet, model: EvaluatedModel) -> float:
     for _ in range(2):
         cost = gauntlet.run(model, share=PROBE)[0].cost
     assert cost is not None
-    return cost.seconds * gauntlet.tokens() / gauntlet.tokens(PROBE)
+    probed = gauntlet.tokens(PROBE)  # 0 where every task is lm-evaluation-harness's, or left out
+    return cost.seconds * gauntlet.tokens() / probed if probed else cost.seconds
 
 
 def ladder(share: float) -> float:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.builders.adapter import BASE, FOLDER, adapt, has_adapter, lora_plus_ratio
 from llmfoundry.builders.callbacks import build_callbacks
-from llmfoundry.builders.data import Data, learning_corpus, open_data
+from llmfoundry.builders.data import Data, few_rows_lines, learning_corpus, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
 from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.microbatch import build_limit, settle_microbatch
@@ -142,7 +142,7 @@ def build_trainer(
     reference = open_reference(job, data, start, fill)
     state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
     identity |= reference.begin()
-    _note_costs(job, loader, clock.total)
+    _note_costs(job, loader, clock)
     # 6. The loop over all of these; then the record is opened, as nothing can be refused any more.
     module = apply_ddp(root, meshes)
     trainer = Trainer(
@@ -278,11 +278,12 @@ def _open_data(
     return data
 
 
-def _note_costs(job: Job, loader: Loader, batches: int) -> None:
-    """Report what messages between nodes cost, and passes over the sources of a mixture."""
-    gpu = gpu_here(job.world.device)
+def _note_costs(job: Job, loader: Loader, clock: Clock) -> None:
+    """Report what messages between nodes cost, and passes over few rows or those of a mixture."""
+    gpu, batches = gpu_here(job.world.device), clock.total
     spans = spanning(job.recipe, job.world.size, job.microbatch, node_size(), gpu)
-    for line in chain(spans, mixture_lines(loader, batches), _predicted(job, batches)):
+    passes = chain(mixture_lines(loader, batches), few_rows_lines(job.recipe, job.prepared, clock))
+    for line in chain(spans, passes, _predicted(job, batches)):
         job.note(line)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
 from llmfoundry.builders.models import check_model, is_adapter, is_hugging_face
 from llmfoundry.builders.pretrained import resolve
@@ -77,6 +78,7 @@ from llmfoundry.recipe.before_training import (
 )
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.hardware import Gpu, Hardware
 from llmfoundry.recipe.migration import report
@@ -331,6 +333,7 @@ def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | Non
 
 
 def _measured(recipe: TrainRecipe) -> str:
+    check_gauntlet(recipe.eval)
     what = ["held-out text"] if recipe.eval.validation else []
     if recipe.eval.gauntlet is not None:
         what.append(show(find_file(recipe.eval.gauntlet, "eval.gauntlet")))
@@ -357,6 +360,7 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
     """Of scripts/eval.py."""
     recipe, _ = with_addresses(recipe, _alone(), lambda line: None)
     check_models(recipe)
+    check_gauntlet(recipe.eval or EvalConfig())
     for number, model in enumerate(recipe.all_models()):
         yield "" if number else "models", model
     if recipe.eval is None:

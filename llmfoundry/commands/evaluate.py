@@ -145,7 +145,9 @@ def evaluate(recipe: EvalRecipe) -> None:
 
 
 def _nothing_was_found(examined: Sequence[Examined]) -> bool:
-    """Whether tasks were asked, and every one of every model is n/a."""
+    """Whether nothing was measured, or tasks were asked and every one of every model is n/a."""
+    if not any(found.results["metrics"] for found in examined):
+        return True
     results = [found.results["gauntlet"] for found in examined if found.results["gauntlet"]]
     tasks = [task for result in results for task in result["tasks"]]
     return bool(results) and all(task["accuracy"] is None for task in tasks)

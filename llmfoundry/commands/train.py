@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import sys
 
+from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.job import Job
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.pretrained import resolve
@@ -77,6 +78,7 @@ def _resuming(recipe: TrainRecipe) -> list[str]:
 def _train(written: TrainRecipe, world: World, run: Storage) -> str:
     """Train; the name of the signal that has stopped it, empty where it is complete."""
     recipe, pretrained = with_defaults(written), None
+    on_rank0(world, lambda: check_gauntlet(recipe.eval))
     notes: list[str] = []
     if isinstance(written, FinetuneRecipe):
         recipe, pretrained = resolve(written, world, note=notes.append)

@@ -35,8 +35,10 @@ from llmfoundry.gauntlet.questions import (
 )
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.rows import (
+    NoHeldOutText,
     RowsNotFound,
     chance,
+    check_source,
     heldout_rows,
     load_rows,
     majority,
@@ -117,6 +119,23 @@ class Answered:
         yield from rows_lines(self.task, self.num_fewshot, self.questions, self.scores, self.texts)
 
 
+def check_sources(path: Path, *, allow_missing: bool) -> None:
+    """Read a gauntlet's file and look for its rows on this machine, before anything is prepared.
+
+    Raises:
+        UserError: every mistake in the file, or every task whose rows are not here.
+    """
+    missing: list[str] = []
+    for task in read_gauntlet(path).tasks:
+        if not task.dataset_uri.startswith(PREFIX):
+            try:
+                check_source(task, gauntlet_path=path)
+            except RowsNotFound as error:
+                missing += error.problems
+    if missing and not allow_missing:
+        raise UserError(*missing)
+
+
 class Gauntlet:
     """Tasks ready to be asked.
 
@@ -158,7 +177,7 @@ class Gauntlet:
         self._ready: list[_Ready] = []
         self._harness: list[tuple[TaskConfig, int, HarnessTasks]] = []
         self._hollow: list[str] = []  # notes about aliases that nothing can match
-        missing: list[str] = []
+        missing, unfed, left_out = list[str](), list[str](), list[TaskConfig]()
         for task in self._file.tasks:
             if task.dataset_uri.startswith(PREFIX):
                 self._harness += _harness_tasks(task, settings.rows)
@@ -166,7 +185,9 @@ class Gauntlet:
             try:
                 ready, hollow = once(partial(self._prepare, task))
             except RowsNotFound as error:
-                missing += error.problems
+                problems = unfed if isinstance(error, NoHeldOutText) else missing
+                problems += error.problems
+                left_out.append(task)
                 continue
             self._ready += ready
             self._hollow += hollow
@@ -175,8 +196,9 @@ class Gauntlet:
         blanks = [ready.blank for ready in self._ready]
         self._baselines = list(wrong_baselines(self._file.gauntlet, blanks))
         planned = [*blanks, *(_planned(task, shots) for task, shots, _ in self._harness)]
-        self._left_out = missing
-        lost = [*missing, *missing_benchmarks(self._file.gauntlet, planned)]
+        planned += [_planned(task, shots) for task in left_out for shots in task.num_fewshot]
+        self._left_out = [*missing, *unfed]
+        lost = [*self._left_out, *missing_benchmarks(self._file.gauntlet, planned)]
         lost += _unknown_chance(self._file.gauntlet, {task.label for task, *_ in self._harness})
         self.problems = [*self._file.notes, *lost, *self._hollow, *self._baselines]
         self._chosen: _Chosen | None = None
@@ -271,10 +293,9 @@ class Gauntlet:
         if not task.dataset_uri.startswith("heldout://"):
             return load_rows(task, gauntlet_path=self._file.path, fetching=self._fetching)
         if self._texts is None:
-            raise RowsNotFound(
-                f"{self._file.path}: icl_tasks: {task.label}: {task.dataset_uri} is cut from a"
-                " run's held-out text, and this model has no run; leave the task out, or write"
-                " eval.icl_allow_missing=true"
+            raise NoHeldOutText(
+                f"icl_tasks: {task.label}: left out: its questions are cut from a run's held-out"
+                " text, and this model has no run; name one beside it: models=[MODEL,runs/NAME]"
             )
         return heldout_rows(task, self._texts())
 

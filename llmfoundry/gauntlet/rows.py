@@ -55,7 +55,7 @@ from llmfoundry.recipe.paths import ROOT, nearest_path, show
 RawRow = str | Mapping[str, Any]
 
 FETCH = "python scripts/fetch_eval_data.py"
-GENERATED = "generated://"
+GENERATED, HELD_OUT = "generated://", "heldout://"
 
 # Fields of rows that hold lists or numbers; the others are made of columns as text.
 _LISTS = ("choices", "context_options", "aliases")
@@ -69,6 +69,10 @@ _SHOWN = 10  # problems of one task that are listed before the rest is only coun
 
 class RowsNotFound(UserError):
     """The rows are not where the task specifies."""
+
+
+class NoHeldOutText(RowsNotFound):
+    """The run's held-out text gives no row: the task is left out of whatever gauntlet it is in."""
 
 
 def load_rows(
@@ -191,8 +195,7 @@ def read_source(
     Raises:
         UserError: nothing can be read there; the line says why and what to do.
     """
-    key = f"{show(gauntlet_path)}: icl_tasks: {task.label}: dataset_uri"
-    uri = task.dataset_uri
+    key, uri = _key(task, gauntlet_path), task.dataset_uri
     if uri.startswith("hf://"):
         yield from _hub_rows(task, gauntlet_path, key)
     elif uri.startswith(GENERATED):
@@ -207,6 +210,24 @@ def read_source(
     else:
         for path in local_files(uri, gauntlet_path, key):
             yield from _lines(show(path), _read(path, key))
+
+
+def check_source(task: TaskConfig, *, gauntlet_path: Path) -> None:
+    """Refuse what is wrong with a task's source as far as that shows without reading it.
+
+    Raises:
+        RowsNotFound: no file of this machine is there.
+        UserError: a wrong address of held-out text.
+    """
+    uri = task.dataset_uri
+    if uri.startswith(HELD_OUT):
+        _shape(task)
+    elif "://" not in uri:
+        local_files(uri, gauntlet_path, _key(task, gauntlet_path))
+
+
+def _key(task: TaskConfig, gauntlet_path: Path) -> str:
+    return f"{show(gauntlet_path)}: icl_tasks: {task.label}: dataset_uri"
 
 
 @functools.cache
@@ -420,7 +441,8 @@ def heldout_rows(task: TaskConfig, texts: list[str]) -> list[TaskRow]:
     """Multiple-choice rows cut from held-out documents.
 
     Raises:
-        UserError: a wrong address; text too short for a single row.
+        UserError: a wrong address.
+        NoHeldOutText: the text is too short for a single row.
     """
     shape = _shape(task)
     documents = sorted(set(texts), key=_text_digest)
@@ -436,10 +458,12 @@ def heldout_rows(task: TaskConfig, texts: list[str]) -> list[TaskRow]:
             rows.append(_heldout_row(cut, wrong, len(rows), task))
     if not rows:
         need = shape.context_chars + shape.piece_chars
-        raise UserError(
-            f"icl_tasks: {task.label}: dataset_uri: {task.dataset_uri}: the held-out text"
-            f" ({len(documents)} documents) gives no question; it takes a few documents of more"
-            f" than {need} characters. Raise data.validation_fraction or remove the task"
+        found = "1 document is" if len(cuts) == 1 else f"{len(cuts)} documents are"
+        larger = ", or a larger data.validation_fraction" if len(documents) > 1 else ""
+        raise NoHeldOutText(
+            f"icl_tasks: {task.label}: left out: its questions compare held-out documents of more"
+            f" than {need} characters, and {found} as long; it needs more or longer"
+            f" documents{larger}"
         )
     return rows
 

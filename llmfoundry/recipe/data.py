@@ -255,7 +255,7 @@ class DataConfig(SourceConfig):
     per_stream: a batch is of one stream."""
     validation_fraction: Annotated[float, FRACTION] = 0.02
     """Share of a corpus' documents held out, chosen by their content's hash, so it never moves; of
-    a corpus of one document, its end."""
+    few documents the ends of the longest, that share of all text."""
     validation: StreamConfig | None = None
     """Held-out text of its own: shards, where the text comes from shards (remote, local, split).
     For supervised rows any source, of their format. Nothing else is held out then."""

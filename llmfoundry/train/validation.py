@@ -73,8 +73,10 @@ def validate(
 
 
 def _language_metrics(nats: float, tokens: float, length: float) -> dict[str, float]:
-    """Of all tokens' cross-entropy, their number and their UTF-8 bytes."""
-    mean = nats / max(tokens, 1)
+    """Of all tokens' cross-entropy, their number and their UTF-8 bytes; of no token none."""
+    if not tokens:
+        return {}
+    mean = nats / tokens
     return {
         "metrics/eval/LanguageCrossEntropy": mean,
         "metrics/eval/LanguagePerplexity": math.exp(min(mean, 700)),

@@ -50,6 +50,18 @@ def plain() -> Tokenizer:
     return Tokenizer(bytes_backend(), END_OF_TEXT)
 
 
+def sides(texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
+    """Training and held-out text, by the rules in words."""
+    whole = [text for text in texts if content_hash(text) < fraction * 2**64]
+    if len(whole) >= 4:
+        return [text for text in texts if text not in whole], whole
+    longest = sorted(texts, key=lambda text: (len(text), content_hash(text)))[-4:]
+    share = min(0.5, fraction * sum(map(len, texts)) / sum(map(len, longest)))
+    starts = {text: tail_start(text, share) for text in longest}
+    ends = [text[starts[text] :] for text in texts if text in starts]
+    return [text[: starts.get(text)] for text in texts], ends
+
+
 def stream(texts: list[str], eos: int = 256) -> list[int]:
     return [token for text in texts for token in [eos, *text.encode()]]
 
@@ -63,12 +75,7 @@ def test_rows_are_slices_of_the_concatenated_documents(
     prepared = prepare_corpus(
         write(tmp_path, texts), plain, progress=False, shard_bytes=shard_bytes
     )
-    bound = int(0.1 * 2**64)
-    held_out = [text for text in texts if content_hash(text) < bound]
-    trained_on = [text for text in texts if content_hash(text) >= bound]
-    if not held_out:
-        held_out = [min(texts, key=content_hash)]
-        trained_on.remove(held_out[0])
+    trained_on, held_out = sides(texts, 0.1)
     for dataset, expected in ((prepared.train, trained_on), (prepared.validation, held_out)):
         tokens = stream(expected)
         starts = [n for n, token in enumerate(tokens) if token == 256]
@@ -156,10 +163,52 @@ def test_equal_documents_are_on_one_side_and_the_split_never_moves(tmp_path: Pat
     assert {text for text in documents() if larger.holds_out(text)} == held_out
 
 
-def test_a_tiny_corpus_gives_up_the_document_of_the_smallest_hash(
-    tmp_path: Path, plain: Tokenizer
+@pytest.mark.parametrize("n", [2, 5, 60])
+def test_of_few_documents_the_ends_of_the_longest_are_held_out(
+    tmp_path: Path, plain: Tokenizer, n: int
 ) -> None:
-    texts = ["one", "two", "three", "one"]
+    texts = [
+        "".join(f"line {i} of document {k}\n" for i in range(40 + 7 * k % 50)) for k in range(n)
+    ]
+    prepared = prepare_corpus(write(tmp_path, texts, fraction=0.02), plain, progress=False)
+    trained_on, held_out = sides(texts, 0.02)
+    assert len(held_out) == min(n, 4) and prepared.validation_texts() == held_out
+    ids, _ = prepared.train.row(0, prepared.train.n_tokens - 1)
+    assert ids.tolist() == stream(trained_on)
+    assert 0.018 < sum(map(len, held_out)) / sum(map(len, texts)) < 0.035, "of all the text"
+    assert f"data: {n} documents, " in prepared.summary
+    assert f"held out: the ends of {len(held_out)} documents" in prepared.summary
+    assert f"data: {n} documents are few, so of the longest the last " in prepared.summary
+    corpus = Corpus(write(tmp_path, texts, fraction=0.02))
+    learned_from = "".join(training_sample(corpus, make_split(corpus), 10**7))
+    assert learned_from == "".join(trained_on), "a tokenizer does not see held-out text"
+
+
+def test_copies_of_few_documents_lose_the_same_end(tmp_path: Path, plain: Tokenizer) -> None:
+    texts = [f"{word} one two three\n" * 50 for word in ("first", "second", "first")]
+    held_out = prepare_corpus(
+        write(tmp_path, texts, fraction=0.1), plain, progress=False
+    ).validation_texts()
+    assert held_out[0] == held_out[2] and len(held_out) == 3
+    assert 0.1 <= sum(map(len, held_out)) / sum(map(len, texts)) < 0.12
+    twice = [texts[0]] * 2
+    (once, again) = prepare_corpus(
+        write(tmp_path, twice, fraction=0.1), plain, progress=False
+    ).validation_texts()
+    assert once == again and 0.1 <= len(once) / len(texts[0]) < 0.12
+
+
+@pytest.mark.parametrize("texts", [["x"], ["x", " x"]])
+def test_the_only_document_is_trained_on_where_it_has_no_end(
+    tmp_path: Path, plain: Tokenizer, texts: list[str]
+) -> None:
+    prepared = prepare_corpus(write(tmp_path, texts[:1] * len(texts)), plain, progress=False)
+    assert prepared.train.n_documents == len(texts) and prepared.validation_texts() == []
+    assert "rows.jsonl.gz:1 is the only document, and no end of it could be" in prepared.summary
+
+
+def test_documents_of_one_character_are_held_out_whole(tmp_path: Path, plain: Tokenizer) -> None:
+    texts = ["a", "b", "c", "a"]
     prepared = prepare_corpus(write(tmp_path, texts, fraction=1e-6), plain, progress=False)
     smallest = min(texts, key=content_hash)
     assert set(prepared.validation_texts()) == {smallest}
@@ -192,7 +241,10 @@ def test_the_end_of_a_document_without_lines_begins_at_a_word_or_anywhere() -> N
     assert tail_start("x" * 100, 0.1) == 90
     assert tail_start("only", 0.02) == 3
     assert tail_start("first line\n" + "x" * 100, 0.1) == 100, "not the whole long line"
-    assert tail_start("x", 0.5) == tail_start("  x  ", 0.9) == 0
+    for text in ("ab", "  a b  ", "a" + "\n" * 100 + "b\n\n\n", "\n\n\n\n\na\nb"):
+        for share in (1e-9, 0.1, 0.5, 0.999):
+            start = tail_start(text, share)
+            assert text[:start].strip() and text[start:].strip(), (text, share)
 
 
 def test_no_validation_is_an_empty_stream(tmp_path: Path, plain: Tokenizer) -> None:
@@ -205,9 +257,7 @@ def test_no_validation_is_an_empty_stream(tmp_path: Path, plain: Tokenizer) -> N
 @pytest.mark.parametrize(
     ("texts", "fraction", "line"),
     [
-        (["x"], 0.02, r"rows\.jsonl\.gz:1 is the corpus' only document.*validation_fraction=0"),
-        (["x", "x"], 1e-9, r"only document.* eval\.validation=false"),
-        (["one", "two"], 0.999999, r"holds out every document \(2\)"),
+        (["x", "y"], 0.999999, r"holds out every document \(2\)"),
         (["", " "], 0.02, r"data\.paths: holds no text"),
     ],
 )

@@ -1075,9 +1075,16 @@ def test_no_rows_are_a_line(tmp_path):
     path = str(write(tmp_path / "in" / "a.jsonl", ["", "  "]))
     with pytest.raises(UserError, match="data: no row is left to learn from; the source has no"):
         opened(tmp_path, {"paths": [path], "format": "chat"})
-    path = str(write(tmp_path / "in" / "a.jsonl", chats(1)))
-    with pytest.raises(UserError, match="its only row cannot be held out and trained on"):
-        opened(tmp_path, {"paths": [path], "format": "chat", "validation_fraction": 0.5})
+
+
+@pytest.mark.parametrize("n", [1, 9])
+def test_copies_of_one_row_are_all_trained_on(tmp_path, n):
+    rows = [{"prompt": "count", "response": "to one"}] * n
+    path = str(write(tmp_path / "in" / "a.jsonl", rows))
+    config = {"paths": [path], "format": "prompt_response", "validation_fraction": 0.5}
+    data = opened(tmp_path, config)
+    assert data.validation.n_rows(64, partial=True) == 0 and not data.validation_texts()
+    assert f"data: {n} row" in data.summary and "held out: 0 rows" in data.summary
 
 
 @pytest.mark.parametrize("bad_rows", ["error", "drop"])

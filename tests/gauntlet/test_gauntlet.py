@@ -16,7 +16,7 @@ import yaml
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.gauntlet import Gauntlet
+from llmfoundry.gauntlet.gauntlet import Gauntlet, check_sources
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt, PromptSettings, Request, Score, TaskRow
 from llmfoundry.gauntlet.rows import part_of, row_order
@@ -86,11 +86,11 @@ def write(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) 
     return path
 
 
-def read(path: Path, **asking: Any) -> Gauntlet:
+def read(path: Path, *, texts: Callable[[], list[str]] | None = None, **asking: Any) -> Gauntlet:
     return Gauntlet(
         path,
         PromptSettings(TOKENIZER, seq_len=128, **asking),
-        validation_texts=None,
+        validation_texts=texts,
         cache_folder=path.parent / "cache",
         say=print,
     )
@@ -189,6 +189,38 @@ def test_missing_rows_are_a_mistake_unless_they_are_allowed(tmp_path: Path, root
     assert result.categories["writing"] is not None
     assert any("schema/1-shot" in p and "n/a" in p for p in result.problems)
     assert any("nowhere.jsonl" in p for p in result.to_json()["problems"])
+
+
+@pytest.mark.parametrize("texts", [None, lambda: ["one document only\n" * 100]])
+def test_a_task_that_held_out_text_cannot_feed_is_left_out_and_the_others_are_asked(
+    tmp_path: Path, root: Root, texts: Callable[[], list[str]] | None
+) -> None:
+    def hold_out(file: dict[str, Any]) -> None:
+        task = file["icl_tasks"][0]
+        task |= {"dataset_uri": "heldout://continuations", "num_fewshot": [0]}
+        file["eval_gauntlet"]["categories"][0]["benchmarks"][0]["num_fewshot"] = 0
+
+    gauntlet = read(write(tmp_path, hold_out), texts=texts)
+    (line,) = gauntlet.problems
+    assert line.startswith("icl_tasks: choices: left out: its questions ")
+    result, _ = gauntlet.run(subject(root))
+    assert [task.label for task in result.tasks] == ["schema", "written", "generated"]
+    assert all(task.accuracy is not None for task in result.tasks)
+    assert result.average is None and line in result.problems
+
+
+def test_rows_that_are_not_here_are_reported_before_anything_is_prepared(tmp_path: Path) -> None:
+    def lose(file: dict[str, Any]) -> None:
+        file["icl_tasks"][1]["dataset_uri"] = "nowhere.jsonl"
+        file["icl_tasks"][2]["dataset_uri"] = "gone/*.jsonl"
+
+    path = write(tmp_path, lose)
+    with pytest.raises(UserError) as caught:
+        check_sources(path, allow_missing=False)
+    first, second = caught.value.problems
+    assert "schema: dataset_uri: nothing at nowhere.jsonl" in first
+    assert "written: dataset_uri: nothing at gone/*.jsonl" in second
+    check_sources(path, allow_missing=True)
 
 
 @pytest.mark.parametrize(

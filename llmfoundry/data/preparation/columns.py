@@ -36,6 +36,13 @@ def columns_of(text_column: str) -> list[tuple[str, str]]:
     return [(name, kind or "str") for name, _, kind in parts]
 
 
+def keeps_columns(text_column: str | None) -> bool:
+    """Whether a document is the JSON object of a row, or of some of its columns."""
+    return text_column is not None and (
+        text_column == ROW or text_column != columns_of(text_column)[0][0]
+    )
+
+
 def read_columns(text_column: str) -> list[str] | None:
     """The names of the columns to read; None: all."""
     return None if text_column == ROW else [name for name, _ in columns_of(text_column)]

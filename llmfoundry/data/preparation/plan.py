@@ -1,9 +1,10 @@
 """What is held out, and what one process prepares at a time: both depend on the corpus alone.
 
-A document's side is decided by a hash of its text: it never moves when the corpus grows, and equal
-documents are never on both sides. Of a corpus of one document the end is held out. The tokenizer's
-training and the preparation both ask here. Tasks are cut so that any number of workers, machines
-and restarts makes the same parts, and parts in the order of their tasks are the same output.
+A document's side is decided by a hash of its text: it does not move when the corpus grows, and
+equal documents are never on both sides. Of few documents the ends of the longest are held out
+instead, so that there is text of several. The tokenizer's training and the preparation both ask
+here. Tasks are cut so that any number of workers, machines and restarts makes the same parts, and
+parts in the order of their tasks are the same output.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import hashlib
 import heapq
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from llmfoundry.data.preparation.columns import keeps_columns
 from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.data.preparation.readers import Span
-from llmfoundry.errors import UserError
 
+FEW = 4
+"""Documents from which held-out text comes at least: the gauntlet compares pieces of several."""
+_MOST = 0.5  # of a document that is cut: more of it is trained on than measured
 _PIECE = 1 << 16  # characters of the longest piece sampled whole
 # Small enough to share out a small corpus, large enough that a large one has few parts: thousands
 # of tasks balance a thousand workers.
@@ -28,22 +32,24 @@ _TASKS = 512
 
 @dataclass(frozen=True)
 class Split:
-    """Holds out the documents whose hash lies below a bound, or the end of the only one.
+    """Holds out the documents whose hash lies below a bound, or the ends of a few documents.
 
     Attributes:
         bound: of 2**64.
         note: what to show the user about it; empty for the ordinary case.
-        tail: of the only document: its share that is held out.
+        ends: hashes of the documents whose end is held out; then no whole document is.
+        tail: share of each of these that is held out.
     """
 
     bound: int
     note: str = ""
+    ends: frozenset[int] = frozenset()
     tail: float = 0.0
 
     @property
     def settings(self) -> int | list[float]:
         """All that decides the sides."""
-        return [self.bound, self.tail] if self.tail else self.bound
+        return [self.tail, *sorted(self.ends)] if self.ends else self.bound
 
     def holds_out(self, text: str) -> bool:
         """Whether this text is validation text as a whole."""
@@ -51,7 +57,7 @@ class Split:
 
     def sides(self, text: str) -> list[tuple[str, bool]]:
         """The text whole or in two, in order, and of each part whether it is held out."""
-        if not self.tail:
+        if content_hash(text) not in self.ends:
             return [(text, self.holds_out(text))]
         start = tail_start(text, self.tail)
         return [(text[:start], False), (text[start:], True)]
@@ -65,59 +71,101 @@ def content_hash(text: str) -> int:
 def tail_start(text: str, fraction: float) -> int:
     """Where the last `fraction` of a text begins, at a line or else at a word if one is near.
 
-    0 where nothing would stand before or behind it.
+    There is something besides white space before and behind it in any text of two such characters.
     """
     share = max(1, round(len(text) * fraction))
-    exact = len(text) - share
-    near = max(0, exact - share)  # at most twice as much is held out
-    found = [at for mark in ("\n", " ") if (at := text.rfind(mark, near, exact) + 1)]
-    for start in (*found, exact):
-        if text[:start].strip() and text[start:].strip():
-            return start
-    return 0
+    first, last = len(text) - len(text.lstrip()), len(text.rstrip()) - 1
+    exact = min(max(first + 1, len(text) - share), last)
+    near = max(first + 1, exact - share)  # at most twice as much is held out
+    found = (text.rfind(mark, near, exact) + 1 for mark in ("\n", " "))
+    return next((start for start in found if start), exact)
 
 
 def make_split(corpus: Corpus) -> Split:
     """The split that data.validation_fraction asks for.
 
-    Reads until there is a held-out document and another. A corpus so small that there is none gives
-    up the document with the smallest hash instead, and a corpus of one document its end.
-
-    Raises:
-        UserError: the corpus holds one document only, of one character.
+    Reads until some documents are held out and another is not. Where a corpus has too few for that,
+    the ends of its longest are: that share of all its text. Of one document without
+    an end, nothing is.
     """
     fraction = corpus.config.validation_fraction
     bound = int(fraction * 2**64)
     if not bound:
         return Split(0)
-    smallest, largest, first = 2**64, -1, None
+    few = _FewDocuments()
+    below: set[int] = set()
     for document in corpus:
         if corpus.drops(document) is not None:
             continue
-        first, value = first or document, content_hash(document.text)
-        if value < smallest:
-            smallest, where = value, document.where
-        largest = max(largest, value)
-        if smallest < min(bound, largest):
+        value = content_hash(document.text)
+        few.add(document, value)
+        if value < bound:
+            below.add(value)
+        if len(below) >= FEW and few.largest >= bound:
             return Split(bound)
-    if first is None:
+    if not few.n:
         return Split(bound)
-    if smallest == largest:
-        return _split_of_one(first, fraction)
-    note = f"no document fell into the held-out {fraction:g}, so one was taken: {where}"
-    return Split(smallest + 1, note)
+    if few.longest and not keeps_columns(corpus.config.text_column):  # half of a row is none
+        return few.split_ends(fraction)
+    return few.split_whole(fraction, bound)
 
 
-def _split_of_one(document: Document, fraction: float) -> Split:
-    """The end of the corpus' only document."""
-    if not tail_start(document.text, fraction):
-        raise UserError(
-            f"data.validation_fraction: {document.where} is the corpus' only document, and too"
-            " short for its end to be held out; add documents, or set data.validation_fraction=0"
-            " eval.validation=false"
-        )
-    note = f"{document.where} is the only document, so its last {fraction:g} was held out"
-    return Split(0, note, tail=fraction)
+@dataclass
+class _FewDocuments:
+    """What is known of the documents of a corpus that may have few.
+
+    Attributes:
+        n: documents.
+        size: their characters.
+        smallest: the least hash, and where its document is.
+        largest: the greatest hash.
+        longest: by their hashes, the longest documents of which an end can be held out: length,
+            how often the text is there, and where first.
+    """
+
+    n: int = 0
+    size: int = 0
+    smallest: tuple[int, str] = (2**64, "")
+    largest: int = -1
+    longest: dict[int, tuple[int, int, str]] = field(default_factory=dict)
+
+    def add(self, document: Document, value: int) -> None:
+        """Count a document of this hash."""
+        length = len(document.text)
+        self.n, self.size = self.n + 1, self.size + length
+        self.smallest = min(self.smallest, (value, document.where))
+        self.largest = max(self.largest, value)
+        if value in self.longest:
+            length, times, where = self.longest[value]
+            self.longest[value] = (length, times + 1, where)
+        elif len(document.text.strip()) > 1:
+            self.longest[value] = (length, 1, document.where)
+            if len(self.longest) > FEW:
+                del self.longest[min(self.longest, key=lambda v: (self.longest[v][0], v))]
+
+    def split_ends(self, fraction: float) -> Split:
+        """Hold out the ends of the longest."""
+        cut = sum(length * times for length, times, _ in self.longest.values())
+        tail = min(max(_MOST, fraction), fraction * self.size / cut)
+        if self.smallest[0] == self.largest:
+            note = f"{self.smallest[1]} is the only document, so its last {fraction:g} was held out"
+        else:
+            names = ", ".join(where for _, _, where in self.longest.values())
+            note = (
+                f"{self.n:,} documents are few, so of the longest the last {tail:.2g} was held out:"
+                f" {names}"
+            )
+        return Split(0, note, frozenset(self.longest), tail)
+
+    def split_whole(self, fraction: float, bound: int) -> Split:
+        """Hold out documents below the bound, or the one of the smallest hash."""
+        value, where = self.smallest
+        if value == self.largest:
+            return Split(0, f"{where} is the only document, and no end of it could be held out")
+        if value < bound:
+            return Split(bound)
+        note = f"no document fell into the held-out {fraction:g}, so one was taken: {where}"
+        return Split(value + 1, note)
 
 
 def training_sample(corpus: Corpus, split: Split, n_bytes: int) -> list[str]:

@@ -33,7 +33,7 @@ from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import ENGINES, Run
 from llmfoundry.data.preparation.files import ignore
 from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
-from llmfoundry.data.preparation.plan import Task, cut_tasks, make_split
+from llmfoundry.data.preparation.plan import Split, Task, cut_tasks, make_split
 from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.preparation.write import (
     REPEAT,
@@ -277,9 +277,7 @@ def prepare_folder(
         settings["among"] = before
     job = PartSettings(corpus, split, plan.tokenizer, plan.output, place, settings)
     parts = _make_parts(job, tasks, execution)
-    manifest = make_manifest(
-        corpus, parts, settings=plan.settings, about=plan.about, note=split.note
-    )
+    manifest = make_manifest(corpus, parts, split, settings=plan.settings, about=plan.about)
     try:
         _check(corpus, manifest, before)
     except UserError:
@@ -412,6 +410,7 @@ class Manifest:
         ignored: files of other kinds in the folders named.
         hidden: files and folders that are left out for their names.
         note: of the split; empty for the ordinary case.
+        ends: each held-out document is the end of one that is trained on.
         sources: every file: name, bytes, and sha256 (read whole, on this machine) or stamp (time of
             its last change in ns, or the store's tag).
         versions: of the programs.
@@ -424,6 +423,7 @@ class Manifest:
     dropped: dict[str, int]
     ignored: int
     note: str
+    ends: bool = False
     hidden: list[str] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -455,10 +455,10 @@ class Manifest:
 def make_manifest(
     corpus: Corpus,
     parts: Iterable[Part],
+    split: Split,
     *,
     settings: dict[str, Any],
     about: Mapping[str, str],
-    note: str,
 ) -> Manifest:
     """The facts of all parts together."""
     counts = {name: StreamCounts() for name in STREAMS}
@@ -481,7 +481,8 @@ def make_manifest(
         dropped=dict(sorted(dropped.items())),
         ignored=corpus.ignored,
         hidden=[public(name) for name in corpus.hidden],
-        note=note,
+        note=split.note,
+        ends=bool(split.ends),
         sources=sources,
         versions={"python": platform.python_version(), **_versions()},
     )
@@ -490,13 +491,15 @@ def make_manifest(
 def manifest_summary(manifest: Manifest) -> str:
     """Lines for the user: counts, sizes, and what was dropped."""
     total, held_out = manifest.total, manifest.counts["validation"]
+    documents = manifest.counts["train"].documents if manifest.ends else total.documents
+    end = "the end of " if held_out.documents == 1 else "the ends of "
     tokens, share = "", ""
     if total.tokens:
         tokens = f", {total.tokens:,} tokens ({total.bytes / total.tokens:.2f} bytes each)"
         share = f", {held_out.tokens:,} tokens ({held_out.tokens / total.tokens:.1%})"
     lines = [
-        f"data: {total.documents:,} documents, {total.bytes / 1e6:,.2f} MB{tokens};"
-        f" held out: {held_out.documents:,} documents{share}"
+        f"data: {_documents(documents)}, {total.bytes / 1e6:,.2f} MB{tokens};"
+        f" held out: {end * manifest.ends}{_documents(held_out.documents)}{share}"
     ]
     for reason, count in manifest.dropped.items():
         lines.append(f"data: {count:,} {_DROPPED.get(reason, reason + ': documents')} dropped")
@@ -504,6 +507,10 @@ def manifest_summary(manifest: Manifest) -> str:
         lines.append(f"data: {total.tokens_left_out:,} tokens left out, too few for a last row")
     lines += [f"data: {line}" for line in left_out(manifest.ignored, manifest.hidden)]
     return "\n".join([*lines, *([f"data: {manifest.note}"] if manifest.note else [])])
+
+
+def _documents(count: int) -> str:
+    return "1 document" if count == 1 else f"{count:,} documents"
 
 
 def _versions() -> dict[str, str]:

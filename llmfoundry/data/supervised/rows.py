@@ -303,7 +303,10 @@ def _learned(
 
 
 def _held_out(keys: np.ndarray, options: PackOptions, numbers: np.ndarray) -> np.ndarray:
-    """The examples whose hash lies below a bound; of so few that none does, the smallest."""
+    """The examples whose hash lies below a bound; of so few that none or all do, the smallest.
+
+    Of one example none: it is trained on.
+    """
     bound = int(options.held_out * 2**64)
     if not bound or not len(numbers):
         return np.zeros(0, np.int64)
@@ -311,11 +314,8 @@ def _held_out(keys: np.ndarray, options: PackOptions, numbers: np.ndarray) -> np
     if not below.any():
         below = keys == keys.min()
     if below.all():
-        raise UserError(
-            f"{options.key}: its only row cannot be held out and trained on; add rows, or set"
-            " data.validation_fraction=0 eval.validation=false"
-        )
-    return numbers[below]
+        below = keys == keys.min()
+    return numbers[below] if not below.all() else numbers[:0]
 
 
 def _reasons(counts: ExampleCounts) -> str:
