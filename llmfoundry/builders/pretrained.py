@@ -321,7 +321,7 @@ def open_folder(
     Raises:
         UserError: neither can hold it; or the one that was asked for cannot.
     """
-    from llmfoundry.hf.read import read_hf_config
+    from llmfoundry.hf.read import read_folder_config
     from llmfoundry.hf.read_config import check_layers
 
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
@@ -329,7 +329,7 @@ def open_folder(
             f"model.pretrained: {folder} is an adapter; write it as adapter.pretrained, and the"
             " model that it was made for as model.pretrained"
         )
-    written = on_rank0(world, lambda: read_hf_config(folder))
+    written = on_rank0(world, lambda: read_folder_config(folder))
     code = _trusted_code(folder, written, asked, note)
     for key, value in asked.config_overrides.items():
         _override_hf(written, key, value, code)

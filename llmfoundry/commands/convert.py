@@ -35,7 +35,7 @@ from llmfoundry.files import atomic_write, read_object_if_there, refuse_used, re
 from llmfoundry.hf.architectures import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
-from llmfoundry.hf.read import HFFolder, hf_folder, open_hf, read_hf_config
+from llmfoundry.hf.read import HFFolder, hf_folder, open_hf, read_folder_config
 from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics import BATCH, read_metrics
 from llmfoundry.loggers.pages.scores import ShownScore, in_parts, percents, written
@@ -155,7 +155,7 @@ def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
     folder = hf_folder(str(recipe.checkpoint))
     tokenizer = Tokenizer.load(folder)
     stops = TokenizerFiles.of(tokenizer, folder).stops
-    is_trained = DOCUMENT_START in read_hf_config(folder)
+    is_trained = DOCUMENT_START in read_folder_config(folder)
     with open_hf(folder) as opened:
         state = {tensor.name: tensor for tensor in opened.tensors()}
         model = GGUFModel(
@@ -266,7 +266,7 @@ def _import(recipe: ConvertRecipe) -> None:
     refuse_used(output)
     folder = hf_folder(recipe.checkpoint)
     tokenizer = Tokenizer.load(folder)
-    is_trained = DOCUMENT_START in read_hf_config(folder)
+    is_trained = DOCUMENT_START in read_folder_config(folder)
     with open_hf(folder) as opened:
         written = _imported_recipe(opened, output)
         tensors = _streamed(opened, build_root(with_defaults(written)).model)

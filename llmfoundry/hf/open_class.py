@@ -18,6 +18,7 @@ from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import DOCUMENT_START
+from llmfoundry.hf.read import read_folder_config
 from llmfoundry.inference.hugging_face_rows import end_ids
 
 DEFAULT_SEQ_LEN = 2048
@@ -148,8 +149,10 @@ def load_config(name: str, seq_len: int | None) -> Any:
     folder = Path(name).expanduser()
     if folder.is_dir():
         name = str(folder)
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{name}: holds no config.json; name a folder that transformers saved")
+    else:
+        file = _load(name, "model", transformers.utils.cached_file, filename="config.json")
+        folder = Path(file).parent
+    read_folder_config(folder)
     config = _load(name, "model", transformers.AutoConfig.from_pretrained, **_SAFE)
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UserError(
@@ -202,7 +205,8 @@ _ADVICE = {
     "HFValidationError": "write a folder's path, or an id such as EleutherAI/pythia-70m",
     "LocalEntryNotFoundError": "connect to the network, or write the path of a folder",
     "We couldn't connect": "connect to the network, or write the path of a folder",
-    "trust_remote_code": "it brings its own Python files: pass trust_remote_code to run them",
+    "trust_remote_code": "it brings its own Python files, which are not run here; choose a model of"
+    " a class that transformers has",
     "does not recognize this architecture": "install a newer transformers, or correct config.json",
     "model_type": "correct its config.json",
     "no file named": "copy or download its weights again",

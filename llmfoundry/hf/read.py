@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import read_object
+from llmfoundry.files import read_object, read_object_if_there
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
 from llmfoundry.hf.llm_foundry import FOUNDRY, foundry_map
 from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
@@ -38,6 +38,12 @@ UNTIED = (
     " as transformers 5 does"
 )
 TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
+CONFIG = "config.json"
+SETTINGS = (  # what transformers reads beside it
+    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "processor_config.json", "preprocessor_config.json"),
+    *("adapter_config.json", "chat_template.json"),
+)
 _ROWS = 4096  # of an embedding that are compared at a time
 
 
@@ -124,7 +130,7 @@ def open_hf(
     Raises:
         UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
     """
-    written = read_hf_config(folder) if written is None else written
+    written = read_folder_config(folder) if written is None else written
     check_layers(written)
     name, config = read_settings(written)
     for line in unread(written, name):
@@ -187,13 +193,23 @@ def _own_state(
         yield lazy(name.removeprefix("model."), partial(same, name), sketch, read)
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json.
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json, once all its files of text are known to be read within bounds.
+
+    Both ways to open a folder, the decoder's and that of transformers' classes, begin here, before
+    anything is built.
 
     Raises:
-        UserError: `files.read_object` refuses it.
+        UserError: a file is a pipe, too long or no JSON, or config.json has absurdly many layers.
     """
-    return read_object(folder / "config.json", instead="write a folder that transformers saved")
+    for file in sorted(path for pattern in TEXT for path in folder.glob(pattern)):
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise UserError(f"{file}: is not a file; copy or download it again")
+    for name in SETTINGS:
+        read_object_if_there(folder / name)
+    written = read_object(folder / CONFIG, instead="write a folder that transformers saved")
+    check_layers(written, f"{folder / CONFIG}: ")
+    return written
 
 
 def from_hf(

@@ -75,18 +75,23 @@ Kind = tuple[int, bool, Tuning | None]  # a layer's window, -1: none; whether it
 COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
-def check_layers(written: Mapping[str, Any]) -> None:
+def check_layers(written: Mapping[str, Any], where: str = "config.json: ") -> None:
     """Before anything is made for each layer, which an absurd number would take all memory for.
 
+    Args:
+        written: config.json, whose sections, such as text_config, are looked at too.
+        where: the beginning of an error.
+
     Raises:
-        UserError: config.json says more than MOST_LAYERS.
+        UserError: it says more than MOST_LAYERS.
     """
-    for key in LAYERS:
-        value = written.get(key)
-        if isinstance(value, int | float) and value > MOST_LAYERS:
+    for key, value in written.items():
+        if isinstance(value, dict):
+            check_layers(value, f"{where}{key}.")
+        elif key in LAYERS and isinstance(value, int | float) and value > MOST_LAYERS:
             raise UserError(
-                f"config.json: {key} {value:.4g}, and no model has more than {MOST_LAYERS:,}"
-                " layers; write the folder of one"
+                f"{where}{key} {value:.4g}, and no model has more than {MOST_LAYERS:,} layers;"
+                " write the folder of one"
             )
 
 

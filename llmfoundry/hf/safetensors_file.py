@@ -1,10 +1,10 @@
 """safetensors files that are read and written one tensor at a time.
 
-`read.py` and `write.py` call it. safetensors' own functions map a whole file, or take all of its
-tensors at once. The format (safetensors' README): the header's length in 8 bytes, little-endian; a
-JSON header of dtype, shape and place by name, padded with spaces; the tensors' bytes. As the header
-is known from shapes, a tensor is written at its place in any order; files are byte for byte those
-of `safetensors.torch.save_file`.
+`read.py` and `write.py` call it. safetensors itself reads and checks a header; its functions for
+tensors map a whole file, or take all of its tensors at once. The format (safetensors' README): the
+header's length in 8 bytes, little-endian; a JSON header of dtype, shape and place by name, padded
+with spaces; the tensors' bytes. As the header is known from shapes, a tensor is written at its
+place in any order; files are byte for byte those of `safetensors.torch.save_file`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 DTYPES = {  # by safetensors' names, in the order of its files, last to first
@@ -36,7 +37,6 @@ DTYPES = {  # by safetensors' names, in the order of its files, last to first
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: -number for number, dtype in enumerate(DTYPES.values())}
-_LONGEST = 100_000_000  # bytes of a header, as safetensors allows
 
 
 @dataclass(frozen=True)
@@ -96,26 +96,23 @@ class SafetensorsFile:
     """A file to read.
 
     Raises:
-        ValueError: it is not a safetensors file, or ends early.
+        SafetensorError: it is not a safetensors file, ends early, or has more than its tensors.
         KeyError: it has a tensor of a dtype that PyTorch lacks, by the dtype's name.
     """
 
     def __init__(self, file: Path) -> None:
-        """Read the header."""
+        """Have the library read the header: in a file that it accepts tensors lie end to end."""
         self._file = file
-        size = file.stat().st_size
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _LONGEST):
-                raise ValueError("its header has no sound length")
-            header = json.loads(opened.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is not a list of tensors")
-        header.pop("__metadata__", None)
-        self._begin = 8 + length
-        self._places = {
-            str(name): _place(entry, size - self._begin) for name, entry in header.items()
-        }
+            at = 8 + int.from_bytes(opened.read(8), "little")
+        self._places: dict[str, _Place] = {}
+        with safe_open(file, framework="numpy") as whole:  # which maps it, and reads no more
+            for name in whole.offset_keys():
+                tensor = whole.get_slice(name)
+                dtype, shape = DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
+                self._places[name] = _Place(dtype, shape, at)
+                at += math.prod(shape) * dtype.itemsize
+        assert at == file.stat().st_size, "safetensors leaves no byte over"
 
     def sketches(self) -> dict[str, Tensor]:
         """Its tensors on the meta device."""
@@ -127,7 +124,7 @@ class SafetensorsFile:
     def get(self, name: str) -> Tensor:
         """One of them, mapped alone: its pages are read as they are used."""
         place = self._places[name]
-        count, at = math.prod(place.shape), self._begin + place.at
+        count, at = math.prod(place.shape), place.at
         if not count:
             return torch.empty(place.shape, dtype=place.dtype)
         begin = at - at % mmap.ALLOCATIONGRANULARITY
@@ -140,16 +137,3 @@ class SafetensorsFile:
         if at % place.dtype.itemsize:  # which other writers may leave
             raw = raw.clone()
         return raw.view(place.dtype).view(place.shape)
-
-
-def _place(entry: Any, size: int) -> _Place:
-    """A header's entry, compared with the bytes that follow the header."""
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError("its header has numbers that are no sizes")
-    if end > size:
-        raise ValueError("it ends before its tensors do")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError("a tensor's shape and its bytes differ")
-    return _Place(dtype, shape, begin)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from llmfoundry import files
@@ -16,6 +17,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.commands.convert import convert, streamed_state
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError, disk_full, one_line
+from llmfoundry.hf.read import SafeReader
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor
 from llmfoundry.hf.write import whole_or_nothing
 from llmfoundry.models.adapter import MergedState
@@ -48,6 +50,11 @@ def test_files_are_those_of_safetensors_whatever_the_order_and_are_read_back(
         b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,8]}}',
         b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}',
         b'{"a":{"dtype":"F32","shape":[4.0],"data_offsets":[0,16]}}',
+        b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}',  # 4 bytes are no tensor's
+        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+        b'"b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}}',  # overlap
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+        b'"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',  # the name stands twice
         b"[]",
         b"\xff",
     ],
@@ -55,11 +62,13 @@ def test_files_are_those_of_safetensors_whatever_the_order_and_are_read_back(
 def test_a_header_that_is_not_of_its_file_is_refused(header: bytes, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(ValueError):
-        SafetensorsFile(file)
+    with pytest.raises(SafetensorError):
+        load_file(file)
+    with pytest.raises(UserError, match="file: cannot be read: Error while deserializing header"):
+        SafeReader(file)
     file.write_bytes((1 << 60).to_bytes(8, "little") + header)
-    with pytest.raises(ValueError, match="no sound length"):
-        SafetensorsFile(file)
+    with pytest.raises(UserError, match=r"file: cannot be read: .*header too large"):
+        SafeReader(file)
 
 
 def run(*words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,11 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "no tokenizer":
         for file in folder.glob("*token*"):
             file.unlink()
+    elif what == "a pipe":
+        (folder / "generation_config.json").unlink()
+        os.mkfifo(folder / "generation_config.json")
+    elif what == "broken settings":
+        (folder / "special_tokens_map.json").write_text("")
     elif what == "no weights":
         (folder / "model.safetensors").unlink()
     else:
@@ -203,6 +209,9 @@ def spoil(folder: Path, what: str) -> None:
             "unknown type": {"model_type": "zorp"},
             "no causal model": {"model_type": "t5"},
             "a layer more": {"num_hidden_layers": 3},
+            "absurd layers": {"num_hidden_layers": 10**9},
+            "absurd layers inside": {"text_config": {"num_hidden_layers": 1e9}},
+            "its own code": {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
         }
         (folder / "config.json").write_text(json.dumps(config | changes[what]))
 
@@ -210,11 +219,16 @@ def spoil(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("no config", "holds no config.json; name a folder"),
+        ("no config", "config.json: is missing; write a folder"),
         ("no tokenizer", "has no tokenizer"),
         ("no weights", "holds no weights"),
         ("unknown type", "has model type `zorp` but Transformers does not recognize"),
         ("no causal model", "is a t5 model, of which transformers"),
+        ("absurd layers", r"num_hidden_layers 1e\+09, and no model has more"),
+        ("absurd layers inside", r"text_config.num_hidden_layers 1e\+09, and no model has more"),
+        ("its own code", "brings its own Python files, which are not run here"),
+        ("a pipe", "generation_config.json: is not a file"),
+        ("broken settings", "special_tokens_map.json: is not JSON: it is empty"),
         ("a layer more", r"lack the weights gpt_neox.layers.2.* and 9 more, which would be random"),
     ],
 )

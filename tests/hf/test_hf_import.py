@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import ANYTHING, ARCHITECTURES, REQUIRED
+from llmfoundry.hf.open_class import load_config
 from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.write_config import FLOOR, SCALE
 from llmfoundry.models.decoder import Decoder
@@ -344,6 +347,28 @@ def test_a_folder_that_is_not_there_or_no_model_is_refused(tmp_path: Path) -> No
         from_hf(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match=r"config\.json: is missing"):
         from_hf(str(tmp_path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_config_json_is_read_in_every_encoding_of_json(tmp_path: Path, encoding: str) -> None:
+    folder, config = written("LlamaForCausalLM", tmp_path)
+    (folder / "config.json").write_bytes(json.dumps(config).encode(encoding))
+    assert from_hf(str(folder))[0].n_layers == 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"\xff\xfe{", b'{"a":' * 10**5, b"1" * 5000]
+)
+def test_config_json_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> None:
+    """By import and by `generate`, which opens a folder in its own way."""
+    folder, _ = written("LlamaForCausalLM", tmp_path)
+    (folder / "config.json").write_bytes(content)
+    for read in (from_hf, partial(load_config, seq_len=None)):
+        with pytest.raises(
+            UserError, match=r"config\.json: (is not JSON|holds no settings)"
+        ) as error:
+            read(str(folder))
+        assert len(error.value.lines()) == 1
 
 
 def test_weights_of_our_own_class_must_fit_its_settings(tmp_path: Path) -> None:
