@@ -130,8 +130,8 @@ def build_samples(job: Job) -> Callable[[int], list[Sample]]:
         ]
         drawn = _drawn(job, prompts, batch)
         written: list[Sample] = [
-            (prompt, tokenizer.decode(tokens))
-            for prompt, tokens in zip(config.prompts, drawn, strict=False)
+            (prompt, "".join(stream_text(tokens, tokenizer.decode, prompt=ids)))
+            for prompt, ids, tokens in zip(config.prompts, prompts, drawn, strict=False)
         ]
         answers = zip(asked, prompts[len(written) :], drawn[len(written) :], strict=True)
         return [*written, *(_answered(job, *answer) for answer in answers)]

@@ -105,7 +105,9 @@ def run_server(
     import uvicorn
 
     from llmfoundry.inference.serve.app import Limits, Server
+    from llmfoundry.inference.serve.connections import raise_open_files
 
+    raise_open_files()
     limits = Limits(int(recipe.max_body_mib * 2**20), recipe.max_waiting, recipe.timeout)
     server = Server(served, worker, limits, key=key, only_local=key is None)
     logging = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
@@ -114,7 +116,7 @@ def run_server(
         server.app,
         log_config=logging,
         http=server.connections,
-        backlog=limits.pending,
+        backlog=limits.pending // 4,  # also what asyncio accepts in one step
         loop="asyncio",
         ws="none",
         lifespan="on",

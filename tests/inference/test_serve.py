@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmfoundry.data.text.bpe import bytes_backend
 from tests.half_open import FOREIGN_HOSTS, LOCAL_HOSTS, get, half_sent, is_closed
-from tests.inference.serving import Running, ScriptedEngine, running, served_bytes, until
+from tests.inference.serving import TEMPLATE, Running, ScriptedEngine, running, served_bytes, until
 
 SNOW = "héllo ☃ 𝄞 you"
 
@@ -149,6 +149,14 @@ def test_special_tokens_in_a_prompt_are_read_as_in_transformers(server: Running)
             parts = [prompt[a:b] for a, b in itertools.pairwise([*starts, len(prompt)])]
             assert choice["text"] == "".join(parts) == prompt
             assert parts[-3:] == ["", "", "☃"] and "<|endoftext|>" in parts
+    messages = [{"role": "user", "content": rendered}, {"role": "user", "content": '[{"a": 1}]'}]
+    ids = theirs.encode(
+        theirs.apply_chat_template(
+            messages, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False
+        )
+    )
+    status, reply = server.ask("/v1/chat/completions", {"messages": messages})
+    assert (status, reply["usage"]["prompt_tokens"]) == (200, len(ids))
     plain = server.complete("a", add_special_tokens=False)
     assert plain["usage"]["prompt_tokens"] == 1
     assert server.complete("a")["usage"]["prompt_tokens"] == 2  # as documents begin

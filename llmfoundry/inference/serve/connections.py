@@ -11,17 +11,26 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def most_pending() -> int:
-    """Connections without a whole request at most: a quarter of the files that may be open.
+    """Connections without a whole request at most: half of the files that may be open.
 
-    As many may be accepted in one step of the event loop; the rest is for answers.
+    The rest is for answers, and for what is accepted in one step of the event loop.
     """
-    return min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1024 if files == resource.RLIM_INFINITY else min(1024, files // 2)
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files as it may: each client is one, and the default is low."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS takes less than it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def bounded_connections(
