@@ -7,6 +7,7 @@ and the record is written again with the job. So a run that was cut off in betwe
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from llmfoundry.errors import UserError, one_line
@@ -40,6 +41,7 @@ def launch(recipe: LaunchRecipe) -> None:
         return
     record = submit(job)
     rows = [("launched", f"{record.target} {record.job}"), ("run", show(job.folder))]
+    rows += [("its folder", place)] if (place := record.where.get(records.RUN)) else []
     Console().banner([*rows, ("recipe", show(job.folder / RECIPE))])
 
 
@@ -56,7 +58,8 @@ def submit(job: Job) -> records.LaunchRecord:
         busy="another process is launching it; wait for it",
         instead="write another",
     ):
-        _refuse_running(job.folder)
+        _refuse_running(job)
+        before = records.read(job.folder)
         try:
             (job.folder / LOGS).mkdir(exist_ok=True)
             records.write(job.folder, job.record)
@@ -67,7 +70,11 @@ def submit(job: Job) -> records.LaunchRecord:
                 (job.folder / DIFF).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(job.folder, error) from error
-        record = target.submit(job)
+        try:
+            record = target.submit(job)
+        except UserError:
+            _forget(job.folder, before)
+            raise
         try:
             records.write(job.folder, record)
         except OSError as error:
@@ -76,6 +83,15 @@ def submit(job: Job) -> records.LaunchRecord:
                 f" record cannot be written: {one_line(error)}"
             ) from error
     return record
+
+
+def _forget(folder: Path, before: records.LaunchRecord | None) -> None:
+    """A launch that was refused leaves no run that failed; an earlier one's record comes back."""
+    with suppress(OSError):
+        if before is None:
+            (folder / records.RECORD).unlink(missing_ok=True)
+        else:
+            records.write(folder, before)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
@@ -89,14 +105,18 @@ def job_of(recipe: LaunchRecipe) -> Job:
     return make_job(recipe, given=given, overrides=command.overrides)
 
 
-def _refuse_running(folder: Path) -> None:
+def _refuse_running(job: Job) -> None:
     """Two jobs of one run would fight for its folder, and the second start over or wait."""
+    folder = job.folder
     record, what = records.read(folder), ""
     if record is not None and record.job:
         found = TARGETS[record.target].state(record)
         if found.state in (records.WAITING, records.RUNNING):
             what = f"is {found.state} as {record.target} {record.job} ({found.reason})"
-    if not what and is_held(folder):
+    places = [folder]
+    if job.config.target in ("local", "slurm"):  # whose paths are this machine's
+        places.append(records.run_folder(folder, job.record))
+    if not what and any(map(is_held, places)):
         what = "is trained by another process"
     if what:
         raise UserError(

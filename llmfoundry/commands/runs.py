@@ -15,6 +15,7 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.launch import runs as api
 from llmfoundry.launch.runs import RunDetails, RunState
+from llmfoundry.launch.states import STATES, UNDER_WAY
 from llmfoundry.loggers.console import Console, duration, percent
 from llmfoundry.recipe.after_training import RunsRecipe
 from llmfoundry.redaction import public
@@ -45,11 +46,11 @@ def _list(recipe: RunsRecipe) -> None:
 
 def _row(run: RunState) -> tuple[str, ...]:
     of = f" of {run.total:,}" if run.total else ""
-    why = run.event if run.event and run.state in api.UNDER_WAY else run.why or run.event
+    why = run.event if run.event and run.state in UNDER_WAY else run.why or run.event
     return (
         _plain(run.name),
         run.state,
-        f"{run.step:,}{of}" if run.step or of else "",
+        "unknown here" if not run.is_seen else f"{run.step:,}{of}" if run.step or of else "",
         "" if run.loss is None else f"{run.loss:.4f}",
         "" if run.goodput is None else percent(run.goodput),
         "" if run.logged_at is None else f"{duration(max(0.0, time.time() - run.logged_at))} ago",
@@ -73,6 +74,7 @@ def _describe(recipe: RunsRecipe) -> None:
 def _rows(found: RunDetails) -> Iterator[tuple[str, str]]:
     run = found.run
     yield "run", run.folder
+    yield "run's folder", run.run_folder
     yield "state", f"{run.state}" + f": {run.why}" * bool(run.why)
     step, loss, goodput = _row(run)[2:5]
     yield "step", step
@@ -163,7 +165,7 @@ def _serve(recipe: RunsRecipe) -> None:
 
 
 _GAUGES: dict[str, tuple[str, Callable[[RunState], float | None]]] = {
-    "step": ("The last step that was logged.", lambda run: run.step),
+    "step": ("The last step that was logged.", lambda run: run.step if run.is_seen else None),
     "total_steps": ("Steps of the whole run.", lambda run: run.total),
     "loss": ("Training loss at the last logged step, nats a token.", lambda run: run.loss),
     "goodput": ("Share of a supervised run's time that trained.", lambda run: run.goodput),
@@ -189,7 +191,7 @@ class Collector:
             f"{_PREFIX}state", "1: the state that the run is in.", labels=["run", "state"]
         )
         for run in found:
-            for state in api.STATES:
+            for state in STATES:
                 states.add_metric([run.name, state], run.state == state)
         yield states
         for name, (meaning, of) in _GAUGES.items():

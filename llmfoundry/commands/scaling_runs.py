@@ -24,6 +24,7 @@ from llmfoundry.commands.scaling_grid import GridPoint
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.launch import runs as api
 from llmfoundry.launch.job import make_job
+from llmfoundry.launch.states import NOT_KNOWN, UNDER_WAY
 from llmfoundry.loggers.console import Console, duration
 from llmfoundry.loggers.pages.charts import EVAL_LOSS
 from llmfoundry.loggers.pages.comparison import HOURS, ComparedRun, read_run
@@ -131,14 +132,14 @@ class Launched:
             return None
         self.asked = now
         run = api.state_of(self.folder)
-        if run.state in api.UNDER_WAY:
+        if run.state in UNDER_WAY:
             self.heard = now
             return None
-        if run.state == api.NOT_KNOWN and now - self.heard < _SILENT_S:
+        if run.state == NOT_KNOWN and now - self.heard < _SILENT_S:
             return None
         more = f"; if it is gone, delete {self.folder / 'launch.json'}"
         logs = command_line("runs", "logs", str(self.folder))
-        return f"{run.state}: {run.why}{more * (run.state == api.NOT_KNOWN)}; see {logs}"
+        return f"{run.state}: {run.why}{more * (run.state == NOT_KNOWN)}; see {logs}"
 
 
 def run_all(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> None:
@@ -178,7 +179,7 @@ def run_all(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) 
 def _is_under_way(folder: Path) -> bool:
     """Whether a target, or a process that no command waits for, has the run; unless it is gone."""
     run = api.state_of(folder)
-    return run.state in api.UNDER_WAY or (run.state == api.NOT_KNOWN and bool(run.job))
+    return run.state in UNDER_WAY or (run.state == NOT_KNOWN and bool(run.job))
 
 
 def _start(recipe: ScalingRecipe, one: GridPoint) -> Process | Launched:

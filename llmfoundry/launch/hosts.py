@@ -76,7 +76,7 @@ def script(job: Job, node: int) -> str:
     inner = f"trap : INT; {command}; echo $? > {shlex.quote(status)}"
     if job.nodes > 1:
         inner = f"exec > >(exec {shlex.join([job.python, '-c', _TIMES])}) 2>&1; {inner}"
-    lines = [f"# {job.note}", "set -e", f"cd {shlex.quote(_workdir(job))}"]
+    lines = [f"# {job.note}", "set -e", job.enter(_workdir(job))]
     lines += job.environment("through standard input" if config.hosts else "this shell's")
     lines += [f"mkdir -p {shlex.quote(f'{folder}/{LOGS}')}", f"rm -f {shlex.quote(status)}"]
     if config.target == "ssh":
@@ -123,6 +123,7 @@ def submit(job: Job) -> LaunchRecord:
     config = job.config
     secrets = secrets_here(config.secrets)
     where = {"options": "\n".join(config.options), "log": f"{_folder(job)}/{LOGS}/node-*.log"}
+    where |= job.record.where
     record = dataclasses.replace(job.record, where=where, submitted_at=time.time())
     for node, host in enumerate(config.hosts or [""]):
         sent = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in secrets.items() if host)
@@ -168,7 +169,7 @@ def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) 
         return TargetState(RUNNING, f"process {pid}{f' of {host}' * bool(host)}")
     ended = next((line for line in lines[1:] if line.strip().isdecimal()), None)
     if ended is not None:
-        return TargetState(ENDED, f"exit status {ended.strip()}")
+        return _ended(ended)
     return TargetState(ENDED, "it was killed, or its machine has restarted")
 
 
@@ -181,8 +182,14 @@ def _state_here(status: Path, pid: int, began: int) -> TargetState:
     with suppress(OSError):
         text = status.read_text(errors="replace").strip() if status.is_file() else ""
         if text.isdecimal():
-            return TargetState(ENDED, f"exit status {text[:9]}")
+            return _ended(text)
     return TargetState(ENDED, "it was killed, or its machine has restarted")
+
+
+def _ended(text: str) -> TargetState:
+    """A supervisor that has left its exit status."""
+    status = int(text.strip()[:9])
+    return TargetState(ENDED, f"exit status {status}", status)
 
 
 def _is_same(line: str, began: int) -> bool:

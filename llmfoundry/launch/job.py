@@ -7,6 +7,7 @@ travels is the composed recipe, with `${oc.env:NAME}` as written: a secret's val
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -19,13 +20,13 @@ import yaml
 
 from llmfoundry.errors import UserError
 from llmfoundry.launch.git import git_state
-from llmfoundry.launch.record import LaunchRecord
+from llmfoundry.launch.record import RUN, LaunchRecord
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import as_written, dump
-from llmfoundry.redaction import hide_variables, masked_keys, public_override
+from llmfoundry.redaction import hide_variables, masked_keys, public, public_override
 
 RECIPE = "launch.yaml"
 """In the run's folder: the composed recipe that was launched."""
@@ -43,7 +44,7 @@ class Job:
     config: LaunchConfig
     """Filled."""
     folder: Path
-    """Of its record on this machine: the run's own, where that is a relative path."""
+    """Of its record on this machine; `record.where` names the run's own where that is another."""
     text: str
     """The composed recipe as YAML."""
     own_words: list[str]
@@ -108,6 +109,12 @@ class Job:
         words += [f"--rdzv-endpoint={host}:{self.config.port}", f"--rdzv-id={self.name}"]
         return [list_key("supervise.launch", words)]
 
+    def enter(self, workdir: str) -> str:
+        """A line of bash that goes to a folder, which is made where it is missing."""
+        name = shlex.quote(workdir)
+        line = f"launch.workdir: {workdir} cannot be made or entered there; write another"
+        return f"mkdir -p {name} && cd {name} || {{ echo {shlex.quote(line)} >&2; exit 2; }}"
+
     def environment(self, came: str) -> list[str]:
         """Lines of bash that set what the run's processes need; where a secret came from."""
         lines = []
@@ -154,10 +161,12 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
     if not str(folder.absolute()).isprintable():
         raise UserError("save_folder: has characters that no line of a script can hold; rename it")
     git, changes = git_state()
+    place = _run_place(recipe)
     record = LaunchRecord(
         name=folder.name,
         target=config.target,
         job="",
+        where={} if place == str(folder.absolute()) else {RUN: place},
         nodes=config.nodes or 1,
         gpus_per_node=config.gpus_per_node or 0,
         recipe=given,
@@ -187,6 +196,24 @@ def folder_here(recipe: TrainRecipe) -> Path:
     if "://" in recipe.save_folder or not is_here:
         return Path("runs") / folder.name
     return folder
+
+
+def _run_place(recipe: TrainRecipe) -> str:
+    """The run's folder on the machines that train, or its URL.
+
+    A pod's folder on a path of its node is named by the node's path.
+    """
+    config, folder = recipe.launch, recipe.save_folder
+    if "://" in folder:
+        return public(folder)
+    for mount in config.mounts:
+        source, _, inside = mount.rpartition(":")
+        below = f"{inside.rstrip('/')}/"
+        if source.startswith("/") and folder.startswith(below):
+            return f"{source.rstrip('/')}/{folder.removeprefix(below)}"
+    if config.target in ("local", "slurm"):
+        folder = os.path.expanduser(folder)
+    return os.path.join(config.workdir or os.getcwd(), folder)
 
 
 def _secrets_in(plain: dict[str, Any]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.exit_status import GIVE_UP, MISTAKE
+from llmfoundry.exit_status import DONE, FAILED, GIVE_UP, MISTAKE
 from llmfoundry.launch.client import SILENCE, ask, merged_lines
 from llmfoundry.launch.job import RECIPE, Job, dump_all
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
@@ -236,6 +236,7 @@ def submit(job: Job) -> LaunchRecord:
     """
     config = job.config
     where = {"namespace": config.namespace or "", "context": config.context or ""}
+    where |= job.record.where
     named = f"{config.object}/{object_name(job.name)}"
     record = dataclasses.replace(job.record, job=named, where=where, submitted_at=time.time())
     there = _get(record)
@@ -285,10 +286,10 @@ def _state_of(record: LaunchRecord, found: Object) -> TargetState:
     conditions = {c.get("type"): c for c in status.get("conditions", []) if c["status"] == "True"}
     for name in ("Complete", "Completed"):
         if name in conditions:
-            return TargetState(ENDED, f"exit status 0 ({name})")
+            return TargetState(ENDED, f"exit status 0 ({name})", DONE)
     if "Failed" in conditions:
         why = [conditions["Failed"].get(key) for key in ("reason", "message")]
-        return TargetState(ENDED, f"failed: {': '.join(filter(None, why))}")
+        return TargetState(ENDED, f"failed: {': '.join(filter(None, why))}", FAILED)
     if "Suspended" in conditions:
         whose = conditions["Suspended"].get("message") or "by Kueue or a person"
         return TargetState(WAITING, f"suspended: {whose}")

@@ -23,6 +23,9 @@ from llmfoundry.recipe.typed import Problem, build
 RECORD = "launch.json"
 HERE = "here"
 """In `where`: the folder that the record was written into, by which a copy is told."""
+RUN = "run"
+"""In `where`: the run's own folder on the machines that train, or its URL; missing: the record's
+folder is the run's."""
 WAITING, RUNNING, ENDED, UNKNOWN = "waiting", "running", "ended", "unknown"
 _JOBS = {
     "local": re.compile(r"[1-9]\d*@\d+"),
@@ -45,7 +48,8 @@ class LaunchRecord:
     """The target's own id: process@start, host:process@start for each host with commas between,
     Slurm's number, kind/name; empty until it is submitted."""
     where: dict[str, str] = field(default_factory=dict)
-    """What is needed to find it again: namespace, context, options of ssh, logs; never a secret."""
+    """What is needed to find it again: namespace, context, options of ssh, logs, the run's folder;
+    never a secret."""
     nodes: int = 1
     gpus_per_node: int = 0
     recipe: str = ""
@@ -65,6 +69,13 @@ class TargetState:
     """waiting, running, ended or unknown."""
     reason: str = ""
     """In words: PENDING (Resources), exit status 75, no answer."""
+    exit_status: int | None = None
+    """The supervisor's, of a job that has ended; None: the target does not know it."""
+
+
+def run_folder(folder: Path, record: LaunchRecord | None) -> Path:
+    """Where a run lies whose record is in `folder`; other machines may have another by its path."""
+    return Path(record.where.get(RUN) or folder) if record is not None else folder
 
 
 def write(folder: Path, record: LaunchRecord) -> None:

@@ -8,7 +8,9 @@ The command `llmfoundry runs` calls these functions, and so may anyone's program
 
 The idea: a run's own folder says what happened (metrics.jsonl, events.jsonl, run.json), a lock that
 the kernel releases says whether somebody trains there now, and only where a run was launched
-elsewhere its target is asked. `judge` puts these together, and is a pure function. No PyTorch.
+elsewhere its target is asked. `states.py` puts these together. A launched run's folder
+may be another than the one that keeps its record, and one that this machine does not have: then the
+target alone is asked. No PyTorch.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from typing import Any
 import psutil
 
 from llmfoundry.errors import UserError
-from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event, is_restart, read_events
-from llmfoundry.exit_status import DONE, ENDS_FOLDER, GIVE_UP, SAVED, own_node
+from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event, read_events
+from llmfoundry.exit_status import ENDS_FOLDER, own_node
 from llmfoundry.files import (
     RUN_LOCK,
     is_locked,
@@ -42,30 +44,32 @@ from llmfoundry.files import (
 from llmfoundry.launch import record as records
 from llmfoundry.launch.client import SILENCE, in_order, timed
 from llmfoundry.launch.record import RECORD, LaunchRecord, TargetState, read
+from llmfoundry.launch.states import (
+    ENDS,
+    FAILED,
+    NOT_KNOWN,
+    UNDER_WAY,
+    judge,
+    judge_unseen,
+)
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.metrics import BATCH, WALL
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS, is_number
-from llmfoundry.loggers.pages.run_time import LONGEST_PAUSE, growth, whole_seconds
+from llmfoundry.loggers.pages.run_time import growth, whole_seconds
 from llmfoundry.processes import is_alive, kill_all
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import show
 
-WAITING, RUNNING, RESTARTING = "waiting", "running", "restarting"
-GIVEN_UP, FINISHED, STOPPED = "given up", "finished", "stopped"
-FAILED, NOT_KNOWN = "failed", "unknown"
-STATES = (WAITING, RUNNING, RESTARTING, GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN)
-UNDER_WAY = (WAITING, RUNNING, RESTARTING)
 METRICS = "metrics.jsonl"
 _FILES = (METRICS, "run.json", RECORD, "events.jsonl")
 _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
 _LONGEST = 2**24  # bytes of a line; of a longer one a part
 _ASKED = 16  # targets at a time
 _LOOK_S, _HARD_S = 1.0, 20.0
+_SKEW_S = 300.0  # by which another machine's clock may be behind this one
 _QUIET_S = 600.0  # without a sign, after which a run of another machine counts as dead
 _TRAINED = re.compile(rb'"time/train": ?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)')
 _HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
-_ENDS = {"finished": FINISHED, "failed": FAILED, "killed": STOPPED}
-_STATUSES = {DONE: FINISHED, SAVED: STOPPED, GIVE_UP: GIVEN_UP}
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class RunState:
 
     name: str
     folder: str
+    """That has its files, or the record of its launch."""
     state: str
     """One of STATES."""
     why: str = ""
@@ -95,6 +100,10 @@ class RunState:
     """Where it was launched: local, ssh, slurm, kubernetes; empty: started by hand."""
     job: str = ""
     nodes: int = 1
+    run_folder: str = ""
+    """Where it was launched to write, or its URL; empty: `folder`."""
+    is_seen: bool = True
+    """Whether what it writes can be read here; else step and loss are unknown, and not 0."""
 
 
 def is_run(folder: Path) -> bool:
@@ -159,15 +168,25 @@ def state_of(folder: Path) -> RunState:
         record = read(folder)
     except UserError as error:
         return RunState(folder.name, str(folder), NOT_KNOWN, str(error))
-    events = list(read_events(folder))
-    run = _mapping(folder / "run.json")
-    rows = tail(folder / METRICS)
+    place = records.run_folder(folder, record)
+    launched: dict[str, Any] = {}
+    if record is not None:
+        launched = {"target": record.target, "job": record.job, "nodes": record.nodes}
+        launched |= {"run_folder": record.where.get(records.RUN, "")}
+        if not _is_seen(place, record):
+            named = launched["run_folder"] or str(place)
+            state, why = judge_unseen(TARGETS[record.target].state(record), named)
+            name = folder.resolve().name
+            return RunState(name, str(folder), state, why, is_seen=False, **launched)
+    events = list(read_events(place))
+    run = _mapping(place / "run.json")
+    rows = tail(place / METRICS)
     last = rows[-1] if rows else {}
-    held = is_held(folder)
+    held = is_held(place)
     target = _target_state(record, held=held)
     status = str(_of(run, "summary", dict, {}).get("status", ""))
-    changed = _changed(folder / "run.json")
-    supervised = _supervised(folder)
+    changed = _changed(place / "run.json")
+    supervised = _supervised(place)
     state, why = judge(
         held=held,
         target=target,
@@ -177,7 +196,7 @@ def state_of(folder: Path) -> RunState:
         supervised=supervised,
     )
     if target is None:
-        state, why = _seen_from_here(folder, state, why, held=held, is_ended=status in _ENDS)
+        state, why = _seen_from_here(place, state, why, held=held, is_ended=status in ENDS)
     losses = (_number(row.get(TRAIN_LOSS)) for row in reversed(rows))
     logged_at = _number(last.get(WALL))
     return RunState(
@@ -188,66 +207,27 @@ def state_of(folder: Path) -> RunState:
         step=_of(last, BATCH, int, 0),
         total=_of(run, "total_batches", int, None),
         loss=next((loss for loss in losses if loss is not None), None),
-        goodput=goodput(folder, rows, events),
+        goodput=goodput(place, rows, events),
         logged_at=None if logged_at is None else logged_at / 1000,
         event=str(events[-1]["what"]) if events else "",
         event_at=float(events[-1]["time"]) if events else None,
-        target=record.target if record else "",
-        job=record.job if record else "",
-        nodes=record.nodes if record else 1,
+        **launched,
     )
 
 
-def judge(
-    *,
-    held: bool,
-    target: TargetState | None,
-    status: str,
-    changed: float,
-    events: Sequence[Mapping[str, Any]],
-    supervised: bool | None = None,
-    now: float | None = None,
-) -> tuple[str, str]:
-    """A run's state, one of STATES, and why.
+def _is_seen(place: Path, record: LaunchRecord) -> bool:
+    """Whether what a launched run writes comes here, and is not another folder of the same path.
 
-    Args:
-        held: a process has the run's lock now.
-        target: what the target says; None: it was started by hand.
-        status: in run.json, of the process that trained last.
-        changed: when run.json was, in seconds since 1970.
-        events: of events.jsonl.
-        supervised: whether a supervisor is at work there; None: that cannot be told.
-        now: seconds since 1970; unset: the clock's.
+    A folder of another machine does where something in it has changed since the launch.
     """
-    now = time.time() if now is None else now
-    decision = next((e for e in reversed(events) if e["kind"] in ("decision", "start")), None)
-    # A supervisor decides after the process has written its end; a later one was started by hand.
-    decided = decision is not None and float(decision["time"]) + 5 >= changed
-    if held:
-        return RUNNING, target.reason if target else "a process holds its folder"
-    if target is not None and target.state == records.WAITING:
-        return WAITING, target.reason
-    if target is not None and target.state == records.RUNNING:
-        if decision is not None and is_restart(decision):
-            return RESTARTING, str(decision["what"])
-        if _ENDS.get(status) == FINISHED:
-            return FINISHED, target.reason
-        return WAITING, f"{target.reason}, and does not train yet"
-    if target is not None and target.state == records.UNKNOWN and _ENDS.get(status) is None:
-        return NOT_KNOWN, target.reason
-    if decided and decision is not None:
-        is_soon = supervised or float(decision["time"]) + LONGEST_PAUSE > now
-        if decision["kind"] == "decision" and not is_restart(decision):
-            ends = _of(decision, "exit_status", int, DONE)
-            return _STATUSES.get(ends, FAILED), str(decision["what"])
-        if target is None and is_soon and supervised is not False:
-            is_first = decision["kind"] == "start" and decision.get("attempt") == 1
-            return WAITING if is_first else RESTARTING, str(decision["what"])
-    if status in _ENDS:
-        return _ENDS[status], target.reason if target else ""
-    if target is not None and target.state == records.ENDED and not status:
-        return FAILED, target.reason
-    return FAILED, "its process was killed, or lost its machine" if status else "it never trained"
+    if not record.job:
+        return True
+    if "://" in record.where.get(records.RUN, ""):
+        return False
+    if record.target == "local" or (record.target == "slurm" and records.RUN not in record.where):
+        return True
+    changed = max(_changed(place / name) for name in (METRICS, "run.json", "events.jsonl"))
+    return changed + _SKEW_S > record.submitted_at
 
 
 def goodput(
@@ -459,26 +439,38 @@ def describe(name: str, folder: Path | str = "runs") -> RunDetails:
     Raises:
         UserError: there is no such run, or the record of its launch is torn.
     """
-    place = find(name, folder)
-    record, events = read(place), list(read_events(place))
+    found = find(name, folder)
+    record, run = read(found), state_of(found)
+    place = records.run_folder(found, record)
+    known = RunDetails(run, logs=f"{place}/{METRICS}")
+    if record is not None:
+        known = replace(
+            known,
+            recipe=record.recipe,
+            overrides=list(record.overrides),
+            git=dict(record.git),
+            submitted_at=record.submitted_at,
+            logs=record.where.get("log", "") or known.logs,
+        )
+    return _with_files(known, place) if run.is_seen else known
+
+
+def _with_files(known: RunDetails, place: Path) -> RunDetails:
+    """With what the run's folder says."""
+    events = list(read_events(place))
     kept = ("attempt", "cause", "why", "action", "step", "seconds", "status")
     decisions = [event for event in events if event["kind"] == "decision"]
     results = [_mapping(path) for path in sorted(place.glob("eval/*.json"))]
     results = sorted((r for r in results if type(r.get(BATCH)) is int), key=lambda r: r[BATCH])
     newest = results[-1] if results else {}
     averages = _of(newest, "averages", dict, {}) or {"average": newest.get("average")}
-    return RunDetails(
-        run=state_of(place),
-        recipe=record.recipe if record else "",
-        overrides=list(record.overrides) if record else [],
-        git=dict(record.git) if record else {},
-        submitted_at=record.submitted_at if record else None,
+    return replace(
+        known,
         environment=_of(_mapping(place / "run.json"), "environment", dict, {}),
         attempts=[{key: event.get(key) for key in kept} for event in decisions],
         checkpoints=sorted(p.name for p in (place / CHECKPOINTS).glob("*/") if p.is_dir()),
         evaluation={BATCH: newest[BATCH], **averages} if newest else {},
         events=events[-20:],
-        logs=(record.where.get("log", "") if record else "") or f"{place}/{METRICS}",
     )
 
 
@@ -582,27 +574,34 @@ def stop(
         UserError: there is no such run, it is not under way, it cannot be stopped from here, or it
             is still at it after `timeout`.
     """
-    place = find(name, folder)
-    record, before = read(place), state_of(place)
-    if before.state not in UNDER_WAY and not is_held(place):
-        raise UserError(f"{show(place)}: is {before.state}, so there is nothing to stop")
+    found = find(name, folder)
+    record, before = read(found), state_of(found)
+    place = records.run_folder(found, record)
+    is_here = before.is_seen and is_held(place)
+    if before.state == NOT_KNOWN and not is_here:
+        raise UserError(
+            f"{show(found)}: whether it runs is unknown here: {before.why}; try again, or stop it"
+            " where it runs"
+        )
+    if before.state not in UNDER_WAY and not is_here:
+        raise UserError(f"{show(found)}: is {before.state}, so there is nothing to stop")
     target = _target_state(record, held=False)
-    with _alone(place) as is_first:
+    with _alone(found) as is_first:
         if (
             record is not None
             and target is not None
             and target.state in (records.WAITING, records.RUNNING)
         ):
             who = f"{record.job} {record.submitted_at:.0f}"
-            if is_first and _may_ask(place, who, now=now):
+            if is_first and _may_ask(place if before.is_seen else found, who, now=now):
                 TARGETS[record.target].stop(record, now=now)
         elif is_first:
             _stop_here(place, timeout=timeout, now=now)
     deadline = time.monotonic() + timeout
-    while (after := state_of(place)).state in UNDER_WAY or is_held(place):
+    while (after := state_of(found)).state in UNDER_WAY or (after.is_seen and is_held(place)):
         if time.monotonic() > deadline:
             raise UserError(
-                f"{show(place)}: was asked to save and end, and is {after.state} after"
+                f"{show(found)}: was asked to save and end, and is {after.state} after"
                 f" {timeout:.0f} s; look again, or write now=true"
             )
         time.sleep(0.2)

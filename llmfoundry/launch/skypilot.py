@@ -42,7 +42,7 @@ def _script(job: Job) -> str:
     config = job.config
     command = job.command(RECIPE, *job.torchrun(_HEAD), *job.own_processes())
     words = shlex.join(command).replace(_HEAD, "'\"$head\"'")
-    lines = [f"cd {shlex.quote(config.workdir)}"] if config.workdir else []
+    lines = [job.enter(config.workdir)] if config.workdir else []
     if config.environment is not None:
         lines.append(f'export PATH={shlex.quote(config.environment + "/bin")}:"$PATH"')
     lines += job.write_recipe(RECIPE)

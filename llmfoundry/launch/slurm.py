@@ -21,6 +21,7 @@ from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRec
 from llmfoundry.recipe.resilience import EXCLUDE, NODES
 
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
+_ENDS_ITSELF = ("COMPLETED", "FAILED")  # of others, such as CANCELLED, the status is Slurm's
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 
@@ -30,7 +31,7 @@ def render(job: Job) -> str:
     workdir = config.workdir or os.getcwd()
     lines = ["#!/bin/bash", f"# {job.note}", *_directives(job)]
     lines += [
-        f"cd {shlex.quote(workdir)} || exit 2",
+        job.enter(workdir),
         *job.environment("from the shell of sbatch"),
         *config.setup,
         "# Slurm starts it again: preempted, at its limit, or when a machine was lost.",
@@ -92,7 +93,7 @@ def submit(job: Job) -> LaunchRecord:
     said = ask(["sbatch", "--parsable"], text=render(job))
     number = said.strip().splitlines()[-1].partition(";")[0]  # NUMBER;CLUSTER
     log = job.folder.absolute() / LOGS / f"slurm-{number}.log"
-    where = {"log": str(log)}
+    where = {"log": str(log), **job.record.where}
     return dataclasses.replace(job.record, job=number, where=where, submitted_at=time.time())
 
 
@@ -139,7 +140,8 @@ def _of_the_past(number: str) -> TargetState:
             return _in_queue(found[1], "", "")
         if found:
             how = f"signal {found[3]}" if found[3] != "0" else f"exit status {found[2]}"
-            return TargetState(ENDED, f"{how} ({found[1]})")
+            is_own = found[1] in _ENDS_ITSELF and found[3] == "0"
+            return TargetState(ENDED, f"{how} ({found[1]})", int(found[2]) if is_own else None)
     return TargetState(ENDED, "Slurm no longer knows the job")
 
 

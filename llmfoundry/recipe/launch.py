@@ -53,8 +53,9 @@ class LaunchConfig:
     """ssh, kubernetes, skypilot: where processes of several machines meet on the first; unset:
     29400."""
     workdir: str | None = None
-    """The folder in which the run is started, from which its relative paths are meant; unset: this
-    one (on ssh the same path there), on kubernetes and skypilot the image's."""
+    """The folder in which the run is started, from which its relative paths are meant, save_folder
+    too; made where it is missing. Unset: this one (on ssh the same path there), on kubernetes and
+    skypilot the image's."""
     environment: str | None = None
     """A folder there with bin/python, such as a venv; unset: this Python's on local and slurm, else
     the python of the PATH."""

@@ -26,6 +26,7 @@ from llmfoundry.files import try_lock
 from llmfoundry.launch import record
 from llmfoundry.launch import runs as api
 from llmfoundry.launch.job import Job
+from llmfoundry.launch.states import UNDER_WAY
 from llmfoundry.loggers.console import Console
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan.fit import with_guessed_vocabulary
@@ -164,7 +165,7 @@ def test_launched_point_outlives_the_command_and_is_waited_for(
     first = record.read(one.folder)
     assert first is not None and first.target == "local" and first.recipe.endswith("tiny.yaml")
     (seen,) = api.list_runs(tmp_path)
-    assert seen.name == "out/points/size=16,tokens=1024" and seen.state in api.UNDER_WAY
+    assert seen.name == "out/points/size=16,tokens=1024" and seen.state in UNDER_WAY
     monkeypatch.setattr(scaling_runs, "_ASK_S", 0.1)
     run_all(checked(ScalingRecipe, path), [one], Console())  # also without launch
     assert record.read(one.folder) == first and is_done(one.folder)

@@ -16,6 +16,7 @@ import pytest
 
 from llmfoundry.files import try_lock
 from llmfoundry.launch.record import ENDED, RUNNING, LaunchRecord, read
+from llmfoundry.launch.runs import list_runs
 from llmfoundry.launch.targets import TARGETS
 from tests.tiny import ENV, ROOT, losses, run, write_recipe
 
@@ -140,7 +141,10 @@ def test_dry_run_prints_what_bash_would_run_and_writes_nothing(place: Path) -> N
     [
         (["launch.secrets=[HF_TOKEN]"], "launch.secrets: HF_TOKEN is not set in this shell"),
         (["launch.setup=[exit 7]"], "launch: bash: exit status 7"),
-        (["launch.workdir=/nowhere"], "launch: bash: bash: line "),
+        (
+            ["launch.workdir=/dev/null/x"],
+            "launch: bash: launch.workdir: /dev/null/x cannot be made",
+        ),
         (["launch.environment=/nowhere"], "launch: bash: /nowhere/bin/python is not there"),
     ],
 )
@@ -148,3 +152,4 @@ def test_a_mistake_is_one_line(place: Path, words: list[str], line: str) -> None
     done = launch(place, *words)
     assert done.returncode == 2 and done.stderr.startswith(line), done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+    assert list_runs("runs" if (place / "runs").exists() else ".") == []  # none that failed

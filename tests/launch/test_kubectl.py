@@ -45,7 +45,8 @@ def is_true(kind: str, **more: str) -> dict[str, str]:
 
 def test_it_is_applied_seen_logged_and_deleted(cluster: Path) -> None:
     record = kubernetes.submit(job_of(*WORDS, "nodes=2"))
-    assert record.job == "jobset/a" and record.where == {"context": "c", "namespace": "n"}
+    assert record.job == "jobset/a"
+    assert (record.where["context"], record.where["namespace"]) == ("c", "n")
     assert all(words[:2] == ["--context=c", "--namespace=n"] for words in asked(cluster))
     assert {path.name for path in cluster.glob("*_*")} == {"jobset_a", "configmap_a-recipe"}
     assert kubernetes.state(record) == (kubernetes.TargetState(WAITING, "it has no pods yet"))
@@ -140,7 +141,11 @@ def test_what_the_cluster_says(
     record = kubernetes.submit(job_of(*WORDS))
     says(cluster, "job_a", **status)
     (cluster / "pods").write_text(json.dumps({"items": pods}))
-    assert kubernetes.state(record) == kubernetes.TargetState(state, reason)
+    found = kubernetes.state(record)
+    assert (found.state, found.reason) == (state, reason)
+    exits = {"Complete": 0, "Failed": 1}
+    kinds = [condition["type"] for condition in status.get("conditions", [])]
+    assert found.exit_status == next((exits[kind] for kind in kinds if kind in exits), None)
 
 
 def test_without_kubectl_it_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

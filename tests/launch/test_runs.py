@@ -27,6 +27,7 @@ from llmfoundry.exit_status import own_node
 from llmfoundry.files import RUN_LOCK, is_locked, try_lock
 from llmfoundry.launch import runs
 from llmfoundry.launch.record import LaunchRecord, TargetState, write
+from llmfoundry.launch.states import judge
 from llmfoundry.loggers.pages.run_time import goodput, grown
 from llmfoundry.recipe.after_training import RunsRecipe
 from llmfoundry.recipe.load import checked
@@ -97,7 +98,7 @@ def test_the_state_of_a_run_follows_from_its_lock_target_and_record(
         "events": [],
         "now": 100.0,
     }
-    assert runs.judge(**(usual | given))[0] == state
+    assert judge(**(usual | given))[0] == state
 
 
 def test_goodput_is_the_reports(tmp_path: Path) -> None:
