@@ -32,7 +32,7 @@ import socket
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -55,12 +55,17 @@ _NESTS = (dict, list)
 _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts say of folders
 
 
+_swept: set[Path] = set()
+_being_written: set[str] = set()  # by this process
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Where to write a file or a folder, which is called `path` once the block ends.
 
     Its name meanwhile, `<name>.<machine>-<process>-<hex>.partial`, is unique among processes and
-    machines.
+    machines, so that two may write at once. What a killed process left by such a name is removed
+    when another writes into the same folder.
 
     Args:
         path: its folder exists; a folder may itself exist, if it is empty.
@@ -68,11 +73,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it could not be written; what was at `path` is as before.
     """
+    if path.parent not in _swept:  # once: a folder may get thousands of files
+        _swept.add(path.parent)
+        _remove_marked(path.parent.glob("*.partial"))
     partial = path.with_name(f"{path.name}.{_own_mark()}-{uuid4().hex[:8]}.partial")
+    _being_written.add(partial.name)
     try:
         yield partial
         publish(partial, path)
     finally:
+        _being_written.discard(partial.name)
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -291,7 +301,19 @@ def remove_partials(folder: Path, *, seconds: float = 3600.0) -> None:
         with suppress(OSError):
             is_old = time.time() - partial.stat().st_mtime > seconds
             if is_old or _is_left(partial.name):
-                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+                _remove(partial)
+
+
+def _remove_marked(partials: Iterable[Path]) -> None:
+    """Remove those of killed processes; of other names, which are not ours, none."""
+    for partial in partials:
+        if _is_left(partial.name):
+            with suppress(OSError):
+                _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _own_mark() -> str:
@@ -304,6 +326,8 @@ def _is_left(name: str) -> bool:
     found = _MARK.search(name)
     if found is None or not _own_mark().startswith(f"{found['machine']}-"):
         return False
+    if int(found["process"]) == os.getpid():  # of a process before, which had the same number
+        return name not in _being_written
     try:
         os.kill(int(found["process"]), 0)
     except ProcessLookupError:
@@ -511,8 +535,7 @@ def resumable_folder(
     """
     refuse_used(output)
     output = place_of(output)
-    folder = output.with_name(f"{output.name}.unfinished")
-    path = output.with_name(f"{output.name}.unfinished.journal")
+    folder, path = _unfinished(output)
     if folder.exists() and not path.is_file():
         raise UserError(f"output: {folder} is in the way; remove it, or write another output")
     locked = try_lock(path, mode=0o644)
@@ -527,6 +550,7 @@ def resumable_folder(
             journal.done.clear()
         elif journal.done:
             note(f"output: resuming {folder}, {len(journal.done)} parts of which are written")
+        _remove_marked(folder.rglob("*.partial"))
         try:
             yield folder, journal
             open_to_all(folder)
@@ -557,6 +581,34 @@ def place_of(output: Path) -> Path:
 
 
 def refuse_used(output: Path) -> None:
-    """Raise a UserError where something is at `output` that is not an empty folder."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"output: {output} exists and is not empty; write another folder")
+    """Raise a UserError where something is at `output` that is not an empty folder.
+
+    It says what is there: outputs take their name once they are whole, so the same command as
+    before is told that its work is done. A journal of that is removed.
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    folder, journal = _unfinished(output.resolve())
+    if not folder.exists() and journal.is_file():  # its process was killed between two renames
+        locked = try_lock(journal)
+        if locked is not None:
+            with locked:
+                journal.unlink(missing_ok=True)
+    what = _what_is(output)
+    use = f": it holds {what}; use that, or write" if what else "; write"
+    raise UserError(f"output: {output} exists and is not empty{use} another folder")
+
+
+def _unfinished(output: Path) -> tuple[Path, Path]:
+    """The folder that takes the output's name in the end, and its journal."""
+    folder = output.with_name(f"{output.name}.unfinished")
+    return folder, folder.with_name(f"{folder.name}.journal")
+
+
+def _what_is(output: Path) -> str:
+    """Which kind of output a folder is; empty: none that is known."""
+    if any(output.glob("checkpoints/*/COMMIT")):
+        return "a run with a complete checkpoint"
+    if (output / "adapter_config.json").is_file():
+        return "an adapter"
+    return "a Hugging Face model" if (output / "config.json").is_file() else ""

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +22,12 @@ from llmfoundry.files import (
     publish,
     read_json,
     read_object,
+    refuse_used,
+    resumable_folder,
     sync,
     write_json,
 )
+from llmfoundry.hf.write import whole_or_nothing
 from tests.disk import Disk
 
 
@@ -86,6 +91,71 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
             read_json(tmp_path / name)
     with pytest.raises(UserError, match="none: is missing; copy or download it again"):
         read_object(tmp_path / "none")
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from llmfoundry.files import atomic_path
+with atomic_path(Path(sys.argv[1])) as partial:
+    partial.mkdir() if partial.name.startswith("folder") else partial.touch()
+    print("begun", flush=True)
+    sys.stdin.read()  # until it is killed
+"""
+
+
+def begin_to_write(path: Path) -> subprocess.Popen[str]:
+    """A process that is writing a file or a folder."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], **pipes)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    return process
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
+    killed = [begin_to_write(tmp_path / name) for name in ("a.gguf", "folder")]
+    for process in killed:
+        process.kill()
+        process.communicate()
+    living = begin_to_write(tmp_path / "b.gguf")
+    (tmp_path / "film.mkv.partial").touch()  # of somebody's browser
+    assert len([*tmp_path.iterdir()]) == 2  # the living process has removed the others' already
+    atomic_write(tmp_path / "a.gguf", "done")
+    names = sorted(path.name.split(".")[0] for path in tmp_path.iterdir())
+    assert names == ["a", "b", "film"] and (tmp_path / "a.gguf").read_text() == "done"
+    living.communicate()
+    assert (tmp_path / "b.gguf").is_file() and not [*tmp_path.glob("b.gguf.*")]
+
+
+def test_two_writers_of_a_folder_give_one_of_them_whole(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="out exists and is not empty: it holds an adapter"),
+        whole_or_nothing(tmp_path / "out") as slower,
+    ):
+        with whole_or_nothing(tmp_path / "out") as faster:
+            (faster / "adapter_config.json").touch()
+        (slower / "other").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "adapter_config.json"]
+
+
+def test_the_same_command_on_a_complete_folder_is_told_what_it_is(tmp_path: Path) -> None:
+    """Also where a kill left the journal: between the folder's last rename and its end."""
+    with resumable_folder(tmp_path / "out", "same", note=print) as (folder, journal):
+        (folder / "sub").mkdir()
+        left = begin_to_write(folder / "sub" / "config.json")
+        left.kill()
+        left.communicate()
+        journal.add({"a": 1})
+        kept = (tmp_path / "out.unfinished.journal").read_bytes()
+        shutil.copytree(folder, tmp_path / "copy.unfinished")
+        (folder / "config.json").touch()
+    (tmp_path / "out.unfinished.journal").write_bytes(kept)
+    (tmp_path / "copy.unfinished.journal").write_bytes(kept)
+    with pytest.raises(UserError, match="out exists and is not empty: it holds a Hugging Face"):
+        refuse_used(tmp_path / "out")
+    assert not (tmp_path / "out.unfinished.journal").exists()
+    with resumable_folder(tmp_path / "copy", "same", note=print) as (folder, journal):
+        assert journal.done == {"a": 1} and [*folder.rglob("*")] == [folder / "sub"]
 
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:

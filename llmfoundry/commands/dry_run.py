@@ -37,6 +37,7 @@ from llmfoundry.commands.track import run_with_record
 from llmfoundry.data.preparation.readers import find_files, left_out
 from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
+from llmfoundry.files import refuse_used
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
 from llmfoundry.hf.gguf.write import check_output
 from llmfoundry.launch.runs import find, list_runs
@@ -394,8 +395,8 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
     output = Path(str(recipe.output)).expanduser()
     if recipe.to == "gguf":
         check_output(output)
-    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"output: {output} is not empty; write another folder")
+    else:
+        refuse_used(output)
     yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
 
 

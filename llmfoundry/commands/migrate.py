@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
+from llmfoundry.files import atomic_write, read_guarded
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.recipe.before_training import MigrateRecipe
 from llmfoundry.recipe.command_line import as_called
@@ -41,11 +41,10 @@ def migrate_file(recipe: MigrateRecipe) -> None:
             f"{recipe.theirs}: starts neither training nor evaluation; there is no recipe to write"
         )
     beside = gauntlet_path(output, result)
+    for target, text in _texts(result, output).items():
+        _write(target, text)
     if result.gauntlet:
-        _write(beside, gauntlet_text(result, show(beside)), recipe.overwrite)
         _check_gauntlet(beside, result)
-    if result.recipe_type is not None:
-        _write(output, recipe_text(result, show(output)), recipe.overwrite)
     if result.problems:
         raise UserError(*(f"{show(output)}: {problem}" for problem in result.problems))
 
@@ -64,12 +63,31 @@ def prepare(recipe: MigrateRecipe) -> tuple[Migration, Path]:
     result = migrate(source, show(output.with_name(f"{output.stem}-gauntlet.yaml")))
     if output.exists() and path.exists() and output.samefile(path):
         raise UserError(f"output: {show(output)} is theirs itself; write another")
-    for target in {output, gauntlet_path(output, result)} if result.gauntlet else {output}:
-        if target.exists() and not recipe.overwrite:
-            raise UserError(
-                f"output: {show(target)} is there already; write another, or overwrite=true"
-            )
+    if not recipe.overwrite:
+        for target, text in _texts(result, output).items():
+            if target.exists() and not _holds(target, text):
+                raise UserError(
+                    f"output: {show(target)} is there already; write another, or overwrite=true"
+                )
     return result, output
+
+
+def _texts(result: Migration, output: Path) -> dict[Path, str]:
+    """The files that are written, by path, in this order."""
+    texts, beside = dict[Path, str](), gauntlet_path(output, result)
+    if result.gauntlet:
+        texts[beside] = gauntlet_text(result, show(beside))
+    if result.recipe_type is not None:
+        texts[output] = recipe_text(result, show(output))
+    return texts
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether a file holds this text already, as after the same command."""
+    try:
+        return read_guarded(path) == text.encode()
+    except (OSError, ValueError):
+        return False
 
 
 def gauntlet_path(output: Path, result: Migration) -> Path:
@@ -85,8 +103,11 @@ def _output(recipe: MigrateRecipe, path: Path) -> Path:
     return Path(f"{path.stem}-migrated.yaml") if taken.exists() else taken
 
 
-def _write(path: Path, text: str, overwrite: bool) -> None:
+def _write(path: Path, text: str) -> None:
     """Raises UserError where the folder cannot be written."""
+    if _holds(path, text):
+        print(f"{show(path)} holds this already")
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, text)

@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.files import atomic_write, open_guarded, parse_json, publish, read_json
+from llmfoundry.files import atomic_path, atomic_write, open_guarded, parse_json, read_json
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet, read_section
 from llmfoundry.recipe.checks import nearest, one_of
 from llmfoundry.recipe.paths import ROOT, find_file, show
@@ -265,15 +265,11 @@ def _check_present(file: DataFile, target: Path, manifest: FetchManifest) -> str
 
 def _bring(file: DataFile, target: Path, manifest: FetchManifest, route: Route) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    try:
+    with atomic_path(target) as partial:
         fetched = route(file, partial)
         content = inspect(partial)
         # The manifest comes first: a run that is stopped here leaves no file that it forgot.
         manifest.enter(file.file, content, fetched)
-        publish(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
     notes = [*_differences(file, content), *fetched.notes]
     if fetched.licence:
         notes.append(f"licence: {fetched.licence}")

@@ -8,6 +8,7 @@ hand with the keys that matter, so that every transformers from 5.0 reads the sa
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -203,10 +204,15 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         UserError: the output exists and is not empty.
     """
     refuse_used(output)
-    with atomic_path(place_of(output)) as folder:
-        folder.mkdir()
-        yield folder
-        open_to_all(folder)
+    try:
+        with atomic_path(place_of(output)) as folder:
+            folder.mkdir()
+            yield folder
+            open_to_all(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            refuse_used(output)  # another process was faster
+        raise
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ SPOILT = {
     without_weights: "has no model.safetensors",
     with_a_missing_shard: "model-2.safetensors: is missing, but",
     with_a_pipe_for_weights: "has no model.safetensors",
-    with_a_pipe_for_its_shape: "config.json: cannot be read: is not a file",
+    with_a_pipe_for_its_shape: "config.json: is not a file",
     with_a_larger_vocabulary: "the two belong to different models",
     of_absurdly_many_layers: "num_hidden_layers 1e+08, and no model has more",
     of_integers: "torch.int8, and the model computes with it",

@@ -421,6 +421,9 @@ def test_a_file_that_is_there_stays_unless_it_may_go(tmp_path: Path) -> None:
         migrated(tmp_path, PRETRAIN)
     assert (tmp_path / "ours.yaml").read_text() == "mine"
     assert migrated(tmp_path, PRETRAIN, overwrite=True)["seed"] == 17
+    assert migrated(tmp_path, PRETRAIN)["seed"] == 17  # as after the same command
+    with pytest.raises(UserError, match="is there already"):
+        migrated(tmp_path, PRETRAIN.replace("seed: 17", "seed: 18"))
 
 
 DIFFERENT = [  # file, its key, a value: ours (LLM Foundry's, Composer's, peft's source)

@@ -156,9 +156,11 @@ def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "there.gguf").touch()
+    write_file(model_of("llama"), trained(), tmp_path / "done.gguf")
     for place, line in {
         "file/model.gguf": "is not a folder",
-        "there.gguf": "exists; write another name",
+        "there.gguf": "exists, a file of 0.0 MB; write another name",
+        "done.gguf": r"exists, a complete GGUF file of 0\.\d MB; write another name",
         "model.bin": r"must end in \.gguf",
     }.items():
         with pytest.raises(UserError, match=f"^output: .*{line}"):

@@ -55,10 +55,22 @@ def check_output(output: Path) -> None:
     if output.suffix != SUFFIX:
         raise UserError(f"output: {output} is one file, and must end in {SUFFIX}")
     if output.exists():
-        raise UserError(f"output: {output} exists; write another name, or delete it")
+        raise UserError(
+            f"output: {output} exists{_what_is(output)}; write another name, or delete it"
+        )
     above = next(folder for folder in output.absolute().parents if folder.exists())
     if not above.is_dir():
         raise UserError(f"output: {above} is not a folder; write another place")
+
+
+def _what_is(output: Path) -> str:
+    """A file takes its name once it is whole, so that one of GGUF's is a conversion's result."""
+    if not output.is_file():
+        return ""
+    with output.open("rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    size = f"{output.stat().st_size / 1e6:,.1f} MB"
+    return f", a complete GGUF file of {size}" if is_gguf else f", a file of {size}"
 
 
 def to_gguf(
