@@ -26,7 +26,7 @@ from fsspec.utils import glob_translate
 
 from llmfoundry.data import store_errors
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.store_address import address_of, without_secrets
+from llmfoundry.data.store_address import address_of, without_secrets, without_signature
 from llmfoundry.data.store_clients import STEP, Client, Entry, LocalFileError, client_of
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_path
@@ -449,7 +449,7 @@ class Store:
     def _where(self, name: str) -> str:
         """A file, as messages call it."""
         key = "" if self._key == store_errors.DATA_KEY else f"{self._key}: "
-        return f"{key}{self.url}/{name}" if name else f"{key}{self.url}"
+        return f"{key}{without_signature(f'{self.url}/{name}')}" if name else f"{key}{self.url}"
 
     def _path(self, name: str) -> str:
         return f"{self._address.root}/{name}" if name else self._address.root

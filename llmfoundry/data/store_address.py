@@ -9,6 +9,7 @@ names are those of fsspec's file systems; `store_clients` translates them for ot
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,25 @@ def without_secrets(url: str) -> str:
     if kind in ("https", "az"):
         rest = rest.partition("?")[0]
     return f"{scheme}{separator}{host}{slash}{rest}"
+
+
+_SIGNED = re.compile(
+    r"x-(amz|goog)-[\w-]+|signature|expires|awsaccesskeyid|googleaccessid|policy|key-pair-id"
+    r"|sig|s[eptrv]|spr|sip|ss|srt|sk(oid|tid|t|e|s|v)",  # those with s are Azure's
+    re.IGNORECASE,
+)
+_SIGNATURES = {"x-amz-signature", "x-goog-signature", "signature", "sig"}
+
+
+def without_signature(url: str) -> str:
+    """A web address without what signs it: the same file has another signature the next time."""
+    path, _, query = url.partition("?")
+    parts = query.split("&")
+    names = [part.partition("=")[0] for part in parts]
+    if not url.startswith(("https://", "http://")) or _SIGNATURES.isdisjoint(map(str.lower, names)):
+        return url
+    kept = [p for p, name in zip(parts, names, strict=True) if not _SIGNED.fullmatch(name)]
+    return "?".join([path, "&".join(kept)]) if kept else path
 
 
 def address_of(url: str, options: FetchOptions) -> Address:

@@ -30,7 +30,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 import fsspec
 
 from llmfoundry.data.store_address import EXTRAS, Address
-from llmfoundry.data.store_errors import RequestError, answer_of
+from llmfoundry.data.store_errors import RequestError, answer_of, answer_of_web
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.files import parse_json, read_guarded
 from llmfoundry.retry import within
@@ -163,9 +163,22 @@ class Bucket:
             yield from steady(chunks, self._address.timeout)
 
     def info(self, path: str) -> Entry:  # noqa: D102
-        with self._asked("HeadObject"):
-            found = self._obstore.head(self._once(), self._key(path))
+        try:
+            with self._asked("HeadObject"):
+                found = self._obstore.head(self._once(), self._key(path))
+        except RequestError as error:
+            if error.status in (400, 403) and not error.error_code:
+                self._raise_reason(path, error)
+            raise
         return self._entry(found)
+
+    def _raise_reason(self, path: str, error: RequestError) -> None:
+        """An answer to HEAD has no words; that to GET says what was refused, if not the right."""
+        try:
+            list(self.read(path, 0, 1, 1))
+        except RequestError as told:
+            if told.error_code not in ("", "AccessDenied"):
+                raise told from error
 
     def entries(self, path: str, *, deep: bool) -> list[Entry]:  # noqa: D102
         prefix = self._key(path) or None
@@ -581,7 +594,13 @@ class Web:
         url, login = _without_login(url)
         headers = {"Accept-Encoding": "identity", **login, **self._headers, **headers}
         request = urllib.request.Request(_quoted(url), headers=headers)
-        with _opener.open(request, timeout=self._timeout) as answer:
+        try:
+            answer = _opener.open(request, timeout=self._timeout)
+        except urllib.error.HTTPError as error:
+            if error.code == 416:  # `info` reads its headers
+                raise
+            raise answer_of_web(error) from error
+        with answer:
             yield answer
 
 

@@ -9,13 +9,18 @@ rather than after minutes.
 from __future__ import annotations
 
 import errno
+import http.client
 import re
+import urllib.error
 from collections.abc import Iterator
+from contextlib import suppress
 
 from llmfoundry.retry import Late
 
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
 _THROTTLED_STATUS = frozenset({429, 503, 509})
+_PASSING_CODES = frozenset({"RequestTimeout"})  # S3's, with status 400
+_LONGEST_ANSWER = 1 << 14  # bytes of a web server's error
 _PASSING_ERRNO = frozenset(
     {errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.ENETDOWN}
     | {errno.EHOSTUNREACH, errno.EHOSTDOWN}
@@ -62,12 +67,21 @@ class RequestError(Exception):
         operation_name: what was asked for, as S3's permissions are called.
         attempts: that the library made.
         kind: what went wrong with the connection; Timeout is one.
+        error_code: the store's own name of the error, such as ExpiredToken; "": it gave none.
     """
 
     def __init__(
-        self, text: str, *, status: int | None, operation: str, attempts: int, kind: str
+        self,
+        text: str,
+        *,
+        status: int | None,
+        operation: str,
+        attempts: int,
+        kind: str,
+        error_code: str = "",
     ) -> None:
         super().__init__(text)
+        self.error_code = error_code
         self.status, self.operation_name = status, operation
         self.attempts, self.kind = attempts, kind
 
@@ -99,14 +113,35 @@ def answer_of(error: Exception, *, operation: str) -> RequestError:
         operation=operation,
         attempts=int(tried[1]) + 1 if tried else 1,
         kind=kind,
+        error_code=_code_in(text),
     )
+
+
+def answer_of_web(error: urllib.error.HTTPError) -> Exception:
+    """The error of a web server; of a store behind a signed address with what the store says."""
+    with suppress(OSError, http.client.HTTPException):
+        text = error.read(_LONGEST_ANSWER).decode(errors="replace")
+        if code := _code_in(text):
+            return RequestError(
+                _reason(text, "", error.reason),
+                status=error.code,
+                operation="",
+                attempts=1,
+                kind="",
+                error_code=code,
+            )
+    return error
+
+
+def _code_in(text: str) -> str:
+    found = re.search(r"<Code>([^<]*)</Code>", text)
+    return found[1].strip() if found else ""
 
 
 def _reason(text: str, causes: str, phrase: str) -> str:
     """A store's own words, else the system's."""
-    code = re.search(r"<Code>([^<]*)</Code>", text)
     message = re.search(r"<Message>([^<\n]*)", text) or re.search(r'"message": ?"([^"]*)"', text)
-    words = [part[1].strip() for part in (code, message) if part]
+    words = [*filter(None, [_code_in(text), message[1].strip() if message else ""])]
     if words or phrase:
         return ": ".join(dict.fromkeys(words or [phrase]))
     why = re.findall(r'message: "([^"]+)"', causes) or re.findall(r"\b(Incomplete\w+)", causes)
@@ -142,10 +177,20 @@ def is_passing(error: BaseException) -> bool:
             return True
         if isinstance(e, FileNotFoundError | PermissionError):
             return False
+        if code_of(e) in _PASSING_CODES:
+            return True
         status = _own_status(e)
         if status is not None:
             return status in _PASSING_STATUS
     return False
+
+
+def code_of(error: BaseException) -> str:
+    """The store's name of an error, of obstore's and of botocore's; "": it has none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return str(response.get("Error", {}).get("Code", ""))
+    return str(getattr(error, "error_code", ""))
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -181,6 +226,8 @@ def remote_problem(
     of_stream = " (or the stream's)" if key == DATA_KEY else ""
     if any(not _CREDENTIAL_NAMES.isdisjoint(_names(e)) for e in _chain(error)):
         return f"{in_one_line(error)}; give credentials, {_how_to(kind)}"
+    if (advice := _advice(error)) is not None:
+        return f"{in_one_line(error)}; {advice.format(how=_how_to(kind), key=key)}"
     if kind == "s3" and (status(error) == 301 or _says(error, _OTHER_REGION)):
         return (
             f"the bucket {bucket} is in another region ({in_one_line(error)}); write"
@@ -214,6 +261,37 @@ def remote_problem(
             " data.download_retry"
         )
     return f"{in_one_line(error)}; check {key} and data.storage_options"
+
+
+# What S3's and Azure's documents say of an error by its code, as far as its status says otherwise.
+_EXPIRED = "the login has expired; log in again, or give new keys and their session token: {how}"
+_ARCHIVED = "it is archived; restore it first, such as by `aws s3api restore-object`, or copy it"
+_KMS = (
+    "its key of AWS KMS cannot be used: ask for the permission kms:Decrypt (to write, also"
+    " kms:GenerateDataKey), or enable the key"
+)
+_ADVICE = {
+    "RequestTimeTooSkewed": "this machine's clock is wrong by more than 15 minutes; set it (NTP)",
+    "InvalidObjectState": _ARCHIVED,
+    "BlobArchived": _ARCHIVED,
+    "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
+    "InvalidToken": "the session token is not of these keys; check the credentials, {how}",
+    "InvalidAccessKeyId": "no account of this store has the access key; check it, {how}",
+    "SignatureDoesNotMatch": "the secret is not that of the access key; check it, {how}",
+}
+_SIGNED_EXPIRED = "the signed address has expired; sign it again, and write the new one in {key}"
+
+
+def _advice(error: BaseException) -> str | None:
+    """What to do about an error that its code explains; None: its status decides."""
+    code = next((code for e in _chain(error) if (code := code_of(e))), "")
+    if code.startswith("KMS.") or (code == "AccessDenied" and _says(error, ("kms:",))):
+        return _KMS
+    if code == "AccessDenied" and _says(error, ("request has expired",)):
+        return _SIGNED_EXPIRED
+    return _ADVICE.get(code)
 
 
 def in_one_line(error: BaseException) -> str:

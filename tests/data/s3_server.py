@@ -105,8 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "slow":
             time.sleep(0.3)
-        if fault in _ANSWERS:
-            self.answer(*_ANSWERS[fault])
+        if fault in ANSWERS:
+            self.answer(*ANSWERS[fault])
             return
         upstream = HTTPConnection("127.0.0.1", self.faulty.upstream_port)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
@@ -168,11 +168,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 _OF_BODY = ("content-length", "content-md5", "x-amz-checksum-crc32", "x-amz-sdk-checksum-algorithm")
 _HEADERS = ("content-type", "content-range", "etag", "last-modified", "accept-ranges")
-_ANSWERS = {
+ANSWERS = {
     "slow down": (503, "SlowDown"),
     "internal": (500, "InternalError"),
     "too many": (429, "TooManyRequests"),
     "forbidden": (403, "AccessDenied"),
+    "late clock": (403, "RequestTimeTooSkewed"),
+    "archived": (403, "InvalidObjectState"),
+    "expired": (400, "ExpiredToken"),
+    "key off": (400, "KMS.DisabledException"),
+    "no such key": (403, "InvalidAccessKeyId"),
+    "silent sender": (400, "RequestTimeout"),
     "missing": (404, "NoSuchKey"),
     "moved": (301, "PermanentRedirect"),
     "other region": (400, "AuthorizationHeaderMalformed"),

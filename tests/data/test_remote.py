@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import http.server
+import json
 import os
 import signal
 import struct
@@ -21,11 +23,14 @@ import pytest
 from llmfoundry.data import store_errors
 from llmfoundry.data.fetch.shard_cache import take_turn
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.readers import suffix_of
 from llmfoundry.data.store import Store
-from llmfoundry.data.store_address import Address, address_of
+from llmfoundry.data.store_address import Address, address_of, without_signature
 from llmfoundry.data.store_clients import _azure, _s3, client_of
 from llmfoundry.errors import UserError
-from tests.data.s3_server import BUCKET, FaultyS3, s3_server
+from llmfoundry.recipe.data import DataConfig
+from tests.data.s3_server import ANSWERS, BUCKET, FaultyS3, s3_server
 
 DATA = os.urandom(70_001)
 OCI = "https://n.compat.objectstorage.r.oraclecloud.com"
@@ -86,6 +91,7 @@ def test_an_index_is_read_whole_in_parts_of_any_size(
         ("cut", 2, 3),
         ("truncated", 2, 3),  # each resumes where the last one ended
         ("damaged", 1, 2),
+        ("silent sender", 2, 3),
     ],
 )
 def test_what_passes_is_tried_again(
@@ -101,6 +107,15 @@ def test_what_passes_is_tried_again(
     [
         ("missing", 1, r"is not there; check data\.remote"),
         ("forbidden", 1, r"refused .*, to GetObject; without .* a store .* AWS_ACCESS.*anon: true"),
+        (
+            "late clock",
+            1,
+            r"RequestTimeTooSkewed; this machine's clock is wrong by more than 15 min",
+        ),
+        ("archived", 1, r"InvalidObjectState; it is archived; restore it first"),
+        ("expired", 1, r"ExpiredToken; the login has expired; log in again, .* AWS_ACCESS_KEY_ID"),
+        ("key off", 1, r"KMS\.Dis.*; its key of AWS KMS cannot be used: ask for .* kms:Decrypt"),
+        ("no such key", 1, r"InvalidAccessKeyId; no account of this store has the access key"),
         ("moved", 1, r"the bucket shards is in another region .*\{client_kwargs: \{region_name: …"),
         ("other region", 1, r"the bucket shards is in another region .* AWS_DEFAULT_REGION"),
         (
@@ -125,6 +140,61 @@ def test_what_lasts_is_one_line_with_url_cause_and_remedy(
     assert "\n" not in str(caught.value)
     assert s3.requests["data/a"] == requests
     assert not list(tmp_path.rglob("a*"))
+
+
+@pytest.mark.parametrize("fault", ["late clock", "expired", "archived", "key off"])
+def test_a_refused_head_is_explained_too(fault: str, s3: FaultyS3) -> None:
+    """An answer to HEAD has no body; that to a folder's first request decides the message."""
+    s3.faults["*"] = (fault, -1)
+    with pytest.raises(UserError) as caught:
+        Store(f"s3://{BUCKET}/data/a", FetchOptions(retry=1)).find()
+    code = ANSWERS[fault][1]
+    assert store_errors._ADVICE.get(code, "kms:Decrypt").partition(" {")[0] in str(caught.value)
+
+
+def test_a_signed_address_is_read_and_its_signature_is_shown_nowhere(
+    s3: FaultyS3, tmp_path: Path
+) -> None:
+    """Each signing makes another address of the same file, and the same text of it."""
+    boto3 = pytest.importorskip("boto3")
+    keys = {"aws_access_key_id": "AKIACANARY", "aws_secret_access_key": "canary"}
+    client = boto3.client("s3", endpoint_url=s3.url, region_name="us-east-1", **keys)
+    rows = b"".join(json.dumps({"text": f"row {n}"}).encode() + b"\n" for n in range(5))
+    client.put_object(Bucket=BUCKET, Key="set/x y.jsonl.gz", Body=gzip.compress(rows))
+
+    def corpus(seconds: int) -> Corpus:
+        asked = {"Bucket": BUCKET, "Key": "set/x y.jsonl.gz"}
+        url = client.generate_presigned_url("get_object", Params=asked, ExpiresIn=seconds)
+        assert "Signature=" in url
+        return Corpus(DataConfig(name="files", paths=[url], download_retry=0))
+
+    first, second = corpus(100), corpus(200)
+    documents = list(first)
+    assert [document.text for document in documents] == [f"row {n}" for n in range(5)]
+    assert first.fingerprint() == second.fingerprint()
+    assert documents[1].where == f"{s3.url}/{BUCKET}/set/x%20y.jsonl.gz:2"
+    assert "?" not in first.files[0].name
+    s3.faults["GET *"] = ("forbidden", -1)
+    for ask in (lambda: list(second), lambda: corpus(300)):
+        with pytest.raises(UserError, match=r"x%20y\.jsonl\.gz: access is refused") as caught:
+            ask()
+        assert "ignature" not in str(caught.value) and "AKIA" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://h/a.csv?X-Amz-Credential=a/b&X-Amz-Signature=c", "https://h/a.csv"),
+        ("https://h/a.csv?id=7&Expires=1&Signature=c&Key-Pair-Id=k", "https://h/a.csv?id=7"),
+        ("https://x.blob.core.windows.net/c/a.csv?sv=1&se=2&sr=b&sp=r&sig=e%3D", None),
+        ("https://h/get?se=cond&file=a.csv", "https://h/get?se=cond&file=a.csv"),
+        ("s3://b/a?sig=1.csv", "s3://b/a?sig=1.csv"),
+    ],
+)
+def test_what_signs_an_address_is_no_part_of_its_name(url: str, name: str | None) -> None:
+    found = without_signature(url)
+    assert found == (url.partition("?")[0] if name is None else name)
+    assert suffix_of(url) == ".csv"
 
 
 def test_a_bucket_that_is_not_there_is_named(s3: FaultyS3, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import resource
+import shutil
 import signal
 import stat
 import sys
@@ -215,6 +216,29 @@ def test_the_limit_holds_for_all_folders_and_leaves_other_files_alone(
     copies = kept(tmp_path / "other") | kept(tmp_path / "near") - {"mine"}
     assert {"9", "19"} <= copies and len(copies) <= 4
     assert (tmp_path / "near/mine").exists()
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_a_cache_folder_that_was_moved_or_copied_keeps_its_limit(
+    s3: FaultyS3, tmp_path: Path, how: str, is_old: bool
+) -> None:
+    first, other = tmp_path / "cache", tmp_path / "new"
+    for n in range(4):
+        opened(tmp_path, limit=4 * N_BYTES).get(spec(n))
+    accounts = first / "remote" / ".files"
+    if is_old:  # with whole paths, as they were written once
+        lines = accounts.read_text().splitlines()
+        accounts.write_text("".join(f"{first / 'remote' / line}\n" for line in lines))
+    other.mkdir()
+    (shutil.move if how == "moved" else shutil.copytree)(str(first), str(other / "cache"))
+    folder = opened(other, limit=4 * N_BYTES)
+    for n in range(4, 8):
+        folder.get(spec(n))
+        assert len(kept(other / "cache/remote")) <= 4
+    assert "7" in kept(other / "cache/remote")
+    if how == "copied":
+        assert kept(first / "remote") == {"0", "1", "2", "3"}
 
 
 def test_files_in_use_stay_until_their_user_dies(far: str, tmp_path: Path) -> None:

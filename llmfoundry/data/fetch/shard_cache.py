@@ -2,7 +2,8 @@
 
 `shard_fetch` reserves room here before it downloads and pins what is read. Any number of processes,
 runs and users share a cache. What they have in common is in three small files of its folder, read
-and written under one lock: `.files` (a path a line), `.used` (bytes) and `.rate` (`take_turn`).
+and written under one lock: `.files` (a path a line, of a file below the folder from there on, so
+that the folder may be moved), `.used` (bytes) and `.rate` (`take_turn`).
 One idea: nothing about single files is written down. A file's own lock shows that it is in use (and
 ends with its user), its modification time when it last was. A time to come means that it was
 fetched ahead and nobody has used it: room for another file ahead is never made of those.
@@ -108,7 +109,7 @@ class ShardCache:
                     return shortage
             os.truncate(part.descriptor, n_bytes)
             with self._journal("a") as journal:
-                journal.write(f"{path}\n")
+                journal.write(f"{self._line(path)}\n")
             self._set_used(used)
         return None
 
@@ -176,9 +177,9 @@ class ShardCache:
                 in_flight += file.n_bytes
             else:
                 pinned += file.n_bytes
-        names = (str(f.path).removesuffix(PART) for f in files if f.path not in gone)
+        lines = (self._line(file.path) for file in files if file.path not in gone)
         with self._journal("w") as journal:
-            journal.writelines(f"{name}\n" for name in names)
+            journal.writelines(f"{line.removesuffix(PART)}\n" for line in lines)
         self._set_used(used)
         return Shortage(pinned, in_flight, may_pass=pinned + n_bytes <= self._limit)
 
@@ -187,14 +188,29 @@ class ShardCache:
             text = (self.folder / ".files").read_bytes()
         except FileNotFoundError:
             return
-        # Whole paths without NUL: what else may stand there is garbage.
-        lines = (line for line in text.split(b"\n") if line[:1] == b"/" and b"\0" not in line)
-        for line in dict.fromkeys(map(os.fsdecode, lines)):
-            for name in (line + PART, line):  # as it is renamed: seen twice at worst, never missed
+        # Paths have a slash and no NUL: what else may stand there is garbage.
+        lines = (line for line in text.split(b"\n") if b"/" in line and b"\0" not in line)
+        lines = (line for line in lines if b".." not in line.split(b"/"))
+        paths = (self._path(os.fsdecode(line)) for line in lines)
+        for path in dict.fromkeys(paths):
+            for name in (path + PART, path):  # as it is renamed: seen twice at worst, never missed
                 with contextlib.suppress(OSError):
                     status = os.stat(name)
                     if stat.S_ISREG(status.st_mode):
                         yield _File(Path(name), status.st_size, status.st_mtime)
+
+    def _line(self, path: Path) -> str:
+        """A file's path as it is written down."""
+        below = path.is_relative_to(self.folder)
+        return str(path.relative_to(self.folder)) if below else str(path)
+
+    def _path(self, line: str) -> str:
+        """The path that a line means; old ones name the folder's place at that time."""
+        if not line.startswith("/"):
+            return os.path.join(self.folder, line)
+        rest = line.rpartition(f"/{self.folder.name}/")[2]
+        moved = os.path.join(self.folder, rest)
+        return moved if os.path.exists(moved) or os.path.exists(moved + PART) else line
 
     def _used(self) -> int:
         with contextlib.suppress(FileNotFoundError):

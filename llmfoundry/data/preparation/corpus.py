@@ -179,7 +179,7 @@ class HubReader:
         """Its name; of a folder also its files, while the hub is taken not to change."""
         below = [] if self._folder is None else files_below(self._folder, hidden=[])
         files = [InputFile.here(file) for file in below]
-        return [self._config.dataset, *([file.name, file.size, file.stamp] for file in files)]
+        return [self._config.dataset, *(file.facts for file in files)]
 
     def spans(self, longest: int | None) -> list[Span]:
         """Rows of a folder, or whole files of a hub dataset."""

@@ -22,9 +22,11 @@ from typing import IO, Any
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.bad_rows import BadRow, OnBadRow, raise_bad_row, too_long
 from llmfoundry.data.store import MissingError, Store
+from llmfoundry.data.store_address import without_signature
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.source import hidden_part
 
+_WEB = ("https://", "http://")
 CHUNK = 1 << 20  # bytes read at a time
 _LONGEST = 10**9  # bytes of a row; data.max_row_size
 _ZSTD_CHUNK = 1 << 10  # becomes 32 MiB at most: four bytes are a block of 128 KiB, if it is all one
@@ -48,14 +50,21 @@ class InputFile:
     """A file of a corpus.
 
     Attributes:
-        name: path or URL.
+        name: path or URL, without a signature.
         size: bytes.
         stamp: another after a change: nanoseconds of the last one, or the store's mark of it.
+        signed: the URL with its signature, if it has one.
     """
 
     name: str
     size: int
     stamp: int | str
+    signed: str = ""
+
+    @property
+    def facts(self) -> list[str | int]:
+        """What distinguishes it from other files, and from itself before a change."""
+        return [self.name, self.size, self.stamp]
 
     @classmethod
     def here(cls, path: Path) -> InputFile:
@@ -100,7 +109,7 @@ class Input:
     def open(self) -> IO[bytes]:
         """The file, seekable."""
         if "://" in self.name:
-            return open_url(self.name, self.file.size, self.options)
+            return open_url(self.file.signed or self.name, self.file.size, self.options)
         with read_errors(self.name):
             return Path(self.name).open("rb")
 
@@ -117,8 +126,10 @@ class Input:
 
     def unpacked(self, place: int = 0) -> Iterator[bytes]:
         """Its bytes from `place` on, decompressed if its name ends in .gz or .zst."""
-        unpack = _UNPACK.get(self.name[self.name.rfind(".") :].lower())
-        return unpack(self) if unpack else self.chunks(place)
+        for name in file_names(self.name.lower()):
+            if unpack := _UNPACK.get(name[name.rfind(".") :]):
+                return unpack(self)
+        return self.chunks(place)
 
     def whole(self) -> bytes:
         """All its bytes, unpacked."""
@@ -275,6 +286,11 @@ PACKED = ("", *_UNPACK)
 """What may end the name of a text file."""
 
 
+def file_names(name: str) -> list[str]:
+    """What may be a file's name: of a web address first what stands before its question mark."""
+    return list(dict.fromkeys([name.partition("?")[0], name])) if name.startswith(_WEB) else [name]
+
+
 @dataclass(frozen=True)
 class Listing:
     """What a URL of a file, a folder or a glob names.
@@ -315,14 +331,16 @@ def list_url(url: str, options: FetchOptions, *, key: str = "data.paths") -> Lis
             raise UserError(
                 f"{key}: {url}: its server does not say how long {name} is; copy it here"
             )
-        files.append(InputFile(place, entry.size, entry.version))
+        name = without_signature(place)
+        files.append(InputFile(name, entry.size, entry.version, place if name != place else ""))
     return Listing(single, files, list(hidden))
 
 
 def open_url(url: str, size: int, options: FetchOptions) -> io.BufferedReader:
     """A file of known size, to read at any place."""
-    folder, _, name = url.rpartition("/")
-    return Store(folder, options).open(name, size)
+    path, mark, query = url.partition("?") if url.startswith(_WEB) else (url, "", "")
+    folder, _, name = path.rpartition("/")
+    return Store(folder, options).open(f"{name}{mark}{query}", size)
 
 
 def _before_magic(path: str) -> str:

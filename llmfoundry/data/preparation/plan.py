@@ -216,7 +216,7 @@ class Task:
     def fingerprint(self, corpus: Corpus, **settings: Any) -> str:
         """Names what it makes: its files as they are now, and the settings."""
         spans = [
-            [*(astuple(corpus.files[span.source]) if corpus.files else []), *astuple(span)]
+            [*(corpus.files[span.source].facts if corpus.files else []), *astuple(span)]
             for span in self.spans
         ]
         facts = json.dumps([spans, settings], sort_keys=True)

@@ -42,6 +42,7 @@ from llmfoundry.data.preparation.files import (
     InputFile,
     as_file,
     decode,
+    file_names,
     ignore,
     list_url,
 )
@@ -123,7 +124,7 @@ class FileReader:
         """Paths, sizes and times; and the code of plugins that read them."""
         kinds = {_kinds(tuple(FILE_TYPES))[suffix_of(file.name)] for file in self.files}
         codes = {FILE_TYPES.origins[kind].code for kind in kinds} - {""}
-        return [*([file.name, file.size, file.stamp] for file in self.files), *sorted(codes)]
+        return [*(file.facts for file in self.files), *sorted(codes)]
 
     def spans(self, longest: int | None) -> list[Span]:
         """Lines can be cut anywhere, parquet between row groups; compressed files, CSV not."""
@@ -376,9 +377,13 @@ def file_type(name: str) -> FileType | None:
 
 def suffix_of(name: str) -> str:
     """What chooses a reader: the suffix, .gz and .zst with the one before; may be missing in it."""
-    name, known = name[name.rfind("/") + 1 :].lower(), _kinds(tuple(FILE_TYPES))
-    longest = max((suffix for suffix in known if name.endswith(suffix)), key=len, default=None)
-    return longest or name[name.rfind(".") :] if "." in name else ""
+    known = _kinds(tuple(FILE_TYPES))
+    names = [name[name.rfind("/") + 1 :].lower() for name in file_names(name)]
+    for last in names:
+        if found := [suffix for suffix in known if last.endswith(suffix)]:
+            return max(found, key=len)
+    first = names[0]
+    return first[first.rfind(".") :] if "." in first else ""
 
 
 @functools.cache
