@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.redaction import public, public_texts
 
 _REPORT_SECONDS, _REPORT_SHARE = 15.0, 0.01  # between reports of a run under way, at least
+_MOST_EVENTS = 1000  # that wait for room on the disk
 _A_DAY = 86_400.0  # seconds for a record that is sent by a command
 
 
@@ -67,6 +70,7 @@ class Tracker:
         self._in_background = False  # versions are asked for and the loggers' threads run
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._in_memory = recipe.logger.in_memory
+        self._events = deque[Callable[[], object]](maxlen=_MOST_EVENTS)
         say = {"note": self.console.note, "warn": self.console.warn}
         self._writers = make_writers(recipe.logger, run_folder, **say) if is_main else []
 
@@ -120,6 +124,9 @@ class Tracker:
             self.console.step(batch, metrics, total=self._total)
         for writer in self._writers:
             writer.log(batch, {TOKEN: tokens, **metrics}, when=now)
+        if self._events:
+            with suppress(OSError):  # reported when the first came
+                self._write_events()
         if self._in_memory:
             for name, value in metrics.items():
                 self.history.setdefault(name, []).append((batch, value))
@@ -179,12 +186,29 @@ class Tracker:
         """Keep what happened, and `more`, in events.jsonl; without a warning of it."""
         if not self._is_main:
             return
+        facts = {"done": done, "time": round(time.time(), 3), **more}
+        self._events.append(
+            partial(add_event, self._folder, kind, seen, step=step, action=action, **facts)
+        )
         try:
-            add_event(self._folder, kind, seen, step=step, action=action, done=done, **more)
+            self._write_events()
         except OSError as error:
-            self.console.warn(f"{self._folder / NAME} was not written: {error.strerror}")
+            self.console.warn(
+                f"{self._folder / NAME} was not written: {error.strerror}; its line follows once it"
+                " can be"
+            )
         for writer in self._writers:
             writer.events()
+
+    def _write_events(self) -> None:
+        """Write the events that wait, such as for room on the disk, in their order.
+
+        Raises:
+            OSError: the first of them still cannot be written.
+        """
+        while self._events:
+            self._events[0]()
+            self._events.popleft()
 
     def report(self) -> Path | None:
         """Write report.html as things stand; None, and a warning, if that fails."""
@@ -218,6 +242,8 @@ class Tracker:
         self._metrics.close()
         self._samples.close()
         self._routing.close()
+        with suppress(OSError):
+            self._write_events()
         self._run["summary"] = {"status": status, **{k: plain(v) for k, v in (final or {}).items()}}
         self._write_run()
         self.page = self.report()

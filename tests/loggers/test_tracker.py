@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from llmfoundry.errors import UserError
+from llmfoundry.events import read_events
 from llmfoundry.loggers import tracker as tracker_module
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.metrics import WALL, read_metrics
@@ -100,6 +103,38 @@ def test_other_ranks_do_nothing(tmp_path: Path) -> None:
     assert tracker.report() is None
     tracker.close("finished")
     assert text == "" and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_events_of_a_full_disk_follow_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
+) -> None:
+    """In their order, with their own times; the line that the disk tore is left out."""
+    stream, full = io.StringIO(), [True]
+    tracker = Tracker(recipe(), tmp_path, is_main=True, console=Console(stream=stream))
+    tracker.start(0, total=9)
+    tracker.event("loss_spike", "a spike", "nothing done", step=1, action="log")
+    write = os.write
+
+    def write_some(descriptor: int, data: bytes) -> int:
+        is_event = full[0] and b'"kind"' in data
+        return write(descriptor, data[:20] if is_event else data)
+
+    monkeypatch.setattr(os, "write", write_some)
+    began = time.time()
+    for step in (2, 3):
+        tracker.event("save_failed", f"batch {step} was not saved", "", step=step, action="log")
+        tracker.log(step, 8, {"loss/train/total": 1.0})
+    assert [event["step"] for event in read_events(tmp_path)] == [1]
+    assert "events.jsonl was not written: No space left on device; its line" in stream.getvalue()
+    ended, full[0] = time.time(), False
+    if at_the_end:
+        tracker.close("finished")
+    else:
+        tracker.log(4, 8, {"loss/train/total": 1.0})
+    _, first, second = read_events(tmp_path)
+    assert (first["kind"], first["step"], second["step"]) == ("save_failed", 2, 3)
+    assert began - 1e-2 <= first["time"] <= second["time"] <= ended + 1e-2
 
 
 def test_a_report_that_fails_is_said_and_ends_nothing(tmp_path: Path) -> None:
