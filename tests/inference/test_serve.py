@@ -44,15 +44,15 @@ def test_openais_client_completes(client: openai.OpenAI) -> None:
     assert cut.choices[0].text == "hé" and cut.choices[0].finish_reason == "length"
 
 
-def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model="m", prompt=f"say:{SNOW}", max_tokens=50, stream=True, logprobs=1
-    )
-    parts = [part.choices[0] for part in stream]
-    whole = client.completions.create(
-        model="m", prompt=f"say:{SNOW}", max_tokens=50, logprobs=1
-    ).choices[0]
-    assert "".join(part.text for part in parts) == whole.text == SNOW
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI, echo: bool) -> None:
+    fields: Any = {"prompt": f"say:{SNOW}", "max_tokens": 50, "logprobs": 1, "echo": echo}
+    parts = [
+        part.choices[0] for part in client.completions.create(model="m", stream=True, **fields)
+    ]
+    whole = client.completions.create(model="m", **fields).choices[0]
+    said = f"say:{SNOW}{SNOW}" if echo else SNOW
+    assert "".join(part.text for part in parts) == whole.text == said
     assert [part.finish_reason for part in parts][-2:] == [None, "stop"]
     assert whole.logprobs is not None
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
@@ -190,6 +190,17 @@ def test_a_replacement_character_in_a_prompt_is_no_cut_character(server: Running
     assert server.complete("say:\ufffd")["choices"][0]["text"] == "\ufffd"
     echoed = server.complete("say:\ufffd", echo=True)["choices"][0]
     assert echoed["text"] == "say:\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("skip", [None, True, False])
+def test_special_tokens_are_found_as_stops_whether_or_not_they_are_shown(
+    server: Running, skip: bool | None
+) -> None:
+    fields = {"max_tokens": 9, "ignore_eos": True, "skip_special_tokens": skip}
+    for stop, shown in (("<|endoftext|>", "ab"), ("b<|endoftext|>", "a"), ("<|endoftext|>x", None)):
+        choice = server.complete("say:ab", stop=[stop], **fields)["choices"][0]
+        assert choice["finish_reason"] == ("length" if shown is None else "stop")
+        assert choice["text"] == (shown or "ab" + "<|endoftext|>" * 7)
 
 
 def test_who_scores_a_text_always_gets_one_token_more(server: Running) -> None:

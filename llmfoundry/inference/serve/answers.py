@@ -54,9 +54,9 @@ class Choice:
         """Nothing is written yet; `index`: its place among the request's answers."""
         prompt, request = asked.prompt_of(index), asked.requests[index]
         self._stop_ids, self._starts = asked.stop_ids, prompt.starts
-        skips = asked.fields.skip_special_tokens is not False
+        decode = partial(served.tokenizer.decode, skip_special_tokens=asked.hides_special_tokens)
         self._stream = TextStream(
-            partial(served.tokenizer.decode, skip_special_tokens=skips),
+            decode,
             stops=asked.stops,
             prompt=prompt.ids,
             is_text=prompt.is_text,

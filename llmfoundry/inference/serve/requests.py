@@ -358,6 +358,7 @@ class Asked:
         requests: those to the first prompt, then to the second, and so on.
         stops: texts before which an answer ends.
         stop_ids: tokens before which it ends, whether or not the engine looks for them.
+        hides_special_tokens: answers do not spell them.
     """
 
     fields: Fields
@@ -365,6 +366,7 @@ class Asked:
     requests: tuple[Request, ...]
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
+    hides_special_tokens: bool
 
     @property
     def prompt_tokens(self) -> int:
@@ -432,9 +434,14 @@ def _asked(
         raise RequestError(400, f"{name}: {logprobs}; write {MOST_LOGPROBS} at most", param=name)
     stops, stop_ids = fields.stops, served.end_ids
     if end_of_turn:
-        stops, stop_ids = (*stops, end_of_turn), stop_ids | _end_ids(served.tokenizer, end_of_turn)
+        stops, stop_ids = (*stops, end_of_turn), stop_ids | _as_one(served.tokenizer, end_of_turn)
     if fields.ignore_eos:
         stops, stop_ids = fields.stops, frozenset()
+    # A stop that is a special token is found by its id, one that has some in a text that has them.
+    special = served.tokenizer.special_tokens
+    stop_ids |= {i for stop in stops if stop in special for i in served.tokenizer.encode_chat(stop)}
+    others = [stop for stop in stops if stop not in special]
+    hides = not any(token in stop for stop in others for token in special)
     is_echoed = isinstance(fields, CompletionFields) and bool(fields.echo) and logprobs is not None
     answers = [(prompt, room) for prompt, room in zip(prompts, most, strict=True) for _ in range(n)]
     seeds = _seeds(fields.seed, [prompt.ids for prompt, _ in answers])
@@ -450,7 +457,8 @@ def _asked(
         )
         for (prompt, room), seed in zip(answers, seeds, strict=True)
     )
-    return Asked(fields, prompts, requests, stops, stop_ids)
+    hides = hides and fields.skip_special_tokens is not False
+    return Asked(fields, prompts, requests, stops, stop_ids, hides)
 
 
 def _seeds(seed: int | None, prompts: Sequence[tuple[int, ...]]) -> list[int]:
@@ -534,8 +542,7 @@ def _check_size(
             )
 
 
-def _end_ids(tokenizer: Tokenizer, end: str) -> frozenset[int]:
-    """The token that is all of what ends a turn, or the special token that begins it, if any."""
+def _as_one(tokenizer: Tokenizer, end: str) -> frozenset[int]:
+    """The token that is all of what ends a turn, if there is one."""
     ids = tokenizer.encode_chat(end)
-    is_special = end.startswith(tuple(tokenizer.special_tokens))
-    return frozenset(ids[:1]) if len(ids) == 1 or is_special else frozenset()
+    return frozenset(ids) if len(ids) == 1 else frozenset()
