@@ -597,9 +597,7 @@ class Web:
         try:
             answer = _opener.open(request, timeout=self._timeout)
         except urllib.error.HTTPError as error:
-            if error.code == 416:  # `info` reads its headers
-                raise
-            raise answer_of_web(error) from error
+            raise answer_of_web(error) from None
         with answer:
             yield answer
 

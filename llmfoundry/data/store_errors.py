@@ -119,6 +119,8 @@ def answer_of(error: Exception, *, operation: str) -> RequestError:
 
 def answer_of_web(error: urllib.error.HTTPError) -> Exception:
     """The error of a web server; of a store behind a signed address with what the store says."""
+    if error.code == 416:  # whose headers have the file's size
+        return error
     with suppress(OSError, http.client.HTTPException):
         text = error.read(_LONGEST_ANSWER).decode(errors="replace")
         if code := _code_in(text):
