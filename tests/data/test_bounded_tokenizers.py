@@ -72,7 +72,7 @@ def test_an_unknown_tokenizer_gives_the_same_ids_in_the_child(tmp_path):
             ]
         theirs.encode_special_tokens = False
         found = theirs.encode(TEXTS[2], add_special_tokens=False)
-        assert tokenizer.encode_chat_spans(TEXTS[2]) == (found.ids, found.offsets)
+        assert tokenizer.encode_spans(TEXTS[2], chat=True) == (found.ids, found.offsets)
         assert tokenizer.encode_chat_batch(TEXTS[2:3]) == [found.ids]
     bounded._end()  # the next call finds a child that has not loaded it
     assert ours.decode(ours.encode(TEXTS[2])) == TEXTS[2]

@@ -251,3 +251,43 @@ def test_a_vocabulary_of_words_is_cut_where_pieces_end():
         answers = "".join(conversation["learned"]["chatml"])
         learned = tokenizer.decode(found.ids[found.weights > 0].tolist())
         assert learned.removesuffix("</s>").split() == answers.split(), conversation["about"]
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "normalizer", "unigram"])
+def test_a_prompt_and_its_answer_have_the_ids_of_their_whole_text(kind):
+    """As SentencePiece encodes it, and as TRL cuts it; a token across the end is cut in two."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+    backend = Backend(models.Unigram() if kind == "unigram" else models.BPE(byte_fallback=True))
+    if kind == "normalizer":  # as Llama 2's tokenizer.json
+        space = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        backend.normalizer = normalizers.Sequence(space)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    replace, fuse = decoders.Replace("\u2581", " "), decoders.Fuse()
+    steps = [replace, decoders.ByteFallback(), fuse, decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    texts = ["What is two and two?", "four", "Answer:", "yes", "A: me"] * 20
+    letters = sorted({*"".join(texts), "\n", "\u2581"})
+    more: dict[str, Any] = {"special_tokens": ["</s>"], "show_progress": False}
+    if kind == "unigram":
+        trainer: Any = trainers.UnigramTrainer(initial_alphabet=letters, unk_token="</s>", **more)
+    else:
+        trainer = trainers.BpeTrainer(vocab_size=200, initial_alphabet=letters, **more)
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = Tokenizer(backend, "</s>")
+    assert not tokenizer.byte_level
+    rows = [("What is two and two?", "four"), ("Answer:", "yes"), ("Answer:", " yes"),
+            ("What is two?\n", "A: me"), ("two", "four"), ("W", "hat is two?")]  # fmt: skip
+    n_across = 0
+    for prompt, response in rows:
+        row = {"prompt": prompt, "response": response}
+        found = encoded(row, "prompt_response", tokenizer, "none", "all")
+        whole = backend.encode(prompt + response, add_special_tokens=False)
+        assert tokenizer.decode(found.ids.tolist()) == f"{prompt}{response}</s>"
+        assert found.ids[found.weights == 0].tolist() == tokenizer.encode(prompt)
+        is_across = any(begin < len(prompt) < end for begin, end in whole.offsets)
+        assert is_across or found.ids.tolist() == [*whole.ids, tokenizer.eos_id]
+        n_across += is_across
+    assert n_across < 3

@@ -9,9 +9,9 @@ answer, rendered as the last.
 
 Prompts and answers are encoded apart, because that is what the model meets when it answers: a
 prompt's ids are there before its own first one. Vocabularies that are not of bytes write a space
-before each text; there, a whole document is encoded, and cut where its pieces end, unless a token
-lies across such an end. Where a template marks answers, too, and there a token across an end is the
-answer's, as transformers has it.
+before each text; there, a whole document is encoded, and cut where its pieces end. If a token lies
+across such an end, they are encoded apart, without that space. Where a template marks answers, the
+whole is encoded too, and a token across an end is the answer's, as transformers has it.
 """
 
 from __future__ import annotations
@@ -314,6 +314,9 @@ class Encoder:
 
     def _plain(self, documents: Sequence[SegmentedText]) -> list[list[list[int]]]:
         """Ids of each piece; what the tokenizer puts before a text is before the first alone."""
+        if not self._tokenizer.byte_level:
+            cut = map(self._cut, documents)
+            return [[[*self._tokenizer.bos_ids, *first], *others] for first, *others in cut]
         texts = [piece.text for document in documents for piece in document.pieces]
         ids = iter(self._tokenizer.encode_batch(texts))
         pieces = [[next(ids) for _ in document.pieces] for document in documents]
@@ -336,7 +339,7 @@ class Encoder:
         """The ids of each piece of a text that is encoded as one; answers have what they touch."""
         texts = [piece.text for piece in document.pieces]
         ends = list(accumulate(map(len, texts), initial=0))
-        ids, spans = self._tokenizer.encode_chat_spans("".join(texts))
+        ids, spans = self._tokenizer.encode_spans("".join(texts), chat=True)
         begins, stops = (np.array([span[n] for span in spans]) for n in (0, 1))
         cuts = [0]
         for n, piece in enumerate(document.pieces[1:]):
@@ -346,22 +349,27 @@ class Encoder:
         return [ids[begin:end] for begin, end in pairwise([*cuts, len(ids)])]
 
     def _cut(self, document: SegmentedText) -> list[list[int]]:
+        """The ids of each piece of a text that is encoded as one, unless a token lies across."""
         texts = [piece.text for piece in document.pieces]
         ends = list(accumulate(map(len, texts), initial=0))
-        ids, spans = self._tokenizer.encode_chat_spans("".join(texts))
+        chat = document.rendered
+        ids, spans = self._tokenizer.encode_spans("".join(texts), chat=chat)
         inner = ends[1:-1]
         if any(begin < end < stop for begin, stop in spans for end in inner):
-            return [self._tokenizer.encode_chat(texts[0]), *map(self._continued, texts[1:])]
+            continued = [self._continued(text, chat=chat) for text in texts[1:]]
+            return [self._tokenizer.encode_spans(texts[0], chat=chat)[0], *continued]
         stops = np.array([stop for _, stop in spans])
         places = [0, *np.searchsorted(stops, inner, side="right").tolist(), len(ids)]
         return [ids[begin:end] for begin, end in pairwise(places)]
 
-    def _continued(self, text: str) -> list[int]:
+    def _continued(self, text: str, *, chat: bool) -> list[int]:
         """The ids of a text that stands behind another: no space is written before it."""
-        before = self._tokenizer.encode_chat("\n")
-        ids = self._tokenizer.encode_chat(f"\n{text}")
-        is_apart = ids[: len(before)] == before
-        return ids[len(before) :] if is_apart else self._tokenizer.encode_chat(text)
+        for mark in ("\n", "\x02"):  # the latter is in no vocabulary's words
+            before = self._tokenizer.encode_spans(mark, chat=chat)[0]
+            ids = self._tokenizer.encode_spans(mark + text, chat=chat)[0]
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return self._tokenizer.encode_spans(text, chat=chat)[0]
 
     def _weighed(self, document: SegmentedText, pieces: list[list[int]]) -> Encoded:
         answers = [ids for piece, ids in zip(document.pieces, pieces, strict=True) if piece.answer]

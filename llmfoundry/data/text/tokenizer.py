@@ -258,9 +258,10 @@ class Tokenizer:
         found = self._reading.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
-    def encode_chat_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """`encode_chat`, and of each id the characters that it stands for: from, to."""
-        found = self._reading.encode(text, add_special_tokens=False)
+    def encode_spans(self, text: str, *, chat: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode_chat` or `encode`, and of each id the characters that it stands for: from, to."""
+        backend = self._reading if chat else self._backend
+        found = backend.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
     @property

@@ -509,7 +509,7 @@ def _starts(tokenizer: Tokenizer, prompt: str | list[int], n_tokens: int) -> lis
         for token in prompt:
             stream.push(token)
         return stream.starts
-    _, spans = tokenizer.encode_chat_spans(prompt)
+    _, spans = tokenizer.encode_spans(prompt, chat=True)
     starts, place = [0] * (n_tokens - len(spans)), 0  # of tokens before the text
     for begin, end in spans:
         starts.append(min(begin, place))
