@@ -51,7 +51,7 @@ from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig, FilterConfig
-from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig
+from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig, under_key
 from llmfoundry.recipe.train import TrainRecipe
 
 _STEPS = 10  # fewer do not warm an optimizer up
@@ -170,13 +170,15 @@ def _open_all(
     opened, problems = list[_Opened](), list[str]()
     for name, source in streams.items():
         try:
-            opened.append(opening.stream(name, source))
+            with under_key(stream_key(name)):
+                opened.append(opening.stream(name, source))
         except BadRowsError as error:
             problems += error.problems
     held_out = [part for found in opened for part in found.validation]
     if config.validation is not None:
         try:
-            held_out.append(opening.held_out(config.validation))
+            with under_key("data.validation"):
+                held_out.append(opening.held_out(config.validation))
         except BadRowsError as error:
             problems += error.problems
     if problems:

@@ -87,6 +87,7 @@ from llmfoundry.recipe.data import PRETRAINED
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_size, recomputation
+from llmfoundry.recipe.source import under_key
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.objective import CROSS_ENTROPY, Objective
@@ -334,7 +335,8 @@ def make_tokenizer(
     learns = recipe.tokenizer.name == "train"
     data = learning_corpus(recipe.data) if learns else recipe.data
     build = partial(build_tokenizer, recipe.tokenizer, data, progress=True)
-    return on_rank0(world, build, patient=True)
+    with under_key("data.streams.NAME" if recipe.data.streams else "data"):
+        return on_rank0(world, build, patient=True)
 
 
 @enough_memory(

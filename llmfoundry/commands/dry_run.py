@@ -86,7 +86,7 @@ from llmfoundry.recipe.migration import report
 from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.paths import find_file, show
 from llmfoundry.recipe.scaling import ScalingRecipe
-from llmfoundry.recipe.source import SourceConfig
+from llmfoundry.recipe.source import SourceConfig, under_key
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.check.host import recipe_paths
@@ -253,7 +253,8 @@ def _data(recipe: TrainRecipe) -> Rows:
         where = source.remote or source.local or source.dataset or ", ".join(source.paths)
         text = f"{source.name} {where}".strip()
         if source.name in _FILES and not source.is_supervised:
-            text += f": {_files(data.alone(source) if source is not data else data)}"
+            with under_key(name if source is data else f"data.streams.{name}"):
+                text += f": {_files(data.alone(source) if source is not data else data)}"
         yield name, text
 
 

@@ -21,7 +21,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import PrepareConfig, PrepareRecipe
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.source import CORPORA
+from llmfoundry.recipe.source import CORPORA, under_key
 from llmfoundry.redaction import public
 
 
@@ -85,7 +85,8 @@ def _fill_cache(recipe: PrepareRecipe) -> None:
         data = learning_corpus(data)
     tokenizer = build_tokenizer(recipe.tokenizer, data, progress=True)
     for name, corpus in _corpora(recipe.data).items():
-        prepared = prepare_corpus(corpus, tokenizer, progress=True)
+        with under_key(name):
+            prepared = prepare_corpus(corpus, tokenizer, progress=True)
         print(public(prepared.summary).replace("data:", f"{name}:"))
         rows = prepared.train.n_rows(recipe.max_seq_len)
         print(f"{name}: {rows:,} training rows of {recipe.max_seq_len:,} tokens")

@@ -29,7 +29,15 @@ from llmfoundry.recipe.schema import (
     choice,
     out_of_bounds,
 )
-from llmfoundry.recipe.source import COMPARED, CORPORA, SOURCES, SourceConfig, StreamConfig
+from llmfoundry.recipe.source import (
+    AUTO,
+    COMPARED,
+    CORPORA,
+    SOURCES,
+    TEXT,
+    SourceConfig,
+    StreamConfig,
+)
 
 TOKENIZERS = ("train", "bytes", "huggingface", "tiktoken")
 PRETRAINED = "pretrained"
@@ -320,9 +328,13 @@ class DataConfig(SourceConfig):
     def settle(self) -> None:
         """Find formats that are left open."""
         super().settle()
-        held_out = [] if self.validation is None else [self.validation]
-        for stream in (*self.streams.values(), *held_out):
+        for stream in self.streams.values():
             stream.settle()
+        if self.validation is None:
+            return
+        if self._is_supervised_alone() and self.validation.format == AUTO:
+            self.validation.format = TEXT  # unless it names one, that of `data`: see `fill`
+        self.validation.settle()
 
     def check(self, key: str = "data.") -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""

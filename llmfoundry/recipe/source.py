@@ -13,13 +13,16 @@ import glob
 import io
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import inert, set_defaults
 from llmfoundry.recipe.schema import PATH, Range, choice, out_of_bounds
 
@@ -225,6 +228,9 @@ class StreamConfig(SourceConfig):
 
     name: Annotated[str, choice(SOURCES)] = "shards"
     """shards (MDS or token shards), python_stdlib, files, or huggingface."""
+    format: Annotated[str, choice((*FORMATS, *MAPPINGS, AUTO))] = AUTO
+    """What a row is, as data.format. auto: by the columns of the first row of files on this
+    machine, else text."""
     proportion: Annotated[float | None, Range(0)] = None
     """Its part of the rows, in proportion to the other streams'."""
     repeat: Annotated[float | None, Range(0, 2**20)] = None
@@ -233,6 +239,12 @@ class StreamConfig(SourceConfig):
     choose: Annotated[int | None, Range(0, 2**48)] = None
     """How many of its rows an epoch of the mixture has. Excludes proportion and repeat."""
 
+    def settle(self) -> None:
+        """As of a source alone; text where nothing shows another format."""
+        super().settle()
+        if self.format == AUTO and not self._columns_seen:
+            self.format = TEXT
+
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, contradict each other, or have no effect."""
         yield from out_of_bounds(key, self)
@@ -240,6 +252,19 @@ class StreamConfig(SourceConfig):
         given = [f for f in ("proportion", "repeat", "choose") if getattr(self, f) is not None]
         if len(given) > 1:
             yield f"{key}{given[1]}: and {given[0]} exclude each other; remove one"
+
+
+@contextmanager
+def under_key(key: str) -> Iterator[None]:
+    """Name keys below `key` in the errors of what reads a stream as if it were `data`."""
+    names = "|".join(field.name for field in fields(SourceConfig))
+    ours = re.compile(rf"(?<![\w./-])data\.(?=(?:{names})\b)")
+    try:
+        yield
+    except UserError as error:
+        error.problems = tuple(ours.sub(f"{key}.", problem) for problem in error.problems)
+        error.args = ("\n".join(error.problems),)
+        raise
 
 
 SIGNATURES = (  # the first whose columns are all there
