@@ -313,9 +313,23 @@ def _value(key: str, text: str, declared: Key | None) -> Any:
     is_texts = declared is not None and list[str] in declared.types
     if is_text or (parsed is None and is_texts and not text.startswith("[")):
         return text
+    if parsed is None and is_texts and (texts := _plain_texts(text)):
+        return texts
+    if parsed is None and is_texts:
+        raise UserError(f'{key}={text}: cannot be read; quote its texts, {key}=\'["...","..."]\'')
     if parsed is None:
         raise UserError(f"{key}={text}: cannot be read; quote a text as {key}='\"...\"'")
     raise UserError(f"{key}={text}: several values; add -m to run each, or write a list, [{text}]")
+
+
+def _plain_texts(text: str) -> list[str]:
+    """The entries of a list of texts without quotes, such as a sweep's folders: [A,sw/lr=0.01].
+
+    Empty where quotes or brackets say where an entry ends, which is the grammar's to read.
+    """
+    entries = [entry.strip() for entry in text[1:-1].split(",")]
+    is_plain = text[-1:] == "]" and not any(mark in text[1:-1] for mark in "[]{}'\"\\")
+    return entries if is_plain and all(entries) and len(text) <= LONGEST else []
 
 
 def _parse(text: str) -> Override | None:

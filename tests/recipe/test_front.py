@@ -125,6 +125,22 @@ def test_text_fields_take_what_follows_the_equals_sign(front: Front) -> None:
     assert prompt("'a, b'") == "a, b", "quotes around the whole are dropped"
 
 
+def test_texts_of_a_list_may_have_what_a_sweeps_folders_have(front: Front) -> None:
+    def models(text: str) -> list[str]:
+        got = front("checkpoint=runs/x", f"models={text}", schema=EvalRecipe)
+        assert got.status == 0, got.errors
+        return list(got.recipe.models)
+
+    folders = ["runs/A", "runs/sw/optimizer.lr=0.01", "runs/a (1)/b=2"]
+    assert models(f"[{','.join(folders)}]") == models(f"[{', '.join(folders)} ]") == folders
+    assert models(folders[1]) == models(f"[{folders[1]}]") == folders[1:2]
+    assert models('["a=1,b=2",c]') == ["a=1,b=2", "c"]
+    for wrong in ("[a=1,'b=2']", "[a=1,,b]", "[a=1", "[[a=1]]"):
+        got = front("checkpoint=runs/x", f"models={wrong}", schema=EvalRecipe)
+        line = f'models={wrong}: cannot be read; quote its texts, models=\'["...","..."]\''
+        assert (got.status, got.errors) == (2, [line])
+
+
 def test_a_trailing_underscore_of_the_schema_is_not_written(front: Front) -> None:
     words = ("checkpoint=a", "from=hf", "output=b")
     assert front(*words, schema=ConvertRecipe).recipe.from_ == "hf"
