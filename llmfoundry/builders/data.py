@@ -119,7 +119,10 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     if all(source.name == "shards" and not source.is_supervised for source in streams.values()):
         _refuse_filters(config)
     opening = _Opening(recipe, tokenizer, world)
-    opened, validation = _open_all(opening, streams, config)
+    held_out = config.validation if _is_measured(recipe) else None
+    opened, validation = _open_all(opening, streams, held_out)
+    if held_out is not config.validation:
+        opening.notes.append("data.validation: not read, as eval.validation is false")
     n_rows = [found.stream.n_rows for found in opened]
     if config.streams:
         weights, epoch_rows = stream_weights(config.streams, n_rows)
@@ -138,6 +141,12 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     )
 
 
+def _is_measured(recipe: TrainRecipe) -> bool:
+    """Whether a run needs held-out text: to measure on, or to answer."""
+    generate = recipe.callbacks.generate
+    return recipe.eval.validation or bool(generate and generate.from_validation)
+
+
 def _refuse_filters(config: DataConfig) -> None:
     """Shards hold what they hold."""
     given = {"filter": config.filter != FilterConfig(), "deduplicate": config.deduplicate != "none"}
@@ -154,7 +163,7 @@ def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Da
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
     opening = _Opening(recipe, tokenizer, world)
     corpora = {name: source for name, source in streams.items() if source.is_read_whole}
-    _, held_out = _open_all(opening, corpora, config)
+    _, held_out = _open_all(opening, corpora, config.validation)
     return Data((), (), 0, held_out, math.nan, "")
 
 
@@ -164,7 +173,7 @@ def no_held_out() -> Data:
 
 
 def _open_all(
-    opening: _Opening, streams: Mapping[str, SourceConfig], config: DataConfig
+    opening: _Opening, streams: Mapping[str, SourceConfig], validation: StreamConfig | None
 ) -> tuple[list[_Opened], HeldOut]:
     """What to train and to measure on; bad rows of all of them are reported together."""
     opened, problems = list[_Opened](), list[str]()
@@ -175,10 +184,10 @@ def _open_all(
         except BadRowsError as error:
             problems += error.problems
     held_out = [part for found in opened for part in found.validation]
-    if config.validation is not None:
+    if validation is not None:
         try:
             with under_key("data.validation"):
-                held_out.append(opening.held_out(config.validation))
+                held_out.append(opening.held_out(validation))
         except BadRowsError as error:
             problems += error.problems
     if problems:

@@ -402,7 +402,10 @@ def build_measure(
         tracker.console.table(result.table())
 
     rows = eval_rows(job.recipe, job.microbatch)
-    return build_evaluate(job, job.recipe.eval, rows=rows, record=record, resumed=resumed)
+    config = job.recipe.eval
+    if job.recipe.eval_first and not config.validation and config.gauntlet is None:
+        job.note("eval_first: nothing is measured, as eval.validation and eval.gauntlet are off")
+    return build_evaluate(job, config, rows=rows, record=record, resumed=resumed)
 
 
 def check_layout(recipe: TrainRecipe, world: World) -> None:
