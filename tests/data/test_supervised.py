@@ -36,6 +36,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig, SupervisedConfig, TokenizerConfig
+from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.source import StreamConfig
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -1023,6 +1024,23 @@ def test_an_empty_answer_of_a_conversation_is_dropped_as_one_of_a_prompt_is(tmp_
         "chosen": [assistant("x")], "rejected": [assistant("y")]}]))  # fmt: skip
     data = opened(tmp_path, {"paths": [path], "format": "preference"})
     assert "data: 2 rows empty: dropped" in data.summary
+
+
+def test_an_error_of_a_stream_names_its_key_and_held_out_rows_need_a_measure(tmp_path):
+    path = write(tmp_path / "in" / "data.text.jsonl", [{"body": "x"}])
+    good = str(write(tmp_path / "good" / "a.jsonl", chats(9)))
+    stream = StreamConfig(name="files", paths=[str(path)], format="text")
+    config = {"name": "mixture", "streams": {"web": stream}}
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, config)
+    what = "no column 'text'; set data.streams.web.text_column to one of: body"
+    assert str(error.value) == f"{path}:1: {what}"
+    held_out = StreamConfig(name="files", paths=[str(path)], format="chat")
+    config = {"paths": [good], "format": "chat", "validation": held_out}
+    data = opened(tmp_path, config, eval=EvalConfig(validation=False))
+    assert "data.validation: not read, as eval.validation is false" in data.summary.splitlines()
+    with pytest.raises(UserError, match=r"a.text.jsonl:1: no column 'messages'"):
+        opened(tmp_path, {**config})
 
 
 def test_a_tokenizer_without_a_template_is_a_line(tmp_path):

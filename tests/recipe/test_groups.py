@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recipe_front import Front
@@ -216,6 +217,31 @@ def test_the_format_of_rows_is_that_of_the_first(kind: str, here: Path) -> None:
     assert found("data.paths=[below]") == kind, "hidden files decide nothing"
     (here / "below" / "notes.md").write_text("a text")
     assert found("data.paths=[below]") == "text", "documents beside rows: all of it is text"
+
+
+def test_streams_find_their_formats_as_a_single_source_does(front: Front, here: Path) -> None:
+    rows = {"a": ROWS["chat"], "b": {"text": "t"}, "odd": {"q": 1, "a": 2}}
+    for name, row in rows.items():
+        (here / f"{name}.jsonl").write_text(json.dumps(row))
+
+    def found(*words: str) -> Any:
+        streams = (f"data.streams.{n}={{name: files, paths: [{n}.jsonl]}}" for n in ("a", "b"))
+        return front("run_name=x", "data.name=mixture", *streams, *words)
+
+    data = found("data.validation={name: files, paths: [a.jsonl]}").recipe.data
+    formats = [s.format for s in (*data.streams.values(), data.validation)]
+    assert formats == ["chat", "text", "chat"]
+    assert found("data.streams.a.format=text").recipe.data.streams["a"].format == "text"
+    stream = "data.streams.odd={name: files, paths: [odd.jsonl]}"
+    (line,) = found(stream).errors
+    assert "data.streams.odd.format: auto finds none for rows that have q, a; write data.st" in line
+    shards = found("data.streams.c={name: shards, remote: s3://b/c}").recipe.data.streams["c"]
+    assert shards.format == "text"
+    words = ("data.columns={prompt: q, response: a}", "data.paths=[odd.jsonl]", "data=files")
+    held_out = "data.validation={name: files, paths: [odd.jsonl]}"
+    alone = front("run_name=x", *words, held_out).recipe.data
+    alone.fill()
+    assert alone.format == alone.validation.format == "prompt_response"
 
 
 def test_a_format_that_nothing_decides_is_said_or_left_open(front: Front, here: Path) -> None:
