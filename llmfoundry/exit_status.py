@@ -33,7 +33,7 @@ from typing import Any
 from llmfoundry.files import read_json
 
 Handler = Callable[[int, FrameType | None], None]
-DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP = 0, 1, 2, 3, 75, 93
+DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP, INTERRUPTED = 0, 1, 2, 3, 75, 93, 130
 MEMORY = "memory"
 """The kind of end, as `record_end` has it, after which the processes are to be started again."""
 ENDS_FOLDER = "LLMFOUNDRY_ENDS"
@@ -52,11 +52,15 @@ def own_node() -> str:
 def on_stops(handler: Handler) -> dict[signal.Signals, Any]:
     """From now on call `handler` at each of STOPS that is not ignored, as nohup ignores SIGHUP.
 
+    One that came before, and was held back for it, is delivered now.
+
     Returns:
         What was called before, to be set again.
     """
     numbers = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    return before
 
 
 def record_end(status: int, kind: str, lines: Sequence[str]) -> None:

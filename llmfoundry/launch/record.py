@@ -56,7 +56,7 @@ class LaunchRecord:
     """As it was given; the folder's launch.yaml has all of it."""
     overrides: list[str] = field(default_factory=list)
     git: dict[str, Any] = field(default_factory=dict)
-    """commit, branch, dirty, diff: of the repository around the working folder; empty: none."""
+    """commit, branch, dirty, diff: of the repository of the code; empty: none."""
     submitted_at: float = 0.0
     """Seconds since 1970; of the last submission."""
 

@@ -15,11 +15,19 @@ import time
 from collections.abc import Iterator
 
 from llmfoundry.errors import UserError
+from llmfoundry.exit_status import SAVED
 from llmfoundry.launch.client import SILENCE, ask, merged_lines, secrets_here
 from llmfoundry.launch.job import LOGS, RECIPE, Job, list_key
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
 from llmfoundry.recipe.resilience import EXCLUDE, NODES
 
+_REQUEUE = 'if $requeue; then scontrol requeue "$SLURM_JOB_ID"; fi'
+_HOLD = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK,"
+    " [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Keeps signals for the supervisor until it takes them (`exit_status.on_stops`): it needs seconds
+to start, in which one would kill it, and the job would not be requeued."""
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
 _ENDS_ITSELF = ("COMPLETED", "FAILED")  # of others, such as CANCELLED, the status is Slurm's
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
@@ -31,17 +39,19 @@ def render(job: Job) -> str:
     workdir = config.workdir or os.getcwd()
     lines = ["#!/bin/bash", f"# {job.note}", *_directives(job)]
     lines += [
-        job.enter(workdir),
-        *job.environment("from the shell of sbatch"),
-        *config.setup,
         "# Slurm starts it again: preempted, at its limit, or when a machine was lost.",
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.restarts} ]',
         "then requeue=true; else requeue=false; fi",
+        f"trap '{_REQUEUE}; exit {SAVED}' TERM USR1  # before the supervisor is there",
+        job.enter(workdir),
+        *job.environment("from the shell of sbatch"),
+        *config.setup,
     ]
     words = [*_supervise(job), "supervise.requeue=$requeue"]
     command = job.command(str(folder / RECIPE), *words)
     quoted = (f'"{word}"' if word.endswith("$requeue") else shlex.quote(word) for word in command)
-    return "\n".join([*lines, " \\\n    ".join([f"exec {next(quoted)}", *quoted]), ""])
+    held = f"exec {shlex.quote(job.python)} -c {shlex.quote(_HOLD)}"
+    return "\n".join([*lines, " \\\n    ".join([held, *quoted]), ""])
 
 
 def _directives(job: Job) -> Iterator[str]:
@@ -90,6 +100,11 @@ def _python_of_tasks(job: Job) -> str:
 def submit(job: Job) -> LaunchRecord:
     """Give the script to sbatch, through its standard input."""
     secrets_here(job.config.secrets)
+    if "SBATCH_ARRAY_INX" in os.environ:
+        raise UserError(
+            "SBATCH_ARRAY_INX: is set in this shell, and all elements of an array would train in"
+            " one folder; unset it, and write a sweep for several runs"
+        )
     said = ask(["sbatch", "--parsable"], text=render(job))
     number = said.strip().splitlines()[-1].partition(";")[0]  # NUMBER;CLUSTER
     log = job.folder.absolute() / LOGS / f"slurm-{number}.log"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmfoundry.events import is_restart
-from llmfoundry.exit_status import DONE, GIVE_UP, SAVED
+from llmfoundry.exit_status import DONE, GIVE_UP, INTERRUPTED, SAVED
 from llmfoundry.launch import record as records
 from llmfoundry.launch.record import TargetState
 from llmfoundry.loggers.pages.run_time import LONGEST_PAUSE
@@ -23,7 +23,7 @@ STATES = (WAITING, RUNNING, RESTARTING, GIVEN_UP, FINISHED, STOPPED, FAILED, NOT
 UNDER_WAY = (WAITING, RUNNING, RESTARTING)
 ENDS = {"finished": FINISHED, "failed": FAILED, "killed": STOPPED}
 """By the status in run.json, of a process that came to its end."""
-_STATUSES = {DONE: FINISHED, SAVED: STOPPED, GIVE_UP: GIVEN_UP}
+_STATUSES = {DONE: FINISHED, SAVED: STOPPED, GIVE_UP: GIVEN_UP, INTERRUPTED: STOPPED}
 
 
 def judge(

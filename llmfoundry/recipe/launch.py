@@ -29,6 +29,12 @@ _SSH_OPTIONS = re.compile(
     r"|Port|ServerAlive\w+|StrictHostKeyChecking|User|UserKnownHostsFile)=[^\s].*"
 )
 _SBATCH = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+_OF_LAUNCH = {"--array": "--ar", "--output": "--ou", "--wrap": "--wr", "--nodes": "--nodes"}
+"""Options of sbatch that launch decides, each with the shortest form that sbatch takes for it."""
+_REFUSED_OPTION = (
+    "{} is decided by launch, which starts one run in one folder; remove it (nodes=2 for machines,"
+    " a sweep for several runs)"
+)
 
 
 @dataclass
@@ -134,8 +140,11 @@ class LaunchConfig:
             yield from ssh_problems(f"{key}options", self.options)
         if self.target == "slurm":
             for number, word in enumerate(self.options):
+                name = word.partition("=")[0]
                 if not _SBATCH.fullmatch(word):
                     yield f"{key}options[{number}]: {word!r} is none; write --name=value"
+                elif any(o.startswith(name) and name.startswith(s) for o, s in _OF_LAUNCH.items()):
+                    yield f"{key}options[{number}]: {_REFUSED_OPTION.format(name)}"
 
     def check_launch(self, key: str = "launch.") -> Iterator[str]:
         """Lines for what is missing where the run is launched; another command needs none of it."""

@@ -344,9 +344,24 @@ def test_keys_are_drawn_against_the_result(tmp_path: Path) -> None:
     assert places == {  # a logarithmic axis: 1e-3 is in the middle; the least loss is at the bottom
         "a": "0.00,94.00 100.00,6.00",
         "b, best": "0.00,50.00 100.00,94.00",
-        "c": "0.00,6.00",
+        "c": "0.00,6.00 100.00,-2.00",  # above all that ended with a number
     }
+    assert ">not finite</span>" in html
     assert "optimizer.lr: 1e-3\nloss, training: 2.0000\nfinished" in drawn[2][1]
+
+
+def test_two_axes_leave_no_empty_room_and_what_was_swept_is_drawn(tmp_path: Path) -> None:
+    """The last axis has labels to its right alone; a key that follows from another has no axis."""
+    for value, loss in (("1e-3", 3.0), ("1e-2", 2.0)):
+        folder = write_run(tmp_path / f"optimizer.lr={value},model=a", [loss], lr=value)
+        with (folder / "recipe.yaml").open("a") as file:
+            file.write(f"scheduler: {{warmup: {value}}}\n")
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    axes = re.findall(r'<div class="axis" style="left:(.*?)%;width:(.*?)%"><b>(.*?)</b>', html)
+    names = [re.sub(r"<.*?>", "", name) for *_, name in axes]
+    assert names == ["optimizer.lr", "loss, training"]
+    assert [width for _, width, _ in axes] == ["100.0", "0"]
+    assert "more keys below" in html
 
 
 @pytest.mark.parametrize(

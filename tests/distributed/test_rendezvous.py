@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from llmfoundry.distributed import rendezvous
+from llmfoundry.events import read_events
+from llmfoundry.exit_status import ENDS_FOLDER
 
 
 def test_a_closed_meeting_is_asked_again_and_no_other_failure(
@@ -33,3 +38,21 @@ def test_a_closed_meeting_is_asked_again_and_no_other_failure(
     answers[:] = [RendezvousClosedError()]
     with pytest.raises(RendezvousClosedError):
         rendezvous.main([])
+
+
+def test_a_name_that_does_not_resolve_is_an_event_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the resolver of this machine: .invalid never resolves (RFC 6761)."""
+    monkeypatch.setenv(ENDS_FOLDER, str(tmp_path / "supervise/attempt-1"))
+    monkeypatch.setattr(rendezvous, "_PAUSE", 0.01)
+    monkeypatch.setattr(rendezvous, "_UNRESOLVED_SECONDS", 0.0)
+    deadline = time.monotonic() + 0.5
+    rendezvous._wait_for_name(["--rdzv-endpoint=a-node-0-0.a.invalid:29400"], deadline)
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["action"]) == ("rendezvous", "wait")
+    assert event["what"].startswith("a-node-0-0.a.invalid, where the machines meet, does not")
+    began = time.monotonic()
+    rendezvous._wait_for_name(["--rdzv-endpoint=localhost:29400"], began + 60)
+    rendezvous._wait_for_name(["--rdzv-endpoint=[::1]:29400"], began + 60)
+    assert time.monotonic() - began < 30

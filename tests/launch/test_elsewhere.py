@@ -48,6 +48,7 @@ def launched(folder: Path, target: str, run: Path | str) -> Path:
         (TargetState(ENDED, "exit status 0", 0), "finished"),
         (TargetState(ENDED, "exit status 75", 75), "stopped"),
         (TargetState(ENDED, "exit status 93", 93), "given up"),
+        (TargetState(ENDED, "exit status 130", 130), "stopped"),
         (TargetState(ENDED, "it was killed, or its machine has restarted"), "unknown"),
         (TargetState(ENDED, "Slurm no longer knows the job"), "unknown"),
         (TargetState(ENDED, "was deleted"), "unknown"),

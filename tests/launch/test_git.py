@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry.launch import git
 from llmfoundry.launch.git import git_state
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(git, "_CODE", tmp_path)
+    (tmp_path / "__init__.py").touch()
     ask("init", "-q", "-b", "main")
     (tmp_path / "model.py").write_text("width = 1\n")
     ask("add", ".")
@@ -38,6 +41,19 @@ def test_changes_lead_from_the_commit_to_the_code_that_ran(repository: Path) -> 
     assert (repository / "model.py").read_text() == "width = 2\n"
 
 
+def test_the_commit_is_the_codes_and_not_the_current_folders(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    commit = ask("rev-parse", "HEAD").strip()
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert git_state()[0]["commit"] == commit
+    installed = repository / ".venv/llmfoundry"  # of a repository that does not follow it
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
+    monkeypatch.setattr(git, "_CODE", installed)
+    assert git_state() == ({}, "")
+
+
 def test_secrets_in_changes_are_masked_and_code_is_not(repository: Path) -> None:
     code = (
         "tokens = batch.tokens_of_rows\nkey = self.attention.key_of(x)\nn_tokens=len(row_of_it)\n"
@@ -61,6 +77,6 @@ def test_changes_are_bounded_and_no_repository_has_none(
     (repository / "model.py").write_text("x\n" * 2_000_000)
     _, changes = git_state()
     assert changes.startswith("# cut off after 1,000,000 bytes\n") and len(changes) < 1_000_100
-    monkeypatch.chdir(tmp_path_factory.mktemp("none"))
+    monkeypatch.setattr(git, "_CODE", tmp_path_factory.mktemp("none"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", "/")
     assert git_state() == ({}, "")

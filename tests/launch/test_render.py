@@ -70,8 +70,9 @@ def test_slurms_script_is_the_supervisor_with_an_srun_for_each_attempt() -> None
     } <= {*options}
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     words = shlex.split(text[text.index("\nexec ") :].replace("\\\n", ""))
-    assert words[2:5] == ["-m", "llmfoundry", "supervise"]
-    config = checked(TrainRecipe, YAMLS / "mpt-7b.yaml", words[6:-1]).supervise
+    assert words[2] == "-c"  # holds signals back for the supervisor, and becomes it
+    assert words[5:8] == ["-m", "llmfoundry", "supervise"]
+    config = checked(TrainRecipe, YAMLS / "mpt-7b.yaml", words[9:-1]).supervise
     assert config.act and config.launch[:4] == ["srun", "-K", "--nodes=8", "--exclude={exclude}"]
     without = render("launch=slurm", "nodes=8")
     assert '"--nodes={nodes}"' in without and "#SBATCH --nodes=8" in without
@@ -246,6 +247,14 @@ def test_what_a_target_does_not_take_is_one_line(words: list[str], line: str) ->
         render(*words)
     assert any(line in found for found in refused.value.problems), refused.value
     assert "abcdefghijk" not in str(refused.value) and "hf_x" not in str(refused.value)
+
+
+@pytest.mark.parametrize("option", ["--array=0-1", "--arr=0-1", "--output=x", "--nodes=3"])
+def test_options_that_launch_decides_are_refused(option: str) -> None:
+    """Two elements of an array would train in one folder."""
+    with pytest.raises(UserError, match=r"launch.options\[0\]: --\w+ is decided by launch"):
+        job_of("launch=slurm", f"launch.options=['{option}']")
+    job_of("launch=slurm", "launch.options=['--nodelist=n[1-2]','--account=a']")
 
 
 def test_training_itself_takes_any_launch_section() -> None:

@@ -24,6 +24,7 @@ from llmfoundry.recipe.command_line import CommandLine
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.resilience.supervise import supervisor
 from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt, new_folder
 from llmfoundry.resilience.supervise.supervisor import earlier_attempts
 from tests.tiny import ENV, ROOT
@@ -495,3 +496,29 @@ def test_a_machine_has_its_schedulers_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert own_node() == "gpu-7.pool"
     monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
     assert own_node() == "gpu07"
+
+
+def test_a_killed_supervisors_folder_in_memory_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "memory_folder", lambda: str(tmp_path))
+    hold = "import sys, time; from llmfoundry.resilience.supervise import supervisor as s"
+    hold += "; s.memory_folder = lambda: sys.argv[1]; held = s._folder_in_memory()"
+    hold += "; print(held[0], flush=True); time.sleep(60)"
+    words = [sys.executable, "-c", hold, str(tmp_path)]
+    both = [
+        subprocess.Popen(words, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    killed, alive = (Path(one.stdout.readline().strip()) for one in both if one.stdout)
+    both[0].kill()
+    both[0].wait()
+    try:
+        for folder in (killed, alive):
+            os.utime(folder, (1e9, 1e9))
+        mine, lock = supervisor._folder_in_memory()
+        lock.release()
+        assert {*tmp_path.iterdir()} == {alive, mine}
+    finally:
+        both[1].kill()
+        both[1].wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ LEAST_POINTS = 100  # of one line
 OWN_KEYS = ("run_name", "save_folder", "pause_at", "autoresume", "save_overwrite")
 """Of which the numbers of a run do not depend."""
 PAUSED = "paused"  # a status begins so, of a run that pause_at has ended
+_SWEPT_KEY = re.compile(r"(?:^|,)([\w./@+~-]+)=((?:(?!,[\w./@+~-]+=).)*)")
+"""In a folder's name, as a sweep gives it: key=value,key=value."""
 MOST_AXES = 8  # keys beside one another
 DECIDING = (EVAL_BPB, EVAL_LOSS, TRAIN_BPB, TRAIN_LOSS)
 """What the best run has least of: the first that all runs have. A loss compares only where the
@@ -276,33 +279,45 @@ def run_table(runs: Sequence[ComparedRun], beside: Path) -> Markup:
 
 
 def parallel_coordinates(runs: Sequence[ComparedRun]) -> Markup:
-    """The keys in which the recipes differ against what decides."""
+    """The keys that were swept, or in which the recipes differ, against what decides."""
     found = verdict(runs)
-    keys = differing(runs)
-    if found is None or not keys:
-        return Markup()
-    shown = keys[:MOST_AXES]
     known = {n: run for n, run in enumerate(runs) if run.settings}
+    keys, swept = differing(runs), _swept([*known.values()])
+    if found is None or not (keys or swept):
+        return Markup()
+    settings = {n: run.settings | swept.get(run.name, {}) for n, run in known.items()}
+    shown = [*next(iter(swept.values()), keys)][:MOST_AXES]
     values = [run.last(found.metric) for run in known.values()]
-    axes = [
-        coordinates.key_axis(key, [run.settings.get(key, "") for run in known.values()])
-        for key in shown
-    ]
+    axes = [coordinates.key_axis(key, [settings[n].get(key, "") for n in known]) for key in shown]
     words = {
         n: "\n".join(
             [
                 run.name + (", best" if n in found.best else ""),
-                *(f"{key}: {run.settings.get(key, '')}" for key in shown),
+                *(f"{key}: {settings[n].get(key, '')}" for key in shown),
                 f"{COLUMNS[found.metric]}: {'none' if value is None else f'{value:.4f}'}",
                 STATUS.get(run.status, run.status),
             ]
         )
         for (n, run), value in zip(known.items(), values, strict=True)
     }
-    more = f"; {len(keys) - MOST_AXES} more keys below" if len(keys) > MOST_AXES else ""
+    hidden = len({*keys} - {*shown})
+    more = f"; {hidden} more keys below" if hidden else ""
     hint = "a line is a run, the best is bold, dashed: no finite end" + more
     result = coordinates.result_axis(COLUMNS[found.metric], values)
     return coordinates.drawn("Keys against result", hint, [*axes, result], words, found.best)
+
+
+def _swept(runs: Sequence[ComparedRun]) -> dict[str, dict[str, str]]:
+    """By each run's name the keys that a sweep named its folder by, and the values.
+
+    Keys of one value alone are left out; empty where a folder is not named so.
+    """
+    named = {run.name: dict(_SWEPT_KEY.findall(run.folder.name)) for run in runs}
+    keys = [*next(iter(named.values()), {})]
+    if any([*values] != keys for values in named.values()):
+        return {}
+    keys = [key for key in keys if len({values[key] for values in named.values()}) > 1]
+    return {name: {key: values[key] for key in keys} for name, values in named.items() if keys}
 
 
 def charts(runs: Sequence[ComparedRun]) -> Markup:

@@ -17,16 +17,17 @@ from llmfoundry.loggers.pages.page import part
 
 LOG_SPREAD = 20.0  # greatest over least from which an axis is logarithmic
 MARGIN = 6.0  # percent of the height that is free at both ends
+LOST = -2.0  # place of a run without a finite result: a label's room above the greatest
 APART = 7.0  # percent between two labels
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)([a-z]*)")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A name, each run's place (percent from the top; None: it has none), labels at places."""
+    """A name, each run's place (percent from the top), labels at places."""
 
     name: str
-    places: Sequence[float | None]
+    places: Sequence[float]
     labels: Sequence[tuple[float, str]]
 
 
@@ -49,11 +50,12 @@ def key_axis(name: str, values: Sequence[str]) -> Axis:
 
 
 def result_axis(name: str, values: Sequence[float | None]) -> Axis:
-    """What came out, the least at the bottom; without a finite value a run has no place."""
+    """What came out, the least at the bottom; runs without a finite value are above all others."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     placed = dict(zip(finite, _placed(finite), strict=True))
-    places = [placed.get(value) if value is not None else None for value in values]
+    places = [placed.get(value, LOST) if value is not None else LOST for value in values]
     ends = [(placed[value], f"{value:.4g}") for value in sorted(finite)]
+    ends += [(LOST, "not finite")] if LOST in places else []
     return Axis(name, places, _spread(ends))
 
 
@@ -69,8 +71,8 @@ def drawn(
     lines = []
     for n, (run, text) in enumerate(words.items()):
         places = [(x, axis.places[n]) for x, axis in zip(across, axes, strict=True)]
-        points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places if y is not None)
-        kind = "best" if run in best else "" if axes[-1].places[n] is not None else "lost"
+        points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
+        kind = "best" if run in best else "lost" if axes[-1].places[n] == LOST else ""
         lines.append((run, kind, points, text))
     lines.sort(key=lambda line: line[0] in best)
     return part("coordinates", title, hint, list(zip(across, axes, strict=True)), lines)

@@ -129,6 +129,8 @@ def requeue(without: Iterable[str]) -> str:
     """
     job, _ = _run("scontrol", "--oneliner", "show", "job", _job())
     state = _field(job, "JobState")
+    if state == "COMPLETING":  # also of a job that Slurm has put back itself: preempted, say
+        return "left to Slurm, which is ending the job already, and puts back one that it preempted"
     if state != "RUNNING":  # cancelled, or Slurm has requeued it
         return f"not requeued: Slurm reports the job as {state or 'not there'}"
     problem = _run("scontrol", "requeue", _job())[1]

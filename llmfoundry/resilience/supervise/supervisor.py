@@ -61,6 +61,9 @@ from llmfoundry.resilience.supervise.notify import Reporter, print_stderr
 
 FOLDER = "supervise"
 """Below a run's folder: records of processes' ends, by attempt, and the check's report."""
+_IN_MEMORY = "llmfoundry-supervisor-"
+"""Before the name of a folder in memory that its supervisor holds locked."""
+_LOCKED_SECONDS = 60.0  # within which a new one has been locked
 _LISTING_SECONDS = 120.0  # for a store's answer
 _REMOTE_SECONDS = 60.0  # after which processes that send no heartbeat here may be elsewhere
 _WATCHED = ("slow_rank", "mfu_drop", "data_wait", "stall")
@@ -108,7 +111,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the run as often as it is of use; the exit status."""
-        heartbeats = Path(tempfile.mkdtemp(prefix="llmfoundry-supervise-", dir=memory_folder()))
+        heartbeats, lock = _folder_in_memory()
         handlers = on_stops(self._on_signal)
         try:
             decision = self._until_last(heartbeats)
@@ -129,6 +132,7 @@ class Supervisor:
             for number, handler in handlers.items():  # stopping already: further signals do nothing
                 signal.signal(number, signal.SIG_IGN if self._signals else handler)
             shutil.rmtree(heartbeats, ignore_errors=True)
+            lock.release()
 
     def _until_last(self, heartbeats: Path) -> Decision:
         """Attempt after attempt; the decision that ends it."""
@@ -427,6 +431,22 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._signals:
             time.sleep(0.1)
+
+
+def _folder_in_memory() -> tuple[Path, LockedFile]:
+    """A new folder for heartbeats, locked while it is used; folders of killed supervisors go."""
+    above = memory_folder()
+    made = Path(tempfile.mkdtemp(prefix=_IN_MEMORY, dir=above))
+    lock = try_lock(made)
+    assert lock is not None
+    for other in made.parent.glob(f"{_IN_MEMORY}*"):
+        with suppress(OSError):  # of another user
+            is_new = time.time() - other.stat().st_mtime < _LOCKED_SECONDS
+            found = None if other == made or is_new else try_lock(other)
+            if found is not None:
+                shutil.rmtree(other, ignore_errors=True)
+                found.release()
+    return made, lock
 
 
 def _reason(error: BaseException) -> str:
