@@ -12,8 +12,10 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
+from prompt_tokenizers import marking_tokenizer
+from tokenizers import Tokenizer as Backend
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ class Letters:
     vocab_size = 60
     eos_id = 0
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(chr(0x21 + i) for i in ids)
 
 
@@ -213,6 +215,16 @@ def test_slots_hold_no_more_tokens_than_asked_for(size: int) -> None:
     for members, length in classes:
         ends = [len(prompts[i].tokens) + prompts[i].max_new_tokens for i in members]
         assert max(ends) == length < 2 * min(ends)
+
+
+def test_special_tokens_are_not_in_the_text_but_may_end_it() -> None:
+    tokenizer = marking_tokenizer("ours", "<s>")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(tokenizer._backend.to_str()))
+    ids = tokenizer.encode_chat("the<s> author</s> of<sep> this<sep>")
+    answer = own._Answer(Prompt((0,), "", ("of<sep>", "<sep>", "x"), 9), tokenizer)
+    ends = [answer.take(token) for token in ids]
+    assert ends.index(True) == ids.index(tokenizer._backend.token_to_id("<sep>"))
+    assert answer.text == theirs.decode(ids, skip_special_tokens=True) == "the author of this"
 
 
 def test_a_stop_may_end_within_a_character_of_many_bytes_and_span_tokens() -> None:

@@ -439,10 +439,12 @@ class _Answer:
 
     @property
     def text(self) -> str:
-        return until_stop(self._tokenizer.decode(self._tokens), self._stops)
+        """Without special tokens, as transformers and servers write it, and up to a stop."""
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return until_stop(text, self._stops)
 
     def take(self, token: int) -> bool:
-        """Add a token; whether a stop ends in it.
+        """Add a token; whether a stop ends in it, which may be a special token's text.
 
         Few tokens are decoded, as many as a stop can stretch over and one more, until they hold
         one; then all, for decoders spell the first token of a text in a way of its own.
