@@ -37,7 +37,7 @@ from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
+from llmfoundry.data.text.bpe import bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import ALONE, World, join, relaunch
@@ -488,6 +488,7 @@ def _folder(recipe: EvalRecipe, model: str, default: Path) -> Path:
 
 
 BATCH_TOKENS = 8192  # of a Hugging Face model at a time, where the recipe sets nothing
+UNSPELLED = "\uffff"  # no character: the server alone reads special tokens that a text spells
 ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most, we do not
 
 
@@ -590,7 +591,7 @@ def _address(model: str) -> tuple[str, str]:
 def _endpoint(model: str) -> ExternalModel:
     address, name = _address(model)
     # it takes text: tokens are bytes here, and only bound the length
-    tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
+    tokenizer = Tokenizer(bytes_backend(UNSPELLED), UNSPELLED)
 
     def spell(ids: Sequence[int]) -> str:
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])

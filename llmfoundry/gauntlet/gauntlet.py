@@ -49,10 +49,13 @@ from llmfoundry.gauntlet.rows import (
 from llmfoundry.gauntlet.scores import (
     combine_tasks,
     grade,
+    members_of,
     missing_benchmarks,
+    missing_rows,
     wrong_baselines,
 )
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
+from llmfoundry.redaction import public
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,8 @@ class Gauntlet:
         self._left_out = [*missing, *unfed]
         lost = [*self._left_out, *missing_benchmarks(self._file.gauntlet, planned)]
         lost += _unknown_chance(self._file.gauntlet, {task.label for task, *_ in self._harness})
-        self.problems = [*self._file.notes, *lost, *self._hollow, *self._baselines]
+        gone = missing_rows(blanks, members_of(self._file.gauntlet))
+        self.problems = [*self._file.notes, *lost, *gone, *self._hollow, *self._baselines]
         self._chosen: _Chosen | None = None
 
     def tokens(self, share: float = 1.0) -> int:
@@ -248,10 +252,12 @@ class Gauntlet:
     ) -> tuple[TaskResult, Answered]:
         """A task's result; texts are written here where they are wanted."""
         prompts = [question.prompt for question in part.questions if question.prompt is not None]
-        texts, failure = None, None
+        texts: list[str | Refusal] | None = None
+        failure = None
         if prompts:
             try:
-                texts = model.generate(prompts)
+                written = iter(model.generate(prompts))
+                texts = ["" if q.prompt is None else next(written) for q in part.questions]
             except FloatingPointError as error:
                 failure = str(error)
         answers = Answered(part.task, part.blank.num_fewshot, part.questions, scores, texts)
@@ -362,9 +368,13 @@ def _planned(task: TaskConfig, shots: int) -> TaskResult:
 
 def _sized(blank: TaskResult, asked: Sequence[Question]) -> TaskResult:
     """`blank` for these questions."""
+    missing = [q for q in asked if q.problem]
+    first = f"{missing[0].problem} ({public(missing[0].row.place)})" if missing else None
     return dataclasses.replace(
         blank,
-        n=len(asked),
+        n=len(asked) - len(missing),
+        missing=len(missing),
+        missing_reason=first,
         truncated=sum(question.truncated for question in asked),
         dropped=sum(question.dropped for question in asked),
         tokens=sum(len(request.tokens) for q in asked for request in q.requests),

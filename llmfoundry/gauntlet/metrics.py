@@ -62,13 +62,13 @@ class Answer:
         question: what was asked.
         scores: of each of its requests; may be empty where a text was generated.
         text: what was generated; None where nothing was.
-        refusal: why the model would not take the question, which then counts as wrong; else None.
+        refusal: why there are no scores and no text; None: there are.
     """
 
     question: Question
     scores: Sequence[Score]
     text: str | None = None
-    refusal: str | None = None
+    refusal: Refusal | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -127,9 +127,11 @@ def _answer(
     question: Question, scores: Sequence[Score | Refusal], text: str | Refusal | None
 ) -> Answer:
     said = [score for score in scores if isinstance(score, Score)]
-    refusals = [part.reason for part in (*scores, text) if isinstance(part, Refusal)]
-    if refusals:
-        return Answer(question, (), None, refusals[0])
+    refusals = [part for part in (*scores, text) if isinstance(part, Refusal)]
+    if question.problem:
+        refusals = [Refusal(question.problem, left_out=True)]
+    if refusals:  # what is wrong for one reason is not left out for another
+        return Answer(question, (), None, min(refusals, key=lambda refusal: refusal.left_out))
     assert not isinstance(text, Refusal)
     return Answer(question, said, text)
 

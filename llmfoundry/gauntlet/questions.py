@@ -154,6 +154,7 @@ class Question:
         prompt: what to continue, in generation; elsewhere None.
         dropped: worked examples left out to fit into the model's window.
         truncated: the start of what is left was cut off all the same.
+        problem: why the row cannot be asked; then it has no requests, and is left out of the score.
     """
 
     row: TaskRow
@@ -161,6 +162,7 @@ class Question:
     prompt: Prompt | None = None
     dropped: int = 0
     truncated: bool = False
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,15 +191,18 @@ class Score:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Said in place of a score or a text where a model will not take one question.
+    """Said in place of a score or a text where there is none for one question.
 
-    It is too long for it, or not allowed. The row counts as wrong, and the result says how many.
+    The result says how many there are.
 
     Attributes:
-        reason: the model's words, in one line.
+        reason: in one line; the model's words where it will not take the question.
+        left_out: nobody can tell the score, and the row is left out; else the question is too long
+            for the model, or not allowed, and counts as wrong.
     """
 
     reason: str
+    left_out: bool = False
 
 
 class RefusedError(Exception):

@@ -49,7 +49,7 @@ class TaskResult:
         num_fewshot: number of worked examples.
         metric: Composer's name of the accuracy; TeacherForcedGreedyAccuracy where texts were to be
             generated and were not.
-        n: questions asked.
+        n: questions asked, less those that cannot be scored.
         accuracy: share answered rightly, over categories their mean; None where the task failed.
         stderr: binomial standard error of the accuracy.
         chance: accuracy of guessing, from the rows.
@@ -69,6 +69,8 @@ class TaskResult:
         tokens: tokens (Cost.unit) of all inputs, none of them shared.
         refused: questions that the model would not take; each counts as wrong.
         refusal: its words to the first of them.
+        missing: rows that cannot be scored, and are left out of every number.
+        missing_reason: why not, of the first of them, and where it is.
         interval: the accuracy's 95 % interval (Wilson's); None: not known.
         intervals: those of all metrics that have one.
     """
@@ -97,6 +99,8 @@ class TaskResult:
     refusal: str | None = None
     interval: Interval | None = None
     intervals: dict[str, Interval] = field(default_factory=dict)
+    missing: int = 0
+    missing_reason: str | None = None
 
     @property
     def name(self) -> str:
@@ -212,7 +216,7 @@ def rows_lines(
         if answer.text is not None:
             tail["text"] = answer.text
         if answer.refusal is not None:
-            tail["refused"] = answer.refusal
+            tail["missing" if answer.refusal.left_out else "refused"] = answer.refusal.reason
         for i, numbers in enumerate(_choices(answer)):
             line = {**head, "choice": i, "gold": row.gold, **numbers, **tail}
             yield json.dumps(line, ensure_ascii=False, allow_nan=False)
@@ -254,6 +258,7 @@ def notes_of(task: TaskResult) -> list[str]:
     notes += [f"{task.dropped} examples dropped"] * bool(task.dropped)
     notes += [f"{task.truncated} truncated"] * bool(task.truncated)
     notes += [f"{task.refused} refused"] * bool(task.refused)
+    notes += [f"{task.missing} not scored"] * bool(task.missing)
     notes += [f"mean of {len(task.by_category)} categories"] * bool(task.by_category)
     notes += ["not generated"] * (task.metric == NOT_GENERATED)
     notes += [f"{task.mode} prompts"] * (task.mode != "native")

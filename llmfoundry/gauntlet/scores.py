@@ -32,6 +32,7 @@ from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.results import CategoryOfTask, Cost, GauntletResult, TaskResult
 from llmfoundry.gauntlet.task_types import judge_answer, type_of
 from llmfoundry.recipe.checks import nearest
+from llmfoundry.redaction import public
 
 CONTRADICTED = 0.005  # baselines are given with two or three decimals
 DEFAULT_AVERAGE = "default_average"  # LLM Foundry's name of the mean of all categories
@@ -101,17 +102,19 @@ def grade(
         scores: for each question the scores of its requests; may be empty where there are texts.
         texts: what was generated for each question; None: nothing was.
     """
-    assert blank.n == len(questions) > 0
-    answers = answers_of(questions, scores, texts)
+    assert len(questions) > 0
+    blank, answers = _without_missing(blank, answers_of(questions, scores, texts))
+    if blank.failure is not None:
+        return blank
     for answer in answers:
         if not answer.is_finite:
             reason = f"a log-probability at {answer.question.row.place} is not a finite number"
             return dataclasses.replace(blank, failure=reason)
-    refusals = [answer.refusal for answer in answers if answer.refusal is not None]
-    if refusals:
-        blank = dataclasses.replace(blank, refused=len(refusals), refusal=refusals[0])
-    if len(refusals) == len(answers):
-        return dataclasses.replace(blank, failure=f"every question was refused: {refusals[0]}")
+    refused = [answer for answer in answers if answer.refusal is not None]
+    if refused:
+        blank = dataclasses.replace(blank, refused=len(refused), refusal=_reason(refused[0]))
+    if len(refused) == len(answers):
+        return dataclasses.replace(blank, failure=f"every question was refused: {blank.refusal}")
     measured = measure_task(task, answers)
     accuracy = measured.estimates[measured.metric]
     return dataclasses.replace(
@@ -129,6 +132,30 @@ def grade(
             for name, (n, found) in measured.by_category.items()
         },
     )
+
+
+def _without_missing(
+    blank: TaskResult, answers: Sequence[Answer]
+) -> tuple[TaskResult, list[Answer]]:
+    """The answers that make the score, and how many are missing; a failure where none are left."""
+    kept = [a for a in answers if a.refusal is None or not a.refusal.left_out]
+    missing = [a for a in answers if a.refusal is not None and a.refusal.left_out]
+    if not missing:
+        return blank, kept
+    reason = _reason(missing[0])
+    blank = dataclasses.replace(blank, n=len(kept), missing=len(missing), missing_reason=reason)
+    categories = {a.question.row.category for a in missing} - {
+        a.question.row.category for a in kept
+    }
+    if not kept or categories:
+        of = f" of category {min(map(str, categories))}" if kept else ""
+        blank = dataclasses.replace(blank, failure=f"no row{of} can be scored: {reason}")
+    return blank, kept
+
+
+def _reason(answer: Answer) -> str:
+    assert answer.refusal is not None
+    return f"{answer.refusal.reason} ({public(answer.question.row.place)})"
 
 
 @dataclass(frozen=True)
@@ -220,6 +247,8 @@ def combine_tasks(
     problems.extend(_not_generated(tasks))
     by_name = {task.name: task for task in tasks}
     averages = _averages(gauntlet)
+    tasks_of = members_of(gauntlet)
+    problems.extend(missing_rows(tasks, tasks_of))
     categories: dict[str, _Score | None] = {}
     for category in gauntlet.categories:
         lost = list(_lost(category, gauntlet, by_name))
@@ -241,21 +270,41 @@ def combine_tasks(
         {n: s.stderr(by_name) if s else None for n, s in {**categories, **means}.items()},
         problems,
         cost,
-        _members_of(gauntlet, averages),
+        tasks_of,
         intervals={
             n: s.interval(by_name) if s else None for n, s in {**categories, **means}.items()
         },
     )
 
 
-def _members_of(gauntlet: EvalGauntlet, averages: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def members_of(gauntlet: EvalGauntlet) -> dict[str, list[str]]:
     """Names of the tasks behind each category and average."""
     found = {c.name: [_name(benchmark) for benchmark in c.benchmarks] for c in gauntlet.categories}
     of_averages = {
         name: [task for category in names for task in found.get(category, [])]
-        for name, names in averages.items()
+        for name, names in _averages(gauntlet).items()
     }
     return found | of_averages
+
+
+def missing_rows(
+    tasks: Sequence[TaskResult], tasks_of: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """A line for each task some of whose rows cannot be scored, with the scores that lack them.
+
+    Args:
+        tasks: before or after a model was asked.
+        tasks_of: names of the tasks behind each category and average.
+    """
+    for task in tasks:
+        if not task.missing or task.failure is not None:
+            continue
+        lacking = [name for name, members in tasks_of.items() if task.name in members]
+        scores = ", ".join(["its score", *lacking])
+        yield (
+            f"{task.name}: {task.missing} of {task.n + task.missing} rows cannot be scored, and are"
+            f" missing from {scores}: {task.missing_reason}"
+        )
 
 
 def missing_benchmarks(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:

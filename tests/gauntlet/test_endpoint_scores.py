@@ -215,13 +215,13 @@ def test_where_spellings_leave_open_which_tokens_are_the_answers_offsets_decide(
     said["top_logprobs"] = [None, *({"a": -0.5, "b": -0.7} for _ in numbers[1:])]
     reply = {"choices": [{"logprobs": said}]}
     reason = "the server's tokens do not show where the answer begins"
-    assert read_score(reply, "x日", "本") == Refusal(reason)
+    assert read_score(reply, "x日", "本") == Refusal(reason, left_out=True)
     for offsets, expected in (([0, 1, 1, 2, 2, 2, 3], -28.0), ([0, 1, 1, 1, 2, 2, 3], -24.0)):
         said["text_offset"] = offsets
         score = read_score(reply, "x日", "本")
         assert isinstance(score, Score) and score.logprob == expected
     said["text_offset"] = [-1] * 7
-    assert read_score(reply, "x日", "本") == Refusal(reason)
+    assert read_score(reply, "x日", "本") == Refusal(reason, left_out=True)
 
 
 def test_a_space_that_a_decoder_drops_before_a_word_is_the_words() -> None:
@@ -255,7 +255,8 @@ def test_what_cannot_be_scored_is_refused_and_the_rest_is_scored(server: ModelSe
     has_bos = server.tokenizer.bos_token is not None
     assert isinstance(alone, Score) == has_bos
     if not has_bos:
-        assert alone == Refusal("the server gives no probability of a text's first token")
+        reason = "the server gives no probability of a text's first token"
+        assert alone == Refusal(reason, left_out=True)
 
 
 def test_multiple_choice_runs_on_a_server_and_a_refused_row_counts_as_wrong(

@@ -19,6 +19,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Gauntlet, check_sources
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt, PromptSettings, Request, Score, TaskRow
+from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.gauntlet.rows import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
 from tests.models.test_decoder import make_config
@@ -60,22 +61,28 @@ def subject(root: Root, *, batch_tokens: int = 512) -> OwnModel:
     )
 
 
-def write(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> Path:
+def write(
+    folder: Path,
+    change: Callable[[dict[str, Any]], None] | None = None,
+    *,
+    shots: int | None = None,
+) -> Path:
     """A gauntlet of one task of each type, in two categories."""
     tasks = []
-    for label, (kind, rows, shots) in TASKS.items():
+    n_shots = {label: n if shots is None else shots for label, (_, _, n) in TASKS.items()}
+    for label, (kind, rows, _) in TASKS.items():
         (folder / f"{label}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tasks.append(
             {
                 "label": label,
                 "dataset_uri": f"{label}.jsonl",
                 "icl_task_type": kind,
-                "num_fewshot": [shots],
+                "num_fewshot": [n_shots[label]],
             }
         )
     names = {"choosing": ["choices", "schema"], "writing": ["written", "generated"]}
     categories = [
-        {"name": name, "benchmarks": [{"name": n, "num_fewshot": TASKS[n][2]} for n in members]}
+        {"name": name, "benchmarks": [{"name": n, "num_fewshot": n_shots[n]} for n in members]}
         for name, members in names.items()
     ]
     file = {"icl_tasks": tasks, "eval_gauntlet": {"categories": categories}}
@@ -238,6 +245,54 @@ def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, line: str, reason: s
     with pytest.raises(UserError) as caught:
         read(path)
     assert "choices.jsonl:13" in str(caught.value) and reason in str(caught.value)
+
+
+def test_a_row_that_cannot_be_scored_is_named_and_the_rest_is_scored(
+    tmp_path: Path, root: Root
+) -> None:
+    long = {"query": "a", "choices": ["b" * 200, "c", "d"], "gold": 1}
+    endless = {"context": "a", "answer": "b" * 200}
+
+    def result(name: str, more: list[dict[str, Any]]) -> tuple[GauntletResult, list[str]]:
+        (tmp_path / name).mkdir()
+        path = write(tmp_path / name, shots=0)
+        for label, row in zip(("choices", "generated"), more, strict=False):
+            with (path.parent / f"{label}.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        gauntlet = read(path, generate=False)
+        found, answers = gauntlet.run(subject(root))
+        again, _ = read(path, generate=False).run(subject(root))  # from the cache
+        assert again.tasks == found.tasks
+        lines = [line for answer in answers for line in answer.lines() if '"missing"' in line]
+        assert all(p in gauntlet.problems for p in found.problems if "missing" in p)
+        return found, lines
+
+    whole, none = result("whole", [])
+    found, lines = result("long", [long, endless])
+    assert found.metrics() == whole.metrics() and not none
+    by_label = {task.label: task for task in found.tasks}
+    assert (by_label["choices"].n, by_label["choices"].missing) == (12, 1)
+    assert [json.loads(line)["row"].rsplit("/", 1)[1] for line in lines] == [
+        "choices.jsonl:13",
+        "generated.jsonl:6",
+    ]
+    (said,) = (p for p in found.problems if p.startswith("choices/0-shot"))
+    assert said.startswith(
+        "choices/0-shot: 1 of 13 rows cannot be scored, and are missing from its score, choosing,"
+        " default_average: an answer has 201 tokens, but max_seq_len leaves 128;"
+    )
+    assert said.endswith("choices.jsonl:13)")
+    assert "1 not scored" in found.table()
+
+
+def test_a_task_without_a_row_that_can_be_scored_fails_by_name(tmp_path: Path, root: Root) -> None:
+    path = write(tmp_path, shots=0)
+    rows = [{"query": "a", "choices": ["b" * 200, "c"], "gold": 1}] * 2
+    (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = read(path, generate=False).run(subject(root))
+    failures = {task.label: task.failure or "" for task in found.tasks}
+    assert failures.pop("choices").startswith("no row can be scored: an answer has 201 tokens")
+    assert not any(failures.values())
 
 
 def test_prompts_longer_than_the_window_lose_examples_first(tmp_path: Path, root: Root) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,10 @@ from prompt_tokenizers import (
     merging_tokenizer,
     trained_tokenizer,
 )
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
-from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
+from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer, special_tokens
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
@@ -110,6 +112,21 @@ def test_a_row_never_is_its_own_example_and_a_spare_takes_its_place() -> None:
         assert text.count(f"a{i}") == 1
 
 
+def test_a_row_that_stands_twice_is_not_among_its_own_examples() -> None:
+    for i, text in enumerate(texts(ask([*rows(6), *rows(6)], task(), 5))):
+        assert text.count(f"a{i % 6}") == 1
+        assert len(text.split("\n")) == 6
+    # the other questions' examples are what they were
+    asked = texts(ask([*rows(4), *rows(1)], task(), 2))
+    drawn = random.Random(1234).sample(range(5), 3)
+    usual = "".join(f"q{j % 4} a{j % 4}\n" for j in drawn[:2])
+    assert [text for i, text in enumerate(asked) if i not in drawn[:2] and i % 4] == [
+        f"{usual}q{i}| a{i}" for i in range(1, 4) if i not in drawn[:2]
+    ]
+    with pytest.raises(UserError, match=r"num_fewshot: 11, but 10 rows differ from .*; write 10"):
+        ask([*rows(6), *rows(6)], task(), 11)
+
+
 def test_examples_of_a_task_with_categories_are_of_the_rows_own_and_fixed_in_each() -> None:
     both = [TaskRow((f"{c}{i}",), ("x",), 0, "f:1", category=c) for i in range(9) for c in "mn"]
     asked = texts(ask(both, task(has_categories=True), 3))
@@ -132,7 +149,9 @@ def test_examples_do_not_depend_on_which_rows_are_asked() -> None:
 def test_too_few_rows_for_the_examples_is_an_error_that_says_how_many_are_possible() -> None:
     with pytest.raises(UserError, match=r"sums: num_fewshot: 4, but there are 4 rows,.*write 3"):
         ask(rows(4), task(), 4)
-    lonely = [TaskRow(("q",), ("a",), 0, "f:1", category=c) for c in "mmn"]
+    lonely = [
+        TaskRow((q,), ("a",), 0, "f:1", category=c) for q, c in zip("abc", "mmn", strict=True)
+    ]
     with pytest.raises(UserError, match=r"there are 1 rows of category n,.*write 0"):
         ask(lonely, task(has_categories=True), 1)
 
@@ -140,14 +159,25 @@ def test_too_few_rows_for_the_examples_is_an_error_that_says_how_many_are_possib
 # --- which tokens are scored -------------------------------------------------------------------
 
 
-def harness_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], ...]:
+def harness_pair(
+    encode: Callable[[str], list[int]], context: str, continuation: str
+) -> tuple[list[int], list[int]]:
     """lm-evaluation-harness 0.4.13, TemplateLM._encode_pair, for decoders."""
     n_spaces = len(context) - len(context.rstrip())
     if n_spaces > 0:
         continuation = context[-n_spaces:] + continuation
         context = context[:-n_spaces]
-    whole = tokenizer.encode(context + continuation)
-    border = len(tokenizer.encode(context))
+    whole = encode(context + continuation)
+    before = encode(context)
+    return before, whole[len(before) :]
+
+
+def joint_pair(
+    encode: Callable[[str], list[int]], context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """The same border in the tokens of the whole text, which the harness does not read."""
+    border = len(harness_pair(encode, context, continuation)[0])
+    whole = encode(context + continuation)
     return whole[:border], whole[border:]
 
 
@@ -176,8 +206,8 @@ def test_spans_are_the_harnesss_on_the_same_text(kind: str, delimiter: str) -> N
         examples = [some[j] for j in drawn if j != i][:4]
         before = "".join(r.contexts[0] + delimiter + r.choices[0] + "\n" for r in examples)
         for choice, request in zip(some[i].choices, question.requests, strict=True):
-            context, scored = harness_pair(
-                tokenizer, before + some[i].contexts[0] + delimiter, choice
+            context, scored = joint_pair(
+                tokenizer.encode, before + some[i].contexts[0] + delimiter, choice
             )
             assert request.tokens == (tokenizer.eos_id, *context, *scored[:-1])
             assert request.targets == tuple(scored)
@@ -238,7 +268,7 @@ def test_white_space_that_joins_the_question_in_a_token_stays_there() -> None:
     tokenizer = merging_tokenizer(":\n")
     config = task(GENERATION, continuation_delimiter=":\n")
     (question,) = ask([TaskRow(("q",), ("x",), 0, "f:1", aliases=("x",))], config, 0, tokenizer)
-    context, scored = harness_pair(tokenizer, "q:\n", "x")
+    context, scored = joint_pair(tokenizer.encode, "q:\n", "x")
     assert question.requests[0].tokens == (tokenizer.eos_id, *context)
     assert question.requests[0].targets == tuple(scored) == tuple(tokenizer.encode("x"))
     assert question.prompt is not None
@@ -259,10 +289,66 @@ def test_an_empty_question_leaves_the_answer_after_the_end_of_text() -> None:
     assert texts(ask([TaskRow(("",), ("abc",), 0, "f:1")], task())) == ["| abc"]
 
 
-def test_an_answer_without_a_token_is_an_error_that_names_the_row() -> None:
+@pytest.mark.parametrize("mode", ["native", "harness", "foundry"])
+def test_a_row_whose_answer_has_no_token_is_a_problem_of_its_own(mode: str) -> None:
     config = task(continuation_delimiter="")
-    with pytest.raises(UserError, match=r"f\.jsonl:2: an answer adds no token"):
-        ask([TaskRow(("q",), ("",), 0, "f.jsonl:2")], config)
+    some = [TaskRow(("q",), (text,), 0, "f:1") for text in ("", "x")]
+    empty, usual = questions(some, config, 0, BYTES, mode=mode, seq_len=99)
+    assert empty.problem == "an answer adds no token to the question; write a text"
+    assert empty.requests == () and empty.prompt is None
+    assert usual.problem == "" and len(usual.requests) == 1
+
+
+@pytest.mark.parametrize("mode", ["native", "harness", "foundry"])
+@pytest.mark.parametrize("start", [None, ()])
+def test_the_prefix_token_goes_in_front_where_the_first_token_joins_question_and_answer(
+    mode: str, start: tuple[int, ...] | None
+) -> None:
+    tokenizer = merging_tokenizer("in")
+    config = task(CHOICE, continuation_delimiter="")
+    row = TaskRow(("i",), ("n", "?"), 0, "f:1")
+    special = special_tokens(tokenizer, start=start)
+    (question,) = questions([row], config, 0, tokenizer, mode=mode, seq_len=9, special=special)
+    merged, split = question.requests
+    prefix = tokenizer.eos_id
+    if (
+        mode == "foundry"
+    ):  # which tokenizes question and answer apart, after what the tokenizer puts
+        prefix = tokenizer.encode("i")[0]
+        assert merged.tokens == split.tokens == (prefix,)
+    else:
+        assert (merged.tokens, merged.targets) == ((prefix,), tuple(tokenizer.encode("in")))
+        assert (split.tokens, split.targets) == (
+            (prefix, *tokenizer.encode("i")),
+            tuple(tokenizer.encode("i?")),
+        )
+
+
+@pytest.mark.parametrize("mode", ["native", "harness", "foundry"])
+def test_every_request_can_be_asked_whatever_the_window_and_the_border(mode: str) -> None:
+    tokenizer = merging_tokenizer("in", "it__", "n__", "??", "ab")
+    draw = random.Random(3)
+    texts = ["i", "n", "it", "__", "?", "a", "b", "in it", "n__ab", ""]
+    some = [
+        TaskRow(
+            ("".join(draw.choices(texts, k=draw.randint(0, 3))),),
+            tuple("".join(draw.choices(texts[:-1], k=draw.randint(1, 5))) for _ in range(2)),
+            0,
+            f"f:{i}",
+        )
+        for i in range(60)
+    ]
+    for seq_len in (3, 5, 40):
+        for start in (None, ()):
+            special = special_tokens(tokenizer, start=start)
+            config = task(CHOICE, continuation_delimiter="")
+            how: dict[str, Any] = {"mode": mode, "seq_len": seq_len, "special": special}
+            asked = questions(some, config, 1, tokenizer, **how)
+            assert any(question.requests for question in asked)
+            for question in asked:
+                assert bool(question.problem) != bool(question.requests)
+                for request in question.requests:
+                    assert 1 <= len(request.targets) <= len(request.tokens) <= seq_len
 
 
 def test_a_tokenizers_own_start_replaces_the_end_of_text() -> None:
@@ -312,6 +398,39 @@ def test_harness_prompts_are_the_native_texts_in_the_tokens_of_the_harness(
     ]
     assert any(question.truncated for question in found) == (seq_len == 30)
     assert not any(question.dropped for question in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("before", ["", "<s>"])
+def test_harness_tokens_are_the_harnesss_where_words_and_special_tokens_cross_the_border(
+    kind: str, before: str
+) -> None:
+    tokenizer = marking_tokenizer(kind, before)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(tokenizer._backend.to_str()))
+    words = ["the", " aut", "hor", "wa", "ter", "flow", "ed", "<s>", "<sep>", " ", "12", ":"]
+    draw = random.Random(7)
+
+    def text(most: int) -> str:
+        return "".join(draw.choices(words, k=draw.randint(1, most)))
+
+    def encode(text: str) -> list[int]:
+        return theirs(text, add_special_tokens=not text.startswith("<s>")).input_ids
+
+    some = [TaskRow((text(5),), (text(3), text(3)), 0, f"f:{i}") for i in range(80)]
+    config = task(CHOICE, continuation_delimiter="")
+    compared = crossed = 0
+    how: dict[str, Any] = {"mode": "harness", "seq_len": 99}
+    for row, question in zip(some, questions(some, config, 0, tokenizer, **how), strict=True):
+        pairs = [harness_pair(encode, row.contexts[0], choice) for choice in row.choices]
+        if not all(context and scored for context, scored in pairs):
+            continue  # stops the harness
+        for request, (context, scored) in zip(question.requests, pairs, strict=True):
+            assert request.tokens == (*context, *scored[:-1])
+            assert request.targets == tuple(scored)
+            compared += 1
+            whole = encode(row.contexts[0] + request.text)
+            crossed += [*context, *scored] != whole
+    assert compared > 60 and crossed
 
 
 def test_harness_prompts_begin_with_the_prefix_token_only_where_there_is_no_context() -> None:
@@ -424,13 +543,11 @@ def test_a_question_that_just_fits_is_not_cut() -> None:
     assert ask([row], task(), seq_len=6)[0].truncated
 
 
-def test_an_answer_longer_than_the_window_is_an_error_that_names_the_row() -> None:
+def test_an_answer_longer_than_the_window_is_a_problem_of_its_row() -> None:
     row = TaskRow(("q",), ("1234567",), 0, "f.jsonl:3")
     assert ask([row], task(), seq_len=8)[0].truncated
-    with pytest.raises(
-        UserError, match=r"f\.jsonl:3: an answer has 8 tokens, but max_seq_len leaves 7"
-    ):
-        ask([row], task(), seq_len=7)
+    (question,) = ask([row], task(), seq_len=7)
+    assert question.problem.startswith("an answer has 8 tokens, but max_seq_len leaves 7")
 
 
 # --- generation --------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
-from llmfoundry.gauntlet.questions import Request
+from llmfoundry.gauntlet.questions import RefusedError, Request
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.eval import EvalConfig
 from tests.gauntlet.hugging_face_models import load_hugging_face
@@ -407,6 +407,56 @@ def test_context_and_continuation_are_one_text_and_spaces_between_belong_to_the_
     assert logprob == pytest.approx(float(expected), abs=1e-4)
 
 
+@needs_harness
+def test_words_and_special_tokens_across_the_border_score_as_in_the_harness(
+    tmp_path: Path,
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    folder = str(save_model(tmp_path / "model", "llama", bos=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, device="cpu")
+    subject, own = load_hugging_face(folder, device=CPU, precision="fp32", batch_tokens=2000)
+    ours = HarnessModel(subject, own, seq_len=subject.seq_len)
+    asked = [
+        instance(*texts)
+        for texts in [
+            ("fau", "cet, it was"),
+            ("Who wrote this bo", "ok? the author"),
+            ("<s>The man", " turned"),
+            ("The man<|endoftext|>", "\nA:<s> water"),
+            ("The city", "<|endoftext|>"),
+            ("", "<s>The man"),
+            ("", "The man"),
+        ]
+    ]
+    tokens = ours._encode_requests(asked)
+    words = [own.encode_chat(a.args[0] + a.args[1]) for a in asked[:2]]
+    assert [[*head[1:], *rest] for head, rest in tokens[:2]] != words, "a word crosses the border"
+    for (logprob, greedy), (expected, is_greedy) in zip(
+        ours.loglikelihood(asked), theirs.loglikelihood(asked, disable_tqdm=True), strict=True
+    ):
+        assert logprob == pytest.approx(expected, abs=1e-4)
+        assert greedy == is_greedy
+
+
+def test_an_answer_that_joins_the_contexts_token_is_scored_from_there_for_all_answers(
+    loaded: tuple[HuggingFaceModel, Tokenizer],
+) -> None:
+    subject, tokenizer = loaded
+    (water,) = tokenizer.encode(" water")
+    asked = [instance(" wa", "ter"), instance(" wa", " the"), instance("The", " man")]
+    model = HarnessModel(subject, tokenizer, seq_len=64)
+    prefix = [model._prefix_id]
+    assert model._encode_requests(asked) == [
+        (prefix, [water]),
+        (prefix, tokenizer.encode(" wa the")),
+        (tokenizer.encode("The"), tokenizer.encode("The man")[1:]),
+    ]
+    assert all(math.isfinite(logprob) for logprob, _ in model.loglikelihood(asked))
+
+
 def test_a_text_too_long_loses_its_start_and_is_counted(
     loaded: tuple[HuggingFaceModel, Tokenizer],
 ) -> None:
@@ -420,7 +470,7 @@ def test_a_text_too_long_loses_its_start_and_is_counted(
     expected = logprobs.gather(1, torch.tensor(request.targets)[:, None]).sum()
     assert model.loglikelihood([asked])[0][0] == pytest.approx(float(expected), abs=1e-4)
     assert model.truncated == {"t": 1}
-    with pytest.raises(UserError, match=r"lm_eval:t, row 0: the answer .* scores 1 to 8"):
+    with pytest.raises(RefusedError, match=r"lm_eval:t, row 0: the answer .* scores 1 to 8"):
         model.loglikelihood([instance("The", asked.args[0])])
 
 
@@ -429,7 +479,7 @@ def test_a_task_that_writes_more_than_the_model_reads_is_refused(
     loaded: tuple[HuggingFaceModel, Tokenizer],
 ) -> None:
     model = HarnessModel(*loaded, seq_len=8)
-    with pytest.raises(UserError, match=r"lm_eval:t: writes up to 256 tokens, .* reads 8"):
+    with pytest.raises(RefusedError, match=r"lm_eval:t: writes up to 256 tokens, .* reads 8"):
         model.generate_until([instance("The", {})])
 
 

@@ -32,11 +32,11 @@ def byte_alphabet() -> list[str]:
     return [chr(code[byte]) for byte in range(256)]
 
 
-def bytes_backend() -> Tokenizer:
+def bytes_backend(end_of_text: str = END_OF_TEXT) -> Tokenizer:
     """256 byte tokens, id = byte, and the end of text."""
     vocabulary = {char: byte for byte, char in enumerate(byte_alphabet())}
     backend = _backend(models.BPE(vocab=vocabulary, merges=[]), WORDS)
-    backend.add_special_tokens([_special(END_OF_TEXT)])
+    backend.add_special_tokens([_special(end_of_text)])
     return backend
 
 

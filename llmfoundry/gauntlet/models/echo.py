@@ -45,16 +45,21 @@ def read_score(reply: Mapping[str, Any], context: str, target: str) -> Score | R
     moves = _moves(tokens, text, begins) if begins is not None else None
     moves = moves or _moves(tokens, text)
     if moves is None:
-        return Refusal("the server's tokens do not spell the text that it was sent")
+        return _unknown("the server's tokens do not spell the text that it was sent")
     sides = _sides(tokens, moves, border)
     if any(len(side) > 1 for side in sides):
-        return Refusal("the server's tokens do not show where the answer begins")
+        return _unknown("the server's tokens do not show where the answer begins")
     mine = [i for i, side in enumerate(sides) if True in side]
     if not mine:
-        return Refusal("the server's tokens do not spell the answer")
+        return _unknown("the server's tokens do not spell the answer")
     if any(logprobs[i] is None for i in mine):
-        return Refusal("the server gives no probability of a text's first token")
+        return _unknown("the server gives no probability of a text's first token")
     return _summed([float(logprobs[i]) for i in mine], [dict(best[i]) for i in mine])
+
+
+def _unknown(reason: str) -> Refusal:
+    """Said of a score that the reply does not hold."""
+    return Refusal(reason, left_out=True)
 
 
 Moves = set[tuple[int, int]]

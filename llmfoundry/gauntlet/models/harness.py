@@ -33,6 +33,7 @@ from llmfoundry.gauntlet.questions import (
     Request,
     TaskRow,
 )
+from llmfoundry.inference.requests import common_prefix
 from llmfoundry.recipe.checks import nearest
 
 if TYPE_CHECKING:
@@ -270,8 +271,9 @@ class HarnessModel:
     """An evaluated model as the harness's evaluator calls models (`lm_eval.api.model.LM`).
 
     Texts become tokens exactly as in the harness's TemplateLM and HFLM: context and continuation
-    are encoded as one text, spaces at the context's end belong to the continuation. But what a
-    tokenizer puts behind a text is left out: in the harness it displaces the answer's first token.
+    are encoded as one text, spaces at the context's end belong to the continuation, special tokens
+    that a text spells are read. But what a tokenizer puts behind a text is left out: in the harness
+    it displaces the answer's first token.
     """
 
     rank, world_size = 0, 1  # to the evaluator: ranks share the work below, in the model
@@ -331,13 +333,12 @@ class HarnessModel:
 
         Raises:
             FloatingPointError: a log-probability is not finite; every choice would look alike.
-            RefusedError: the model would not take a question.
+            RefusedError: the model would not take a question, or reads less than an answer has.
         """
-        pairs = [(str(request.args[0]), str(request.args[1])) for request in requests]
         encoded = [
             self._fit(request, context, continuation)
             for request, (context, continuation) in zip(
-                requests, self._encode_pairs(pairs), strict=True
+                requests, self._encode_requests(requests), strict=True
             )
         ]
         return self._scores(encoded, _places(requests))
@@ -366,8 +367,7 @@ class HarnessModel:
         """The greedy continuation of each context, up to its first stop.
 
         Raises:
-            UserError: a task leaves no room for a prompt.
-            RefusedError: the model would not take a question.
+            RefusedError: the model would not take a question, or a task leaves no room for one.
         """
         normalize = import_harness("lm_eval.models.utils").normalize_gen_kwargs
         texts = self._encode([request.args[0] for request in requests])
@@ -378,7 +378,7 @@ class HarnessModel:
             stops = tuple(dict.fromkeys(s for s in [*until, self._eos_text()] if s))
             n_new = settings["max_gen_toks"]
             if n_new >= self._seq_len:
-                raise UserError(
+                raise RefusedError(
                     f"{PREFIX}{request.task_name}: writes up to {n_new} tokens, but the model reads"
                     f" {self._seq_len} with its prompt; remove the task"
                 )
@@ -404,7 +404,7 @@ class HarnessModel:
         """The last tokens that fit, of which the last is predicted only."""
         text = request.args[1]
         if not 0 < len(continuation) <= self._seq_len:
-            raise UserError(
+            raise RefusedError(
                 f"{PREFIX}{request.task_name}, row {request.doc_id}: the answer {text[:50]!r} has"
                 f" {len(continuation)} tokens, but the model scores 1 to {self._seq_len}; remove"
                 " the task"
@@ -413,36 +413,55 @@ class HarnessModel:
         self.truncated[request.task_name] += len(whole) > self._seq_len + 1
         return Request(tuple(whole[-(self._seq_len + 1) : -1]), tuple(continuation), text)
 
+    def _encode_requests(self, requests: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+        """Tokens of contexts and of continuations, by TemplateLM's rules.
+
+        A continuation without a token of its own stops the harness. Here the document's
+        continuations are then all scored from the first token that is not the context's.
+        """
+        pairs = [(str(request.args[0]), str(request.args[1])) for request in requests]
+        documents = [(r.task_name, r.doc_id, r.args[0]) for r in requests]
+        encoded = self._encode_pairs(pairs)
+        borders: dict[Any, int] = {}
+        for document, (head, whole) in zip(documents, encoded, strict=True):
+            border = min(common_prefix(head, whole), borders.get(document, len(head)))
+            borders[document] = border
+        lost = {
+            document
+            for document, (head, whole) in zip(documents, encoded, strict=True)
+            if len(whole) <= len(head)
+        }
+        result = []
+        for document, (head, whole) in zip(documents, encoded, strict=True):
+            context = whole[: borders[document]] if document in lost else head
+            result.append((context or [self._prefix_id], whole[len(context) :]))
+        return result
+
     def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Tokens of contexts and of continuations, by TemplateLM's rules."""
+        """Tokens of contexts, and of them with their continuations."""
         texts: list[str] = []
         for context, continuation in pairs:
             texts += [context.rstrip(), context + continuation] if context else []
         encoded = iter(self._encode(texts))
-        bare = iter(self._tokenizer.encode_batch([after for before, after in pairs if not before]))
+        alone = [after for before, after in pairs if not before]
+        bare = iter(self._tokenizer.encode_chat_batch(alone))
         result = []
         for context, _ in pairs:
             head, whole = (next(encoded), next(encoded)) if context else ([], next(bare))
             if not head:  # the prefix token stands for the context
-                head, whole = [self._prefix_id], [self._prefix_id, *whole]
-            result.append((head, whole[len(head) :]))
+                head = [self._prefix_id]
+                whole = whole if whole[:1] == head else [*head, *whole]
+            result.append((head, whole))
         return result
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens after those of the tokenizer; a text that spells its prefix token has it once."""
+        """Tokens after those of the tokenizer, unless a text spells its prefix token itself."""
+        distinct = list(dict.fromkeys(texts))
+        tokens = dict(zip(distinct, self._tokenizer.encode_chat_batch(distinct), strict=True))
         spelled = [bool(self._prefix) and text.startswith(self._prefix) for text in texts]
-        plain = [
-            text.removeprefix(self._prefix) if has else text
-            for text, has in zip(texts, spelled, strict=True)
-        ]
-        distinct = list(dict.fromkeys(plain))
-        encode = self._tokenizer.encode_batch
-        if self._chat is not None:  # a template spells special tokens
-            encode = self._tokenizer.encode_chat_batch
-        tokens = dict(zip(distinct, encode(distinct), strict=True))
         return [
-            [*([self._prefix_id] if has else self._before), *tokens[text]]
-            for text, has in zip(plain, spelled, strict=True)
+            [*(() if has else self._before), *tokens[text]]
+            for text, has in zip(texts, spelled, strict=True)
         ]
 
 

@@ -30,7 +30,7 @@ from llmfoundry.gauntlet.rows import rows_hash
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.inference.requests import common_prefix
 
-_VERSION = 2  # raised when `questions` gives others for the same rows, or the file's form changes
+_VERSION = 3  # raised when `questions` gives others for the same rows, or the file's form changes
 _FILE = "questions.npz"
 
 # Fields of a task without influence on its prompts; a new field counts until it is named here.
@@ -138,6 +138,7 @@ def save_questions(file: Path | IO[bytes], asked: Sequence[Question]) -> None:
         "prompts": [
             [prompt.text, prompt.stops, prompt.messages, prompt.tools] for prompt in prompts
         ],
+        "problems": [question.problem for question in asked],
     }
     arrays = {
         "n_requests": [len(question.requests) for question in asked],
@@ -170,9 +171,10 @@ def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Ques
     sequences = _joined(arrays["shared"], arrays["added"], arrays["ids"])
     per_request = zip(arrays["n_targets"], arrays["last_target"], texts["requests"], strict=True)
     prompts = iter(texts["prompts"])
-    facts = (arrays[name] for name in ("n_requests", "max_new_tokens", "dropped", "truncated"))
+    names = ("n_requests", "max_new_tokens", "dropped", "truncated")
+    facts = zip(rows, *(arrays[name] for name in names), texts["problems"], strict=True)
     result = []
-    for row, n_requests, n_new, dropped, truncated in zip(rows, *facts, strict=True):
+    for row, n_requests, n_new, dropped, truncated, problem in facts:
         requests = []
         for _ in range(n_requests):
             tokens, (n_targets, last, text) = next(sequences), next(per_request)
@@ -181,9 +183,9 @@ def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Ques
         prompt = None
         if n_new:
             text, stops, *spoken = next(prompts)
-            said = (tuple(part) for part in spoken)  # none in a file of before there were chats
+            said = (tuple(part) for part in spoken)
             prompt = Prompt(next(sequences), text, tuple(stops), n_new, *said)
-        result.append(Question(row, tuple(requests), prompt, dropped, bool(truncated)))
+        result.append(Question(row, tuple(requests), prompt, dropped, bool(truncated), problem))
     return result
 
 

@@ -9,17 +9,20 @@ Rows that are conversations themselves, which the harness does not have, are put
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.prompts.encode import Joint, encode_joint, reasons, right_answer
+from llmfoundry.gauntlet.prompts.encode import (
+    Joint,
+    SpecialRead,
+    encode_joint,
+    reasons,
+    right_answer,
+)
 from llmfoundry.gauntlet.prompts.encode import right_context as right
 from llmfoundry.gauntlet.questions import Chat, PromptSettings, TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of
 from llmfoundry.inference.requests import common_prefix
-
-if TYPE_CHECKING:
-    from llmfoundry.data.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -53,7 +56,7 @@ def chat_joints(
     rows: Sequence[TaskRow],
     task: TaskConfig,
     examples: Mapping[int, tuple[int, ...]],
-    tokenizer: Tokenizer,
+    tokenizer: SpecialRead,
     chat: Chat,
 ) -> Iterator[tuple[int, list[Joint]]]:
     r"""Each row of `examples` under each of its contexts, in the tokens of the rendered text.
@@ -72,7 +75,7 @@ def chat_joints(
     if type_of(task).generates:
         joints = iter(_written(asked, tokenizer))
     else:
-        joints = iter(encode_joint("", asked, _Reading(tokenizer)))  # type: ignore[arg-type]
+        joints = iter(encode_joint("", asked, tokenizer))
     for i in examples:
         yield i, [next(joints) for _ in rows[i].contexts]
 
@@ -174,20 +177,13 @@ def _answers(
     return [rest.rstrip() or row.choices[0]]
 
 
-def _written(asked: Sequence[tuple[str, Sequence[str]]], tokenizer: Tokenizer) -> Iterator[Joint]:
+def _written(asked: Sequence[tuple[str, Sequence[str]]], tokenizer: SpecialRead) -> Iterator[Joint]:
     """Of prompts that are continued: read to their very end, white space with it."""
-    heads = tokenizer.encode_chat_batch([text for text, _ in asked])
-    wholes = tokenizer.encode_chat_batch([text + answer for text, (answer,) in asked])
+    heads = tokenizer.encode_batch([text for text, _ in asked])
+    wholes = tokenizer.encode_batch([text + answer for text, (answer,) in asked])
     for (text, _), head, whole in zip(asked, heads, wholes, strict=True):
         border = common_prefix(head, whole)
-        yield Joint(text, head, [whole], border, border)
-
-
-class _Reading:
-    """A tokenizer that reads the special tokens which a template spells."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.encode, self.encode_batch = tokenizer.encode_chat, tokenizer.encode_chat_batch
+        yield Joint(text, head, [whole], border, head[:border])
 
 
 def _say(role: str, content: str) -> Message:

@@ -11,15 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of, with_reasoning
 from llmfoundry.inference.requests import common_prefix
-
-if TYPE_CHECKING:
-    from llmfoundry.data.text.tokenizer import Tokenizer
 
 _FAR = 32  # characters: more than any pattern of words looks ahead
 _NEAR = 200  # characters before that in which a place to part a text is looked for
@@ -37,19 +34,30 @@ class Joint:
         head: tokens of `text`.
         wholes: for each answer the tokens of `text`, white space between, and answer.
         border: how many of them are the question's: the same for all answers.
-        stripped: tokens of the question without white space at its end, which lm-evaluation-harness
-            takes for the border, whatever these tokens are.
+        stripped: the question's tokens without white space at its end, whose number
+            lm-evaluation-harness takes for the border.
     """
 
     text: str
     head: list[int]
     wholes: list[list[int]]
     border: int
-    stripped: int
+    stripped: list[int]
+
+
+class SpecialRead:
+    """A tokenizer that reads the special tokens which a text spells."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Take over a tokenizer, which may read them as characters otherwise."""
+        self.encode, self.encode_batch = tokenizer.encode_chat, tokenizer.encode_chat_batch
+
+
+Encoder = Tokenizer | SpecialRead
 
 
 def encode_joint(
-    before: str, asked: Sequence[tuple[str, Sequence[str]]], tokenizer: Tokenizer
+    before: str, asked: Sequence[tuple[str, Sequence[str]]], tokenizer: Encoder
 ) -> list[Joint]:
     """Encode questions that follow the same text.
 
@@ -59,9 +67,9 @@ def encode_joint(
         tokenizer: encodes without special tokens.
     """
     (shared,) = _part([before], tokenizer)
-    stripped = [question.rstrip() for question, _ in asked]
-    spaces = [question[len(text) :] for (question, _), text in zip(asked, stripped, strict=True)]
-    parts = _part([shared.rest + text for text in stripped], tokenizer)
+    texts = [question.rstrip() for question, _ in asked]
+    spaces = [question[len(text) :] for (question, _), text in zip(asked, texts, strict=True)]
+    parts = _part([shared.rest + text for text in texts], tokenizer)
     endings = tokenizer.encode_batch(
         [
             part.rest + space + answer
@@ -71,19 +79,19 @@ def encode_joint(
     )
     at = iter(endings)
     result = []
-    for part, text, space, (_, answers) in zip(parts, stripped, spaces, asked, strict=True):
+    for part, text, space, (_, answers) in zip(parts, texts, spaces, asked, strict=True):
         wholes = [shared.fixed + part.fixed + next(at) for _ in answers]
-        n = len(shared.fixed) + len(part.tokens)
-        joint = _joint(before + text, shared.fixed + part.tokens, wholes, n)
+        stripped = shared.fixed + part.tokens
+        joint = _joint(before + text, stripped, wholes, stripped)
         if joint.border < len(joint.head) and space:
             head = shared.fixed + part.fixed + tokenizer.encode(part.rest + space)
-            spaced = _joint(before + text + space, head, wholes, n)
+            spaced = _joint(before + text + space, head, wholes, stripped)
             joint = spaced if spaced.border == len(head) else joint
         result.append(joint)
     return result
 
 
-def _joint(text: str, head: list[int], wholes: list[list[int]], stripped: int) -> Joint:
+def _joint(text: str, head: list[int], wholes: list[list[int]], stripped: list[int]) -> Joint:
     r"""Find the border between a question and its answers, by the harness's rule and beyond it.
 
     lm-evaluation-harness gives white space at a question's end to the answer, whose tokens are
@@ -111,7 +119,7 @@ class _Parted:
     rest: str
 
 
-def _part(texts: list[str], tokenizer: Tokenizer) -> list[_Parted]:
+def _part(texts: list[str], tokenizer: Encoder) -> list[_Parted]:
     """Find in each text a place up to which its tokens are those of every continuation.
 
     Exact: tokens are parts of words, and words are found from left to right by a pattern that looks
@@ -215,17 +223,19 @@ def max_new_tokens(
     return longest
 
 
-def check_answer(row: TaskRow, lengths: Iterable[int], room: int) -> None:
-    """Compare the tokens of a row's answers with the room for them.
+def answer_problem(lengths: Iterable[int], room: int) -> str:
+    """Why a row's answers of so many tokens cannot be scored; "": they can.
 
-    Raises:
-        UserError: one is empty, or does not fit even with nothing before it.
+    Args:
+        lengths: of its answers.
+        room: tokens that an answer may have with nothing before it.
     """
     lengths = list(lengths)
     if min(lengths) < 1:
-        raise UserError(f"{row.place}: an answer adds no token to the question; write a text")
+        return "an answer adds no token to the question; write a text"
     if max(lengths) > room:
-        raise UserError(
-            f"{row.place}: an answer has {max(lengths)} tokens, but max_seq_len leaves {room};"
-            " write a larger eval.icl_seq_len if the model reads more, or remove the row"
+        return (
+            f"an answer has {max(lengths)} tokens, but max_seq_len leaves {room}; write a larger"
+            " eval.icl_seq_len if the model reads more, or remove the row"
         )
+    return ""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from llmfoundry.data.text.tokenizer import SpecialTokens
 from llmfoundry.gauntlet.prompts.encode import (
-    check_answer,
+    answer_problem,
     families,
     max_new_tokens,
     reasons,
@@ -62,9 +62,6 @@ def foundry_questions(
     Where a question is empty and nothing precedes it, LLM Foundry reads the first answer token's
     probability at the end of the padding; here `<eos>` comes first. With fewer rows than shots all
     other rows are examples, as there.
-
-    Raises:
-        UserError: an answer that fills seq_len.
     """
     tokenizer, seq_len, special = settings.tokenizer, settings.seq_len, settings.around
     examples = _examples(rows, task, shots)
@@ -84,7 +81,9 @@ def foundry_questions(
         first = _first(ids[preamble], special, tokenizer)
         before = [[*first, *ids[text]] or [tokenizer.eos_id] for text in texts]
         after = [answer_ids[_spaced(text, spaced)] for text in its]
-        check_answer(rows[i], map(len, after), seq_len - 1)
+        if problem := answer_problem(map(len, after), seq_len - 1):
+            result.append(Question(rows[i], (), problem=problem))
+            continue
         pairs = [(b, a, text) for b in before for a, text in zip(after, its, strict=True)]
         requests = tuple(_request(b, a, text, seq_len) for b, a, text in pairs)
         too_long = any(len(b) + len(a) > seq_len for b, a, _ in pairs)

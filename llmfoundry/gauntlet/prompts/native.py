@@ -9,17 +9,18 @@ for all questions of a task, so that questions share a long prefix, tokenized an
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmfoundry.data.text.tokenizer import SpecialTokens
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.chat import chat_joints, chat_messages, check_chat
 from llmfoundry.gauntlet.prompts.encode import (
     Joint,
-    check_answer,
+    SpecialRead,
+    answer_problem,
     encode_joint,
     families,
     max_new_tokens,
@@ -63,7 +64,7 @@ def questions(
         keep: indices of the rows to ask; unset: all.
 
     Raises:
-        UserError: too few rows to draw examples from; an answer that does not fit into seq_len.
+        UserError: too few rows to draw examples from.
     """
     asked = range(len(rows)) if keep is None else keep
     if not asked:
@@ -93,12 +94,13 @@ def native_questions(
     `<|endoftext|>2 + 2 is 4\n3 + 3 is| 6`: what is behind the bar is scored, or to be written.
 
     A question too long for the window loses whole examples from the first, then its start. A chat
-    template writes itself what comes before a conversation.
+    template writes itself what comes before a conversation; where nothing does, the prefix token.
     """
     examples, chat, tokenizer = _examples(rows, task, shots), settings.chat, settings.tokenizer
     start = settings.around.start if chat is None else ()
     n_new = _n_new(rows, task, settings, room=settings.seq_len - len(start))
-    window = _Window(start, settings.seq_len, n_new, _stops(task, chat))
+    prefix = settings.around.prefix
+    window = _Window(start, prefix, settings.seq_len, n_new, _stops(task, chat))
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
     waiting = list(dict.fromkeys(keep))
@@ -127,11 +129,12 @@ def harness_questions(
 
     `2 + 2 is 4\n3 + 3 is| 6`, and `<s>` first where the tokenizer puts it.
 
-    What the tokenizer puts before a text comes first; where that and the question are nothing, the
-    prefix token. The answer is what the whole has more tokens than the question. What is too long
-    loses its start, of each option on its own. Not followed: what a tokenizer puts behind a text,
-    which in the harness takes the place of the answer's first token; and answers without a token
-    of their own, which stop it: there native's border holds.
+    Special tokens that a text spells are read. What the tokenizer puts before a text comes first,
+    unless the text spells it; where that and the question are nothing, the prefix token. The answer
+    is what the whole has more tokens than the question, and follows the tokens of the question
+    alone. What is too long loses its start, of each option on its own. Not followed: what a
+    tokenizer puts behind a text, which in the harness takes the place of the answer's first token;
+    and answers without a token of their own, which stop it: there native's border holds.
     """
     examples, chat, tokenizer = _examples(rows, task, shots), settings.chat, settings.tokenizer
     seq_len, special = settings.seq_len, settings.around
@@ -139,28 +142,47 @@ def harness_questions(
     stops, spelled = _stops(task, chat), tokenizer.decode([special.prefix])
     reasoned = reasons(rows)
     done: dict[int, Question] = {}
-    for i, joints in _encode(rows, task, {i: examples[i] for i in keep}, tokenizer, chat):
+    asked = {i: examples[i] for i in keep}
+    for i, joints in _encode(rows, task, asked, tokenizer, chat, reads_special=True):
         texts = type_of(task).write(rows[i], task, reasoned)
-        requests, too_long = [], False
-        for joint in joints:
-            before = _before(joint, special, spelled, chat)
-            first = before or (() if joint.stripped else (special.prefix,))
-            lost = min(map(len, joint.wholes)) <= joint.stripped
-            border = joint.border if lost else joint.stripped
-            check_answer(rows[i], [len(whole) - border for whole in joint.wholes], seq_len)
-            for whole, text in zip(joint.wholes, texts, strict=True):
-                tokens = (*first, *whole)
-                requests.append(Request(tokens[-seq_len - 1 : -1], tuple(whole[border:]), text))
-                too_long |= len(tokens) > seq_len + 1
+        before = [() if spelled and j.text.startswith(spelled) else special.before for j in joints]
+        pairs = [
+            pair
+            for joint, first in zip(joints, before, strict=True)
+            for pair in _harness_pairs(joint, first, special.prefix)
+        ]
+        if problem := answer_problem([len(answer) for _, answer in pairs], seq_len):
+            done[i] = Question(rows[i], (), problem=problem)
+            continue
+        requests = [
+            Request((*context, *answer)[-seq_len - 1 : -1], answer, text)
+            for (context, answer), text in zip(pairs, itertools.cycle(texts), strict=False)
+        ]
+        too_long = any(len(context) + len(answer) > seq_len + 1 for context, answer in pairs)
         prompt = None
         if n_new:
-            head = (*before, *joints[0].head) or (special.prefix,)
+            head = (*before[0], *joints[0].head) or (special.prefix,)
             kept = head[n_new - seq_len :]
             too_long |= len(kept) < len(head)
             text = joints[0].text if len(kept) == len(head) else tokenizer.decode(kept)
             prompt = Prompt(kept, text, stops, n_new)
         done[i] = Question(rows[i], tuple(requests), prompt, 0, too_long)
     return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
+
+
+def _harness_pairs(
+    joint: Joint, before: tuple[int, ...], prefix: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A question's tokens and an answer's, for each answer; `before`: what comes first."""
+    n = len(joint.stripped)
+    lost = any(len(whole) <= n for whole in joint.wholes)
+    for whole in joint.wholes:
+        question = whole[: joint.border] if lost else joint.stripped
+        answer = tuple(whole[len(question) :])
+        context = (*before, *question)
+        if not context and answer[:1] == (prefix,):
+            context, answer = answer[:1], answer[1:]
+        yield context or (prefix,), answer
 
 
 MODES: dict[str, Callable[..., list[Question]]] = {
@@ -177,12 +199,14 @@ class _Window:
 
     Attributes:
         start: tokens before every text, which are never cut.
+        prefix: the token where nothing else would be before an answer.
         seq_len: tokens of an input.
         n_new: of which a prompt leaves free; 0 where nothing is generated.
         stops: for prompts.
     """
 
     start: tuple[int, ...]
+    prefix: int
     seq_len: int
     n_new: int
     stops: tuple[str, ...]
@@ -217,14 +241,17 @@ class _Window:
             tokenizer: spells prompts that are cut.
         """
         options = [(j, whole, t) for j in joints for whole, t in zip(j.wholes, texts, strict=True)]
-        check_answer(row, [len(whole) - joint.border for joint, whole, _ in options], self.room)
+        lengths = [len(whole) - joint.border for joint, whole, _ in options]
+        if problem := answer_problem(lengths, min(self.room, self.seq_len)):
+            return Question(row, (), problem=problem)
         over = self.overflow(joints)
         requests = []
         for joint, whole, text in options:
             # Choices lose equally much, to follow the same tokens; contexts differ anyway, and a
             # short one might lose all of itself to a long one.
             cut = min(over, joint.border) if len(joints) == 1 else max(0, len(whole) - self.room)
-            tokens = (*self.start, *whole[cut:-1])
+            first = self.start or (self.prefix,) * (cut == joint.border)
+            tokens = (*first, *whole[cut:-1])
             requests.append(Request(tokens, tuple(whole[joint.border :]), text))
         prompt = self._prompt(joints[0], over, tokenizer) if self.n_new else None
         return Question(row, tuple(requests), prompt, dropped, over > 0)
@@ -232,7 +259,8 @@ class _Window:
     def _prompt(self, joint: Joint, cut: int, tokenizer: Tokenizer) -> Prompt:
         head = joint.head[cut:]
         text = tokenizer.decode(head) if cut else joint.text
-        return Prompt((*self.start, *head), text, self.stops, self.n_new)
+        tokens = (*self.start, *head) or (self.prefix,)
+        return Prompt(tokens, text, self.stops, self.n_new)
 
 
 def _stops(task: TaskConfig, chat: Chat | None) -> tuple[str, ...]:
@@ -240,15 +268,6 @@ def _stops(task: TaskConfig, chat: Chat | None) -> tuple[str, ...]:
     turn = "" if chat is None else chat.end_of_turn
     stops = (*task.early_stopping_criteria, turn)
     return tuple(dict.fromkeys(stop for stop in stops if stop))
-
-
-def _before(
-    joint: Joint, special: SpecialTokens, spelled: str, chat: Chat | None
-) -> tuple[int, ...]:
-    """What the tokenizer puts before a text, but where a chat template has written it already."""
-    if chat is not None and spelled and joint.text.startswith(spelled):
-        return ()
-    return special.before
 
 
 def _spoken(
@@ -287,7 +306,7 @@ def _n_new(
 
 
 def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[tuple[int, ...]]:
-    """Each row's worked examples: its family's; one that is the row itself gives way to a spare.
+    """Each row's worked examples: its family's; one that is the row again gives way to a spare.
 
     Raises:
         UserError: a family is too small.
@@ -300,11 +319,29 @@ def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[tup
                 f"{task.label}: num_fewshot: {shots}, but there are {len(family)} rows{category},"
                 f" one of which is the question; write {len(family) - 1} or less"
             )
-        drawn = random.Random(task.fewshot_random_seed).sample(family, shots + 1)
+        rng = random.Random(task.fewshot_random_seed)
+        drawn = rng.sample(family, shots + 1)
+        others = [i for i in family if i not in drawn]
+        order = [*drawn, *rng.sample(others, len(others))]  # spares, for rows that stand twice
         usual = tuple(drawn[:shots])
+        shown = {_content(rows[i]) for i in usual}
         for i in family:
-            result[i] = tuple(j for j in drawn if j != i)[:shots] if i in usual else usual
+            if _content(rows[i]) not in shown:
+                result[i] = usual
+                continue
+            different = (j for j in order if _content(rows[j]) != _content(rows[i]))
+            result[i] = tuple(itertools.islice(different, shots))
+            if len(result[i]) < shots:
+                raise UserError(
+                    f"{task.label}: num_fewshot: {shots}, but {len(result[i])} rows differ from"
+                    f" {rows[i].place}; write {len(result[i])} or less"
+                )
     return result
+
+
+def _content(row: TaskRow) -> Hashable:
+    """Equal for rows of which one would show the other's answer."""
+    return row.contexts, row.choices, row.gold
 
 
 def _encode(
@@ -312,12 +349,18 @@ def _encode(
     task: TaskConfig,
     examples: Mapping[int, tuple[int, ...]],
     tokenizer: Tokenizer,
-    chat: Chat | None = None,
+    chat: Chat | None,
+    *,
+    reads_special: bool = False,
 ) -> Iterator[tuple[int, list[Joint]]]:
-    """Each row of `examples` under each context; those with the same examples together."""
+    """Each row of `examples` under each context; those with the same examples together.
+
+    With `reads_special` the special tokens that a text spells are read; a template's always are.
+    """
     if chat is not None:
-        yield from chat_joints(rows, task, examples, tokenizer, chat)
+        yield from chat_joints(rows, task, examples, SpecialRead(tokenizer), chat)
         return
+    encoder = SpecialRead(tokenizer) if reads_special else tokenizer
     reasoned = reasons(rows)
     together: dict[tuple[int, ...], list[int]] = {}
     for i, its in examples.items():
@@ -329,7 +372,7 @@ def _encode(
             for i in members
             for context in rows[i].contexts
         ]
-        joints = iter(encode_joint(before, asked, tokenizer))
+        joints = iter(encode_joint(before, asked, encoder))
         for i in members:
             yield i, [next(joints) for _ in rows[i].contexts]
 

@@ -49,6 +49,7 @@ _COUNTED = {
     "dropped": "dropped example",
     "truncated": "truncated question",
     "refused": "refused question",
+    "missing": "missing row",
 }
 
 
