@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import random
 
 import pytest
@@ -64,3 +66,43 @@ def test_a_character_begun_by_the_prompt_is_completed(tokenizers: list[Tokenizer
     snowman = "☃".encode()
     stream = TextStream(tokenizers[0].decode, prompt=[*b"a ", *snowman[:2]])
     assert stream.push(snowman[2]) + stream.push(ord("!")) + stream.close() == "☃!"
+
+
+def characters_of(data: bytes) -> list[int]:
+    """Of each byte, which character of `data.decode(errors="replace")` it is in."""
+    broken: list[tuple[int, int]] = []
+
+    def note(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        broken.append((error.start, error.end))
+        return "\ufffd", error.end
+
+    codecs.register_error("noted", note)
+    text, ends = data.decode(errors="noted"), dict(broken)
+    places: list[int] = []
+    for place, character in enumerate(text):
+        start = len(places)
+        end = ends.get(start, start + len(character.encode()))
+        places += [place] * (end - start)
+    return places
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_tokens_start_is_exact_whatever_is_broken(
+    tokenizers: list[Tokenizer], seed: int
+) -> None:
+    draw = random.Random(seed)
+    tokenizer = tokenizers[seed % 2]
+    data = bytes("".join(draw.choices([*WORDS, "\ufffd"], k=8)), "utf-8")
+    byte_ids = [next(iter(ids)) for ids in map(tokenizer.encode, map(chr, range(128)))]
+    ids = tokenizer.encode(data.decode())
+    for _ in range(seed % 4):  # tokens left out, doubled, moved
+        ids[draw.randrange(len(ids))] = draw.choice([*ids, *byte_ids])
+    ids = ids[draw.randrange(3) : len(ids) - draw.randrange(3)]
+    spelled = [tokenizer.spelled(token) for token in ids]
+    places = [*characters_of(b"".join(spelled)), -1]
+    firsts = itertools.accumulate(map(len, spelled), initial=0)
+    stream = TextStream(tokenizer.decode)
+    text = "".join(map(stream.push, ids)) + stream.close()
+    assert text == tokenizer.decode(ids)
+    assert stream.starts == [places[first] for first in firsts][: len(ids)]
