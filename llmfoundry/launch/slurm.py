@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from llmfoundry.errors import UserError
-from llmfoundry.exit_status import SAVED
+from llmfoundry.exit_status import INTERRUPTED, SAVED
 from llmfoundry.launch.client import SILENCE, ask, merged_lines, secrets_here
 from llmfoundry.launch.job import LOGS, RECIPE, Job, list_key
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
@@ -29,7 +29,7 @@ _HOLD = (
 """Keeps signals for the supervisor until it takes them (`exit_status.on_stops`): it needs seconds
 to start, in which one would kill it, and the job would not be requeued."""
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
-_ENDS_ITSELF = ("COMPLETED", "FAILED")  # of others, such as CANCELLED, the status is Slurm's
+_ENDS_ITSELF = ("COMPLETED", "FAILED")  # of others, such as TIMEOUT, the status is Slurm's
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 
@@ -155,8 +155,9 @@ def _of_the_past(number: str) -> TargetState:
             return _in_queue(found[1], "", "")
         if found:
             how = f"signal {found[3]}" if found[3] != "0" else f"exit status {found[2]}"
-            is_own = found[1] in _ENDS_ITSELF and found[3] == "0"
-            return TargetState(ENDED, f"{how} ({found[1]})", int(found[2]) if is_own else None)
+            status = int(found[2]) if found[1] in _ENDS_ITSELF and found[3] == "0" else None
+            status = INTERRUPTED if found[1].startswith("CANCELLED") else status
+            return TargetState(ENDED, f"{how} ({found[1]})", status)
     return TargetState(ENDED, "Slurm no longer knows the job")
 
 

@@ -137,9 +137,18 @@ def test_a_local_run_with_a_workdir_that_is_made_is_finished(place: Path) -> Non
     assert (by_hand.state, by_hand.step) == ("finished", 2)
 
 
-def test_exit_statuses_are_the_supervisors_alone() -> None:
+def test_exit_statuses_are_the_supervisors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {hosts._ended("0\n").exit_status, hosts._ended(" 75").exit_status} == {0, 75}
     complete = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
     record = LaunchRecord("a", "kubernetes", "job/a")
     assert kubernetes._state_of(record, complete).exit_status == 0
-    assert "CANCELLED" not in slurm._ENDS_ITSELF
+    states = {
+        "JobState=COMPLETED Requeue=1 ExitCode=0:0": 0,
+        "JobState=FAILED Requeue=1 ExitCode=93:0": 93,
+        "JobState=CANCELLED Requeue=1 ExitCode=0:0": 130,  # by a person, before it began
+        "JobState=TIMEOUT Requeue=1 ExitCode=0:0": None,
+        "JobState=FAILED Requeue=1 ExitCode=0:9": None,
+    }
+    for said, status in states.items():
+        monkeypatch.setattr(slurm, "ask", lambda words, said=said: said)
+        assert slurm._of_the_past("7").exit_status == status

@@ -129,9 +129,10 @@ def requeue(without: Iterable[str]) -> str:
     """
     job, _ = _run("scontrol", "--oneliner", "show", "job", _job())
     state = _field(job, "JobState")
-    if state == "COMPLETING":  # also of a job that Slurm has put back itself: preempted, say
-        return "left to Slurm, which is ending the job already, and puts back one that it preempted"
-    if state != "RUNNING":  # cancelled, or Slurm has requeued it
+    restarts, begun = _field(job, "Restarts"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if restarts.isdecimal() and begun.isdecimal() and int(restarts) > int(begun):
+        return "requeued by Slurm itself"  # preempted, or by a person; its state is COMPLETING
+    if state != "RUNNING":  # cancelled
         return f"not requeued: Slurm reports the job as {state or 'not there'}"
     problem = _run("scontrol", "requeue", _job())[1]
     if problem:
