@@ -58,7 +58,7 @@ COMPOSED = {
 # Lines of which a shrunk or local form is run: what takes its place, and why.
 LOCAL = {
     r"^make train$": ("python scripts/train.py yamls/quickstart.yaml", "it installs first"),
-    r"hf:gpt2\]\" eval=v0.3": ('hf:runs/quickstart/hf]" eval=generated_easy', "the hub; their rows"),
+    r"hf:gpt2\]\" eval=v0.3": ('hf:runs/quickstart/hf]" eval=generated_easy', "the hub"),
     r"hf:gpt2\]\" eval.gauntlet": ('hf:runs/quickstart/hf]" eval.gauntlet', "the hub"),
     r"^torchrun --nproc-per-node 8": (f"{sys.executable} -m torch.distributed.run --standalone"
                                       " --nproc-per-node 2", "8 GPUs"),

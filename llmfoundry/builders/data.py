@@ -22,7 +22,7 @@ from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, Toke
 from llmfoundry.data.order import ONLY, Order, stream_key, stream_weights
 from llmfoundry.data.preparation.bad_rows import BadRowsError
 from llmfoundry.data.preparation.prepare import prepare_corpus
-from llmfoundry.data.shard_index import Index, open_shards, read_index, with_sample
+from llmfoundry.data.shard_index import TWINS, Index, open_shards, read_index, with_sample
 from llmfoundry.data.sources import (
     MDSTexts,
     MDSTokens,
@@ -33,6 +33,7 @@ from llmfoundry.data.sources import (
     check_length,
     open_source,
 )
+from llmfoundry.data.store_errors import is_missing
 from llmfoundry.data.supervised.prepare_rows import Store, prepare_rows
 from llmfoundry.data.supervised.rows import (
     PackedExamples,
@@ -275,6 +276,8 @@ class _Opening:
             self.notes += lines
             self.bad_rows += bad_rows
             return rows
+        split = on_rank0(self._world, lambda: self._held_out_split(config))
+        config = replace(config, split=split)
         key, folder = "data.validation", open_shards(config, self._options)
         reading = self._reading(config)
 
@@ -296,6 +299,20 @@ class _Opening:
             MDSTexts: lambda s: MDSDocuments(s, self._tokenizer),
         }
         return kinds[type(source)](source)
+
+    def _held_out_split(self, config: StreamConfig) -> str | None:
+        """The folder of held-out shards: of two names for it the one that is there."""
+        if config.split not in TWINS:
+            return config.split
+        for split in (config.split, TWINS[config.split]):
+            folder = open_shards(replace(config, split=split), self._options)
+            try:
+                read_index(folder, self._config.cache_folder)
+                return split
+            except UserError as error:
+                if not is_missing(error):
+                    break  # reported when it is opened
+        return config.split
 
     def _read_index(self, key: str, folder: ShardFolder) -> Index:
         try:

@@ -107,9 +107,9 @@ def _write(recipe: PrepareRecipe, config: PrepareConfig, output: str) -> None:
     total = manifest.total
     if total.samples:
         print(f"data: {total.samples:,} samples of MDS")
-    print(
-        public(f"data: in {output}; train: data.name=shards data.remote={output} data.split=train")
-    )
+    both = manifest.counts["validation"].documents and not config.columns
+    how = "data=mds" if both else "data.name=shards data.split=train"
+    print(public(f"data: in {output}; train: {how} data.remote={output}"))
 
 
 def _corpora(data: DataConfig) -> dict[str, DataConfig]:

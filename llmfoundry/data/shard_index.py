@@ -24,6 +24,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_file
 from llmfoundry.recipe.source import SourceConfig
 
+TWINS = {"val": "validation", "validation": "val"}
+"""Names of the folder of held-out shards: LLM Foundry's, and the preparation's."""
 Index = MDSIndex | StreamIndex
 IndexOf = TypeVar("IndexOf", bound=Index)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -331,6 +332,23 @@ def test_held_out_shards_shorter_than_a_row_are_measured_whole(tmp_path: Path) -
     validation = StreamConfig(name="shards", local=str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"^data\.validation: its text has no token to predict"):
         run_data(tmp_path, local=str(tmp_path / "web"), validation=validation)
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+@pytest.mark.parametrize(("there", "asked"), [("validation", "val"), ("val", "validation")])
+def test_both_names_of_the_held_out_folder_are_read(
+    tmp_path: Path, kind: str, there: str, asked: str
+) -> None:
+    """`scripts/prepare_data.py` writes validation, LLM Foundry's data_prep val."""
+    write_short(tmp_path / "out/train", [7] * (3 * T + 1))
+    write_short(tmp_path / "out" / there, [8] * (T + 1))
+    place = {kind: str(tmp_path / "out")}
+    validation = StreamConfig(name="shards", split=asked, **place)
+    data = run_data(tmp_path, split="train", validation=validation, **place)
+    assert data.validation.row(0, T)[0].tolist() == [8] * (T + 1)
+    shutil.rmtree(tmp_path / "out" / there)
+    with pytest.raises(UserError, match=rf"^data\.validation: \S+/{asked}/index\.json: "):
+        run_data(tmp_path, split="train", validation=validation, **place)
 
 
 def write_short(folder: Path, ids: list[int]) -> None:
