@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.checkpoint.commit import COMMIT
+from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.distributed.collectives import on_rank0
@@ -84,6 +85,7 @@ class Tag:
     BY, VALUE = "llmfoundry.best.by", "llmfoundry.best.value"
     PRUNED = "llmfoundry.pruned"
     UPLOADED = "llmfoundry.uploaded"
+    REGISTERED = "llmfoundry.registered"  # of a LoggedModel: the model whose version it was made
     EVALUATED = "llmfoundry.evaluation"
 
 
@@ -154,6 +156,8 @@ def register_saved(
     new = [w for w in saved if not any(w.match(version.tags) for version in before)]
     mlflow_run = client.get_run(session.run_id)
     experiment = mlflow_run.info.experiment_id
+    if any(model.name == name for model in client.search_registered_models(f"name = '{name}'")):
+        new = [w for w in new if not _was_registered(client, experiment, name, w)]
     made = [(w, register(client, name, w, mlflow_run, experiment)) for w in new]
     best = settle_best(client, name) if made or before else None
     for weights, version in made:
@@ -281,9 +285,8 @@ def register(client: Any, name: str, weights: Weights, run: Any, experiment: str
         if error_code(error) != "RESOURCE_ALREADY_EXISTS":
             raise
     run_id = run and run.info.run_id
-    same = f"tags.`{Tag.FINGERPRINT}` = '{weights.fingerprint}'"
-    left = client.search_logged_models([experiment], filter_string=same)  # of a kill
-    left = [model for model in left if weights.match(model.tags) and model.source_run_id == run_id]
+    left = _logged_models(client, experiment, weights)  # of a kill
+    left = [model for model in left if model.source_run_id == run_id]
     title = re.sub(r"[^\w-]", "_", f"{name}-{Path(weights.address).name}")
     given = {"name": title, "source_run_id": run_id, "model_type": weights.kind}
     model = left[0] if left else client.create_logged_model(experiment, tags=weights.tags, **given)
@@ -294,7 +297,7 @@ def register(client: Any, name: str, weights: Weights, run: Any, experiment: str
     client.finalize_logged_model(model.model_id, "READY")
     if weights.scores:
         _add_metrics(client, run_id, model.model_id, weights.scores, int(weights.facts[Tag.STEP]))
-    return client.create_model_version(
+    version = client.create_model_version(
         name,
         source=model.artifact_location,
         run_id=run_id,
@@ -302,6 +305,21 @@ def register(client: Any, name: str, weights: Weights, run: Any, experiment: str
         tags={**weights.tags, Tag.MODEL: model.model_id},
         await_creation_for=0,
     )
+    client.set_logged_model_tags(model.model_id, {Tag.REGISTERED: name})
+    return version
+
+
+def _logged_models(client: Any, experiment: str, weights: Weights) -> list[Any]:
+    """MLflow's LoggedModels of some weights."""
+    same = f"tags.`{Tag.FINGERPRINT}` = '{weights.fingerprint}'"
+    models = client.search_logged_models([experiment], filter_string=same)
+    return [model for model in models if weights.match(model.tags)]
+
+
+def _was_registered(client: Any, experiment: str, name: str, weights: Weights) -> bool:
+    """Whether some weights were a version of a model: one that is missing now was deleted."""
+    models = _logged_models(client, experiment, weights)
+    return any(model.tags.get(Tag.REGISTERED) == name for model in models)
 
 
 def versions(client: Any, name: str) -> list[Any]:
@@ -354,6 +372,9 @@ def settle_best(client: Any, name: str) -> Any:
         live = [version for version in every if Tag.PRUNED not in version.tags]
         holder = str(client.get_registered_model(name).aliases.get(BEST))
         best = _best_version(live, holder)
+        while best is not None and _is_deleted(best.tags):
+            live.remove(best)
+            best = _best_version(live, holder)
         if best is not None and str(best.version) != holder:
             try:
                 client.set_registered_model_alias(name, BEST, str(best.version))
@@ -365,6 +386,23 @@ def settle_best(client: Any, name: str) -> Any:
         else:
             return best
     return best
+
+
+def _is_deleted(tags: Mapping[str, str]) -> bool:
+    """Whether a version's checkpoint was deleted.
+
+    A path counts as deleted only if the folder that held the run is there: on another machine it
+    is unknown. So is a store that does not answer.
+    """
+    address = tags.get(Tag.ADDRESS, "")
+    if not is_url(address):
+        folder = Path(address)  # runs/NAME/checkpoints/ba0000100
+        return len(folder.parents) > 2 and folder.parents[2].is_dir() and not folder.exists()
+    try:
+        place = find_place(address, "registry.name", ALONE)
+        return isinstance(place, Checkpoint) and not place.has_commit()
+    except (OSError, UserError):
+        return False
 
 
 def _best_version(live: Sequence[Any], holder: str) -> Any:
@@ -527,8 +565,8 @@ def _choose(client: Any, name: str, alias: str | None, number: str | None, *, wh
             f" {', '.join(names[:10]) or 'none'}"
         )
     if LATEST in (alias, number):
-        live = [version for version in every if Tag.PRUNED not in version.tags]
-        return (live or every)[-1]
+        live = (version for version in reversed(every) if Tag.PRUNED not in version.tags)
+        return next((version for version in live if not _is_deleted(version.tags)), every[-1])
     aliases = client.get_registered_model(name).aliases
     number = number or str(aliases.get(alias))
     for version in every:

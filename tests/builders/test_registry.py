@@ -116,6 +116,48 @@ def test_versions_are_what_the_folder_has(run: Run, store: str) -> None:
     assert [path.name for path in stored.rglob("*") if path.is_file()] == ["mlflow.db"]
 
 
+def test_best_leaves_a_run_whose_folder_was_deleted_whoever_settles(
+    run: Run, store: str, tmp_path: Path
+) -> None:
+    other = Run(store, tmp_path / "other", run.name)
+    for batch, loss in ((4, 2.0), (8, 3.0)):
+        run.save(batch, loss)
+    run.register()
+    other.save(4, 1.0)
+    assert other.register() == [f"ba0000004 is version 3 of {run.name}, the best"]
+    shutil.rmtree(other.storage.folder)
+    assert address(f"models:/{run.name}/latest", store).endswith("run/checkpoints/ba0000008")
+    run.client.set_registered_model_alias(run.name, "best", "1")  # by hand
+    run.register()
+    assert run.best() == "1" and Tag.PRUNED not in run.tags(3)
+    shutil.rmtree(run.storage.folder / "checkpoints")
+    assert settle_best(run.client, run.name) is None and run.best() is None
+
+
+def test_weights_on_a_machine_that_is_not_seen_stay_the_best(
+    run: Run, store: str, tmp_path: Path
+) -> None:
+    other = Run(store, tmp_path / "machine" / "runs" / "other", run.name)
+    other.save(4, 1.0)
+    other.register()
+    (tmp_path / "machine").rename(tmp_path / "away")
+    run.save(4, 2.0)
+    run.register()
+    assert run.best() == "1"
+
+
+def test_a_version_deleted_in_mlflow_does_not_come_back(run: Run, store: str) -> None:
+    run.save(4, 1.0)
+    run.save(8, 2.0)
+    run.register()
+    run.client.delete_model_version(run.name, "1")
+    run.save(12, 3.0)
+    assert run.register() == [f"ba0000012 is version 3 of {run.name}"]
+    assert run.register() == [] and run.best() == "2"
+    run.client.delete_registered_model(run.name)  # as a whole: what is saved begins another
+    assert len(run.register()) == 3 and run.best() == "1"
+
+
 def test_what_is_pruned_or_replaced_is_marked_and_never_the_best(run: Run, store: str) -> None:
     for batch, loss in ((4, 1.0), (8, 2.0), (12, 3.0)):
         run.save(batch, loss)
