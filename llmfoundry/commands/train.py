@@ -102,7 +102,7 @@ def _train(written: TrainRecipe, world: World, run: Storage) -> str:
         later = " with a later pause_at, or null," if stopped_by == PAUSED else ""
         tracker.note(f"the same command{later} resumes from there")
     elif world.is_main:
-        tracker.console.finish(_results(trainer, job, has_page=tracker.page is not None))
+        tracker.console.finish(_results(trainer, job, tracker))
     return stopped_by
 
 
@@ -117,12 +117,14 @@ def _write_what_it_is(written: TrainRecipe, job: Job) -> None:
         ) from error
 
 
-def _results(trainer: Trainer, job: Job, *, has_page: bool) -> list[tuple[str, str]]:
+def _results(trainer: Trainer, job: Job, tracker: Tracker) -> list[tuple[str, str]]:
     """The last words: what came out, where it is, and what to do with it."""
     rows = []
     if trainer.first_batch == trainer.batch:
         longer = "patience" if trainer.ended_early else "max_duration"
         rows.append(("complete", f"already; write a longer {longer} or another run_name"))
+        if not tracker.has_sent_all:
+            rows.append(("trackers", f"may lack values; {command_line('track', str(job.run))}"))
     bits = trainer.latest_evaluation.get("metrics/eval/bits_per_byte")
     if bits is not None:
         rows.append(("held-out text", f"{bits:.3f} bits per byte{_beside_gzip(job)}"))
@@ -135,7 +137,7 @@ def _results(trainer: Trainer, job: Job, *, has_page: bool) -> list[tuple[str, s
     rows += console_lines(changes(read_evaluations(folder), metric_rows(folder)))
     return [
         *rows,
-        *([("report", f"{name}/report.html")] if has_page else []),
+        *([("report", f"{name}/report.html")] if tracker.page is not None else []),
         ("checkpoint", job.run.shown(checkpoints[0]) if checkpoints else "none"),
         ("next", command_line(*_try_it(job, name), *plugins)),
         ("", command_line("eval", name, *plugins)),

@@ -17,18 +17,16 @@ import json
 import logging
 import os
 import re
-import sqlite3
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import read_events
-from llmfoundry.files import atomic_write
 from llmfoundry.loggers.background_queue import (
     PATIENCE_WHILE_AWAY,
     LogTarget,
@@ -37,12 +35,20 @@ from llmfoundry.loggers.background_queue import (
     Samples,
     event_tags,
 )
+from llmfoundry.loggers.folder_run import FolderRun
+from llmfoundry.loggers.mlflow_database import (
+    ARTIFACTS,
+    move_artifacts,
+    prepare_database,
+    sqlite_path,
+)
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-RUN_ID_FILE, ARTIFACTS = "mlflow_run_id", "mlartifacts"
+RUN_ID_FILE = "mlflow_run_id"
+KEY_TAG = "llmfoundry.key"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 # MLflow's limits (mlflow.utils.validation): metrics and parameters a request, characters of a name
 # and of a parameter's value.
@@ -115,7 +121,7 @@ def mlflow_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     return LogTarget(
         f"MLflow ({public(config.tracking_uri)})",
         partial(open_session, config.tracking_uri, config.experiment_name),
-        lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
+        lambda folder: FolderRun.at(folder / RUN_ID_FILE).forget(),
         _is_permanent,
         _LOCK_SECONDS if sqlite_path(config.tracking_uri) else PATIENCE_WHILE_AWAY,
         tag=MlflowSession.tags,
@@ -151,18 +157,27 @@ def open_session(
     uri: str, experiment: str, facts: RunFacts, say: Callable[[str], None]
 ) -> MlflowSession:
     """Import MLflow quietly, find or create the experiment, and begin or continue the run."""
-    client = open_client(uri)
+    client = open_client(uri, say)
     return _begin(client, find_experiment(client, uri, experiment), facts, say)
 
 
-def open_client(uri: str) -> Any:
-    """MLflow's client, for runs and registered models of one store; silent."""
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def open_client(uri: str, say: Callable[[str], None] = _print_error) -> Any:
+    """Return MLflow's client for the runs and registered models of one store.
+
+    Args:
+        uri: the store. The database file of an sqlite store is created if need be.
+        say: prints that a broken database file was replaced.
+    """
     _silence()
     from mlflow.tracking import MlflowClient
 
     _silence()  # once more: the import sets levels of its own
     if (database := sqlite_path(uri)) is not None:
-        database.parent.mkdir(parents=True, exist_ok=True)
+        prepare_database(database, say)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
@@ -177,7 +192,7 @@ def find_experiment(client: Any, uri: str, experiment: str) -> str:
         # Beside the database and absolute, so that `mlflow ui` finds it from any folder.
         location = (database.parent / ARTIFACTS).resolve().as_uri()
     found = client.get_experiment_by_name(experiment)
-    if database is not None and _move_artifacts(database, str(location)):
+    if database is not None and move_artifacts(database, str(location)):
         found = client.get_experiment_by_name(experiment)
     if found is None:
         number = client.create_experiment(experiment, artifact_location=location)
@@ -188,46 +203,6 @@ def find_experiment(client: Any, uri: str, experiment: str) -> str:
             f" --experiment-id {found.experiment_id}) or write another logger.experiment_name"
         )
     return str(found.experiment_id)
-
-
-def _move_artifacts(database: Path, here: str) -> bool:
-    """Correct addresses of artifacts in a database that was moved with them; whether any was.
-
-    MLflow keeps absolute ones. Ours are beside the database, so after a copy, or under another
-    mount, they are `here`, whatever is still at the old place.
-    """
-    with closing(sqlite3.connect(database, timeout=20.0)) as connection, connection:
-        moved = [
-            (before, run_id)
-            for before, run_id in connection.execute(
-                "SELECT e.artifact_location, r.run_uuid FROM experiments e"
-                " LEFT JOIN runs r ON r.experiment_id = e.experiment_id"
-                " WHERE e.artifact_location LIKE 'file://%/' || ? AND e.artifact_location != ?",
-                (ARTIFACTS, here),
-            )
-            if (database.parent / ARTIFACTS / str(run_id)).is_dir() or not _is_folder(before)
-        ]
-        for before in {before for before, _ in moved}:
-            connection.execute(
-                "UPDATE experiments SET artifact_location = ? WHERE artifact_location = ?",
-                (here, before),
-            )
-            connection.execute(
-                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?)"
-                " WHERE substr(artifact_uri, 1, ?) = ?",
-                (here, len(before) + 1, len(before) + 1, f"{before}/"),
-            )
-    return bool(moved)
-
-
-def _is_folder(uri: str) -> bool:
-    return Path(unquote(urlsplit(uri).path)).is_dir()
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """The database's file in `sqlite:///relative` or `sqlite:////absolute`; None elsewhere."""
-    match = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", uri)
-    return Path(match[1]) if match and match[1] != ":memory:" else None
 
 
 def metric_name(name: str) -> str:
@@ -248,19 +223,16 @@ def _begin(
     client: Any, experiment_id: str, facts: RunFacts, say: Callable[[str], None]
 ) -> MlflowSession:
     """Continue the folder's MLflow run, or create one."""
-    file = facts.folder / RUN_ID_FILE
-    run_id = file.read_text().strip() if file.exists() else ""
-    run = existing_run(client, run_id) if run_id else None
+    own = FolderRun.at(facts.folder / RUN_ID_FILE)
+    run = existing_run(client, own.id) if own.id else None
+    if run is None and own.is_pending:
+        run = _run_with_key(client, experiment_id, own.id)
     if run is None:
-        if run_id:
-            say(f"MLflow: run {run_id} is no longer in the store; a new one begins")
-        run = client.create_run(
-            experiment_id, start_time=facts.began, tags=dict(facts.tags), run_name=facts.name
-        )
-        # Before the parameters: if those fail, the next try continues this run.
-        atomic_write(file, f"{run.info.run_id}\n")
-        _log_params(client, run.info.run_id, facts.params, say)
-        return MlflowSession(client, run.info.run_id, facts.first_batch, {})
+        if own.id and not own.is_pending:
+            say(f"MLflow: run {own.id} is no longer in the store; a new one begins")
+        return _create(client, experiment_id, facts, own, say)
+    run_id = str(run.info.run_id)
+    own.keep(run_id)
     client.update_run(run_id, status="RUNNING")
     changed = _tag_changes(client, run, facts.params, say)
     new = {key: v for key, v in facts.params.items() if key not in run.data.params}
@@ -268,6 +240,38 @@ def _begin(
     # MLflow returns the last value of each metric together with its step.
     known = {} if changed else {m.key: m.step for m in run.data.to_proto().metrics}
     return MlflowSession(client, run_id, facts.first_batch, known)
+
+
+def _create(
+    client: Any,
+    experiment_id: str,
+    facts: RunFacts,
+    own: FolderRun,
+    say: Callable[[str], None],
+) -> MlflowSession:
+    """Create the folder's MLflow run.
+
+    A key is kept in the folder before the run is created: a process that is killed before it knows
+    the run's id finds the run again by the key.
+    """
+    tags = {**facts.tags, KEY_TAG: own.keep_pending()}
+    if own.copied_from and existing_run(client, own.copied_from) is not None:
+        say(
+            f"MLflow: {facts.folder} is a copy of a folder that logs into run {own.copied_from};"
+            " it begins a run of its own below that"
+        )
+        tags["mlflow.parentRunId"] = own.copied_from
+    run = client.create_run(experiment_id, start_time=facts.began, tags=tags, run_name=facts.name)
+    # Before the parameters: if those fail, the next try continues this run.
+    own.keep(str(run.info.run_id))
+    _log_params(client, run.info.run_id, facts.params, say)
+    return MlflowSession(client, run.info.run_id, facts.first_batch, {})
+
+
+def _run_with_key(client: Any, experiment_id: str, key: str) -> Any:
+    """Return the run that a killed process has created under a key; None if it did not."""
+    runs = client.search_runs([experiment_id], filter_string=f"tags.`{KEY_TAG}` = '{key}'")
+    return runs[0] if runs else None
 
 
 def tag_ended(uri: str, folder: Path, status: str) -> None:
@@ -289,8 +293,8 @@ def tag_ended(uri: str, folder: Path, status: str) -> None:
 
 def run_of_folder(client: Any, folder: Path) -> Any:
     """The run that a folder is, or None where it was not logged in this store."""
-    file = folder / RUN_ID_FILE
-    return existing_run(client, file.read_text().strip()) if file.is_file() else None
+    run_id = FolderRun.at(folder / RUN_ID_FILE).id
+    return existing_run(client, run_id) if run_id else None
 
 
 def existing_run(client: Any, run_id: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME, add_event
 from llmfoundry.files import read_json_if_there, read_object_if_there, write_json
-from llmfoundry.loggers.background_queue import RunFacts, Task, milliseconds
+from llmfoundry.loggers.background_queue import BackgroundWriter, RunFacts, Task, milliseconds
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
@@ -94,6 +94,7 @@ class Tracker:
         before = read_object_if_there(self._folder / "run.json") if first_batch > 0 else {}
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
+        self._run["sent"] = before.get("sent", not self._stores())
         self._run |= {"total_batches": total, "summary": {"status": "running"}}
         self._is_open, self._report_due = True, time.monotonic() + _REPORT_SECONDS
         self._write_run()
@@ -251,10 +252,22 @@ class Tracker:
             if self.page is not None:
                 writer.file(self.page)
         close_all(self._writers, status)
+        if self._in_background:
+            self._run["sent"] = all(writer.has_all for writer in self._stores())
+            self._write_run()
+
+    def _stores(self) -> list[BackgroundWriter]:
+        return [writer for writer in self._writers if writer.is_store]
+
+    @property
+    def has_sent_all(self) -> bool:
+        """Whether all places that keep values have got them; known once the record is closed."""
+        return bool(self._run.get("sent", True))
 
     def _begin_background(self) -> None:
         """After the first step, whose time counts: ask for versions, start the loggers' threads."""
         self._in_background = True
+        self._run["sent"] = False
         self._run["environment"] = environment()
         self._write_run()
         facts = RunFacts(
@@ -331,6 +344,7 @@ def send_record(
     close_all(writers, status if status in STATUS else "killed", timeout=_A_DAY)
     if not all(writer.has_all for writer in writers):
         raise UserError("logger: not every place got everything (see above); run this again later")
+    write_json(folder / "run.json", {**record, "sent": True})
 
 
 def tags_of(run: Mapping[str, Any]) -> dict[str, str]:

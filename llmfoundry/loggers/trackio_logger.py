@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
 from llmfoundry.loggers.background_queue import (
     LogTarget,
     MetricPoint,
@@ -32,6 +31,7 @@ from llmfoundry.loggers.background_queue import (
     Samples,
     milliseconds,
 )
+from llmfoundry.loggers.folder_run import FolderRun
 from llmfoundry.loggers.tensorboard_logger import TEXTS, literal
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
@@ -119,7 +119,7 @@ def trackio_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     return LogTarget(
         f"trackio (project {config.trackio_project})",
         partial(_open, config.trackio_project),
-        lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
+        lambda folder: FolderRun.at(folder / RUN_ID_FILE).forget(),
         lambda error: isinstance(error, ValueError),  # a project's name that is reserved
     )
 
@@ -135,23 +135,22 @@ def _open(project: str, facts: RunFacts, say: Callable[[str], None]) -> TrackioS
             " damage its database; set TRACKIO_DIR to a folder of this machine"
         )
     SQLiteStorage.validate_project_name(project)
-    file = facts.folder / RUN_ID_FILE
-    if not file.exists():
-        atomic_write(file, f"{secrets.token_hex(16)}\n")
-    run_id = file.read_text().strip()
+    own = FolderRun.at(facts.folder / RUN_ID_FILE)
+    own.keep(own.id or secrets.token_hex(16))
+    copy = {"copied_from": own.copied_from} if own.copied_from else {}
     config = {
         **{name.lstrip("_"): value for name, value in facts.params.items()},
-        **{f"run.{name}": text for name, text in facts.tags.items()},
+        **{f"run.{name}": text for name, text in {**facts.tags, **copy}.items()},
         "_Created": _time(facts.began),
         "_Username": None,
         "_Group": None,
     }
     known: dict[str, set[int]] = {}
-    for row in SQLiteStorage.get_logs(project, run_id=run_id):
+    for row in SQLiteStorage.get_logs(project, run_id=own.id):
         for name in row.keys() - {"step", "timestamp"}:
             known.setdefault(name, set()).add(row["step"])
     return TrackioSession(
-        SQLiteStorage, project, (facts.name, run_id), config, facts.first_batch, known
+        SQLiteStorage, project, (facts.name, own.id), config, facts.first_batch, known
     )
 
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import atomic_write
 from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples, describe
+from llmfoundry.loggers.folder_run import FolderRun
 from llmfoundry.loggers.metrics import BATCH
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
@@ -137,7 +137,7 @@ def wandb_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
     return LogTarget(
         label,
         partial(open_session, config, label),
-        lambda folder: (folder / RUN_ID_FILE).unlink(missing_ok=True),
+        lambda folder: FolderRun.at(folder / RUN_ID_FILE).forget(),
         lambda error: type(error).__name__ in _PERMANENT,
         is_in_order=True,  # a step before its last is dropped, with a warning in its own log
     )
@@ -150,10 +150,9 @@ def open_session(
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no telemetry about the package
     import wandb
 
-    file = facts.folder / RUN_ID_FILE
-    is_new = not file.exists()
-    if is_new:
-        atomic_write(file, f"{secrets.token_hex(4)}\n")
+    own = FolderRun.at(facts.folder / RUN_ID_FILE)
+    is_new = not own.id
+    own.keep(own.id or secrets.token_hex(4))
     settings = wandb.Settings(**_settings(facts.folder))
     at_exit = sys.exit, sys.excepthook  # wandb's own would only note an exit code, which we give
     try:
@@ -164,14 +163,15 @@ def open_session(
     # Without a server `init` would wait for INIT_SECONDS, and so would the end of the process.
     if server is not None and (problem := _problem(server)) is not None:
         raise ConnectionError(f"{public(server)}: {problem}")
+    copy = {"copied_from": own.copied_from} if own.copied_from else {}
     run = wandb.init(
         project=config.wandb_project,
         entity=config.wandb_entity,
         mode=config.wandb_mode,  # type: ignore[arg-type]
-        id=file.read_text().strip(),
+        id=own.id,
         name=facts.name,
         resume="allow",
-        config={**facts.params, **{f"run.{k}": v for k, v in facts.tags.items()}},
+        config={**facts.params, **{f"run.{k}": v for k, v in {**facts.tags, **copy}.items()}},
         settings=settings,
     )
     run.define_metric(BATCH)

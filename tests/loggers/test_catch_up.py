@@ -147,7 +147,13 @@ def test_the_command_sends_what_a_killed_run_could_not(
     run(folder, 0, 3).close("killed")
     run(folder, 3, 9, sends=False)
     assert len(in_mlflow(folder)["loss/train/total"]) == 3
+    complete = run(folder, 9, 9)  # the same command, after all steps
+    complete.close("finished")
+    assert not complete.has_sent_all
     track(TrackRecipe(run=str(folder)))
+    complete = run(folder, 9, 9)
+    complete.close("finished")
+    assert complete.has_sent_all
     assert in_mlflow(folder) == recorded(folder)
     assert "has 16 values that it lacked" in capsys.readouterr().out
     track(TrackRecipe(run=str(folder)))

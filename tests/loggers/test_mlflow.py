@@ -5,13 +5,17 @@ The store is a real SQLite file, read back through MLflow's own client.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,14 @@ import pytest
 
 from llmfoundry.events import add_event
 from llmfoundry.loggers.background_queue import BackgroundWriter
-from llmfoundry.loggers.mlflow_logger import metric_name, param_value
+from llmfoundry.loggers.folder_run import FolderRun
+from llmfoundry.loggers.mlflow_logger import (
+    find_experiment,
+    metric_name,
+    open_client,
+    open_session,
+    param_value,
+)
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
 from llmfoundry.resilience.supervise import notify
@@ -353,3 +364,113 @@ def test_names_values_and_addresses_fit_mlflow() -> None:
     )
     assert public("http://a:b@c@h:1/x") == "http://a:***@h:1/x"
     assert public("sqlite:///runs/mlflow.db") == "sqlite:///runs/mlflow.db"
+
+
+def record_of(folder: Path, steps: int) -> None:
+    """A run's metrics.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ({"time/batch": n, "time/unix_ms": 1000 + n, "loss": 1 / n} for n in range(1, steps + 1))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def send(store: str, folder: Path, first_batch: int) -> tuple[Any, Any, Hears]:
+    heard = Hears()
+    sender = mlflow_writer(store, folder, heard)
+    sender.start(facts(folder, first_batch))
+    finish(sender)
+    return *read_back(store, folder), heard
+
+
+def steps_of(client: Any, run: Any) -> list[int]:
+    return sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss"))
+
+
+def test_a_copied_folder_begins_a_run_of_its_own_and_a_moved_one_continues(
+    store: str, tmp_path: Path
+) -> None:
+    original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
+    record_of(original, 3)
+    client, first, _ = send(store, original, 3)
+    shutil.copytree(original, copy)
+    record_of(copy, 5)
+    _, second, heard = send(store, copy, 5)
+    assert second.info.run_id != first.info.run_id
+    assert second.data.tags["mlflow.parentRunId"] == first.info.run_id
+    assert f"is a copy of a folder that logs into run {first.info.run_id}" in heard.text()
+    assert steps_of(client, second) == [1, 2, 3, 4, 5] and steps_of(client, first) == [1, 2, 3]
+    assert send(store, copy, 5)[1].info.run_id == second.info.run_id
+    assert send(store, original, 3)[1].info.run_id == first.info.run_id
+    original.rename(moved)
+    (tmp_path / "link").symlink_to(moved)
+    for folder in (moved, tmp_path / "link"):
+        assert send(store, folder, 3)[1].info.run_id == first.info.run_id
+
+
+def test_a_process_killed_between_the_run_and_its_id_leaves_no_second_run(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "killed"
+    record_of(folder, 3)
+    keep = FolderRun.keep
+
+    def dies(self: FolderRun, run_id: str) -> None:
+        if not run_id.startswith("pending-"):
+            raise SystemExit
+        keep(self, run_id)
+
+    monkeypatch.setattr(FolderRun, "keep", dies)
+    client = open_client(store)
+    experiment = find_experiment(client, store, "tests")
+    with pytest.raises(SystemExit):
+        open_session(store, "tests", facts(folder, 3), print)
+    monkeypatch.undo()
+    _, run, _ = send(store, folder, 3)
+    name = f"attributes.run_name = '{folder.name}'"
+    assert [r.info.run_id for r in client.search_runs([experiment], name)] == [run.info.run_id]
+    assert steps_of(client, run) == [1, 2, 3]
+
+
+KILLED = {  # what a process that is killed while MLflow makes its tables leaves
+    "empty": "",
+    "first table": "CREATE TABLE experiments (experiment_id INTEGER); CREATE TABLE runs (a);",
+    "before an upgrade": "CREATE TABLE experiments (a); CREATE TABLE alembic_version (b);"
+    " INSERT INTO alembic_version VALUES ('534353b11cbc'); CREATE TABLE evaluation_datasets (c);",
+}
+
+
+@pytest.mark.parametrize("kind", [*KILLED, "damaged"])
+def test_a_broken_database_is_set_aside_and_filled_again(kind: str, tmp_path: Path) -> None:
+    database, folder = tmp_path / "mlflow.db", tmp_path / "run"
+    store = f"sqlite:///{database}"
+    record_of(folder, 3)
+    if kind == "damaged":
+        database.write_bytes(b"no database" * 1000)
+    else:
+        with closing(sqlite3.connect(database)) as connection:
+            connection.executescript(KILLED[kind])
+        database.touch()
+    broken = database.read_bytes()
+    if broken:  # another process may be making its tables
+        with pytest.raises(RuntimeError, match="another process may be creating it"):
+            open_client(store)
+    os.utime(database, (1, 1))
+    client, run, heard = send(store, folder, 3)
+    assert steps_of(client, run) == [1, 2, 3]
+    kept = [*tmp_path.glob("mlflow.db.broken-*")]
+    assert [path.read_bytes() for path in kept] == ([broken] if broken else [])
+    assert ("is now mlflow.db.broken-" in heard.text()) == bool(broken)
+    assert not [*tmp_path.glob("*.partial*")]
+
+
+def test_a_database_of_another_program_and_one_of_mlflow_stay_as_they_are(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.db", tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(theirs)) as connection:
+        connection.executescript("CREATE TABLE mine (a); INSERT INTO mine VALUES (7);")
+    for file in (theirs, ours):
+        store = f"sqlite:///{file}"
+        number = find_experiment(open_client(store), store, "tests")
+        os.utime(file, (1, 1))
+        assert find_experiment(open_client(store), store, "tests") == number
+    with closing(sqlite3.connect(theirs)) as connection:
+        assert connection.execute("SELECT a FROM mine").fetchall() == [(7,)]
+    assert not [*tmp_path.glob("*.broken-*")]
