@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.hf.rope_by_document import RopeByDocument
 from llmfoundry.inference.hugging_face_rows import angles_by_length
 from llmfoundry.models.router import Routing
 from llmfoundry.models.slots import Piece
@@ -55,6 +55,7 @@ class HFCausalLM(nn.Module):
         self._buffers_made = {name: b.detach().clone() for name, b in self.hf.named_buffers()}
         self.ties = _ties(self.hf)
         self._blocks = [_find_blocks(self.base, config.n_layers)]  # in a list: not registered again
+        self._rope = RopeByDocument(self.base)
         self._ways: dict[bool, str] = {}  # by whether layouts branch
         self._head: str | tuple[float, float | None] | None = None
         self._takes = set(inspect.signature(self.base.forward).parameters)
@@ -138,14 +139,9 @@ class HFCausalLM(nn.Module):
     def _of_slots(self, cache: SlotTokens) -> Tensor:
         """(1, N, D) of what is new in the slots."""
         rows, places = cache.rows()
-        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if is_alone and angles_by_length(self.hf.config):  # processes must make the same passes
-            width, hidden = rows.shape[1], []
-            for row, end in zip(rows, cache.ends(), strict=True):
-                found = self._compute(row[None, :end], None)[0]
-                hidden.append(nn.functional.pad(found, (0, 0, 0, width - end)))
-            return torch.cat(hidden).flatten(0, 1)[places][None]
-        return self._compute(rows, None)[0].flatten(0, 1)[places][None]
+        padding = tuple(rows.shape[1] - end for end in cache.ends())
+        layout = PackedLayout.from_lengths([[rows.shape[1]]] * len(rows), padding)
+        return self._compute(rows, layout)[0].flatten(0, 1)[places][None]
 
     @property
     def embedding_dtype(self) -> torch.dtype:
@@ -158,7 +154,8 @@ class HFCausalLM(nn.Module):
         given = {"input_ids": x, **given}
         wants = self.training and bool(getattr(self.hf.config, "output_router_logits", False))
         more = {"output_router_logits": True} if wants else {}
-        out = self.base(use_cache=False, return_dict=True, **given, **more)
+        with self._rope.within(layout):
+            out = self.base(use_cache=False, return_dict=True, **given, **more)
         logits = getattr(out, "router_logits", None) if wants else None
         return out[0], self._routing(logits, x, layout) if logits else None
 
@@ -270,9 +267,11 @@ class HFCausalLM(nn.Module):
         tokens = _probe_tokens(len(PROBE), sum(PROBE), self.config, device)
         layout = PackedLayout.from_lengths([[*PROBE], [*PROBE[::-1]]])
         tree = PackedLayout.from_ends(_probe_tree(sum(PROBE)))
+        by_length = angles_by_length(self.hf.config)
         self._ways |= {
             False: self._choose_way(tokens, layout, ("positions", "mask")),
-            True: self._choose_way(tokens, tree, ("mask",)),
+            # paths of a tree may differ in length, and so in a token's angles
+            True: self._choose_way(tokens, tree, () if by_length else ("mask",)),
         }
         self._head = self._choose_head(tokens)
 

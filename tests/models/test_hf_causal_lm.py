@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,7 +46,11 @@ KINDS: dict[str, dict[str, Any]] = {  # and what the class does that is its own
     "granite": {**PLAIN, "num_key_value_heads": 2, "logits_scaling": 3.0},
     "mixtral": {**PLAIN, "num_key_value_heads": 2, "num_local_experts": 4},
     "mamba": MAMBA,  # a state in place of attention
-}
+    "phi3": {**PLAIN, "num_key_value_heads": 2, "pad_token_id": 0,  # other angles beyond 10 tokens
+             "original_max_position_embeddings": 10, "rope_parameters": {
+                 "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+                 "long_factor": [8.0, 6.0, 4.0, 2.0]}},
+}  # fmt: skip
 LAYOUT = [[7, 13], [13, 7]]
 
 
@@ -96,6 +102,40 @@ def test_documents_of_a_row_are_apart(kind: str, tmp_path: Path) -> None:
         # to rounding: a mixture multiplies each expert's tokens together, whosever they are
         torch.testing.assert_close(others[row, start:], packed[row, start:], rtol=1e-5, atol=1e-5)
     assert not torch.equal(others[:, :7], packed[:, :7])
+
+
+DYNAMIC = {"max_position_embeddings": 10, "rope_parameters": {
+    "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "changes"), [("phi3", {}), ("llama", DYNAMIC)])
+def test_angles_are_those_of_each_documents_own_length(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Not of the longest document, nor of the padding; the class itself takes the longest's."""
+    theirs = save_class(kind, tmp_path, **changes)
+    ours, x = held(tmp_path), tokens()
+
+    def alone(ids: Tensor) -> Tensor:
+        theirs(ids[None, :1])  # dynamic angles stay those of a longer text until a short one
+        return theirs(ids[None]).logits[0]
+
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    lengths, padding = [[4, 12, 4], [3, 17]], (4, 5)
+    found = ours.head(ours(x, PackedLayout.from_lengths(lengths, padding)))
+    for row, parts in enumerate(lengths):
+        ends = np.cumsum(parts).clip(max=20 - padding[row])
+        for begin, end in pairwise([0, *ends]):
+            if end > begin:
+                close(found[row, begin:end], alone(x[row, begin:end]))
+    found = ours.head(ours(x, PackedLayout.from_lengths([[20], [20]], (13, 0))))
+    close(found[0, :7], alone(x[0, :7]))
+    assert (theirs(x).logits[0, :7] - found[0, :7]).abs().max() > 0.01
+    paths = PackedLayout.from_ends([[8] * 4 + [6] * 2 + [8] * 2 + [20] * 12])
+    branches = ours.head(ours(x[:1], paths))[0]
+    close(branches[8:], alone(x[0, 8:]))
+    close(branches[6:8], alone(x[0, [0, 1, 2, 3, 6, 7]])[4:])
 
 
 @torch.no_grad()
