@@ -160,11 +160,15 @@
       touch(this.plot.over);
     }
 
-    /* Where something happened to the run. */
+    /* Where something happened to the run: a line, and the kind of event along it where there is room. */
     marks(u) {
+      const ratio = devicePixelRatio, height = 12 * ratio;
+      let free = -Infinity; /* where the next label may be */
       u.ctx.save();
-      u.ctx.strokeStyle = color("--s4");
-      u.ctx.lineWidth = 1.5 * devicePixelRatio;
+      u.ctx.strokeStyle = u.ctx.fillStyle = color("--s4");
+      u.ctx.lineWidth = 1.5 * ratio;
+      u.ctx.font = `${10 * ratio}px sans-serif`;
+      u.ctx.textAlign = "right";
       u.ctx.setLineDash([4, 4]);
       for (const mark of this.seenMarks(u)) {
         const x = u.valToPos(mark.x, "x", true);
@@ -172,6 +176,13 @@
         u.ctx.moveTo(x, u.bbox.top);
         u.ctx.lineTo(x, u.bbox.top + u.bbox.height);
         u.ctx.stroke();
+        if (x < Math.max(free, u.bbox.left + height)) continue;
+        u.ctx.save();
+        u.ctx.translate(x - 4 * ratio, u.bbox.top + 2 * ratio);
+        u.ctx.rotate(-Math.PI / 2);
+        u.ctx.fillText(mark.what.split(":")[0].replaceAll("_", " "), 0, 0);
+        u.ctx.restore();
+        free = x + height;
       }
       u.ctx.restore();
     }
