@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # --no-compile: Python compiles what it imports, a small part of what is installed.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-ACTIVATE := echo "commands of this project: in its environment, source $(BIN)/activate"
+ACTIVATE := echo "To run the project's commands in this shell: source $(BIN)/activate"
 # Tests and benchmarks start hundreds of processes: without compiled bytecode each takes 6 seconds longer to import.
 unexport PYTHONDONTWRITEBYTECODE
 
