@@ -29,6 +29,7 @@ from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.sources import Row
+from llmfoundry.data.supervised.formats import lacks_argument
 from llmfoundry.data.supervised.rows import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.launch import World
@@ -645,6 +646,9 @@ BAD_CHATS: list[tuple[Any, str]] = [
         r"messages\[1\].tool_calls\[0\]: arguments are not JSON: .*; write an object, or a JSON"),
     ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "[1]"}])]},
         "arguments spell no JSON object"),
+    ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments":
+        '{"a": "\\ud800"}'}])]}, r"holds half a surrogate pair \(U\+D800\), which is not text"),
+    ({"messages": json.dumps([user("a"), assistant("b \udfff")])}, r"surrogate pair \(U\+DFFF\)"),
     ({"messages": [user("a"), assistant("b")], "tools": [{"function": "f"}]},
         r"tools\[0\].function holds text, not a JSON schema"),
     ({"messages": [user("a"), "b"]}, r"messages\[1\] holds text, not an object"),
@@ -1024,6 +1028,16 @@ def test_an_empty_answer_of_a_conversation_is_dropped_as_one_of_a_prompt_is(tmp_
         "chosen": [assistant("x")], "rejected": [assistant("y")]}]))  # fmt: skip
     data = opened(tmp_path, {"paths": [path], "format": "preference"})
     assert "data: 2 rows empty: dropped" in data.summary
+
+
+def test_odd_schemas_of_tools_are_no_reason_to_end():
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ([1], None, "")]
+    messages = [assistant("", tool_calls=calls)]
+    for parameters in (None, [], {"required": None}, {"required": [["a"], {}, 1]}):
+        tools = [{"function": {"name": ["f"]}}, {"name": "f", "parameters": parameters}]
+        assert not lacks_argument(messages, tools)
+    tools[1]["parameters"] = {"required": ["a"]}
+    assert lacks_argument(messages, tools)
 
 
 def test_an_error_of_a_stream_names_its_key_and_held_out_rows_need_a_measure(tmp_path):

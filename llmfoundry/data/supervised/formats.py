@@ -25,7 +25,7 @@ from llmfoundry.data.supervised.loss_mask import (
     TemplateInputs,
     conversation_documents,
 )
-from llmfoundry.data.text.chat_template import call_arguments
+from llmfoundry.data.text.chat_template import call_arguments, half_a_pair
 from llmfoundry.errors import UserError
 
 _TEXTS = ("prompt", "response", "completion", "chosen", "rejected")  # or messages
@@ -196,6 +196,8 @@ def _answered(
         for column, value in (("prompt", prompt), (name, answer)):
             if not isinstance(value, str):
                 raise ValueError(f"{column} holds {kind(value)}, not text")
+            if half := half_a_pair(value):
+                raise NotOfFormat(f"{column} {half}; correct it", "half a surrogate pair")
         return [SegmentedText((Segment(prompt, False), Segment(answer, True)), rendered=False)]
     messages = plain_messages(answer, name=name)
     if messages and messages[0]["role"] in ("assistant", "tool"):
@@ -352,7 +354,8 @@ def lacks_argument(
     for function in (tool.get("function", tool) for tool in tools):
         parameters = function.get("parameters")
         names = parameters.get("required") if isinstance(parameters, Mapping) else None
-        required[str(function.get("name"))] = names if isinstance(names, list) else []
+        names = names if isinstance(names, list) else []
+        required[str(function.get("name"))] = [name for name in names if isinstance(name, str)]
     for function in (c.get("function", c) for m in messages for c in m.get("tool_calls", ())):
         arguments = call_arguments(function)
         there = arguments if isinstance(arguments, Mapping) else {}

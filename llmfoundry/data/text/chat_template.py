@@ -275,16 +275,18 @@ def _render(template: ChatTemplate, asked: Mapping[str, Any]) -> Rendered:
     OpenAI's API writes them.
     """
     messages = [_with_reasoning(message) for message in asked["messages"]]
-    if not any(message.get("tool_calls") for message in messages):
-        return _unmarked(_text(template, asked, messages))
     objects = [_with_arguments(message, _as_object) for message in messages]
     try:
-        return _unmarked(_text(template, asked, objects))
+        text = _text(template, asked, objects)
     except UserError:
         texts = [_with_arguments(message, _as_text) for message in messages]
-        with suppress(UserError):
-            return _unmarked(_text(template, asked, texts))
-        raise
+        text = ""
+        if texts != objects:  # there are calls
+            with suppress(UserError):
+                text = _text(template, asked, texts)
+        if not text:
+            raise
+    return _unmarked(text)
 
 
 def _text(
@@ -320,6 +322,15 @@ def _text(
     return text
 
 
+def half_a_pair(text: str) -> str:
+    """What to say of a text that no tokenizer can read, as JSON within JSON may spell it; or ""."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds half a surrogate pair (U+{ord(text[error.start]):04X}), which is not text"
+    return ""
+
+
 def call_arguments(function: Mapping[str, Any]) -> Any:
     """The arguments of a call, as an object where they are a JSON text, as OpenAI's API writes it.
 
@@ -333,7 +344,8 @@ def call_arguments(function: Mapping[str, Any]) -> Any:
     try:
         found = json.loads(arguments) if arguments.strip() else {}  # of a call without arguments
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"arguments are not JSON: {_line(error)}; {what}") from error
+        reason = _line(error).partition(";")[0]  # of a long integer: how a program could allow it
+        raise ValueError(f"arguments are not JSON: {reason}; {what}") from error
     if not isinstance(found, dict):
         raise ValueError(f"arguments spell no JSON object; {what}")
     return found
@@ -443,6 +455,9 @@ def _literal(value: Any) -> str:
 def _unmarked(text: str) -> Rendered:
     """A text without the marks in it, and where they were; of nested ones the outer."""
     from llmfoundry.data.text.chat_sandbox import BEGIN, END
+
+    if half := half_a_pair(text):
+        raise UserError(half)
 
     if BEGIN not in text:
         return Rendered(text, ())
