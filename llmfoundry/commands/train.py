@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+from itertools import islice
 
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.job import Job
@@ -149,7 +150,17 @@ def _try_it(job: Job, name: str) -> list[str]:
     """How to see what the model writes."""
     if job.tokenizer.has_chat:
         return ["chat", name]
-    return ["generate", name, "prompt=def __init__(self"]
+    if job.recipe.data.name == "python_stdlib":
+        return ["generate", name, "prompt=def __init__(self"]
+    return ["generate", name, f"prompt={_first_words(job)}"]
+
+
+def _first_words(job: Job) -> str:
+    """How held-out text begins, where there is some that is quickly read; else a beginning."""
+    validation = job.prepared.validation
+    texts = validation.texts() if validation.n_bytes <= GZIP_LIMIT else []
+    words = (word for text in texts for word in text.split() if word.isalnum())
+    return " ".join(islice(words, 3)) or "The"
 
 
 def _beside_gzip(job: Job) -> str:

@@ -332,6 +332,8 @@ class DataConfig(SourceConfig):
             stream.settle()
         if self.validation is None:
             return
+        if self.validation.name == "shards" and self.validation.paths:  # of which shards has none
+            self.validation.name = "files"
         if self._is_supervised_alone() and self.validation.format == AUTO:
             self.validation.format = TEXT  # unless it names one, that of `data`: see `fill`
         self.validation.settle()

@@ -144,6 +144,7 @@ def _say(schema: Schema, other: Other, value: Any) -> str:
     written = re.sub(
         "<(.*?)>([a-z]*)", lambda m: _carried(schema, other.key, m[1], m[2], value), other.write
     )
+    written = written.replace("[[", "[").replace("]]", "]")  # a list in the place of one of it
     return f"; write {written}{where}{why}"
 
 

@@ -109,6 +109,13 @@ def _refuse_foreign(file: Path, schema: Schema) -> None:
             f"{show(file)}: is the recipe of one run; write base: {show(file)}, sizes and tokens in"
             " a file like yamls/scaling/quickstart.yaml"
         )
+    defaults = values.get("defaults") or []
+    chooses_model = any(isinstance(entry, dict) and "model" in entry for entry in defaults)
+    if "model" in getattr(schema.cls, "NOT_GROUPS", ()) and chooses_model:
+        raise UserError(
+            f"{show(file)}: trains a new model; write `python scripts/train.py {show(file)}`, or"
+            " take a recipe of yamls/finetune, with model.pretrained=runs/NAME"
+        )
     if "sizes" not in schema.keys and {"base", "sizes"} <= values.keys():
         raise UserError(
             f"{show(file)}: is of many runs; write `python scripts/scaling.py {show(file)}`"

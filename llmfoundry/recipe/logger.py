@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.checks import check_duration, inert, set_defaults
 from llmfoundry.recipe.resilience import WatchConfig
@@ -150,6 +150,9 @@ class LoggerConfig:
 class GenerateConfig:
     """Samples during training, shown on the console and kept in the report."""
 
+    OFF: ClassVar[dict[str, Any]] = {}
+    """What `generate: false` or null stands for: no prompts."""
+
     prompts: list[str] = field(default_factory=list)
     """Texts to continue; none: no samples."""
     from_validation: Annotated[int, Range(0, 1000, "each is written at every interval")] = 0
@@ -185,6 +188,9 @@ class GenerateConfig:
 @dataclass
 class EarlyStopperConfig:
     """Ends a run whose metric has stopped improving; the last state is saved as at any end."""
+
+    OFF: ClassVar[dict[str, Any]] = {}
+    """What `early_stopper: false` or null stands for: no metric."""
 
     metric: str | None = None
     """A metric's name as metrics.jsonl has it, such as

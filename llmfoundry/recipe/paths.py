@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2] if IS_REPOSITORY else _PACKED
 YAMLS = ROOT / "yamls"
 """The shipped recipes, and below them one folder a group."""
 _SUFFIXES = (".yaml", ".yml")
+_TEXTS = (".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet", ".gz", ".zst")
 
 
 def find_file(path: str | Path, key: str) -> Path:
@@ -46,6 +47,11 @@ def find_recipe(path: str | Path) -> Path:
     """
     given = Path(os.path.expanduser(path))
     if os.path.isfile(given):
+        if given.suffix in _TEXTS:
+            raise UserError(
+                f"{path} is no recipe; to train on it, write RECIPE.yaml data=files"
+                f" data.paths=[{path}], such as quickstart"
+            )
         return given
     if os.path.isfile(given / "recipe.yaml"):
         raise UserError(f"{path} is a folder; did you mean {given / 'recipe.yaml'}?")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 from llmfoundry.recipe.checks import inert, inert_change, nearest, set_defaults
@@ -154,6 +154,12 @@ class WatchConfig:
 
     By default it only logs: each event is a line on the console and in save_folder/events.jsonl.
     """
+
+    OFF: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("loss_spike", "gradient_spike", "slow_rank", "mfu_drop", "data_wait", "stall", "gpu"),
+        "off",
+    )
+    """What `watch: false` or null stands for; a loss that is not finite is always acted upon."""
 
     loss_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
     """What to do about a step whose loss is spike_deviations above the mean of those before it: log

@@ -215,6 +215,9 @@ def to_type(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
     if section is not None:
         if isinstance(value, dict):
             return build(section.cls, value, problems, f"{key}.")
+        off = getattr(section.cls, "OFF", None)
+        if off is not None and value in (None, False):
+            return section.cls(**off)
         why = f"{_show(value)} is not a section; write its keys below it"
         can_be_group = isinstance(value, str) and "[" not in key
         near = f", or `- {key}: {value}` in the defaults list" if can_be_group else ""

@@ -13,9 +13,12 @@ from mutations import SCRIPTS
 from recipe_front import Front
 
 from llmfoundry.recipe.checks import VALUES, nearest_option
+from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.other_tools.table import OTHERS
 from llmfoundry.recipe.paths import ROOT, YAMLS, group_options, search_folders
 from llmfoundry.recipe.schema import Choice, Schema
+from llmfoundry.recipe.train import TrainRecipe
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 SFT = YAMLS / "finetune" / "quickstart-sft.yaml"
@@ -258,6 +261,47 @@ def test_a_folder_in_place_of_a_recipe_is_what_the_script_works_on(
     assert line == f"runs/x: is {key}, which is given a second time; remove one of the two"
     (line,) = front("runs/x", "runs/y", schema=SCRIPTS[script]).errors
     assert line.startswith("two words without a key, runs/x and runs/y")
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "line"),
+    [
+        ("finetune", ["quickstart"], "trains a new model; write `python scripts/train.py"),
+        (
+            "train",
+            [f"{ROOT}/README.md"],
+            "README.md is no recipe; to train on it, write RECIPE.yaml",
+        ),
+        ("train", ["quickstart", "datasets=[a]"], "write data.paths=[a] (with data=files"),
+        ("train", ["quickstart", "data.path=a"], "write data.paths=[a] (with data=files"),
+        ("train", ["quickstart", "flash_attention_2=true"], "model.attn_config.attn_impl=auto"),
+    ],
+)
+def test_a_first_mistake_is_one_line_with_the_way(
+    front: Front, script: str, words: list[str], line: str
+) -> None:
+    got = front(*words, schema=SCRIPTS[script])
+    (error,) = got.errors
+    assert got.status == 2 and line in error
+
+
+@pytest.mark.parametrize("off", ["false", "null"])
+def test_every_callback_section_can_be_switched_off(off: str) -> None:
+    words = [f"callbacks.{name}={off}" for name in ("generate", "early_stopper", "watch")]
+    callbacks = checked(TrainRecipe, "quickstart", words).callbacks
+    assert not callbacks.generate.is_on and callbacks.early_stopper.metric is None
+    assert not callbacks.watch.has_rounds and callbacks.watch.loss_spike == "off"
+
+
+def test_held_out_rows_are_named_as_rows_to_train_on_are(tmp_path: Path) -> None:
+    for name in ("mine", "theirs"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    words = [f"data.paths=[{tmp_path}/mine.jsonl]", "model.pretrained=runs/any"]
+    words += [f"data.validation.paths=[{tmp_path}/theirs.jsonl]"]
+    data = checked(FinetuneRecipe, "quickstart-sft", words).data
+    data.fill()
+    assert data.validation is not None and data.validation.name == "files"
+    assert data.format == data.validation.format == "prompt_response"
 
 
 def test_a_reader_that_leaves_ends_nothing_with_a_traceback() -> None:

@@ -142,13 +142,13 @@ TRAINERS = (
     Other("num_experts_per_tok top_k_experts", "model.ffn_config.moe_top_k=<4>"),
     Other(
         "attn_implementation use_flash_attention use_flash_attention_2 flash_attention"
-        " model.attn_implementation flash_attn use_flash_attn",
+        " flash_attention_2 model.attn_implementation flash_attn use_flash_attn",
         "model.attn_impl=<auto>",
         off="model.attn_impl=torch",
     ),
     Other(
         "attn_implementation use_flash_attention use_flash_attention_2 flash_attention attn_impl"
-        " flash_attn use_flash_attn",
+        " flash_attention_2 flash_attn use_flash_attn",
         "model.attn_config.attn_impl=<auto>",
         "auto is the fastest of the device",
         off="model.attn_config.attn_impl=torch",
@@ -205,7 +205,7 @@ TRAINERS = (
     Other("dataset_config_name dataset_config", "data.subset=<en>"),
     Other(
         "train_file train_files data_dir dataset_path datasets train_data data_path dataset_dir"
-        " train_dataset validation_file",
+        " train_dataset validation_file data.path data.file data.files",
         "data.paths=[<my/*.jsonl>]",
         "with data=files or data=jsonl",
     ),
