@@ -279,7 +279,7 @@ def _part(
     rule: Rule, config: ModelConfig, source: str, which: tuple[int, int], read: Read
 ) -> Tensor:
     """One of theirs, (number, of how many), made of our weight."""
-    part = _rows(rule, _computed(rule, config, read(source)), which[1], config)[which[0]]
+    part = _rows(rule, computed(rule, config, read(source)), which[1], config)[which[0]]
     return part.T if rule.transposed else part
 
 
@@ -291,7 +291,7 @@ def _bias_part(
     return _rows(rule, bias, which[1], config)[which[0]]
 
 
-def _computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
+def computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
     """Theirs of our weight, or, `back`, ours of theirs; in fp32 where anything is computed."""
     if rule.less:
         return weight.float() + (rule.less if back else -rule.less)
@@ -370,7 +370,7 @@ def _ours_of_theirs(
 
 def _whole_weight(rule: Rule, config: ModelConfig, theirs: tuple[str, ...], read: Read) -> Tensor:
     parts = [read(name).T if rule.transposed else read(name) for name in theirs]
-    return _computed(rule, config, _joined(rule, parts, config), back=True)
+    return computed(rule, config, _joined(rule, parts, config), back=True)
 
 
 def _whole_bias(

@@ -118,7 +118,20 @@ def plan_adapter(model: Decoder, config: AdapterConfig, *, split_qkv: bool) -> d
         )
         check_fit(name, targets[name], lora)
         plan[name] = lora
+    check_tied(plan, model, _KEY)
     return plan
+
+
+def check_tied(names: Collection[str], model: Decoder, where: str) -> None:
+    """Raise a UserError for a low-rank change of an embedding that is the head as well.
+
+    peft changes the embedding alone, and a merged weight would change both.
+    """
+    if model.config.tie_word_embeddings and "wte" in names:
+        raise UserError(
+            f"{where}: wte is the head as well (tie_word_embeddings), and low-rank matrices would"
+            " change one of the two; write adapter.modules_to_save: [wte], which trains both"
+        )
 
 
 def _chosen(

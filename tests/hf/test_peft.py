@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
@@ -143,6 +143,40 @@ def test_every_kind_of_adapter_in_peft(adapter: dict[str, Any], tmp_path: Path) 
     base, model = adapted("LlamaForCausalLM", **adapter)
     check_in_peft(base, model, tmp_path)
     check_read_back(base, model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "VaultGemmaForCausalLM"])  # not tied
+def test_an_embedding_that_trains_whole_takes_its_tied_head_to_peft(
+    name: str, is_known: bool, tmp_path: Path
+) -> None:
+    # `is_known`: of `ensure_weight_tying`, which older versions of peft leave out.
+    base, model = adapted(name, target_modules=["Wqkv"], modules_to_save=["wte"])
+    save(model, tmp_path / "adapter")
+    file = tmp_path / "adapter" / CONFIG
+    config = json.loads(file.read_text())
+    assert config.pop("ensure_weight_tying") == base.config.tie_word_embeddings
+    if not is_known:
+        file.write_text(json.dumps(config))
+    expected = logits(model, rows())
+    theirs = peft.PeftModel.from_pretrained(exported(base, tmp_path / "base"), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(rows()).logits, expected, **EXACT)
+    theirs.save_pretrained(tmp_path / "again")
+    check_read_back(base, model, tmp_path / "again")
+
+
+def test_a_tied_head_that_differs_and_a_low_rank_tied_embedding_are_refused(tmp_path: Path) -> None:
+    base, model = adapted("LlamaForCausalLM", target_modules=["Wqkv"], modules_to_save=["wte"])
+    save(model, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.lm_head.weight"] += 1
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"lm_head\.weight is not its embedding, and the base"):
+        read_adapter(file.parent, base, dropout=0.0)
+    with pytest.raises(UserError, match=r"wte is the head as well .*modules_to_save: \[wte\]"):
+        adapted("LlamaForCausalLM", target_modules=["Wqkv", "wte"])
 
 
 @pytest.mark.parametrize("experts", ["independent", "shared"])

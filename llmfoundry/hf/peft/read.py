@@ -31,8 +31,8 @@ from llmfoundry.hf.peft.names import (
     peft_modules,
     read_config,
 )
-from llmfoundry.hf.tensor_names import MAPS, layers
-from llmfoundry.models.adapter_targets import find_targets
+from llmfoundry.hf.tensor_names import MAPS, Rule, computed, layers
+from llmfoundry.models.adapter_targets import check_tied, find_targets
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
 
@@ -139,6 +139,7 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
                 parts.setdefault(source, []).append(part)
     if not parts:
         raise _foreign(file, "none of its names is in this model")
+    check_tied(parts, model, str(folder))
     whole, saved = _whole(file, architecture, model)
     unread = sorted(file.tensors.keys() - file.read)
     if unread:
@@ -356,20 +357,29 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Tensor], list[str]]:
     """Modules that were trained whole: values by our parameters' names, and our modules."""
-    parameters = dict(model.named_parameters())
-    names = {f"model.{name}": name for name in parameters}
+    parameters, config = dict(model.named_parameters()), model.config
+    names: dict[str, tuple[str, Rule | None]] = {f"model.{n}": (n, None) for n in parameters}
     if architecture in MAPS:
-        for _, ours, theirs in layers(MAPS[architecture], model.config):
+        for rule, ours, theirs in layers(MAPS[architecture], config):
+            tied = ours == "lm_head" and config.tie_word_embeddings
             for kind in ("weight", "bias"):
-                if len(theirs) == 1 and f"{ours}.{kind}" in parameters:
-                    theirs_name = theirs[0].removesuffix("weight") + kind
-                    names[theirs_name] = f"{ours}.{kind}"
-    values = {}
-    for theirs_name, name in names.items():
+                name = f"{'wte' if tied else ours}.{kind}"
+                if len(theirs) == 1 and name in parameters:
+                    names[theirs[0].removesuffix("weight") + kind] = (name, rule)
+    values: dict[str, Tensor] = {}
+    for theirs_name, (name, rule) in names.items():
         tensor = file.get(theirs_name)
         if tensor is None:
             continue
         if tensor.shape != parameters[name].shape:
             raise _foreign(file, f"{theirs_name} has the shape {tuple(tensor.shape)}")
+        if rule is not None and name.endswith("weight"):
+            tensor = computed(rule, config, tensor, back=True)
+        is_tied_head = rule is not None and rule.ours == "lm_head" and name == "wte.weight"
+        if is_tied_head and not torch.equal(values.get(name, tensor[:0]), tensor):
+            raise UserError(
+                f"{file.folder}: {theirs_name} is not its embedding, and the base model ties the"
+                " two; save a base with tie_word_embeddings: false, and train on that"
+            )
         values[name] = tensor
     return values, list(dict.fromkeys(name.rpartition(".")[0] for name in values))

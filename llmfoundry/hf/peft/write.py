@@ -8,6 +8,10 @@ rank after rank. Its joint gate and up projection have one A: ours stand in it s
 zeros where the other's rows are. peft has no way to change DBRX's experts, whose weights are read
 past the module that it wraps: such a folder names another `peft_type`, so that peft refuses it
 instead of leaving the experts out.
+
+peft replaces modules one by one, so that a head that is tied to an embedding would stay the base's:
+an embedding that trained whole is written as both, and `ensure_weight_tying` ties them again where
+peft trains on. Versions of peft that do not know that key replace both all the same.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from llmfoundry.hf.peft.names import (
     module_name,
     peft_modules,
 )
-from llmfoundry.hf.tensor_names import MAPS, WeightMap, layers
+from llmfoundry.hf.tensor_names import MAPS, WeightMap, computed, layers
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.recipe.model import ModelConfig
 
@@ -157,6 +161,7 @@ class _Writer:
         self.tensors: dict[str, Tensor] = {}
         self.placed: set[str] = set()
         self.refused_by_peft = False
+        self.ties_weights = False
         self.modules_to_save: list[str] = []
         self._shapes: dict[str, tuple[int, float]] = {}  # rank and scale by module or parameter
         self._modules: list[str] = []
@@ -234,18 +239,23 @@ class _Writer:
             value = tensor.detach().cpu().contiguous()
             if layer not in rules:
                 self.refused_by_peft |= weights is not None
-                names, values = [f"model.{name}"], [value]
-            else:
-                rule, theirs = rules[layer]
-                if len(theirs) != 1 or rule.less or rule.multiplied or rule.transposed:
-                    raise UserError(
-                        f"adapter.modules_to_save: {layer} is not one module in peft's format;"
-                        " remove it"
-                    )
-                names, values = [f"{module_name(theirs[0])}.{kind}"], [value]
-            for theirs_name, part in zip(names, values, strict=True):
-                self.tensors[f"{PREFIX}{theirs_name}"] = part
-                self.modules_to_save.append(theirs_name.rpartition(".")[0])
+                self._save_module(f"model.{layer}", kind, value)
+                continue
+            rule, theirs = rules[layer]
+            if len(theirs) != 1 or rule.transposed:
+                raise UserError(
+                    f"adapter.modules_to_save: {layer} is not one module in peft's format;"
+                    " remove it"
+                )
+            value = computed(rule, config, value) if kind == "weight" else value
+            self._save_module(module_name(theirs[0]), kind, value)
+            if layer == "wte" and config.tie_word_embeddings:
+                self._save_module(module_name(rules["lm_head"][1][0]), kind, value.clone())
+                self.ties_weights = True
+
+    def _save_module(self, module: str, kind: str, value: Tensor) -> None:
+        self.tensors[f"{PREFIX}{module}.{kind}"] = value
+        self.modules_to_save.append(module)
 
     def settings(
         self, adapted: Mapping[str, AdaptedMatrix], base: str | None, architecture: str
@@ -274,6 +284,7 @@ class _Writer:
             "target_parameters": [f"{m}.{p}" for m, ps in self._parameters.items() for p in ps]
             or None,
             "modules_to_save": list(dict.fromkeys(self.modules_to_save)) or None,
+            "ensure_weight_tying": self.ties_weights,
             "use_rslora": rslora,
             "use_dora": any(lora.dora for lora in loras),
             "fan_in_fan_out": transposed,
