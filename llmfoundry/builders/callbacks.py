@@ -186,7 +186,7 @@ def _drawn(job: Job, prompts: list[list[int]], batch: int) -> list[list[int]]:
         job.root,
         slots=max(1, min(len(prompts), SLOTS, fit)),
         length=length,
-        n_tokens=job.tokenizer.vocab_size,
+        n_tokens=job.recipe.model.vocab_size,
         device=device,
         autocast=job.autocast,
     )
@@ -197,7 +197,7 @@ def _drawn(job: Job, prompts: list[list[int]], batch: int) -> list[list[int]]:
             Sampling(
                 config.temperature, top_p=config.top_p, seed=draw_seed(job.recipe.seed, batch, n)
             ),
-            frozenset({job.tokenizer.eos_id}),
+            frozenset(job.tokenizer.end_ids),
         )
         for n, prompt in enumerate(prompts)
     ]

@@ -230,12 +230,18 @@ def of_run(loaded: Loaded, world: World) -> LoadedModel:
         tokenizer=loaded.tokenizer,
         device=world.device,
         precision=loaded.recipe.precision,
-        end_ids=frozenset({loaded.tokenizer.eos_id}),
-        n_tokens=loaded.tokenizer.vocab_size,
+        end_ids=frozenset(loaded.tokenizer.end_ids),
+        n_tokens=_head_rows(model.config.vocab_size),
         longest=longest_document(model.config),
         root=None if is_class else loaded.root,
         hugging_face=model.hf if is_class else None,
     )
+
+
+def _head_rows(vocab_size: int | None) -> int:
+    """Ids that are drawn: all that the head has, as in transformers, also those without a token."""
+    assert vocab_size is not None, "the model is filled"
+    return vocab_size
 
 
 def _open_hugging_face(
@@ -270,13 +276,12 @@ def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> Load
             root = Root(Decoder(found.config)).to(weight_dtype(precision))
         root.to_empty(device=world.device)
         fill_model(root.model, found.state())
-    assert found.config.vocab_size is not None, "config.json says it"
     return _loaded(
         opened,
         world,
         precision,
         root=root.eval(),
-        n_tokens=found.config.vocab_size,  # as transformers draws: all that the head has
+        n_tokens=_head_rows(found.config.vocab_size),
         longest=longest_document(found.config),
     )
 
@@ -351,9 +356,10 @@ def _open_adapter(
         seq_len=seq_len,
         depth=depth + 1,
     )
-    tokenizer = base.tokenizer
+    tokenizer, ends = base.tokenizer, {base.tokenizer.eos_id}
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder)
+        ends = {*tokenizer.end_ids}
 
     def load() -> LoadedModel:
         loaded = base.load()
@@ -365,8 +371,7 @@ def _open_adapter(
         add = _add_to_class if loaded.root is None else _add_to_decoder
         loaded = add(loaded, folder)
         note(f"{folder}: merged into {base.name}")
-        ends = loaded.end_ids | {tokenizer.eos_id}
-        return replace(loaded, tokenizer=tokenizer, end_ids=ends)
+        return replace(loaded, tokenizer=tokenizer, end_ids=loaded.end_ids | ends)
 
     return replace(base, name=name, tokenizer=tokenizer, load=load)
 

@@ -71,6 +71,7 @@ class Pretrained:
         summary: a line for the user: what it is, and how it is held.
         read: gives one tensor that `fill` would write into a model, which may be on the meta
             device, by its name; None: a model of transformers' class.
+        may_grow: rows may be added for tokens that its tokenizer gains.
     """
 
     config: ModelConfig
@@ -78,6 +79,7 @@ class Pretrained:
     fill: Callable[[Decoder], None]
     summary: str
     read: ReadOne | None = None
+    may_grow: bool = False
 
 
 def resolve(
@@ -103,6 +105,7 @@ def resolve(
     asked = recipe.model
     options = FetchOptions.from_config(recipe.data)
     pretrained = open_pretrained(asked, world, note=note, options=options)
+    pretrained = replace(pretrained, may_grow=asked.resize_embeddings)
     config = pretrained.config
     assert config.max_seq_len is not None
     if config.learned_pos_emb and recipe.max_seq_len > config.max_seq_len:
@@ -238,22 +241,30 @@ def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer, asked: PretrainedC
             without need.
     """
     assert config.vocab_size is not None, "the model's own files say it"
-    size, rows = tokenizer.vocab_size, config.vocab_size
-    if size <= rows:
+    rows = config.vocab_size
+    if tokenizer.vocab_size <= rows:
         if asked.resize_embeddings:
             raise UserError(
                 f"model.resize_embeddings: has no effect, as the embedding has {rows} rows for the"
-                f" tokenizer's {size} tokens; remove it"
+                f" tokenizer's {tokenizer.vocab_size} tokens; remove it"
             )
         return
     if not asked.resize_embeddings:
-        raise UserError(
-            f"model.resize_embeddings: the tokenizer has {size} tokens, and the model {rows} rows;"
-            " write true to add rows, which begin as the mean of the others"
-        )
-    config.vocab_size = -(-size // 64) * 64
+        advice = "write true to add rows, which begin as the mean of the others"
+        check_rows(config, tokenizer, "model.resize_embeddings", advice)
+    config.vocab_size = -(-tokenizer.vocab_size // 64) * 64
     if isinstance(config, HFModelConfig):
         config.hf_config["vocab_size"] = config.vocab_size
+
+
+def check_rows(config: ModelConfig, tokenizer: Tokenizer, where: str, advice: str) -> None:
+    """Raise a UserError that begins with `where` if a model lacks rows for its tokenizer."""
+    size, rows = tokenizer.vocab_size, config.vocab_size
+    assert rows is not None, "the model's own files say it"
+    if size > rows:
+        raise UserError(
+            f"{where}: the tokenizer has {size} tokens, and the model {rows} rows; {advice}"
+        )
 
 
 def read_model(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from llmfoundry.builders.adapter import BASE, FOLDER, BaseCheck, adapt, has_adapter
 from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
-from llmfoundry.builders.pretrained import base_of, fill_tensor, open_pretrained
+from llmfoundry.builders.pretrained import base_of, check_rows, fill_tensor, open_pretrained
 from llmfoundry.builders.registry import (
     Tag,
     address_of,
@@ -68,6 +69,8 @@ _REPORTED = (
     "adapter.name",
     "seed",
 )
+
+_MORE_ROWS = "fine-tune it with model.resize_embeddings=true, which adds rows"
 
 DTYPE_OF = {"fp32": "fp32", "amp_bf16": "bf16"}  # of a file, by what most of a folder is stored in
 
@@ -135,7 +138,6 @@ def _export_gguf(recipe: ConvertRecipe) -> Loaded | None:
             " to=hf, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
         )
     state = streamed_state(loaded, note=print)
-    files = _tokenizer_files(loaded)
     model = GGUFModel(
         str(loaded.recipe.run_name),
         loaded.root.model.config,
@@ -143,7 +145,7 @@ def _export_gguf(recipe: ConvertRecipe) -> Loaded | None:
         state.__getitem__,
         loaded.tokenizer,
         starts=bool(loaded.tokenizer.bos_ids) or (loaded.is_trained and not _is_chat(loaded)),
-        stops=files.stops if isinstance(files.stops, list) else [files.stops],
+        stops=loaded.tokenizer.end_ids,
     )
     dtype = recipe.dtype or ("bf16" if is_quantized(loaded.root.model) else "fp32")
     name = to_gguf(model, output, dtype=dtype, architecture=recipe.architecture)
@@ -154,7 +156,6 @@ def _export_gguf(recipe: ConvertRecipe) -> Loaded | None:
 def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
     folder = hf_folder(str(recipe.checkpoint))
     tokenizer = Tokenizer.load(folder)
-    stops = TokenizerFiles.of(tokenizer, folder).stops
     is_trained = DOCUMENT_START in read_folder_config(folder)
     with open_hf(folder) as opened:
         state = {tensor.name: tensor for tensor in opened.tensors()}
@@ -165,7 +166,7 @@ def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
             lambda name: state[name].read().clone(),  # or its file stays mapped beside the next
             tokenizer,
             starts=bool(tokenizer.bos_ids) or (is_trained and not tokenizer.has_chat),
-            stops=stops if isinstance(stops, list) else [stops],
+            stops=tokenizer.end_ids,
         )
         dtype = recipe.dtype or DTYPE_OF[_precision(opened)]
         name = to_gguf(model, output, dtype=dtype, architecture=recipe.architecture)
@@ -189,10 +190,42 @@ def _export_adapter(recipe: ConvertRecipe) -> Loaded:
     output = Path(recipe.output).expanduser()
     with whole_or_nothing(output) as folder:
         architecture = export_adapter(
-            loaded, folder, architecture=recipe.architecture, experts=recipe.adapter_experts
+            loaded,
+            folder,
+            architecture=recipe.architecture,
+            experts=recipe.adapter_experts,
+            base=_write_resized_base(loaded, folder, recipe),
         )
     print(f"{loaded.checkpoint} is an adapter of {architecture} in {show(output)}")
     return loaded
+
+
+def _write_resized_base(loaded: Loaded, folder: Path, recipe: ConvertRecipe) -> str | None:
+    """Write a base that gained rows beside its adapter; its later name, or None: it gained none."""
+    written = load_run(loaded.folder / "recipe.yaml")
+    if not isinstance(written, FinetuneRecipe) or not written.model.resize_embeddings:
+        return None
+    if isinstance(loaded.recipe.model, HFModelConfig):
+        raise UserError(
+            f"to: peft would put the adapter on {written.model.pretrained}, which has fewer rows"
+            " than the model that was trained; write to=hf, which merges it"
+        )
+    read = open_pretrained(base_of(written, loaded.folder), ALONE, note=print).read
+    assert read is not None, "only of transformers' class"
+    with torch.device("meta"):
+        model = Decoder(loaded.root.model.config)
+    export = Export(
+        dtype="fp32",
+        card=_card(loaded),
+        architecture=recipe.architecture,
+        is_trained=loaded.is_trained,
+    )
+    state = StreamedState(model, partial(read, model))
+    to_hf(model.config, state, _tokenizer_files(loaded), folder / "base", export)
+    (folder / "base" / "README.md").unlink()  # it reports the run that made the adapter
+    name = f"{recipe.output}/base"
+    print(f"{written.model.pretrained} with rows for new tokens is in {show(Path(name))}")
+    return name
 
 
 def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
@@ -268,6 +301,8 @@ def _import(recipe: ConvertRecipe) -> None:
     tokenizer = Tokenizer.load(folder)
     is_trained = DOCUMENT_START in read_folder_config(folder)
     with open_hf(folder) as opened:
+        shown = public(recipe.checkpoint)
+        check_rows(opened.config, tokenizer, shown, _MORE_ROWS)
         written = _imported_recipe(opened, output)
         tensors = _streamed(opened, build_root(with_defaults(written)).model)
         print(f"precision: {written.precision}, as the weights are stored")
@@ -318,8 +353,17 @@ def _precision(opened: HFFolder) -> str:
     return "amp_bf16" if 2 * numbers.get(torch.bfloat16, 0) > sum(numbers.values()) else "fp32"
 
 
-def export_adapter(loaded: Loaded, folder: Path, *, architecture: str | None, experts: str) -> str:
+def export_adapter(
+    loaded: Loaded,
+    folder: Path,
+    *,
+    architecture: str | None,
+    experts: str,
+    base: str | None = None,
+) -> str:
     """Write a loaded run's adapter in peft's format; the architecture whose names it has.
+
+    `base` is what it is to stand on; None: what the run began with.
 
     Raises:
         UserError: the run has no adapter, or peft cannot serve it.
@@ -346,7 +390,7 @@ def export_adapter(loaded: Loaded, folder: Path, *, architecture: str | None, ex
         model.config,
         target_matrices(plan, parameters, model.config.ffn_config.moe_num_experts or 1),
         whole={n: p for n, p in parameters.items() if p.requires_grad and not is_added(n)},
-        base=read_config(loaded.folder / FOLDER).get("base_model_name_or_path"),
+        base=base or read_config(loaded.folder / FOLDER).get("base_model_name_or_path"),
         architecture=architecture,
         experts=experts,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.data.text.tokenizer import GENERATION, Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.files import (
     Journal,
     atomic_path,
     open_to_all,
     place_of,
+    read_object,
     refuse_used,
     resumable_folder,
     sync,
@@ -68,15 +69,16 @@ class TokenizerFiles:
         ids: of its special tokens, as config.json names them. The beginning of text is what every
             training document begins with: where the tokenizer puts nothing before a text, that is
             the end of text, whatever it names.
-        stops: what a generation stops at: the end of text, and of a turn where a special token
-            ends it.
+        end_ids: tokens that end a generated text.
         document_start: ids that documents begin with.
+        generation: other entries of generation_config.json.
     """
 
     folder: Path
     ids: Mapping[str, int | None]
-    stops: int | list[int]
+    end_ids: tuple[int, ...]
     document_start: tuple[int, ...]
+    generation: Mapping[str, Any]
 
     @classmethod
     def load(cls, folder: Path) -> TokenizerFiles:
@@ -92,22 +94,13 @@ class TokenizerFiles:
             "eos_token_id": tokenizer.eos_id,
             "pad_token_id": tokenizer.pad_id,
         }
-        return cls(folder, ids, _stops(tokenizer), start)
+        return cls(folder, ids, tokenizer.end_ids, start, tokenizer.generation)
 
     def copy(self, output: Path) -> None:
         """Put the files into a folder."""
         for name in TOKENIZER_FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, output / name)
-
-
-def _stops(tokenizer: Tokenizer) -> int | list[int]:
-    try:
-        end = tokenizer.chat.end_of_turn
-    except UserError:  # it has no template, or one that nothing ends a turn in
-        end = tokenizer.eos
-    is_other = end != tokenizer.eos and end in tokenizer.special_tokens
-    return [tokenizer.eos_id, *tokenizer.encode_chat(end)] if is_other else tokenizer.eos_id
 
 
 @dataclass(frozen=True)
@@ -184,7 +177,7 @@ def _write_configs(
     tokenizer: TokenizerFiles,
     is_trained: bool,
 ) -> None:
-    """config.json and generation_config.json."""
+    """config.json and generation_config.json, in which ids of a model trained here are its own."""
     ids = tokenizer.ids
     settings = write_settings(config, name)
     kind = str(DTYPES[dtype]).removeprefix("torch.")
@@ -192,8 +185,14 @@ def _write_configs(
     settings |= {DOCUMENT_START: list(tokenizer.document_start)} if is_trained else {}
     write_json(folder / "config.json", settings, indent=2)
     pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
-    stops = {"eos_token_id": tokenizer.stops, "pad_token_id": pad}
-    write_json(folder / "generation_config.json", {**ids, **stops}, indent=2)
+    ids, kept = {**ids, "pad_token_id": pad}, tokenizer.generation
+    generation = {**kept, **ids} if is_trained else {**ids, **kept}
+    generation["eos_token_id"] = _one_or_list(tokenizer.end_ids)
+    write_json(folder / GENERATION, generation, indent=2)
+
+
+def _one_or_list(ids: Sequence[int]) -> int | list[int]:
+    return list(ids) if len(ids) > 1 else ids[0]
 
 
 @contextmanager
@@ -345,16 +344,19 @@ def save_class(
     hf.config.use_cache = True  # which training had turned off
     name = type(hf).__name__
     with whole_or_nothing(output) as folder:
-        _stop_at(getattr(hf, "generation_config", None), tokenizer.stops)
         hf.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+        _add_generation(folder / GENERATION, tokenizer)
         tokenizer.copy(folder)
         write_card(folder / "README.md", card, model.config, name, dtype)
     return name
 
 
-def _stop_at(config: Any, ids: int | list[int]) -> None:
-    """Have generations end at these too; a class that generates nothing has no configuration."""
-    if config is not None:
-        known, more = (n if isinstance(n, list) else [n] for n in (config.eos_token_id, ids))
-        stops = [*dict.fromkeys(n for n in (*known, *more) if n is not None)]
-        config.eos_token_id = stops if len(stops) > 1 else stops[0]
+def _add_generation(file: Path, tokenizer: TokenizerFiles) -> None:
+    """Put what is kept of a model into its file; a class that generates nothing has none."""
+    if file.exists():
+        settings = read_object(file)
+        own = settings.get("eos_token_id")
+        known = own if isinstance(own, list) else [] if own is None else [own]
+        ends = tuple(dict.fromkeys((*known, *tokenizer.end_ids)))
+        kept = {**settings, **tokenizer.generation, "eos_token_id": _one_or_list(ends)}
+        write_json(file, kept, indent=2)

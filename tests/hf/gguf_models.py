@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as Backend
 from llmfoundry.data.text.bpe import END_OF_TEXT, byte_alphabet, bytes_backend, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.hf.gguf.write import GGUFModel, to_gguf
-from llmfoundry.hf.write import TokenizerFiles
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import (
@@ -163,7 +162,7 @@ def write_file(
 ) -> list[str]:
     """Write the model, as one trained here; lines about differences."""
     notes: list[str] = []
-    state, stops = MergedState(model), TokenizerFiles.of(tokenizer, Path()).stops
+    state, stops = MergedState(model), tokenizer.end_ids
     parts = GGUFModel(
         "small",
         model.config,
@@ -171,7 +170,7 @@ def write_file(
         state.__getitem__,
         tokenizer,
         starts=True,
-        stops=stops if isinstance(stops, list) else [stops],
+        stops=stops,
     )
     to_gguf(parts, file, dtype=dtype, architecture=architecture, note=notes.append)
     return notes

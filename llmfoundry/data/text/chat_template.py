@@ -410,11 +410,7 @@ def chosen_templates(value: Any) -> tuple[str, str]:
     Args:
         value: a text, or named templates: a list of {name, template}, or a dict.
     """
-    if isinstance(value, str):
-        return value, ""
-    if isinstance(value, list):
-        value = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-    named = value if isinstance(value, dict) else {}
+    named = named_templates(value)
     default, tools = named.get("default"), named.get("tool_use", "")
     if isinstance(default, str) and isinstance(tools, str):
         return default, tools
@@ -423,6 +419,15 @@ def chosen_templates(value: Any) -> tuple[str, str]:
         f"tokenizer.chat_template: the tokenizer names several templates ({names}), and no default;"
         f" write {', '.join(NAMED)}, or a Jinja file"
     )
+
+
+def named_templates(value: Any) -> dict[str, Any]:
+    """The templates of a tokenizer's configuration by name; a single one is the default."""
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        return {str(t.get("name")): t.get("template") for t in value if isinstance(t, dict)}
+    return dict(value) if isinstance(value, dict) else {}
 
 
 def with_variables(text: str, variables: Mapping[str, Any]) -> str:

@@ -31,12 +31,15 @@ from llmfoundry.data.text.chat_template import (
     NAMED,
     ChatTemplate,
     chosen_templates,
+    named_templates,
     own_sources,
     template_of,
     with_variables,
 )
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, read_object_if_there, read_text
+
+GENERATION = "generation_config.json"
 
 
 class Tokenizer:
@@ -55,10 +58,13 @@ class Tokenizer:
         document_end: what it ends with: eos_ids, and the end of text where no document begins with
             it, so that a model learns where to stop. With document_start: once a document.
         byte_level: any text survives encode and decode unchanged.
+        generation: entries of the model's generation_config.json, which are kept beside it.
+        template_tokens: special tokens that were added for its chat template.
         template_file: where its chat template is from, for messages.
         trusts_template: run that without bounds; never read from a file.
     """
 
+    template_tokens: Sequence[str] = ()
     template_file = "tokenizer.chat_template"
     trusts_template: bool | None = None
 
@@ -75,6 +81,7 @@ class Tokenizer:
         backend.encode_special_tokens = True
         self._backend = backend
         self._config = config or {}
+        self.generation: dict[str, Any] = {}
         self.eos = eos
         eos_id = backend.token_to_id(eos)
         assert eos_id is not None, eos
@@ -90,8 +97,22 @@ class Tokenizer:
         # A pickled backend forgets settings that its file does not hold, special tokens' for one.
         backend = self._backend
         saved = backend if isinstance(backend, BoundedBackend) else backend.to_str()
-        kept = (saved, self.eos, self._config, self.split_special_tokens)
+        kept = (saved, self.eos, self._config, self.generation, self.split_special_tokens)
         return _unpickled, (*kept, self.template_file, self._is_own_template())
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generated text, the end of text first.
+
+        The others are the end of a turn, where that is a special token, and those that
+        generation_config.json names.
+        """
+        ends = [self.eos_id]
+        with suppress(UserError):  # it has no template, or one that nothing ends a turn in
+            turn = self.chat.end_of_turn
+            ends += self.encode_chat(turn) if turn in self.special_tokens else ()
+        ends += _end_ids(self.generation.get("eos_token_id"))
+        return tuple(dict.fromkeys(n for n in ends if 0 <= n < self.vocab_size))
 
     @property
     def split_special_tokens(self) -> bool:
@@ -217,6 +238,7 @@ class Tokenizer:
             )
         file, trusted = f"tokenizer.chat_template: {choice}", is_trusted or None
         ChatTemplate(text, self._special_tokens(), file=file, is_trusted=trusted)  # or an error
+        self.template_tokens = missing
         if missing:
             tokens = [AddedToken(token, special=True, normalized=False) for token in missing]
             self._backend.add_special_tokens(tokens)
@@ -239,14 +261,15 @@ class Tokenizer:
             sources = [with_variables(source, variables) for source in (text, tools) if source]
         except ValueError as error:
             raise UserError(f"{key}: {error}") from error
-        named = zip(("default", "tool_use"), sources, strict=False)
-        template = [{"name": name, "template": source} for name, source in named]
+        changed = dict(zip(("default", "tool_use"), sources, strict=False))
+        named = named_templates(self._config["chat_template"]) | changed
+        template = [{"name": name, "template": source} for name, source in named.items()]
         self.trusts_template = chat.is_trusted or None
-        self._use_template(template if tools else sources[0])
+        self._use_template(template if len(named) > 1 else sources[0])
 
     def _use_template(self, template: Any) -> None:
         self._config = {**self._config, "chat_template": template}
-        for name in ("chat", "fingerprint", "_reading"):
+        for name in ("chat", "end_ids", "fingerprint", "_reading"):
             self.__dict__.pop(name, None)
 
     def encode_chat(self, text: str) -> list[int]:
@@ -337,7 +360,9 @@ class Tokenizer:
             config["model_max_length"] = max_length
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         tokens = {name: config[name] for name in names if name in config}
+        kept = {GENERATION: _json(self.generation)} if self.generation else {}
         return {
+            **kept,
             "tokenizer.json": self._backend.to_str(pretty=True),
             "tokenizer_config.json": _json(config),
             "special_tokens_map.json": _json(tokens),
@@ -353,6 +378,7 @@ class Tokenizer:
         config = {name: v for name, v in _read_config(folder).items() if name not in _NOT_KEPT}
         tokenizer = cls(backend, _eos_in(folder, backend), config)
         tokenizer.template_file = _template_file(folder)
+        tokenizer.generation = _read_generation(folder)
         return tokenizer
 
 
@@ -406,13 +432,14 @@ def _unpickled(
     saved: Any,
     eos: str,
     config: dict[str, Any],
+    generation: dict[str, Any],
     split: bool,
     template_file: str,
     trusts_template: bool | None,
 ) -> Tokenizer:
     backend = Backend.from_str(saved) if isinstance(saved, str) else saved
     tokenizer = Tokenizer(backend, eos, config)
-    tokenizer.split_special_tokens = split
+    tokenizer.split_special_tokens, tokenizer.generation = split, generation
     tokenizer.template_file, tokenizer.trusts_template = template_file, trusts_template
     return tokenizer
 
@@ -471,6 +498,44 @@ def _eos_by_id(folder: Path, backend: AnyBackend) -> str | None:
     return None
 
 
+def _read_generation(folder: Path) -> dict[str, Any]:
+    """generation_config.json of a model's folder; without one, the ends that config.json names.
+
+    Raises:
+        UserError: what ends a text is no token.
+    """
+    file = folder / GENERATION
+    settings = read_object_if_there(file)
+    if not settings:
+        file = folder / "config.json"
+        config = read_object_if_there(file)
+        text_config = config.get("text_config")
+        both = {**(text_config if isinstance(text_config, dict) else {}), **config}
+        settings = {name: both[name] for name in ("eos_token_id",) if both.get(name) is not None}
+    try:
+        _end_ids(settings.get("eos_token_id"))
+    except ValueError as error:
+        raise UserError(f"{file}: eos_token_id: {error}; write a token's id, or a list") from error
+    return {name: value for name, value in settings.items() if name not in _OF_A_VERSION}
+
+
+# Entries of a generation_config.json that describe how it was written.
+_OF_A_VERSION = ("transformers_version", "_from_model_config")
+
+
+def _end_ids(value: Any) -> list[int]:
+    """The ids of an `eos_token_id`, which is one, a list, or null.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for one in ids:
+        if type(one) is not int:
+            raise ValueError(f"{str(one)[:40]!r} is no token id")
+    return ids
+
+
 def no_end_of_text(where: str) -> str:
     """What is said where no end-of-text token is named."""
     return (
@@ -486,6 +551,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     template = folder / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = read_text(template)
+    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if others:
+        named = named_templates(config.get("chat_template"))
+        named |= {file.stem: read_text(file) for file in others}
+        config["chat_template"] = [{"name": n, "template": t} for n, t in named.items()]
     return config
 
 

@@ -287,8 +287,10 @@ def add_tokenizer(
         writer.add_token_merges(vocabulary.merges)
     writer.add_bos_token_id(tokenizer.document_start[-1])
     writer.add_eos_token_id(stops[0])
-    if len(stops) > 1:
-        writer.add_eot_token_id(stops[1])
+    for add, stop in zip(
+        (writer.add_eot_token_id, writer.add_eom_token_id), stops[1:], strict=False
+    ):
+        add(stop)
     if tokenizer.pad_id is not None:
         writer.add_pad_token_id(tokenizer.pad_id)
     if UNKNOWN in vocabulary.types:

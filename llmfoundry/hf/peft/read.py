@@ -367,15 +367,15 @@ def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Te
                 if len(theirs) == 1 and name in parameters:
                     names[theirs[0].removesuffix("weight") + kind] = (name, rule)
     values: dict[str, Tensor] = {}
-    for theirs_name, (name, rule) in names.items():
+    for theirs_name, (name, source) in names.items():
         tensor = file.get(theirs_name)
         if tensor is None:
             continue
         if tensor.shape != parameters[name].shape:
             raise _foreign(file, f"{theirs_name} has the shape {tuple(tensor.shape)}")
-        if rule is not None and name.endswith("weight"):
-            tensor = computed(rule, config, tensor, back=True)
-        is_tied_head = rule is not None and rule.ours == "lm_head" and name == "wte.weight"
+        if source is not None and name.endswith("weight"):
+            tensor = computed(source, config, tensor, back=True)
+        is_tied_head = source is not None and source.ours == "lm_head" and name == "wte.weight"
         if is_tied_head and not torch.equal(values.get(name, tensor[:0]), tensor):
             raise UserError(
                 f"{file.folder}: {theirs_name} is not its embedding, and the base model ties the"
