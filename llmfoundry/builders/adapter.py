@@ -27,7 +27,7 @@ from llmfoundry.models.adapter import (
     init_adapter,
     tensor_sample,
 )
-from llmfoundry.models.adapter_targets import plan_adapter
+from llmfoundry.models.adapter_targets import matches, plan_adapter
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
 from llmfoundry.recipe.finetune import FinetuneRecipe
@@ -116,6 +116,60 @@ def _hold_frozen(
         note(
             f"model.quantize: {count} matrices in 4 bits; frozen weights take"
             f" {memory_text(after / 2**30)} in place of {memory_text(before / 2**30)}"
+        )
+
+
+def train_new_rows(recipe: TrainRecipe, written: TrainRecipe, note: Callable[[str], None]) -> None:
+    """Have the rows of tokens train that the model did not know before.
+
+    All new rows are equal at first. Beside an adapter, embedding and head train whole then, which
+    both recipes say afterwards.
+
+    Args:
+        recipe: filled.
+        written: the same as written.
+        note: gets a line where `adapter.modules_to_save` gains names.
+
+    Raises:
+        UserError: the rows could not train.
+    """
+    assert isinstance(recipe, FinetuneRecipe) and isinstance(written, FinetuneRecipe)
+    adapter = recipe.adapter
+    if isinstance(recipe.model, HFModelConfig):
+        if adapter.name == "none":
+            return
+        raise UserError(
+            "adapter.name: lora on a model of transformers' class does not train the rows of new"
+            " tokens; write none, or tokenizer.chat_template: zephyr, which adds no tokens"
+        )
+    tied = recipe.model.tie_word_embeddings  # type: ignore[attr-defined]
+    tables = ["wte"] if tied else ["wte", "lm_head"]
+    if adapter.name == "none":
+        frozen = [t for t in tables if any(matches(p, f"{t}.weight") for p in recipe.freeze)]
+        if frozen:
+            raise UserError(
+                f"freeze: {frozen[0]} gains rows for new tokens, which must train; leave it out"
+            )
+        return
+    if adapter.pretrained is not None:
+        from llmfoundry.hf.peft.names import read_config
+
+        folder = find_file(adapter.pretrained, "adapter.pretrained")
+        if read_config(folder).get("modules_to_save"):
+            return
+        raise UserError(
+            "adapter.pretrained: does not train the rows of new tokens; merge it first by"
+            " scripts/convert.py to=hf, and write its output as model.pretrained"
+        )
+    targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
+    trained = [*adapter.modules_to_save, *targets]
+    missing = [table for table in tables if not any(matches(p, table) for p in trained)]
+    if missing:
+        adapter.modules_to_save = [*adapter.modules_to_save, *missing]
+        written.adapter.modules_to_save = adapter.modules_to_save
+        note(
+            f"adapter.modules_to_save: {', '.join(missing)} trains whole as well, for the rows of"
+            " new tokens"
         )
 
 

@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from llmfoundry.builders.adapter import BASE, FOLDER, adapt, has_adapter, lora_plus_ratio
+from llmfoundry.builders.adapter import (
+    BASE,
+    FOLDER,
+    adapt,
+    has_adapter,
+    lora_plus_ratio,
+    train_new_rows,
+)
 from llmfoundry.builders.callbacks import build_callbacks
 from llmfoundry.builders.data import Data, few_rows_lines, learning_corpus, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
@@ -128,7 +135,7 @@ def build_trainer(
     start = find_start(recipe, run, world, note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, note)
-    settle_vocabulary(recipe, written, tokenizer)
+    settle_vocabulary(recipe, written, tokenizer, note)
     # 3. The model, in what fits into memory.
     chosen = _fitted(recipe, written, fit, start, run, world, note)
     root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
@@ -326,7 +333,7 @@ def make_tokenizer(
         tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
         if recipe.tokenizer.chat_template is not None:
             assert rows is not None, "the model is there"
-            room = rows - tokenizer.vocab_size
+            room = None if pretrained.may_grow else rows - tokenizer.vocab_size
             choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
             tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
         if variables := recipe.data.chat_template_kwargs:
@@ -450,10 +457,15 @@ def _check_float8(recipe: TrainRecipe, device: torch.device) -> None:
         raise UserError(f"precision: amp_fp8: {reason}")
 
 
-def settle_vocabulary(recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer) -> None:
+def settle_vocabulary(
+    recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer, note: Callable[[str], None]
+) -> None:
     """The embedding has a row for every token: as many as the tokenizer has, or as written."""
     if isinstance(written, FinetuneRecipe):
+        rows = recipe.model.vocab_size
         fit_vocabulary(recipe.model, tokenizer, written.model)
+        if tokenizer.template_tokens or recipe.model.vocab_size != rows:
+            train_new_rows(recipe, written, note)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     size = recipe.model.vocab_size
     assert size is not None
@@ -639,6 +651,7 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | N
             target_matrices(plan, tensors, experts),
             whole={name: t for name, t in tensors.items() if not is_added(name)},
             base=base,
+            is_resized=written.model.resize_embeddings,
         )
 
     return write

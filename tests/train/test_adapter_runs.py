@@ -23,12 +23,13 @@ from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.adapter import PretrainedConfig
 from llmfoundry.recipe.after_training import ConvertRecipe
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.load import checked
 from tests.tiny import finetune_recipe, losses, write_recipe
 from tests.train.here import dtypes, train_here
 
 FOLDER_S = ("adapter.r=null", "adapter.use_dora=null")  # what adapter.pretrained decides
+RESIZE = "model.resize_embeddings=true"
 TOKENS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
@@ -154,7 +155,6 @@ def test_a_run_begins_with_an_adapter_or_with_it_merged(place: Path) -> None:
         None,
         pytest.param("adapter=none", marks=pytest.mark.slow),
         "adapter.modules_to_save=[wte]",
-        pytest.param("adapter.target_modules=[wte]", marks=pytest.mark.slow),
     ],
 )
 def test_rows_for_new_tokens_are_added_to_a_run_s(place: Path, more: str | None) -> None:
@@ -190,6 +190,42 @@ def test_a_run_with_more_tokens_than_its_beginning_is_saved_and_loaded(place: Pa
     assert len(found.wte.weight) == 384
     on = finetune_here("bigger-on", "model.pretrained=runs/bigger", "max_duration=1ba")
     assert len(load_checkpoint(str(on), ALONE, note=print).root.model.wte.weight) == 384
+
+
+def test_rows_of_tokens_that_a_template_adds_train_beside_an_adapter_and_go_out(
+    place: Path,
+) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    train_here("full-rows", "max_duration=1ba", "eval=off", "model.vocab_size=257")
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 16)
+    chats = ("data.paths=[chats.jsonl]", "data.validation_fraction=0", "max_duration=2ba",
+             "data.format=chat", "tokenizer.chat_template=chatml", "optimizer.lr=1e-2")  # fmt: skip
+    with pytest.raises(UserError, match="resize_embeddings"):
+        finetune_here("chatml", "model.pretrained=runs/full-rows", *chats)
+    run = finetune_here("chatml", "model.pretrained=runs/full-rows", *chats, RESIZE)
+    assert load_run(run / "recipe.yaml").adapter.modules_to_save == ["wte"]
+    expected = logits(str(run))
+    tokenizer = Tokenizer.load(run / "tokenizer")
+    start, end = (tokenizer.encode_chat(token)[0] for token in ("<|im_start|>", "<|im_end|>"))
+    assert tokenizer.end_ids == (tokenizer.eos_id, end)
+    # Both rows began as the same mean.
+    merged = to("hf", "chatml-hf", str(run))
+    model = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    rows = model.get_input_embeddings().weight
+    assert (rows[start] - rows[end]).abs().max() > 1e-3
+    assert model.generation_config.eos_token_id == [tokenizer.eos_id, end]
+    assert transformers.AutoTokenizer.from_pretrained(merged)("<|im_end|>").input_ids == [end]
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(to("peft", "chatml-peft", str(run)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(adapted(TOKENS).logits, expected, rtol=0, atol=1e-5)
+    # A checkpoint's own folder names a base with fewer rows.
+    own = json.loads((run / "checkpoints/ba0000002/adapter/adapter_config.json").read_text())
+    assert own["peft_type"] == "LLMFOUNDRY_LORA"
+    with pytest.raises(UserError, match="freeze: wte gains rows for new tokens"):
+        finetune_here("frozen", "model.pretrained=runs/full-rows", *chats, RESIZE,
+                      "adapter=none", "freeze=[wte]")  # fmt: skip
 
 
 def test_an_adapter_of_another_base_is_refused(place: Path) -> None:

@@ -107,6 +107,7 @@ def write_adapter(
     base: str | None,
     architecture: str | None = None,
     experts: str = "stacked",
+    is_resized: bool = False,
 ) -> str:
     """Write adapter_config.json and adapter_model.safetensors.
 
@@ -118,6 +119,8 @@ def write_adapter(
         base: what adapter_config.json names as the base model.
         architecture: whose names; None: the one that the model exports to.
         experts: `stacked`, as peft's target_parameters, or `separate`: an adapter for each expert.
+        is_resized: `base` has fewer rows than the model that was trained, so that peft is to refuse
+            the folder.
 
     Returns:
         The architecture.
@@ -135,6 +138,7 @@ def write_adapter(
             " to=hf"
         )
     written = _Writer(separate)
+    written.refused_by_peft = is_resized
     there = peft_modules(config, name, separate=separate)
     for place in there:
         written.add(place, adapted)
