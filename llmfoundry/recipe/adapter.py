@@ -44,8 +44,9 @@ class PretrainedConfig:
     """Keys of the model's own configuration to change: of config.json, or, for a run, of its
     recipe's model section. A key that it does not have is an error."""
     resize_embeddings: bool = False
-    """Add rows to embedding and head where the tokenizer has more tokens, of whatever `pretrained`
-    is; off: that is an error."""
+    """Add rows to embedding and head where the tokenizer has more tokens, also those that
+    `tokenizer.chat_template` adds. Beside an adapter, both train whole then; off: that is an error.
+    """
     attn_impl: Annotated[
         str | None, choice(ATTN_IMPLS, "transformers' attn_implementation", ANY_TEXT)
     ] = None
@@ -118,7 +119,8 @@ class AdapterConfig:
     lora_plus_ratio: Annotated[float | None, POSITIVE] = None
     """Only for lora: learning rate of B over that of A (LoRA+, Hayou et al., 2024); default 1."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Only for lora: modules, such as wte or lm_head, that train whole and are saved too."""
+    """Only for lora: modules, such as wte or lm_head, that train whole and are saved too. Embedding
+    and head are added to it where `tokenizer.chat_template` adds tokens."""
 
     def check(self, key: str = "adapter.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
