@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.files import read_object, read_object_if_there
+from llmfoundry.files import AGAIN, MOST_BYTES, read_object, read_object_if_there
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
 from llmfoundry.hf.llm_foundry import FOUNDRY, foundry_map
 from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
@@ -33,16 +33,22 @@ from llmfoundry.recipe.model import ModelConfig
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = "lm_head.weight"
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 UNTIED = (
     "config.json: tie_word_embeddings true, but lm_head.weight is not {embedding}; both are read,"
     " as transformers 5 does"
 )
 TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 CONFIG = "config.json"
-SETTINGS = (  # what transformers reads beside it
+SETTINGS = (  # what transformers reads beside it, and below
+    *(f"{SAFETENSORS}.index.json", f"{PICKLE}.index.json"),
     *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "processor_config.json", "preprocessor_config.json"),
     *("adapter_config.json", "chat_template.json"),
+)
+OF_TOKENIZERS = (
+    *("chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
 _ROWS = 4096  # of an embedding that are compared at a time
 
@@ -204,11 +210,16 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     """
     for file in sorted(path for pattern in TEXT for path in folder.glob(pattern)):
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise UserError(f"{file}: is not a file; copy or download it again")
-    for name in SETTINGS:
-        read_object_if_there(folder / name)
+            raise UserError(f"{file}: is not a file; {AGAIN}")
+        if file.name in OF_TOKENIZERS and file.is_file() and file.stat().st_size > MOST_BYTES:
+            raise UserError(f"{file}: has more than {MOST_BYTES:,} bytes; {AGAIN}")
     written = read_object(folder / CONFIG, instead="write a folder that transformers saved")
     check_layers(written, f"{folder / CONFIG}: ")
+    others = {name: read_object_if_there(folder / name) for name in SETTINGS}
+    for name, values in {**others, CONFIG: written}.items():
+        ids = values.get("eos_token_id")
+        if any(type(i) is not int for i in (ids if isinstance(ids, list) else [ids or 0])):
+            raise UserError(f"{folder / name}: eos_token_id: {str(ids)[:80]} is no id; correct it")
     return written
 
 
@@ -256,9 +267,6 @@ def hf_folder(path_or_id: str, *, revision: str | None = None, key: str = "check
 
 
 assert set(MAPS) == set(ARCHITECTURES), "an architecture needs both its settings and its weights"
-
-
-SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 
 class WeightFiles:

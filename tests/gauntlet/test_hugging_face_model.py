@@ -200,6 +200,11 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "a pipe":
         (folder / "generation_config.json").unlink()
         os.mkfifo(folder / "generation_config.json")
+    elif what == "odd ends":
+        (folder / "generation_config.json").write_text('{"eos_token_id": [0, {"a": 1}]}')
+    elif what == "long template":
+        with (folder / "chat_template.jinja").open("wb") as file:
+            file.truncate(1 << 36)
     elif what == "broken settings":
         (folder / "special_tokens_map.json").write_text("")
     elif what == "no weights":
@@ -228,6 +233,8 @@ def spoil(folder: Path, what: str) -> None:
         ("absurd layers inside", r"text_config.num_hidden_layers 1e\+09, and no model has more"),
         ("its own code", "brings its own Python files, which are not run here"),
         ("a pipe", "generation_config.json: is not a file"),
+        ("odd ends", r"generation_config.json: eos_token_id: \[0, {'a': 1}\] is no id"),
+        ("long template", "chat_template.jinja: has more than 33,554,432 bytes"),
         ("broken settings", "special_tokens_map.json: is not JSON: it is empty"),
         ("a layer more", r"lack the weights gpt_neox.layers.2.* and 9 more, which would be random"),
     ],
