@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmfoundry.files import atomic_write
+from llmfoundry.files import atomic_write, read_guarded
 
 _PENDING = "pending-"
 
@@ -77,6 +77,6 @@ def _is_copy(file: Path, run_id: str, original: Path) -> bool:
 
 
 def _text(file: Path) -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        return file.read_text(encoding="utf-8").strip()
+    with suppress(OSError, ValueError):  # a pipe, or no text
+        return read_guarded(file).decode().strip()
     return ""
