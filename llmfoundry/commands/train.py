@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import sys
 from itertools import islice
 
@@ -150,15 +151,16 @@ def _try_it(job: Job, name: str) -> list[str]:
     """How to see what the model writes."""
     if job.tokenizer.has_chat:
         return ["chat", name]
-    if job.recipe.data.name == "python_stdlib":
-        return ["generate", name, "prompt=def __init__(self"]
-    return ["generate", name, f"prompt={_first_words(job)}"]
+    return ["generate", name, f"prompt={_beginning(job)}"]
 
 
-def _first_words(job: Job) -> str:
-    """How held-out text begins, where there is some that is quickly read; else a beginning."""
+def _beginning(job: Job) -> str:
+    """A prompt like the text: of held-out text, where it is quickly read, the first words."""
     validation = job.prepared.validation
     texts = validation.texts() if validation.n_bytes <= GZIP_LIMIT else []
+    method = re.compile(r"^ +def __init__\(self", re.MULTILINE)
+    if job.recipe.data.name == "python_stdlib" or any(map(method.search, texts)):
+        return "def __init__(self"
     words = (word for text in texts for word in text.split() if word.isalnum())
     return " ".join(islice(words, 3)) or "The"
 

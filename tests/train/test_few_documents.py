@@ -98,3 +98,17 @@ def test_a_run_of_enough_rows_says_nothing_about_their_number(
     told = capsys.readouterr().out
     assert "held out, on which" not in told and "rows of 64 tokens: the run" not in told
     assert "max_duration:" not in told
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        ("Once upon a time\n", "'Once upon a'"),
+        ("    def __init__(self): ...\n", "'def __init__(self'"),
+    ],
+)
+def test_the_next_command_begins_as_the_text_does(
+    here: Path, capsys: pytest.CaptureFixture[str], line: str, prompt: str
+) -> None:
+    train_here("next", files(here / "texts", [line * 50]), "eval=validation", "max_duration=1ba")
+    assert f"generate.py runs/next prompt={prompt}\n" in capsys.readouterr().out
