@@ -186,7 +186,7 @@ def _drawn(job: Job, prompts: list[list[int]], batch: int) -> list[list[int]]:
         job.root,
         slots=max(1, min(len(prompts), SLOTS, fit)),
         length=length,
-        n_tokens=job.recipe.model.vocab_size,
+        n_tokens=job.root.model.config.vocab_size,
         device=device,
         autocast=job.autocast,
     )
