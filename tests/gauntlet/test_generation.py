@@ -46,6 +46,7 @@ class Letters:
 
     vocab_size = 60
     eos_id = 0
+    end_ids = (0,)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(chr(0x21 + i) for i in ids)

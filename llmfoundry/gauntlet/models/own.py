@@ -73,11 +73,11 @@ class OwnModel:
             data_size: their number; all must ask the same.
             data_group: they; None: all processes.
             end_ids: tokens that end what is written; None: the tokenizer's.
-            n_tokens: ids below it may be written; None: all that the head has.
+            n_tokens: ids below it may be written; None: those of the tokenizer.
         """
         self.tokens_computed = 0
         self._end_ids = tokenizer.end_ids if end_ids is None else end_ids
-        self._n_tokens = n_tokens
+        self._n_tokens = tokenizer.vocab_size if n_tokens is None else n_tokens
         self._root, self._tokenizer, self._seq_len = root, tokenizer, seq_len
         self._device, self._batch_tokens, self._autocast = device, batch_tokens, autocast
         self._data_rank, self._data_size, self._data_group = data_rank, data_size, data_group
