@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmfoundry.errors import UserError
 from llmfoundry.inference.serve.answers import Part, Writer, added
-from llmfoundry.inference.serve.connections import bounded_connections, most_pending
+from llmfoundry.inference.serve.connections import Bounds, bounded_connections, most_pending
 from llmfoundry.inference.serve.requests import (
     Asked,
     ChatFields,
@@ -121,12 +121,13 @@ class Server:
             exception_handlers={HTTPException: _other_error, Exception: _defect},
             lifespan=self._lifespan,
         )
-        self.connections = bounded_connections(
+        bounds = Bounds(
             head_seconds=limits.head_seconds,
             request_seconds=limits.seconds + _DISCARD_SECONDS + _SEND_GRACE,
             most=limits.pending,
             count_closed=self._metrics.closed,
         )
+        self.connections = bounded_connections(bounds)
 
     def drain(self, seconds: float) -> None:
         """Give up in so many seconds what is not written then; called when no requests come in."""

@@ -12,6 +12,7 @@ import asyncio
 import resource
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -33,76 +34,88 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def bounded_connections(
-    *,
-    head_seconds: float,
-    request_seconds: float,
-    most: int,
-    count_closed: Callable[[str], None],
-) -> type[H11Protocol]:
-    """Return uvicorn's class of connections, with bounds.
+@dataclass
+class Bounds:
+    """What the connections of one server share.
 
-    Args:
+    Attributes:
         head_seconds: for a request's head, from the connection's beginning or the reply before.
         request_seconds: from a request's head to the last byte of its reply.
         most: connections without a whole request.
         count_closed: called with the reason, late or crowded, when one is closed.
+        pending: the connections without a whole request, the oldest first.
     """
-    pending: dict[H11Protocol, None] = {}  # the oldest first
 
-    class Connection(H11Protocol):
-        """One of a client's."""
+    head_seconds: float
+    request_seconds: float
+    most: int
+    count_closed: Callable[[str], None]
+    pending: dict[H11Protocol, None] = field(default_factory=dict)
 
-        _timer: asyncio.TimerHandle | None = None
-        _timed: object = None  # the request that the timer is of, or the connection between two
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._note_state()
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection, closed when it is late or when too many wait for a request."""
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._note_state()
+    bounds: Bounds
+    _timer: asyncio.TimerHandle | None = None
+    _timed: object = None  # the request that the timer is of, or the connection between two
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._note_state()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer of the first head."""
+        super().connection_made(transport)
+        self._note_state()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            pending.pop(self, None)
-            if self._timer is not None:
-                self._timer.cancel()
+    def data_received(self, data: bytes) -> None:
+        """Look whether a request has begun."""
+        super().data_received(data)
+        self._note_state()
 
-        def _note_state(self) -> None:
-            """Start the timer of a new state, and make room for a connection without a request."""
-            request = cast(Any, self.cycle)  # None before the first
-            is_request = request is not None and not request.response_complete
-            state = request if is_request else self
-            if self._timed is not state:
-                self._timed = state
-                self._call_later(request_seconds if is_request else head_seconds, self._is_late)
-            if is_request and not request.more_body:
-                pending.pop(self, None)
-            elif self not in pending:
-                pending[self] = None
-                if len(pending) > most:
-                    oldest = next(iter(pending))
-                    del pending[oldest]
-                    count_closed("crowded")
-                    oldest.transport.abort()
+    def on_response_complete(self) -> None:
+        """Start the timer of the next head."""
+        super().on_response_complete()
+        self._note_state()
 
-        def _is_late(self) -> None:
-            if self._timed is self and self.transport.get_write_buffer_size():
-                self._call_later(request_seconds, self._is_late)  # the reply is being sent
-                self._timed = None
-                return
-            count_closed("late")
-            self.transport.abort()
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self.bounds.pending.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
 
-        def _call_later(self, seconds: float, function: Callable[[], None]) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self.loop.call_later(seconds, function)
+    def _note_state(self) -> None:
+        """Start the timer of a new state, and make room for a connection without a request."""
+        bounds = self.bounds
+        request = cast(Any, self.cycle)  # None before the first
+        is_request = request is not None and not request.response_complete
+        state = request if is_request else self
+        if self._timed is not state:
+            self._timed = state
+            seconds = bounds.request_seconds if is_request else bounds.head_seconds
+            self._call_later(seconds, self._is_late)
+        if is_request and not request.more_body:
+            bounds.pending.pop(self, None)
+        elif self not in bounds.pending:
+            bounds.pending[self] = None
+            if len(bounds.pending) > bounds.most:
+                oldest = next(iter(bounds.pending))
+                del bounds.pending[oldest]
+                bounds.count_closed("crowded")
+                oldest.transport.abort()
 
-    return Connection
+    def _is_late(self) -> None:
+        if self._timed is self and self.transport.get_write_buffer_size():
+            self._call_later(self.bounds.request_seconds, self._is_late)  # the reply is being sent
+            self._timed = None
+            return
+        self.bounds.count_closed("late")
+        self.transport.abort()
+
+    def _call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, function)
+
+
+def bounded_connections(bounds: Bounds) -> type[H11Protocol]:
+    """Return uvicorn's class of connections of one server, with bounds."""
+    return type("Connection", (BoundedConnection,), {"bounds": bounds})
