@@ -1,6 +1,6 @@
 """Connections of the server, with bounds on those that have not sent a whole request.
 
-uvicorn waits for ever for the rest of a request's head, and its `limit_concurrency` only refuses
+uvicorn waits for ever for the rest of a request's head, and its limit of concurrency only refuses
 requests that are complete: a thousand half-sent heads take all of a process's open files. Here a
 connection has so many seconds for each state, and a new one takes the place of the oldest that is
 not a request yet.
