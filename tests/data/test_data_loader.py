@@ -29,6 +29,7 @@ from llmfoundry.data.sources import (
     OrderedStream,
     RowOptions,
     TokenSource,
+    check_length,
     open_source,
     tokens_left_out,
 )
@@ -48,6 +49,7 @@ def opened(folder: Path, name: str = "data", *, seq_len: int = T, **order: Any) 
     reading = RowOptions(seq_len, TOKENIZER.fingerprint, eos_id=EOS)
     source = open_source(name, name, shards, read_index(shards), reading)
     assert not isinstance(source, MDSTexts)
+    check_length(source, name, seq_len)  # as builders/data.py does
     settings = {"seed": 3, "shuffle": True, "block_size": 1 << 18} | order
     return OrderedStream(source, Order(source.sizes, **settings))
 
@@ -189,7 +191,9 @@ def test_attending_across_documents_leaves_the_layout_out(web: OrderedStream) ->
 
 
 def test_text_shorter_than_a_row_names_the_key(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"max_seq_len: the training text has [\d,]+ tokens, too"):
+    with pytest.raises(
+        UserError, match=r"max_seq_len: the training text of data has [\d,]+ tokens, too"
+    ):
         opened(folder / "web", seq_len=10**6)
 
 

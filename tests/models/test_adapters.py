@@ -182,7 +182,8 @@ def test_a_fresh_adapter_changes_nothing_and_a_merged_one_is_the_same(
     assert not torch.allclose(expected, before, rtol=0, atol=1e-3)
     plain = make_model(**settings)
     plain.load_state_dict(dict(MergedState(model)))
-    torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-5)
+    # stacked experts after an SVD: 1.0e-5 on a CPU with AMX, less on others
+    torch.testing.assert_close(logits(plain), expected, rtol=0, atol=2e-5)
     with switched_off(model):
         assert torch.equal(logits(model), before)
     if "PiSSA" not in kind:

@@ -58,7 +58,7 @@ def test_samples_of_a_prompt_differ_at_each_place_and_time_and_not_by_a_resume(p
     samples = (
         "callbacks.generate.prompts=[line,line]",
         "callbacks.generate.interval=2ba",
-        "callbacks.generate.max_new_tokens=8",
+        "callbacks.generate.max_new_tokens=16",
         "max_duration=8ba",
         "optimizer.lr=1e-9",
         "eval=off",
