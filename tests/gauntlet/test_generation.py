@@ -12,7 +12,6 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from prompt_tokenizers import marking_tokenizer
 from tokenizers import Tokenizer as Backend
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -32,6 +31,7 @@ from llmfoundry.inference.requests import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
+from tests.gauntlet.prompt_tokenizers import marking_tokenizer
 from tests.hf import random_models
 from tests.hf.random_models import to_hf
 from tests.models.test_decoder import SETTINGS, make_config, make_model
