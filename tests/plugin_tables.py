@@ -9,12 +9,12 @@ from typing import Any
 
 from llmfoundry.data.preparation.readers import FILE_TYPES
 from llmfoundry.gauntlet.task_types import TASK_TYPES
-from llmfoundry.recipe import plugins, schema
+from llmfoundry.recipe import choice_table, plugins
 from llmfoundry.recipe.attention import NORMS
+from llmfoundry.recipe.choice_table import ChoiceTable
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.schedule import SCHEDULES
-from llmfoundry.recipe.schema import ChoiceTable
 
 TABLES: list[ChoiceTable[Any]] = [
     OPTIMIZERS,
@@ -38,7 +38,7 @@ def tables_as_before() -> Iterator[Callable[[], None]]:
         for name in plugins._imported:
             sys.modules.pop(name, None)
         plugins._imported.clear()
-        schema.not_imported.clear()
+        choice_table.not_imported.clear()
 
     try:
         yield undo

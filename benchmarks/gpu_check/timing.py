@@ -32,8 +32,8 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.attention.select import choose
 from llmfoundry.plan.memory import FRAMEWORK, estimate
 from llmfoundry.plan.seconds import speeds, step_seconds
+from llmfoundry.recipe.choice_table import REQUIRED
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
-from llmfoundry.recipe.schema import REQUIRED
 from llmfoundry.train.callbacks import peak_memory
 from llmfoundry.train.trainer import Callback, Trainer
 

@@ -27,7 +27,7 @@ from llmfoundry.gauntlet.metrics import (
 )
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.schema import ChoiceTable
+from llmfoundry.recipe.choice_table import ChoiceTable
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,14 @@ from typing import Annotated
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SOFTCAP, limit
 from llmfoundry.recipe.checks import divides, inert, nearest, set_defaults
-from llmfoundry.recipe.schema import (
-    FRACTION,
-    POSITIVE,
-    TOKENS,
-    ChoiceTable,
-    Entry,
-    Range,
-    choice,
-    out_of_bounds,
-)
+from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable
+from llmfoundry.recipe.schema import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
 
 
 @dataclass(frozen=True)
-class NormType(Entry):
+class NormType(ChoiceRecord):
     """A kind of norm: `make(width, eps=, bias=)`, whose `weight` begins as 1 and `bias` as 0."""
 
 

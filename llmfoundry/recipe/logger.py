@@ -11,19 +11,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.checks import check_duration, inert, set_defaults
+from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, check_plugins, settings_of
 from llmfoundry.recipe.resilience import WatchConfig
-from llmfoundry.recipe.schema import (
-    NEW_TOKENS,
-    TEMPERATURE,
-    TOP_P,
-    ChoiceTable,
-    Entry,
-    Range,
-    check_plugins,
-    choice,
-    out_of_bounds,
-    settings_of,
-)
+from llmfoundry.recipe.schema import NEW_TOKENS, TEMPERATURE, TOP_P, Range, choice, out_of_bounds
 from llmfoundry.redaction import public
 
 WANDB_MODES = ("online", "offline")
@@ -33,7 +23,7 @@ Plugins = dict[str, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
-class LoggerType(Entry):
+class LoggerType(ChoiceRecord):
     """A place for metrics: `make(config, run_folder)`, a plugin's with its settings, a LogTarget.
 
     Those that come with the project have a field of their name in the section, and `keys` beside
@@ -223,7 +213,7 @@ def better_way(metric: str) -> str:
 
 
 @dataclass(frozen=True)
-class CallbackType(Entry):
+class CallbackType(ChoiceRecord):
     """An observer of the loop: `make(job)`, a plugin's with its settings, a train.Callback."""
 
     is_on: Callable[[CallbacksConfig], bool] | None = field(default=None, kw_only=True)

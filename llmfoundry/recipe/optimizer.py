@@ -8,15 +8,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import inert
-from llmfoundry.recipe.schema import (
-    POSITIVE,
-    ChoiceTable,
-    Entry,
-    Range,
-    check_settings,
-    choice,
-    out_of_bounds,
-)
+from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, check_settings
+from llmfoundry.recipe.schema import POSITIVE, Range, choice, out_of_bounds
 
 MOMENTS = ("bf16", "int8")
 LEAST_BLOCKED = 4096  # values of a matrix whose moments are worth int8, as bitsandbytes has it
@@ -25,7 +18,7 @@ CLIPPING_TYPES = ("norm", "value", "adaptive")
 
 
 @dataclass(frozen=True)
-class OptimizerType(Entry):
+class OptimizerType(ChoiceRecord):
     """A kind of optimizer: `make(parameters or groups, **values)`, as torch.optim's classes."""
 
     moments: int = field(default=2, kw_only=True)

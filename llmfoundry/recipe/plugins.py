@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from llmfoundry.errors import UserError, one_line
+from llmfoundry.recipe.choice_table import Origin, not_imported, now_adding
 from llmfoundry.recipe.paths import find_file, show
-from llmfoundry.recipe.schema import Origin, not_imported, now_adding
 
 _imported: dict[str, str] = {}
 """Of this process: each plugin's place, or the module's name, by its name in sys.modules."""

@@ -7,19 +7,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import check_duration, inert
-from llmfoundry.recipe.schema import (
-    FRACTION,
-    REQUIRED,
-    ChoiceTable,
-    Entry,
-    check_settings,
-    choice,
-    out_of_bounds,
-)
+from llmfoundry.recipe.choice_table import REQUIRED, ChoiceRecord, ChoiceTable, check_settings
+from llmfoundry.recipe.schema import FRACTION, choice, out_of_bounds
 
 
 @dataclass(frozen=True)
-class ScheduleType(Entry):
+class ScheduleType(ChoiceRecord):
     """A kind of schedule: `make(config, clock, since)` is the factor, `since` the warm-up's end."""
 
 

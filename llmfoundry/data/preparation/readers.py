@@ -48,8 +48,8 @@ from llmfoundry.data.preparation.files import (
 )
 from llmfoundry.data.preparation.parquet import cut_parquet, parquet_rows
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable
 from llmfoundry.recipe.data import DataConfig, n_bytes
-from llmfoundry.recipe.schema import ChoiceTable, Entry
 from llmfoundry.recipe.source import glob_matches, hidden_part, is_hidden
 
 # Tests of the standard library hold deliberately broken sources; the packages are not part of it.
@@ -578,7 +578,7 @@ Cut = Callable[[Input, int], Iterator[tuple[int, int, int]]]
 
 
 @dataclass(frozen=True)
-class FileType(Entry):
+class FileType(ChoiceRecord):
     """A kind of file: `make(source, text_column)` yields (row, text)."""
 
     rows: bool = field(default=False, kw_only=True)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import adapted_layers, is_added
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.choice_table import load_named
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig, ParamGroupConfig
-from llmfoundry.recipe.schema import load_named
 
 Named: TypeAlias = dict[str, nn.Parameter]
 Groups: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # as torch.optim takes them
