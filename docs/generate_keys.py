@@ -2,7 +2,7 @@
 
     python docs/generate_keys.py          after a key, its default or its meaning changed
 
-Types, defaults, ranges, choices and meanings are what `--help` prints (`recipe/help.py`); the unit
+Types, defaults, ranges, choices and meanings are what `--help` prints (`cli/help.py`); the unit
 of a number stands in its meaning. tests/test_docs.py compares the committed pages.
 """
 
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmfoundry.recipe.command_line import CommandLine  # noqa: E402
+from llmfoundry.cli.command_line import CommandLine  # noqa: E402
+from llmfoundry.cli.help import default_text, item_name, type_text  # noqa: E402
 from llmfoundry.recipe.finetune import FinetuneRecipe  # noqa: E402
-from llmfoundry.recipe.help import default_text, item_name, type_text  # noqa: E402
 from llmfoundry.recipe.schema import MOST_INT, Choice, Key, Range, Schema  # noqa: E402
 from llmfoundry.recipe.train import TrainRecipe  # noqa: E402
 

@@ -44,7 +44,7 @@ _MARK = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}
 RUN_LOCK = "run.lock"
 """In a run's folder: who trains there holds it (`checkpoint/locks.py`)."""
 SWEEP_LOCK = "sweep.lock"
-"""In the folder of a sweep's runs: held by the sweep (`commands/sweep.py`)."""
+"""In the folder of a sweep's runs: held by the sweep (`cli/sweep_runs.py`)."""
 MOST_BYTES = 1 << 25
 """Of a guarded read: twice the largest index of weights that was published."""
 DEEPEST = 64

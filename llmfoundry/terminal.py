@@ -1,6 +1,6 @@
 """Where a command's words go: a terminal, a log file, or a pipe whose reader may leave.
 
-`recipe/script.py` calls `outlast_readers` first of all, a training run and its supervisor
+`cli/script.py` calls `outlast_readers` first of all, a training run and its supervisor
 `outlast_full_disks`; `progress` is the one bar of the project, `columns` its one table. The idea:
 only a terminal gets what moves. A log file gets lines, and a pipe that nobody reads any more
 (`| head`) gets nothing, without an error: the command runs to its end. So it does where standard

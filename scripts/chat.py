@@ -5,8 +5,8 @@ python scripts/chat.py runs/quickstart-sft temperature=0 system="Remember: key i
 echo "Reverse: d a c" | python scripts/chat.py runs/quickstart-sft temperature=0
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import ChatRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(ChatRecipe, "llmfoundry.commands.chat:chat", help=__doc__)
+    run(ChatRecipe, "llmfoundry.cli.commands.chat:chat", help=__doc__)

@@ -12,8 +12,8 @@ to output=check. Exit status: 0 nothing is bad, 3 something is, 2 a mistake in t
 check itself failed (torchrun, if you start it, makes 1 of every status but 0; read check.json).
 """
 
-from llmfoundry.recipe.before_training import checked_for
-from llmfoundry.recipe.script import run
+from llmfoundry.cli.recipe_types import checked_for
+from llmfoundry.cli.script import run
 
 if __name__ == "__main__":
-    run(checked_for, "llmfoundry.commands.check:check", help=__doc__)
+    run(checked_for, "llmfoundry.cli.commands.check:check", help=__doc__)

@@ -10,8 +10,8 @@ the keys in which the recipes differ, and the last gauntlet of each run with int
 of the runs' folders (metrics.jsonl, run.json, recipe.yaml, eval/), where nothing is written.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import CompareRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(CompareRecipe, "llmfoundry.commands.compare:compare", help=__doc__)
+    run(CompareRecipe, "llmfoundry.cli.commands.compare:compare", help=__doc__)

@@ -12,8 +12,8 @@ for these, and gives wrong tokens without an error for MPT's (ALiBi). llama.cpp 
 of them. `llmfoundry serve` takes every model.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import ConvertRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(ConvertRecipe, "llmfoundry.commands.convert:convert", help=__doc__)
+    run(ConvertRecipe, "llmfoundry.cli.commands.convert:convert", help=__doc__)

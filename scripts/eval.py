@@ -8,8 +8,8 @@
 Results are printed and written to results.json, by default inside the run's folder.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import EvalRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(EvalRecipe, "llmfoundry.commands.evaluate:evaluate", help=__doc__)
+    run(EvalRecipe, "llmfoundry.cli.commands.evaluate:evaluate", help=__doc__)

@@ -11,8 +11,8 @@ not fetched again, so a stopped run can be repeated. Exit status 2 if any file i
 end. Each task's rows keep the licence of their source.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.before_training import FetchRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(FetchRecipe, "llmfoundry.commands.fetch_eval_data:fetch_eval_data", help=__doc__)
+    run(FetchRecipe, "llmfoundry.cli.commands.fetch_eval_data:fetch_eval_data", help=__doc__)

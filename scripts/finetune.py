@@ -9,8 +9,8 @@ A run writes runs/NAME/, as scripts/train.py does; an adapter stands beside each
 peft's format. `--help adapter`, `--help data` and so on print a section's keys.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(FinetuneRecipe, "llmfoundry.commands.train:train", help=__doc__)
+    run(FinetuneRecipe, "llmfoundry.cli.commands.train:train", help=__doc__)

@@ -6,8 +6,8 @@ python scripts/generate.py runs/quickstart prompt="class Reader:" max_new_tokens
 python scripts/generate.py runs/quickstart-sft message="Reverse: d a c" temperature=0
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import GenerateRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(GenerateRecipe, "llmfoundry.commands.generate:generate", help=__doc__)
+    run(GenerateRecipe, "llmfoundry.cli.commands.generate:generate", help=__doc__)

@@ -12,8 +12,8 @@ supervised rows the whole text follows: what is learned in green, or {+so+} wher
 color (NO_COLOR, a pipe), and a line between documents that do not see each other.
 """
 
-from llmfoundry.recipe.before_training import inspected
-from llmfoundry.recipe.script import run
+from llmfoundry.cli.recipe_types import inspected
+from llmfoundry.cli.script import run
 
 if __name__ == "__main__":
-    run(inspected, "llmfoundry.commands.inspect_data:inspect_data", help=__doc__)
+    run(inspected, "llmfoundry.cli.commands.inspect_data:inspect_data", help=__doc__)

@@ -11,8 +11,8 @@ along (launch.yaml in the run's folder), and launch.json keeps what was launched
 and where it is. The same command resumes a run that has ended. Secrets go by their names alone.
 """
 
-from llmfoundry.recipe.before_training import launched
-from llmfoundry.recipe.script import run
+from llmfoundry.cli.recipe_types import launched
+from llmfoundry.cli.script import run
 
 if __name__ == "__main__":
-    run(launched, "llmfoundry.commands.launch:launch", help=__doc__)
+    run(launched, "llmfoundry.cli.commands.launch:launch", help=__doc__)

@@ -9,8 +9,8 @@ possible (what to do); and one where its own default is another than ours, which
 out. Exit status 2 if the result needs an edit before it loads.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.before_training import MigrateRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(MigrateRecipe, "llmfoundry.commands.migrate:migrate_file", help=__doc__)
+    run(MigrateRecipe, "llmfoundry.cli.commands.migrate:migrate_file", help=__doc__)

@@ -13,8 +13,8 @@ the first, and why it is first. Times are computed from data sheets; benchmarks/
 beside published runs.
 """
 
-from llmfoundry.recipe.before_training import planned
-from llmfoundry.recipe.script import run
+from llmfoundry.cli.recipe_types import planned
+from llmfoundry.cli.script import run
 
 if __name__ == "__main__":
-    run(planned, "llmfoundry.commands.plan:plan", help=__doc__)
+    run(planned, "llmfoundry.cli.commands.plan:plan", help=__doc__)

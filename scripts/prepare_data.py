@@ -11,8 +11,8 @@ With it, it is a folder here or at a URL that any run reads: data.name=shards da
 data.split=train. A preparation that was stopped resumes where it was.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.before_training import PrepareRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(PrepareRecipe, "llmfoundry.commands.prepare_data:prepare_data", help=__doc__)
+    run(PrepareRecipe, "llmfoundry.cli.commands.prepare_data:prepare_data", help=__doc__)

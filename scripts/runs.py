@@ -11,8 +11,8 @@ States: waiting (in a queue), running, restarting, given up, finished, stopped (
 unknown (nobody can be asked). The same from Python: llmfoundry.launch.runs.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import RunsRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(RunsRecipe, "llmfoundry.commands.runs:runs", help=__doc__)
+    run(RunsRecipe, "llmfoundry.cli.commands.runs:runs", help=__doc__)

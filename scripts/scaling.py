@@ -12,8 +12,8 @@ are, of whatever trainer, are fitted by fit=points.csv, whose columns are named 
 or flops, and loss.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.scaling import ScalingRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(ScalingRecipe, "llmfoundry.commands.scaling:scaling", help=__doc__)
+    run(ScalingRecipe, "llmfoundry.cli.commands.scaling:scaling", help=__doc__)

@@ -5,8 +5,8 @@ python scripts/serve.py runs/quickstart-sft port=0 slots=32 model_name=sft
 python scripts/serve.py runs/quickstart host=0.0.0.0 api_key_env=SERVE_KEY
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import ServeRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(ServeRecipe, "llmfoundry.commands.serve:serve", help=__doc__)
+    run(ServeRecipe, "llmfoundry.cli.commands.serve:serve", help=__doc__)

@@ -10,8 +10,8 @@ in the run's events.jsonl. Exit status: 0 complete, 2 a mistake in the recipe, 7
 (run it again), 93 given up (do not), anything else a failure that another start may mend.
 """
 
-from llmfoundry.commands.supervise import recipe_type
-from llmfoundry.recipe.script import run
+from llmfoundry.cli.recipe_types import supervised
+from llmfoundry.cli.script import run
 
 if __name__ == "__main__":
-    run(recipe_type, "llmfoundry.commands.supervise:supervise", help=__doc__)
+    run(supervised, "llmfoundry.cli.commands.supervise:supervise", help=__doc__)

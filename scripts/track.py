@@ -8,8 +8,8 @@ metrics.jsonl is compared with each store value by value; what is there is not s
 whose store was locked or away when it ended, that was killed, or whose folder was moved.
 """
 
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import TrackRecipe
-from llmfoundry.recipe.script import run
 
 if __name__ == "__main__":
-    run(TrackRecipe, "llmfoundry.commands.track:track", help=__doc__)
+    run(TrackRecipe, "llmfoundry.cli.commands.track:track", help=__doc__)

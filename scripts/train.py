@@ -12,8 +12,8 @@ A run writes runs/NAME/: recipe.yaml (itself a recipe), metrics.jsonl, report.ht
 NAME is the recipe file's unless run_name says otherwise.
 """
 
-from llmfoundry.recipe.script import run
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.train import TrainRecipe
 
 if __name__ == "__main__":
-    run(TrainRecipe, "llmfoundry.commands.train:train", help=__doc__)
+    run(TrainRecipe, "llmfoundry.cli.commands.train:train", help=__doc__)

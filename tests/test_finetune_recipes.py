@@ -10,7 +10,7 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from llmfoundry.commands.train import train
+from llmfoundry.cli.commands.train import train
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS, find_file

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmfoundry.cli.script import run
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.readers import is_readable
@@ -20,7 +21,6 @@ from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.script import run
 from llmfoundry.recipe.train import TrainRecipe
 from tests.plugin_tables import tables_as_before
 from tests.tiny import ROOT, write_recipe
@@ -156,7 +156,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def call(recipe: type, target: str, *argv: str) -> int:
     """The status with which a script ends."""
     try:
-        run(recipe, f"llmfoundry.commands.{target}", argv)
+        run(recipe, f"llmfoundry.cli.commands.{target}", argv)
     except SystemExit as error:
         return int(error.code or 0)
     return 0

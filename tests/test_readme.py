@@ -52,7 +52,7 @@ COMPOSED = {
     r"scripts/serve.py": "it answers until a signal; tests/inference/test_serve_command.py runs it",
     r"runs.py serve": "the same; tests/launch/test_runs.py runs it",
     r"runs.py follow": "it follows until the run ends; tests/launch/test_runs.py runs it",
-    r"scaling.py yamls/scaling/\S+ (?!--dry-run)": "minutes; tests/commands/test_scaling.py",
+    r"scaling.py yamls/scaling/\S+ (?!--dry-run)": "minutes; tests/cli/commands/test_scaling.py",
     r"eval=v0.3$": "rows of benchmarks, which are fetched first",
 }
 # Lines of which a shrunk or local form is run: what takes its place, and why.

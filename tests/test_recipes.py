@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmfoundry.builders.model import build_root, with_defaults
-from llmfoundry.commands.train import train
+from llmfoundry.cli.commands.train import train
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan.fit import guess_vocab_size
 from llmfoundry.recipe.checks import Duration

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from llmfoundry.command_text import command_line
 from llmfoundry.distributed.fsdp import _OWN_BUFFERS
-from llmfoundry.recipe.command_line import command_line
 from llmfoundry.recipe.paths import ROOT
 from llmfoundry.terminal import columns, progress, quiet_libraries
 

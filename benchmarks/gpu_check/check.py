@@ -44,13 +44,13 @@ from benchmarks.gpu_check.plan import (
     read,
     steps,
 )
+from llmfoundry.cli.script import allocator_settings
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import LockedFile, atomic_write, try_lock
 from llmfoundry.loggers.console import duration
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.checks import nearest, not_a_choice
 from llmfoundry.recipe.paths import ROOT
-from llmfoundry.recipe.script import allocator_settings
 
 KEYS = ("minutes", "device", "output", "wheels", "steps", "resume")
 STEPS = [step.name for step in steps("cpu")]

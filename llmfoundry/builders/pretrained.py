@@ -1,6 +1,6 @@
 """The model that a fine-tuning run begins with: what it is, and how its weights come in.
 
-`commands/train.py` opens it before anything else, `build_trainer` makes and fills the model.
+`cli/commands/train.py` opens it before anything else, `build_trainer` makes and fills the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One training at a time in a run's folder, and at its URL; `commands/train.py` holds both.
+"""One training at a time in a run's folder, and at its URL; `cli/commands/train.py` holds both.
 
 In a folder the main process locks `run.lock`, which names its holder. The lock is the kernel's: it
 is released when the process ends, also by kill -9, and a file that is left means nothing. Whether

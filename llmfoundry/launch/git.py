@@ -1,6 +1,6 @@
 """The repository of the code that is launched, as a launched run's record keeps it.
 
-`job.py` asks for its state, and `commands/launch.py` writes the changes beside the record. The
+`job.py` asks for its state, and `cli/commands/launch.py` writes the changes beside the record. The
 idea: a commit and what differs from it are the code that ran. Secrets are masked, and the size is
 bounded.
 """

@@ -1,7 +1,7 @@
 """What is launched: a recipe in one piece, its command, and the folder that its record goes into.
 
-`commands/launch.py` makes a `Job` of a checked recipe, and a target renders and submits it. What
-travels is the composed recipe, with `${oc.env:NAME}` as written: a secret's value is nowhere.
+`cli/commands/launch.py` makes a `Job` of a checked recipe, and a target renders and submits it.
+What travels is the composed recipe, with `${oc.env:NAME}` as written: a secret's value is nowhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What is kept of a launched run: `launch.json` in its folder on the machine that launched it.
 
-`commands/launch.py` writes it; whoever lists runs reads it. The idea: it holds what the target's
-own client needs to find the job again, and nothing secret; and since folders are copied and shared,
-it is data that others may have written, of which nothing may start a program here.
+`cli/commands/launch.py` writes it; whoever lists runs reads it. The idea: it holds what the
+target's own client needs to find the job again, and nothing secret; and since folders are copied
+and shared, it is data that others may have written, of which nothing may start a program here.
 """
 
 from __future__ import annotations

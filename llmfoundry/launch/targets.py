@@ -1,6 +1,6 @@
 """The table of targets: what can be done with a job on each, as functions.
 
-`commands/launch.py` and whoever lists runs look a record's target up here.
+`cli/commands/launch.py` and whoever lists runs look a record's target up here.
 """
 
 from __future__ import annotations

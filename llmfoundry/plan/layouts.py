@@ -1,8 +1,8 @@
 """Which layout of a recipe's processes is fastest on some GPUs, among those that fit.
 
-`commands/plan.py` shows it. The idea: a layout with most rows at a time and nothing checked is a
-bound on its seconds that costs milliseconds; memory is estimated of the most promising alone, until
-no other can be among the best.
+`cli/commands/plan.py` shows it. The idea: a layout with most rows at a time and nothing checked is
+a bound on its seconds that costs milliseconds; memory is estimated of the most promising alone,
+until no other can be among the best.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Seconds of a training step on hardware that need not be here, part by part.
 
-`layouts.py` ranks layouts by it, `fit.py` what is computed again, `commands/plan.py` shows it. The
-idea: what a GPU does one after the other adds up (products, attention, operations bound by memory),
-what travels beside it costs only what is longer, and the host must launch it all in time. A matrix
-product is cut into tiles, which the GPU's multiprocessors compute in waves; a last wave that is not
-full, and tiles that are smaller so that there are enough of them, cost what large products do not.
+`layouts.py` ranks layouts by it, `fit.py` what is computed again, `cli/commands/plan.py` shows it.
+The idea: what a GPU does one after the other adds up (products, attention, operations bound by
+memory), what travels beside it costs only what is longer, and the host must launch it all in time.
+A matrix product is cut into tiles, which the GPU's multiprocessors compute in waves; a last wave
+that is not full, and tiles that are smaller so that there are enough of them, cost what large
+products do not.
 
 All is computed from data sheets, shapes and bytes; one number a kind of GPU is fitted, `sustained`.
 """

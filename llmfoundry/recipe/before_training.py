@@ -12,8 +12,7 @@ from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import check_duration, inert, one_of, set_defaults
-from llmfoundry.recipe.command_line import CommandLine
-from llmfoundry.recipe.finetune import FinetuneRecipe, either, is_finetuning
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.resilience import HealthCheckConfig
@@ -175,9 +174,6 @@ class InspectFinetuneRecipe(FinetuneRecipe, InspectRecipe):
     """What a fine-tuning run reads at some time: every key of its recipe, and these."""
 
 
-inspected = either(InspectRecipe, InspectFinetuneRecipe)
-
-
 PLAN_FORMATS = ("text", "json")
 
 
@@ -221,9 +217,6 @@ class PlanRecipe(TrainRecipe):
 @dataclass
 class PlanFinetuneRecipe(FinetuneRecipe, PlanRecipe):
     """What a fine-tuning run would take on other hardware: every key of its recipe, and these."""
-
-
-planned = either(PlanRecipe, PlanFinetuneRecipe)
 
 
 @dataclass
@@ -274,9 +267,6 @@ class LaunchFinetuneRecipe(FinetuneRecipe, LaunchRecipe):
     """A fine-tuning run for scripts/launch.py: every key of its recipe, and these."""
 
 
-launched = either(LaunchRecipe, LaunchFinetuneRecipe)
-
-
 CHECK_LEVELS = ("full", "quick")
 
 
@@ -324,17 +314,6 @@ class CheckFinetuneRecipe(FinetuneRecipe, CheckRunRecipe):
 
 
 Checked = CheckRecipe | CheckRunRecipe
-
-
-def checked_for(command: CommandLine) -> type[Checked]:
-    """The kind of recipe that a command line names.
-
-    Raises:
-        UserError: its file cannot be read.
-    """
-    if is_finetuning(command.recipe, command.overrides):
-        return CheckFinetuneRecipe
-    return CheckRecipe if command.recipe is None else CheckRunRecipe
 
 
 @dataclass

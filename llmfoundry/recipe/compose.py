@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.command_line import DEFAULT, split
+from llmfoundry.recipe.overrides import DEFAULT, split
 from llmfoundry.recipe.paths import group_options, search_folders, show
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.typed import flat, to_dict

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from llmfoundry.recipe.adapter import AdapterConfig, PretrainedConfig
-from llmfoundry.recipe.command_line import CommandLine
 from llmfoundry.recipe.data import PRETRAINED, TokenizerConfig
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.parallel import tensor_adapters
@@ -16,8 +15,6 @@ from llmfoundry.recipe.paths import find_recipe
 from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.yaml_file import read_yaml
-
-AnyRecipe = TypeVar("AnyRecipe", bound=TrainRecipe)
 
 
 def _pretrained_tokenizer() -> TokenizerConfig:
@@ -108,20 +105,6 @@ def load_run(path: str | Path) -> TrainRecipe:
         UserError: as `load`.
     """
     return load(FinetuneRecipe if is_finetuning(path) else TrainRecipe, path)
-
-
-def either(
-    plain: type[AnyRecipe], finetune: type[AnyRecipe]
-) -> Callable[[CommandLine], type[AnyRecipe]]:
-    """What chooses a script's recipe by its command line: fine-tuning's has model.pretrained.
-
-    Calling it raises a UserError where the recipe's file cannot be read.
-    """
-
-    def chosen(command: CommandLine) -> type[AnyRecipe]:
-        return finetune if is_finetuning(command.recipe, command.overrides) else plain
-
-    return chosen
 
 
 def is_finetuning(recipe: str | Path | None, overrides: Sequence[str] = ()) -> bool:

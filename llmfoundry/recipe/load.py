@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmfoundry.errors import MOST_LINES, UserError
-from llmfoundry.recipe.help import unknown_key
-from llmfoundry.recipe.other_tools.table import is_foreign
 from llmfoundry.recipe.paths import find_recipe, show
 from llmfoundry.recipe.plugins import import_plugins, leave_out
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.typed import Problem, build, remember, require
+from llmfoundry.recipe.unknown_keys import other_tools_file, unknown_key
 from llmfoundry.recipe.yaml_file import read_yaml
 from llmfoundry.redaction import hide, hide_override
 
@@ -98,11 +97,9 @@ def _refuse_foreign(file: Path, schema: Schema) -> None:
         UserError: it is one.
     """
     values = read_yaml(file)
-    if is_foreign(values):
-        raise UserError(
-            f"{show(file)}: is LLM Foundry's; write `python scripts/migrate.py {show(file)}`,"
-            " which makes a recipe of it"
-        )
+    hint = other_tools_file(values)
+    if hint is not None:
+        raise UserError(f"{show(file)}: {hint.format(file=show(file))}")
     is_of_one_run = not {"base", "fit"} & values.keys() and {"defaults", "model"} & values.keys()
     if "sizes" in schema.keys and is_of_one_run:
         raise UserError(

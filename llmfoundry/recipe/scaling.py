@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.command_line import key_and_text
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.launch import LaunchConfig
+from llmfoundry.recipe.overrides import key_and_text
 from llmfoundry.recipe.schema import PATH, POSITIVE, WIDTH, Range, choice, out_of_bounds
 
 QUANTITIES = ("compute", "parameters", "tokens", "width")

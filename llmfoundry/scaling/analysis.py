@@ -1,8 +1,8 @@
 """What the runs of a scaling experiment say: laws, frontier, trends, gains, predictions, as JSON.
 
-`commands/scaling.py` writes it as scaling.json, `loggers/pages/scaling.py` draws it. Every number
-that the law gives has an interval, 80 % of the bootstrapped laws, and every prediction says how far
-from the fitted runs it is.
+`cli/commands/scaling.py` writes it as scaling.json, `loggers/pages/scaling.py` draws it. Every
+number that the law gives has an interval, 80 % of the bootstrapped laws, and every prediction says
+how far from the fitted runs it is.
 """
 
 from __future__ import annotations

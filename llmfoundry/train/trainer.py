@@ -1,4 +1,4 @@
-"""The training loop. `builders/trainer.py` makes its parts, `commands/train.py` starts it.
+"""The training loop. `builders/trainer.py` makes its parts, `cli/commands/train.py` starts it.
 
 Step number b (from 0) is a pure function of the weights before it, of (seed, b) and of the data:
 its rows, its learning rate and its random draws. So a checkpoint needs to hold little more than

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from llmfoundry.builders.models import LoadedModel, OpenedModel, check_model, open_model
-from llmfoundry.commands.generate import Drawer
+from llmfoundry.cli.commands.generate import Drawer
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.inference.engine import draw_all

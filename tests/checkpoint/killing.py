@@ -124,12 +124,12 @@ def _become_run(folder: Path, name: str, mode: Mode, rank: int, port: int, blow:
             }
         if rank == blow.rank:
             changes = _arm(blow, folder / "runs" / name)
+        from llmfoundry.cli.script import run
         from llmfoundry.recipe.finetune import FinetuneRecipe
-        from llmfoundry.recipe.script import run
         from llmfoundry.recipe.train import TrainRecipe
 
         schema = TrainRecipe if mode.recipe == "tiny.yaml" else FinetuneRecipe
-        run(schema, "llmfoundry.commands.train:train")
+        run(schema, "llmfoundry.cli.commands.train:train")
         status = 0
         if rank == blow.rank:
             Path(f"{name}.changes").write_text(str(next(changes) - 1))
@@ -313,7 +313,7 @@ def main() -> None:
     write_recipe(folder)
     import torch.distributed.checkpoint
 
-    import llmfoundry.commands.train  # noqa: F401
+    import llmfoundry.cli.commands.train  # noqa: F401
 
     torch.set_num_threads(1)
     if any(MODES[name].recipe == "finetune.yaml" for name in arguments.modes):

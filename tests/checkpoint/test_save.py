@@ -21,9 +21,9 @@ from torch import nn
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
+from llmfoundry.cli.script import run as run_script
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.script import run as run_script
 from llmfoundry.recipe.train import TrainRecipe
 from tests.disk import Disk
 from tests.tiny import losses, write_recipe

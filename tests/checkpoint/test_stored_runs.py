@@ -18,11 +18,11 @@ from llmfoundry.checkpoint import locks
 from llmfoundry.checkpoint.object_storage import find_run
 from llmfoundry.checkpoint.run_folder import run_storage
 from llmfoundry.checkpoint.storage import Checkpoint
-from llmfoundry.commands.convert import convert
-from llmfoundry.commands.evaluate import evaluate
-from llmfoundry.commands.generate import generate
-from llmfoundry.commands.track import track
-from llmfoundry.commands.train import train
+from llmfoundry.cli.commands.convert import convert
+from llmfoundry.cli.commands.evaluate import evaluate
+from llmfoundry.cli.commands.generate import generate
+from llmfoundry.cli.commands.track import track
+from llmfoundry.cli.commands.train import train
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError

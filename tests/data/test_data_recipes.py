@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.commands.train import train
+from llmfoundry.cli.commands.train import train
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.paths import YAMLS

@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from llmfoundry.commands.prepare_data import prepare_data
+from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation import plan, write
@@ -151,7 +151,7 @@ def test_integers_too_small_for_the_vocabulary_are_refused_before_anything_is_re
 ) -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.vocab_size = 70_000
-    build = "llmfoundry.commands.prepare_data.build_tokenizer"
+    build = "llmfoundry.cli.commands.prepare_data.build_tokenizer"
     monkeypatch.setattr(build, lambda *_, **__: tokenizer)
     more = ["prepare.format=mds", "prepare.dtype=uint16"]
     line = r"^prepare\.dtype: uint16 holds ids up to 65,535, the tokenizer's go up to 69,999; write"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from llmfoundry.builders.data import Data, open_data
-from llmfoundry.commands.inspect_data import ALONE
+from llmfoundry.cli.commands.inspect_data import ALONE
 from llmfoundry.data import shard_index
 from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.first_look import look_at

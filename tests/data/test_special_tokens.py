@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from llmfoundry.commands.prepare_data import prepare_data
+from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.data.held_out import TokenShards
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.prepare import prepare_corpus

@@ -60,7 +60,7 @@ def run_out_of_memory(recipe):
 """
 SCRIPT = """
 import sys
-from llmfoundry.recipe.script import run
+from llmfoundry.cli.script import run
 from llmfoundry.recipe.train import TrainRecipe
 run(TrainRecipe, "targets:" + sys.argv[1], sys.argv[2:])
 """

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from llmfoundry.commands.evaluate import evaluate, open_outside
+from llmfoundry.cli.commands.evaluate import evaluate, open_outside
 from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from huggingface_hub.errors import GatedRepoError
 
+from llmfoundry.cli.script import run
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch import (
     DataFile,
@@ -28,7 +29,6 @@ from llmfoundry.gauntlet.fetch import (
     read_table,
 )
 from llmfoundry.recipe.before_training import FetchRecipe
-from llmfoundry.recipe.script import run
 
 Rows = Sequence[dict[str, Any]]
 
@@ -94,7 +94,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
     """Exit status, stdout and stderr of scripts/fetch_eval_data.py."""
     status = 0
     try:
-        run(FetchRecipe, "llmfoundry.commands.fetch_eval_data:fetch_eval_data", argv)
+        run(FetchRecipe, "llmfoundry.cli.commands.fetch_eval_data:fetch_eval_data", argv)
     except SystemExit as stop:
         status = int(str(stop.code))
     out, err = capsys.readouterr()

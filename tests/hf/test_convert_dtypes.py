@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmfoundry.builders import models
-from llmfoundry.commands.convert import convert
-from llmfoundry.commands.generate import generate
+from llmfoundry.cli.commands.convert import convert
+from llmfoundry.cli.commands.generate import generate
 from llmfoundry.recipe.after_training import ConvertRecipe, GenerateRecipe
 from tests.hf.random_models import CARD, LLAMA, decoder, settings, to_hf, write_tokenizer
 

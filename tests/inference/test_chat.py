@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.commands import chat as commands
+from llmfoundry.cli.commands import chat as commands
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError

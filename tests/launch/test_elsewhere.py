@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.commands.runs import runs as command
+from llmfoundry.cli.commands.runs import runs as command
 from llmfoundry.errors import UserError
 from llmfoundry.launch import hosts, kubernetes, runs, slurm
 from llmfoundry.launch import record as records

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.commands.runs import runs as command
+from llmfoundry.cli.commands.runs import runs as command
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
 from llmfoundry.exit_status import own_node
@@ -444,7 +444,7 @@ def test_two_stops_at_once_are_one_and_now_is_at_once_under_a_supervisor(start: 
 
 def test_the_states_are_served_for_prometheus(tmp_path: Path) -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
-    from llmfoundry.commands.runs import Collector
+    from llmfoundry.cli.commands.runs import Collector
 
     write_run(tmp_path / "a")
     write_run(tmp_path / 'b"\n', status="running")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.commands.track import track
+from llmfoundry.cli.commands.track import track
 from llmfoundry.errors import UserError
 from llmfoundry.loggers import background_queue as writer_module
 from llmfoundry.loggers.background_queue import BackgroundWriter, LogTarget, RunFacts

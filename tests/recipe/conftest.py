@@ -1,42 +1,5 @@
-"""Runs the front in this process, with a target that only remembers the recipe it was given."""
+"""`front` calls a script's front; no secret outlives its test."""
 
-from __future__ import annotations
+from tests.front import front, no_known_secrets
 
-import sys
-import types
-from typing import Any
-
-import pytest
-from recipe_front import Front, Outcome
-
-from llmfoundry import redaction
-from llmfoundry.recipe.script import run
-from llmfoundry.recipe.train import TrainRecipe
-
-
-@pytest.fixture(autouse=True)
-def no_known_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test calls a secret is an ordinary text of the next."""
-    monkeypatch.setattr(redaction, "_known", [])
-
-
-@pytest.fixture
-def front(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Front:
-    """`front("RECIPE", "key=value", ..., schema=TrainRecipe)`."""
-    received: list[Any] = []
-    module = types.ModuleType("remembering_target")
-    module.remember = received.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "remembering_target", module)
-    monkeypatch.delenv("RANK", raising=False)
-
-    def call(*argv: object, schema: type = TrainRecipe) -> Outcome:
-        received.clear()
-        status = 0
-        try:
-            run(schema, "remembering_target:remember", [str(a) for a in argv], help="What it does.")
-        except SystemExit as error:
-            status = int(error.code or 0)
-        out, err = capsys.readouterr()
-        return Outcome(status, out, err.splitlines(), received[-1] if received else None)
-
-    return call
+__all__ = ["front", "no_known_secrets"]

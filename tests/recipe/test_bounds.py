@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mutations import SCRIPTS, SOUND
-from recipe_front import Front
 
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
 from llmfoundry.recipe.attention import BlockOverridesConfig, BlockRun
@@ -19,6 +17,8 @@ from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.schema import Key, Range, Schema, out_of_bounds
 from llmfoundry.recipe.train import TrainRecipe
+from tests.front import Front
+from tests.recipe.mutations import SCRIPTS, SOUND
 
 QUICKSTART = YAMLS / "quickstart.yaml"
 LONG = "x" * 300

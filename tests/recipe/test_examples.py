@@ -32,7 +32,7 @@ COMMAND = re.compile(
 )
 END = re.compile(r"\s{2,}|\s#|\s?[;|]|\s(?:>|&&)\s")  # what follows is no argument
 NO_FRONT = {"gpu_check"}  # it takes no recipe: tests/benchmarks/test_gpu_check.py
-CONSOLE = {"cp", "ls", "completion"}  # the console's own: tests/test_console.py
+CONSOLE = {"cp", "ls", "completion"}  # the console's own: tests/cli/test_console.py
 INSTEAD = {"RECIPE": "quickstart"}  # of words that a reader replaces
 VALUE = r"(?:\[[^\]]*\]|[^\s;,\[]*[^\s;,.:\[])"
 FRAGMENT = re.compile(rf"(?<![\w.=/])[a-z]+=[\w.-]*\w(?: \[?[a-z][\w.]*={VALUE})*")

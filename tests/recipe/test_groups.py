@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_front import Front
 
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked, read
@@ -16,6 +15,7 @@ from llmfoundry.recipe.paths import YAMLS, group_options
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import as_written, to_yaml
+from tests.front import Front
 
 SFT = YAMLS / "finetune" / "quickstart-sft.yaml"
 LORA = YAMLS / "finetune" / "llama-8b-lora.yaml"

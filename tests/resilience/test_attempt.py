@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.commands.supervise import is_supervised, supervise
+from llmfoundry.cli.commands.supervise import is_supervised, supervise
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import ResumeLimits, read_ranks, record_ranks
 from llmfoundry.recipe.resilience import SuperviseConfig

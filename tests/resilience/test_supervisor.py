@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.commands.supervise import recipe_type, supervise
+from llmfoundry.cli.command_line import CommandLine
+from llmfoundry.cli.commands.supervise import supervise
+from llmfoundry.cli.recipe_types import checked_for, supervised
 from llmfoundry.errors import UserError
 from llmfoundry.events import add_event, read_events
 from llmfoundry.exit_status import ResumeLimits, own_node
-from llmfoundry.recipe.before_training import CheckFinetuneRecipe, checked_for
-from llmfoundry.recipe.command_line import CommandLine
+from llmfoundry.recipe.before_training import CheckFinetuneRecipe
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.recipe.train import TrainRecipe
@@ -487,7 +488,7 @@ def test_a_run_that_would_not_continue_is_not_supervised(recipe: TrainRecipe, li
 
 def test_a_pretrained_model_on_the_command_line_makes_it_fine_tuning() -> None:
     command = CommandLine(recipe=None, overrides=["model.pretrained=runs/x"])
-    assert recipe_type(command) is FinetuneRecipe
+    assert supervised(command) is FinetuneRecipe
     assert checked_for(command) is CheckFinetuneRecipe
 
 

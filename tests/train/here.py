@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from llmfoundry.commands.train import train
+from llmfoundry.cli.commands.train import train
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 

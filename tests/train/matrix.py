@@ -19,7 +19,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmfoundry.commands.train import train
+from llmfoundry.cli.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.finetune import FinetuneRecipe

@@ -14,7 +14,7 @@ import torch
 from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.builders.models import of_run
-from llmfoundry.commands.convert import convert
+from llmfoundry.cli.commands.convert import convert
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.inference.decoder_rows import stream_tokens

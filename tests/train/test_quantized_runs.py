@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.pretrained import fill_model, open_pretrained
-from llmfoundry.commands.convert import convert
-from llmfoundry.commands.train import train
+from llmfoundry.cli.commands.convert import convert
+from llmfoundry.cli.commands.train import train
 from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder

@@ -1,4 +1,4 @@
-"""The server: requests over HTTP in, answers of the engine out; `commands/serve.py` runs it.
+"""The server: requests over HTTP in, answers of the engine out; `cli/commands/serve.py` runs it.
 
 Starlette and uvicorn are the web's side; msgspec, which is installed anyway, checks the fields, so
 that FastAPI would add a second language for errors and nothing else. The one idea: a request is

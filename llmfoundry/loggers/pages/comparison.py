@@ -1,6 +1,6 @@
 """Several runs on one page: their numbers, their curves laid over one another, what differs.
 
-`commands/compare.py` writes it, of metrics.jsonl, run.json, recipe.yaml and eval/*.json in each
+`cli/commands/compare.py` writes it, of metrics.jsonl, run.json, recipe.yaml and eval/*.json in each
 run's folder alone, so that it can be written at any time, while the runs go too. The idea: a run
 has one color everywhere, and every curve is kept by tokens, by steps and by hours of computing.
 """

@@ -1,8 +1,8 @@
 """What a scaling experiment says (scaling.json): its lines for people, and the page with pictures.
 
-`commands/scaling.py` prints the lines and writes the page. The idea: loss against compute is seen
-on logarithmic axes alone, which the report's charts, over tokens from zero, have not; so these are
-pictures without a script, with the runs as dots that have their numbers under the pointer.
+`cli/commands/scaling.py` prints the lines and writes the page. The idea: loss against compute is
+seen on logarithmic axes alone, which the report's charts, over tokens from zero, have not; so these
+are pictures without a script, with the runs as dots that have their numbers under the pointer.
 """
 
 from __future__ import annotations

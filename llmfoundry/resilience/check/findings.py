@@ -1,6 +1,6 @@
 """`Finding`: one result of a check, and `Report`: what all of them together mean.
 
-The judges of this package return findings, `report` shows them and `commands/check.py`
+The judges of this package return findings, `report` shows them and `cli/commands/check.py`
 exits with their status. The idea: what could not be checked is a result too, never silence.
 """
 

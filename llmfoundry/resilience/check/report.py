@@ -1,8 +1,9 @@
 """A check's report: check.json for programs, a table for people, check.html with a map of pairs.
 
-`commands/check.py` calls `write_check` and `check_lines`. check.json has a version; `supervise` and
-schedulers' hooks read `level` and `bad_nodes`, and need nothing else. On the map a slow pair is one
-cell, a slow node a cross, and a slow switch a block, so that the cause is seen before it is read.
+`cli/commands/check.py` calls `write_check` and `check_lines`. check.json has a version; `supervise`
+and schedulers' hooks read `level` and `bad_nodes`, and need nothing else. On the map a slow pair is
+one cell, a slow node a cross, and a slow switch a block, so that the cause is seen before it is
+read.
 """
 
 from __future__ import annotations

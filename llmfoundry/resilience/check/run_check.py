@@ -1,8 +1,9 @@
 """The order of a check: who is here, machines, burn, pairs, verdict. All call `run_check`.
 
-`commands/check.py` calls it with the processes of a launcher, and `commands/train.py` before a run.
-One process of each node reads the machine; all compute; rank 0 judges by the pure functions of this
-package and sends the verdict. The idea: whoever falls silent is named with the part that it was in.
+`cli/commands/check.py` calls it with the processes of a launcher, and `cli/commands/train.py`
+before a run. One process of each node reads the machine; all compute; rank 0 judges by the pure
+functions of this package and sends the verdict. The idea: whoever falls silent is named with the
+part that it was in.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Heartbeats of a run's processes, and the hang monitor that the first of each machine starts.
 
-`commands/train.py` calls `keep_recorder` before its processes join and `monitored` around the run.
+`cli/commands/train.py` calls `keep_recorder` before its processes join and `monitored` around the
+run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Start a run, watch it, and decide what to do when it ends; every decision is an event.
 
-`commands/supervise.py` calls `Supervisor.run`, whose result is the exit status. In the order of an
-attempt: its checkpoints must still be there (`checkpoints`), it runs (`attempt`), what it left
+`cli/commands/supervise.py` calls `Supervisor.run`, whose result is the exit status. In the order of
+an attempt: its checkpoints must still be there (`checkpoints`), it runs (`attempt`), what it left
 behind is gathered here, its cause is found (`causes`), suspected machines are checked (`nodes`),
 and `decide_restart` decides; `causes`, `decide_restart` and the judgement of `checkpoints` are pure
 functions. The idea: a run is exact, so that a restart is always correct, and the question is only

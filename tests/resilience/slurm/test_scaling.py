@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.launch.record import read
-from tests.commands.test_scaling import write_grid
+from tests.cli.commands.test_scaling import write_grid
 from tests.resilience.slurm.cluster import INSTALL, PYTHON, Cluster, missing, wait
 from tests.tiny import ROOT
 

@@ -1,0 +1,550 @@
+"""`--dry-run` of every script: what the command would do; nothing is written, nothing trained.
+
+`cli/script.py` calls `print_plan` in the command's place, once the recipe is checked. The
+idea: what a command refuses before it begins is refused here too, with the same words.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmfoundry.builders.evaluation import check_gauntlet
+from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
+from llmfoundry.builders.models import check_model, is_adapter, is_hugging_face
+from llmfoundry.builders.pretrained import resolve
+from llmfoundry.builders.registry import find_address, is_version
+from llmfoundry.builders.resume import find_start
+from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
+from llmfoundry.checkpoint.object_storage import is_url
+from llmfoundry.checkpoint.run_folder import find_place, run_storage
+from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.cli.commands.compare import page_path, read_runs, refuse_page
+from llmfoundry.cli.commands.evaluate import check_models, with_addresses
+from llmfoundry.cli.commands.launch import job_of
+from llmfoundry.cli.commands.migrate import prepare
+from llmfoundry.cli.commands.scaling import print_plan as print_grid
+from llmfoundry.cli.commands.scaling_grid import grid
+from llmfoundry.cli.commands.scaling_runs import refuse_changed
+from llmfoundry.cli.commands.track import run_with_record
+from llmfoundry.data.preparation.readers import find_files, left_out
+from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
+from llmfoundry.errors import UserError
+from llmfoundry.files import refuse_used
+from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
+from llmfoundry.hf.gguf.write import check_output
+from llmfoundry.launch.runs import find, list_runs
+from llmfoundry.loggers.console import Console, format_gib, short_count
+from llmfoundry.migrate.migration import report
+from llmfoundry.models.counts import active_parameter_count, gpu_here
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.plan.communication import Messages, communication, spanning
+from llmfoundry.plan.fit import (
+    Fit,
+    check_workers,
+    checkpointing_line,
+    choose_fit,
+    load_line,
+    parts_text,
+    with_guessed_vocabulary,
+    with_level,
+)
+from llmfoundry.plan.layouts import TAKEN
+from llmfoundry.plan.memory import GIB, MemoryEstimate
+from llmfoundry.plan.rows import memory_of_process
+from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
+from llmfoundry.recipe.after_training import (
+    CompareRecipe,
+    ConvertRecipe,
+    DrawRecipe,
+    EvalRecipe,
+    RunsRecipe,
+    ServeRecipe,
+    TrackRecipe,
+)
+from llmfoundry.recipe.before_training import (
+    Checked,
+    CheckRecipe,
+    FetchRecipe,
+    LaunchRecipe,
+    MigrateRecipe,
+    PlanRecipe,
+    PrepareRecipe,
+)
+from llmfoundry.recipe.checks import Clock, Duration
+from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.hardware import Gpu, Hardware
+from llmfoundry.recipe.parallel import node_size
+from llmfoundry.recipe.paths import find_file, show
+from llmfoundry.recipe.scaling import ScalingRecipe
+from llmfoundry.recipe.source import SourceConfig, under_key
+from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.redaction import public
+from llmfoundry.resilience.check.host import recipe_paths
+from llmfoundry.scaling.points import read_points
+
+Rows = Iterator[tuple[str, str]]
+CPU = torch.device("cpu")
+_FILES = ("python_stdlib", "files")
+TOKENS = {("allenai/c4", "en"): 156e9}
+"""Of data sets of the hub, about: of C4 by Dodge et al., 2021 (arXiv 2104.08758), table 1."""
+
+
+def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> None:
+    """Print what `command`, a function of this folder, would do with a checked recipe.
+
+    Args:
+        command: its name.
+        recipe: its recipe.
+        hardware: of a training run: GPUs that are not here.
+
+    Raises:
+        UserError: it would refuse the recipe.
+    """
+    if hardware is None:
+        os.environ.update(slurm_environment())
+    is_training = PLANS[command] is plan_training
+    if hardware is not None and not is_training:
+        raise UserError(f"--dry-run: {hardware}: only a training run is estimated for other GPUs")
+    rows = list(plan_training(recipe, hardware) if is_training else PLANS[command](recipe))
+    if int(os.environ.get("RANK", 0)) == 0:
+        last = ("dry run", "all of this was checked; nothing was written or started")
+        Console().banner([(label, public(value)) for label, value in [*rows, last]])
+
+
+def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Rows:
+    """A run of scripts/train.py or scripts/finetune.py, here or on other hardware."""
+    world = _world(written, hardware)
+    recipe, model = with_defaults(written), None
+    if isinstance(written, FinetuneRecipe):
+        if _is_on_hub(written):
+            place = "" if is_url(str(written.model.pretrained)) else " of the hub"
+            yield "model", f"{written.model.pretrained}{place}, fetched when the run begins"
+            yield from _data(recipe)
+            return
+        recipe, pretrained = resolve(written, _alone(), note=lambda line: None)
+        yield "pretrained", pretrained.summary
+        model = sketch(recipe, written)
+    recipe.precision = served_precision(recipe.precision, world, lambda line: None)
+    guessed = with_guessed_vocabulary(recipe)
+    check_layout(recipe, world)
+    if hardware is None:
+        check_workers(recipe.data, world)
+        check_kernels(recipe, world.device)
+    free = memory_of_process(world) if hardware is None else hardware.memory - TAKEN
+    fit = choose_fit(
+        guessed,
+        world_size=world.size,
+        available=free,
+        device=world.device,
+        meta_model=model,
+        gpu=_timed_gpu(world, hardware),
+    )
+    rows, need = fit.microbatch, fit.need
+    begins = _begins(recipe)
+    yield "run", f"{recipe.save_folder}, begins {begins}"
+    yield "model", _size(guessed, need)
+    yield from _data(recipe)
+    yield "length", _length(recipe)
+    yield "device", f"{_device(world, hardware)}, {recipe.precision}, microbatch {rows}"
+    yield "memory", _memory(need, rows, free)
+    parallel = recipe.parallel
+    if "auto" in (parallel.activation_checkpointing, parallel.activation_compression):
+        yield "", checkpointing_line(guessed, fit)
+    if world.size > 1 and model is None:
+        node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
+        node = node if hardware is None else hardware.gpu.node
+        yield from _layout(guessed, world, fit, node, _timed_gpu(world, hardware))
+    if model is None:
+        yield from _time(
+            with_level(guessed, fit.checkpointing, fit.compression), world, fit, hardware
+        )
+    yield "checkpoints", _checkpoints(recipe, need, model)
+    yield "measured", _measured(recipe)
+
+
+def _time(recipe: TrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
+    """Seconds of a step where the GPU is known."""
+    gpu = _timed_gpu(world, hardware)
+    if gpu is None:
+        return
+    step = step_seconds(recipe, world.size, fit.microbatch, speeds(gpu, recipe))
+    yield "step", step_line(step)
+    yield "speed", speed_line(step, recipe, world.size, gpu)
+
+
+def _timed_gpu(world: World, hardware: Hardware | None) -> Gpu | None:
+    """The data sheet of the GPUs, where it says how fast they are."""
+    if hardware is None:
+        return gpu_here(world.device)
+    return hardware.gpu if hardware.is_timed else None
+
+
+def _begins(recipe: TrainRecipe) -> str:
+    """Where a run would begin; of one in a store no more is read than the names."""
+    if is_url(recipe.save_folder):
+        run = run_storage(recipe)
+        newest = next(filter(run.has_commit, run.checkpoints()), None)
+        return "at batch 0" if newest is None else f"from {run.shown(newest)}"
+    start = find_start(recipe, run_storage(recipe), _alone(), lambda line: None).checkpoint
+    return "at batch 0" if start is None else f"from {start}"
+
+
+def _world(recipe: TrainRecipe, hardware: Hardware | None) -> World:
+    """The processes that would be started, or those of the launcher in charge."""
+    if hardware is not None:
+        return World(0, hardware.gpus, 0, torch.device("cuda", 0))
+    size = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    sharing = -(-here // max(1, torch.cuda.device_count()))  # above 1 under gloo alone
+    if not torch.cuda.is_available():
+        return World(0, size, 0, CPU)
+    machine = Machine(0, sharing=sharing) if sharing > 1 else None
+    return World(0, size, 0, torch.device("cuda", 0), machine=machine)
+
+
+def _device(world: World, hardware: Hardware | None) -> str:
+    if hardware is not None:
+        return f"{hardware}, which are not here"
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    sharing = 1 if world.machine is None else world.machine.sharing
+    return f"{-(-world.size // sharing)} x {device}" + f" ({world.size} processes)" * (sharing > 1)
+
+
+def _alone() -> World:
+    return World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+def _is_on_hub(recipe: FinetuneRecipe) -> bool:
+    """Whether the model would have to be downloaded, which a dry run does not."""
+    name = str(recipe.model.pretrained)
+    if name.startswith((".", "/", "~", "runs/")) or is_version(name):
+        return False
+    try:
+        find_file(name, "model.pretrained")
+    except UserError:
+        return True
+    return False
+
+
+def _size(recipe: TrainRecipe, need: MemoryEstimate) -> str:
+    model = f"{recipe.model.name}, about {short_count(need.parameters)} parameters"
+    if recipe.model.ffn_config.ffn_type == "dmoe":
+        model += f", {short_count(active_parameter_count(recipe.model))} active"
+    return model
+
+
+def _data(recipe: TrainRecipe) -> Rows:
+    """Where text comes from; the files of a corpus are looked for."""
+    data = recipe.data
+    sources: dict[str, SourceConfig] = {"data": data, **data.streams}
+    for name, source in sources.items():
+        if source.name == "mixture":
+            continue
+        where = source.remote or source.local or source.dataset or ", ".join(source.paths)
+        text = f"{source.name} {where}".strip()
+        if source.name in _FILES and not source.is_supervised:
+            with under_key(name if source is data else f"data.streams.{name}"):
+                text += f": {_files(data.alone(source) if source is not data else data)}"
+        yield name, text
+
+
+def _files(data: DataConfig) -> str:
+    found = find_files(data)
+    if not found.files:
+        raise UserError("data.paths: no file that can be read is there; write others")
+    lines = left_out(found.ignored, found.hidden)
+    return "; ".join([f"{len(found.files):,} files", *lines])
+
+
+def _length(recipe: TrainRecipe) -> str:
+    """Of the run, as far as it is known before the text is counted."""
+    rows, length = recipe.global_train_batch_size, Duration.parse(recipe.max_duration)
+    step = rows * recipe.max_seq_len
+    shape = f"steps of {rows:,} rows of {recipe.max_seq_len:,} tokens ({step:,})"
+    if length.unit == "ep":
+        return f"{recipe.max_duration} of the text, in {shape}"
+    tokens = Clock(rows, step, 1.0, length).total * step
+    passes = passes_over(recipe.data, tokens)
+    return (
+        f"{tokens // step:,} {shape}, {short_count(tokens)} tokens in all{passes and f', {passes}'}"
+    )
+
+
+def passes_over(data: DataConfig, tokens: int) -> str:
+    """How often a run reads a data set of known size; empty: not more than once, or not known."""
+    has = TOKENS.get((data.dataset or "", data.subset or ""), math.inf)
+    if tokens <= has:
+        return ""
+    passes = tokens / has
+    times = f"{passes:.1f}" if passes < 9.95 else f"{passes:.0f}"
+    return f"about {times} passes over the {short_count(has)} of {data.dataset} {data.subset}"
+
+
+def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
+    """The total and its parts, which add up to it but for rounding."""
+    total = f"about {format_gib(need.total(rows) / GIB)} a process"
+    return f"{total}: {parts_text(need, rows)}; {format_gib(free / GIB)} are free"
+
+
+def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int, gpu: Gpu | None) -> Rows:
+    """Which load of experts fits, what a process sends, and degrees that span nodes."""
+    recipe = with_level(guessed, fit.checkpointing)
+    if load := load_line(recipe, fit, world.size):  # below the memory
+        yield "", load
+    yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
+    for line in spanning(recipe, world.size, fit.microbatch, node, gpu):
+        yield "layout", line
+
+
+def _sends(messages: Iterable[Messages]) -> str:
+    """What a process sends in a step, the most first; in brackets, what leaves its node."""
+    each, between = Counter[str](), Counter[str]()
+    for message in messages:
+        each[message.what] += message.sent
+        between[message.what] += message.between
+
+    def part(what: str, sent: int) -> str:
+        out = f" ({format_gib(between[what] / GIB)})" if between[what] else ""
+        return f"{what} {format_gib(sent / GIB)}{out}"
+
+    out = f", {format_gib(between.total() / GIB)} of it to other nodes" if between.total() else ""
+    parts = ", ".join(part(what, sent) for what, sent in each.most_common())
+    return f"about {format_gib(each.total() / GIB)} a process and step{out}: {parts}"
+
+
+def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:
+    """How often, how many, and how large: weights and moments of what trains."""
+    keep = recipe.save_num_checkpoints_to_keep
+    kept = "all are kept" if keep == -1 else f"the newest {keep} are kept"
+    width = 2 if recipe.precision == "bf16" else 4
+    each = ""
+    if model is None:
+        whole = (width + recipe.optimizer.moment_bytes(width)) * need.parameters
+        each = f", about {format_gib(whole / GIB)} each"
+    return f"every {recipe.save_interval} and at the end{each}; {kept}"
+
+
+def _measured(recipe: TrainRecipe) -> str:
+    check_gauntlet(recipe.eval)
+    what = ["held-out text"] if recipe.eval.validation else []
+    if recipe.eval.gauntlet is not None:
+        what.append(show(find_file(recipe.eval.gauntlet, "eval.gauntlet")))
+    every = f"every {recipe.eval_interval} and at the end: {' and '.join(what)}"
+    return every if what else "nothing"
+
+
+def plan_preparing(written: PrepareRecipe) -> Rows:
+    """Of scripts/prepare_data.py."""
+    recipe = with_defaults(written)
+    yield from _data(recipe)
+    yield "tokenizer", recipe.tokenizer.name
+    output = recipe.prepare.output
+    yield "to", f"{output}, as {recipe.prepare.format}" if output else recipe.data.cache_folder
+
+
+def plan_inspecting(written: TrainRecipe) -> Rows:
+    """Of scripts/inspect_data.py."""
+    yield from _data(with_defaults(written))
+    yield "at", str(getattr(written, "at", ""))
+
+
+def plan_evaluation(recipe: EvalRecipe) -> Rows:
+    """Of scripts/eval.py."""
+    recipe, _ = with_addresses(recipe, _alone(), lambda line: None)
+    check_models(recipe)
+    check_gauntlet(recipe.eval or EvalConfig())
+    for number, model in enumerate(recipe.all_models()):
+        yield "" if number else "models", model
+    if recipe.eval is None:
+        yield "measured", "what each run measured itself"
+    elif recipe.eval.gauntlet is not None:
+        yield "gauntlet", show(find_file(recipe.eval.gauntlet, "eval.gauntlet"))
+    yield "results", recipe.output or "beside each run, eval/<batch>/"
+
+
+def plan_drawing(recipe: DrawRecipe) -> Rows:
+    """Of scripts/generate.py and scripts/chat.py."""
+    yield from _any_model(_named(recipe), recipe.precision)
+    how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
+    yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
+
+
+def plan_serving(recipe: ServeRecipe) -> Rows:
+    """Of scripts/serve.py."""
+    yield from _any_model(_named(recipe), recipe.precision)
+    key = "none" if recipe.read_key() is None else "asked for"
+    yield "at", f"{recipe.host}, port {recipe.port or 'that is free'}; API key: {key}"
+    yield "answers", f"{recipe.slots} at a time, {recipe.max_waiting} may wait"
+
+
+def plan_conversion(recipe: ConvertRecipe) -> Rows:
+    """Of scripts/convert.py."""
+    if recipe.from_ is None:
+        yield from _checkpoint(_named(recipe))
+    else:
+        yield "from", f"{_named(recipe)}, a Hugging Face model"
+    output = Path(str(recipe.output)).expanduser()
+    if recipe.to == "gguf":
+        check_output(output)
+    else:
+        refuse_used(output)
+    yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
+
+
+def _named(recipe: DrawRecipe | ServeRecipe | ConvertRecipe) -> str:
+    """Where a recipe's checkpoint is, also where a registry's version names it."""
+    name, uri = str(recipe.checkpoint), recipe.registry.uri
+    return find_address(name, "checkpoint", uri=uri, note=lambda line: None)
+
+
+def _any_model(name: str, precision: str | None) -> Rows:
+    """A model of ours, or one from elsewhere."""
+    if is_hugging_face(name) or is_adapter(name):
+        check_model(name)
+        kind = "a Hugging Face model" if is_hugging_face(name) else "an adapter"
+        yield "model", f"{name}, {kind}, {precision or 'fp32'}"
+    else:
+        yield from _checkpoint(name)
+
+
+def _checkpoint(path: str) -> Rows:
+    """A run's newest complete checkpoint, and what it holds."""
+    place = find_place(path, "checkpoint", _alone())
+    sums = Sums.RECORD if is_url(path) else Sums.WEIGHTS  # the tensors would be downloaded
+    found = find_checkpoint(place, note=lambda line: None, sums=sums)
+    if found is None:
+        raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
+    recipe = load_run(found.folder / "recipe.yaml")
+    yield "checkpoint", str(found)
+    yield "model", f"{recipe.model.name}, {recipe.precision}"
+    if not isinstance(recipe, FinetuneRecipe):
+        reason = attention_refusal(with_defaults(recipe), CPU)
+        if reason is not None:
+            yield "attention", f"auto here; {reason}"
+
+
+def plan_planning(written: PlanRecipe) -> Rows:
+    """Of scripts/plan.py, which writes nothing either."""
+    yield "hardware", str(Hardware.parse(written.hardware, "hardware"))
+    yield "layouts", f"the {written.layouts} fastest" if written.layouts else "the recipe's own"
+    yield "to", f"the screen, as {written.format}"
+
+
+def plan_launching(recipe: LaunchRecipe) -> Rows:
+    """Where a run would be started; `dry_run=true` prints the target's object."""
+    job = job_of(recipe)
+    machines = f"{job.nodes} machine{'s' * (job.nodes > 1)}"
+    each = job.config.gpus_per_node
+    yield "target", f"{job.config.target}, {machines}" + f" of {each} GPUs" * bool(each)
+    yield "run", show(job.folder)
+    yield "object", "dry_run=true prints it"
+
+
+def plan_comparing(recipe: CompareRecipe) -> Rows:
+    """Of scripts/compare.py."""
+    refuse_page(page_path(recipe))
+    runs, warnings = read_runs(recipe)
+    yield "runs", ", ".join(run.name for run in runs)
+    yield from (("warning", line) for line in warnings)
+    yield "page", str(page_path(recipe))
+
+
+def plan_runs(recipe: RunsRecipe) -> Rows:
+    """Of scripts/runs.py."""
+    verb, *names = recipe.words
+    yield "verb", verb
+    for name in names or sorted(run.name for run in list_runs(recipe.folder)):
+        yield "run", str(find(name, recipe.folder))
+
+
+def plan_tracking(recipe: TrackRecipe) -> Rows:
+    """Of scripts/track.py."""
+    run = run_with_record(recipe)
+    logger = recipe.logger or load_run(run.folder / "recipe.yaml").logger
+    stores = logger.chosen()
+    yield "run", str(run)
+    yield "to", ", ".join(stores) or "nothing"
+
+
+def plan_scaling(written: ScalingRecipe) -> Rows:
+    """Of scripts/scaling.py."""
+    recipe = copy.deepcopy(written)
+    if recipe.fit is not None:
+        points = read_points(find_file(recipe.fit, "fit"))
+        yield "runs", f"{len(points)} of {recipe.fit}"
+    else:
+        made = grid(recipe)
+        refuse_changed(made)
+        print_grid(recipe, made, Console())
+        yield "runs", f"{len(made)} of {recipe.base}"
+    yield "to", recipe.output
+
+
+def plan_fetching(recipe: FetchRecipe) -> Rows:
+    """Of scripts/fetch_eval_data.py."""
+    recipe.fill()
+    table = read_table(find_file(recipe.table, "table"))
+    files = files_of_tasks(recipe.tasks)
+    if recipe.gauntlet is not None:
+        files = files_of_gauntlet(Path(recipe.gauntlet))[0]
+    unknown = len(files.keys() - table.keys())
+    yield "files", f"{len(files):,}" + (f", {unknown:,} of them unknown" if unknown else "")
+    yield "from", recipe.from_foundry or "the Hugging Face hub"
+    yield "to", recipe.output or "eval/local_data"
+
+
+def plan_migration(recipe: MigrateRecipe) -> Rows:
+    """Of scripts/migrate.py."""
+    result, output = prepare(recipe)
+    yield "from", f"{recipe.theirs}, for scripts/{result.source.kind or 'nothing'}.py"
+    yield "settings", [*report(result)][-1]
+    yield "to", show(output)
+    for problem in result.problems:
+        yield "to do", problem
+
+
+def plan_check(recipe: Checked) -> Rows:
+    """Of scripts/check.py."""
+    settings = recipe.health_check
+    processes = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
+    yield "processes", str(processes)
+    yield "machines", "GPU counters, kernel log, paths, clocks, limits, versions"
+    if recipe.level == "full":
+        yield "burn", f"{settings.burn_seconds:g} s of products, and copies in memory"
+        rounds = "all rounds" if settings.pair_rounds is None else f"{settings.pair_rounds} rounds"
+        yield "pairs", f"all-reduces between {settings.pairs_of}, {rounds}"
+    for path in [] if isinstance(recipe, CheckRecipe) else recipe_paths(recipe):
+        yield "path", f"{path.key}: {path.path}, {'written' if path.is_written else 'read'}"
+    yield "report", recipe.output
+
+
+PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
+    "train": plan_training,
+    "prepare_data": plan_preparing,
+    "inspect_data": plan_inspecting,
+    "evaluate": plan_evaluation,
+    "generate": plan_drawing,
+    "chat": plan_drawing,
+    "serve": plan_serving,
+    "convert": plan_conversion,
+    "plan": plan_planning,
+    "track": plan_tracking,
+    "launch": plan_launching,
+    "compare": plan_comparing,
+    "runs": plan_runs,
+    "scaling": plan_scaling,
+    "fetch_eval_data": plan_fetching,
+    "migrate_file": plan_migration,
+    "check": plan_check,
+    "supervise": plan_training,
+}

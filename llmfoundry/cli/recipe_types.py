@@ -1,0 +1,55 @@
+"""Which recipe a script takes where its command line decides: training's, or fine-tuning's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from llmfoundry.cli.command_line import CommandLine
+from llmfoundry.recipe.before_training import (
+    Checked,
+    CheckFinetuneRecipe,
+    CheckRecipe,
+    CheckRunRecipe,
+    InspectFinetuneRecipe,
+    InspectRecipe,
+    LaunchFinetuneRecipe,
+    LaunchRecipe,
+    PlanFinetuneRecipe,
+    PlanRecipe,
+)
+from llmfoundry.recipe.finetune import FinetuneRecipe, is_finetuning
+from llmfoundry.recipe.train import TrainRecipe
+
+AnyRecipe = TypeVar("AnyRecipe", bound=TrainRecipe)
+
+
+def either(
+    plain: type[AnyRecipe], finetune: type[AnyRecipe]
+) -> Callable[[CommandLine], type[AnyRecipe]]:
+    """What chooses a script's recipe by its command line: fine-tuning's has model.pretrained.
+
+    Calling it raises a UserError where the recipe's file cannot be read.
+    """
+
+    def chosen(command: CommandLine) -> type[AnyRecipe]:
+        return finetune if is_finetuning(command.recipe, command.overrides) else plain
+
+    return chosen
+
+
+inspected = either(InspectRecipe, InspectFinetuneRecipe)
+planned = either(PlanRecipe, PlanFinetuneRecipe)
+launched = either(LaunchRecipe, LaunchFinetuneRecipe)
+supervised = either(TrainRecipe, FinetuneRecipe)
+
+
+def checked_for(command: CommandLine) -> type[Checked]:
+    """The kind of recipe that a command line names.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    if is_finetuning(command.recipe, command.overrides):
+        return CheckFinetuneRecipe
+    return CheckRecipe if command.recipe is None else CheckRunRecipe

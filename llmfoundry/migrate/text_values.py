@@ -1,0 +1,494 @@
+"""What a value of LLM Foundry's is here, of text, tokenizers, tasks, models and commands.
+
+`values.py` has those of all else. Each gets the value and the whole file, and answers a `Taken`.
+The commands are LLM Foundry's scripts, as a shell calls them: what an MCLI file's `command` does.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from llmfoundry.errors import UserError
+from llmfoundry.migrate.entry import (
+    CHANGED,
+    MISSING,
+    Take,
+    Taken,
+    Theirs,
+    changed,
+    idle,
+    refused,
+)
+from llmfoundry.migrate.values import SERVERS, duration, is_supervised, keyword
+from llmfoundry.recipe.yaml_file import read_yaml
+
+_CALL = re.compile(r"(\w+)\.py$")
+MOUNTED = "/mnt/config/parameters.yaml"
+"""Where MCLI puts a file's own `parameters`."""
+
+
+def calls(command: str) -> list[tuple[str, list[str]]]:
+    """The scripts that a command starts, and their arguments.
+
+    A shell's line that is not balanced is taken word by word.
+    """
+    found = []
+    for line in command.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line)
+        except ValueError:
+            words = line.split()
+        at = next((i for i, word in enumerate(words) if _CALL.search(word)), None)
+        if at is not None:
+            match = _CALL.search(words[at])
+            assert match is not None
+            found.append((match[1], words[at + 1 :]))
+    return found
+
+
+def commands_of(command: str) -> str:
+    """What to write here in place of a command."""
+    said = [_OURS[name](_flags(words)) for name, words in calls(command) if name in _OURS]
+    here = ", then ".join(f"`{line}`" for line in said)
+    return f"here {here}" if here else "starts nothing of LLM Foundry's that is here"
+
+
+def _flags(words: list[str]) -> dict[str, str]:
+    """`--name value` pairs."""
+    flags: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word.lstrip("-")
+        elif name:
+            flags.setdefault(name, word)
+    return flags
+
+
+def _prepared(flags: dict[str, str]) -> str:
+    keys = {"dataset": "data.dataset", "data_subset": "data.subset", "out_root": "prepare.output"}
+    words = [f"{ours}={flags[theirs]}" for theirs, ours in keys.items() if theirs in flags]
+    tokenizer = flags.get("tokenizer")
+    words += ["tokenizer=huggingface", f"tokenizer.path={tokenizer}"] if tokenizer else []
+    words += [f"max_seq_len={flags['concat_tokens']}"] if "concat_tokens" in flags else []
+    return shlex.join(["python", "scripts/prepare_data.py", "data=huggingface", *words])
+
+
+def _drawn(flags: dict[str, str]) -> str:
+    keys = ("temperature", "top_p", "top_k", "seed", "max_new_tokens")
+    words = [f"{key}={flags[key]}" for key in keys if key in flags]
+    prompt = [f"prompt={flags['prompts']}"] if "prompts" in flags else []
+    run = flags.get("name_or_path", "RUN")
+    return shlex.join(["python", "scripts/generate.py", run, *words, *prompt])
+
+
+_OURS: dict[str, Callable[[dict[str, str]], str]] = {
+    "train": lambda flags: "python scripts/train.py RESULT",
+    "eval": lambda flags: "python scripts/eval.py RESULT",
+    "convert_dataset_hf": _prepared,
+    "convert_composer_to_hf": lambda flags: "python scripts/convert.py RUN to=hf output=FOLDER",
+    "hf_generate": _drawn,
+    "hf_chat": lambda flags: "python scripts/chat.py RUN",
+    "benchmark": lambda flags: "python scripts/generate.py RUN",
+}
+
+
+# The text
+
+
+FORMATS = {
+    "mosaicml/dolly_hhrlhf": "prompt_response",
+    "mosaicml/instruct-v3": "prompt_response",
+    "tatsu-lab/alpaca": "alpaca",
+    "HuggingFaceH4/databricks_dolly_15k": "dolly",
+    "databricks/databricks-dolly-15k": "dolly",
+    "bigscience/P3": "p3",
+    "Muennighoff/P3": "p3",
+    "Muennighoff/flan": "flan",
+    "teknium/OpenHermes-2.5": "openhermes",
+    "math-ai/StackMathQA": "stackmathqa",
+    "AI-MO/NuminaMath-CoT": "numina",
+}
+"""Data sets of LLM Foundry's recipes and the formatters that it registers."""
+ROWS = "prompt_response"
+_LOOK = "is for rows of prompt and response; write chat if they have messages"
+
+
+def loader_name(value: Any, theirs: Theirs) -> Taken:
+    """What rows are."""
+    if value == "text":
+        return Taken({"data.name": _source(theirs, "train_loader")})
+    if value != "finetuning":
+        return refused(f"{value}: such rows are not trained on here; keep LLM Foundry for it")
+    source, form = _source(theirs, "train_loader"), _format(theirs, "train_loader")
+    values = {"data.name": source}
+    if source == "mixture":
+        values |= {f"data.streams.{n}.format": form for n in _streams(theirs, "train_loader")}
+    else:
+        values["data.format"] = form
+    if str(theirs.get("train_loader.dataset.hf_name")) in FORMATS:
+        return Taken(values)
+    return Taken(values, f"data.format: {form} {_LOOK}", CHANGED)
+
+
+def _format(theirs: Theirs, loader: str) -> str:
+    if theirs.get(f"{loader}.dataset.preprocessing_fn"):
+        return ROWS
+    return FORMATS.get(str(theirs.get(f"{loader}.dataset.hf_name")), ROWS)
+
+
+def eval_loader_name(value: Any, theirs: Theirs) -> Taken:
+    """Held-out text of its own."""
+    if value != theirs.get("train_loader.name", value):
+        return refused("held-out rows are of the kind that is trained on; write data.validation")
+    source, names = _source(theirs, "eval_loader"), [*_streams(theirs, "eval_loader")]
+    values = {"data.validation.name": "shards" if names else source}
+    if value == "finetuning":
+        values["data.validation.format"] = _format(theirs, "eval_loader")
+    if len(names) > 1:
+        return Taken(values, f"held-out text is of one stream here, {names[-1]}", CHANGED)
+    return Taken(values)
+
+
+def _streams(theirs: Theirs, loader: str) -> dict[str, Any]:
+    return theirs.get(f"{loader}.dataset.streams", {})
+
+
+def _source(theirs: Theirs, loader: str) -> str:
+    """The name of our source."""
+    dataset = theirs.get(f"{loader}.dataset", {})
+    if dataset.get("streams"):
+        return "mixture"
+    if dataset.get("hf_name") is None:
+        return "shards"
+    return "files" if _is_file(str(dataset["hf_name"])) else "huggingface"
+
+
+def _is_file(name: str) -> bool:
+    """Whether `hf_name` leads to files: a folder, an address, or a builder of `datasets`."""
+    return name in ("json", "csv", "parquet", "text") or "://" in name or name[:1] in "./~"
+
+
+def hf_name(loader: str) -> Take:
+    """A hub id, or a folder with a file of each split's name."""
+    data = "data" if loader == "train_loader" else "data.validation"
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        name, split = str(value), theirs.get(f"{loader}.dataset.split", "train")
+        if not _is_file(name):
+            return Taken({f"{data}.dataset": name})
+        kwargs = theirs.get(f"{loader}.dataset.hf_kwargs", {})
+        if name in ("json", "csv", "parquet", "text"):
+            has_files = "data_files" in kwargs or "data_dir" in kwargs
+            if has_files:
+                return idle("files are read by their suffix")
+            return refused("names no files", **{keyword(f"{data}.paths"): [MISSING]})
+        ends = "jsonl" if "://" in name else "*"
+        joint = "." if "://" in name else ""
+        path = f"{name.rstrip('/')}/{split}{joint}{ends}"
+        return Taken({f"{data}.paths": [path]}, "the split's file in the folder", CHANGED)
+
+    return take
+
+
+def data_dir(loader: str) -> Take:
+    """`datasets` takes the files in it whose names say the split."""
+    data = "data" if loader == "train_loader" else "data.validation"
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        if not _is_file(theirs.get(f"{loader}.dataset.hf_name", "")):
+            why = f"a folder of a data set: copy it, and write {data}.paths"
+            return refused(why) if value else idle("has no value")
+        split = theirs.get(f"{loader}.dataset.split", "train")
+        paths = [f"{str(value).rstrip('/')}/{split}*"]
+        return Taken({f"{data}.paths": paths}, f"files whose names begin with {split}", CHANGED)
+
+    return take
+
+
+def data_files(loader: str) -> Take:
+    """A file, a list, or files by split."""
+    data = "data" if loader == "train_loader" else "data.validation"
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        return Taken({f"{data}.paths": value if isinstance(value, list) else [value]})
+
+    return take
+
+
+def files_of_split(loader: str) -> Take:
+    """Files by split: those of the one that is read."""
+    take = data_files(loader)
+
+    def of_split(value: Any, theirs: Theirs) -> Taken:
+        if theirs.name != theirs.get(f"{loader}.dataset.split", "train"):
+            return idle("is of another split")
+        return take(value, theirs)
+
+    return of_split
+
+
+def split(loader: str) -> Take:
+    """A split of the hub, or the folder of shards; of files it is in their names."""
+    data = "data" if loader == "train_loader" else "data.validation"
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        source = _source(theirs, loader)
+        if value is None or source == "files":
+            return idle("is in data.paths" if value else "has no value")
+        if source == "mixture":
+            names = _streams(theirs, loader)
+            unset = [name for name, stream in names.items() if not stream.get("split")]
+            return Taken({f"{data}.streams.{name}.split": value for name in unset})
+        return Taken({f"{data}.split": value})
+
+    return take
+
+
+def preprocess(loader: str) -> Take:
+    """A function, or the columns that are prompt and response."""
+    data = "data" if loader == "train_loader" else "data.validation"
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        if value is None:
+            return idle("has no value")
+        if ":" not in str(value):
+            why = f"{value} is registered in LLM Foundry; write module:function or file.py:function"
+            return refused(why, **{keyword(f"{data}.preprocess"): MISSING})
+        return Taken({f"{data}.preprocess": value})
+
+    return take
+
+
+def packing(value: Any, theirs: Theirs) -> Taken:
+    """How many rows share one, or none do."""
+    key = "data__supervised__packing"
+    if not is_supervised(theirs):
+        return idle("text is packed when it is prepared")
+    if value is None or value == 1:
+        return Taken({"data.supervised.packing": "off"})
+    why = "as many rows as fit share one, apart from each other; none is left over"
+    return changed(why, **{key: "best_fit"})
+
+
+def command(value: Any, theirs: Theirs) -> Taken:
+    """What a shell does there, and here."""
+    return Taken({}, commands_of(str(value)), CHANGED)
+
+
+def shuffle_seed(value: Any, theirs: Theirs) -> Taken:
+    """The order follows from the recipe's."""
+    if value == theirs.get("seed", 17):
+        return idle("the order follows from seed, which is the same")
+    return changed(f"the order follows from seed ({theirs.get('seed', 17)})")
+
+
+def row_length(value: Any, theirs: Theirs) -> Taken:
+    """The recipe's max_seq_len, everywhere."""
+    if value is None or value == theirs.get("max_seq_len", value):
+        return idle("is max_seq_len")
+    return changed(f"is max_seq_len here ({theirs.get('max_seq_len')}), not {value}")
+
+
+def batching(value: Any, theirs: Theirs) -> Taken:
+    """There is no batch that is random."""
+    if value in ("stratified", "per_stream"):
+        return Taken({"data.batching_method": value})
+    why = f"{value}: every batch has every stream's part here"
+    return changed(why, data__batching_method="stratified")
+
+
+def drops_last(value: Any, theirs: Theirs) -> Taken:
+    """Steps are whole here."""
+    if value:
+        return idle("a last step that is not whole is left out")
+    return changed("a last step that is not whole is left out here, and taken there")
+
+
+def size(key: str) -> Take:
+    """Bytes, a number or a text."""
+    return lambda value, theirs: (
+        idle("has no value")
+        if value is None
+        else Taken({key: f"{value}b" if isinstance(value, int) else str(value).lower()})
+    )
+
+
+def validates(value: Any, theirs: Theirs) -> Taken:
+    """The index says which hash there is."""
+    return Taken({"data.validate_hash": bool(value)})
+
+
+def held_out(value: Any, theirs: Theirs) -> Taken:
+    """Without an `eval_loader` all rows train, and none is measured."""
+    values: dict[str, Any] = {"eval.validation": False}
+    if _source(theirs, "train_loader") in ("files", "huggingface") or is_supervised(theirs):
+        values["data.validation_fraction"] = 0.0
+    return Taken(values, "without eval_loader no row is held out")
+
+
+# What is measured and recorded
+
+
+GAUNTLETS = {
+    "tasks_v0.1": ("v0.1", "eval_gauntlet_v0.1"),
+    "tasks_v0.2": ("v0.2", "eval_gauntlet_v0.2"),
+    "tasks_v0.3": ("v0.3", "eval_gauntlet_v0.3"),
+    "tasks_light": ("light", "eval_gauntlet"),
+    "lm_tasks_v0.2": ("lm_tasks", "eval_gauntlet"),
+    "long_context_tasks": ("long_context", "eval_gauntlet_long_context_length"),
+}
+"""LLM Foundry's task lists under scripts/eval/yamls: our gauntlet of the same tasks, and the file
+of categories that it has."""
+
+
+def _shipped_gauntlet(theirs: Theirs) -> str | None:
+    """Our gauntlet of the tasks and categories that a file names."""
+    tasks, categories = theirs.get("icl_tasks"), theirs.get("eval_gauntlet")
+    if not isinstance(tasks, str) or not isinstance(categories, str | None):
+        return None
+    ours, its = GAUNTLETS.get(Path(tasks).stem, ("", ""))
+    fits = ours and (categories is None or Path(categories).stem == its)
+    return f"eval/gauntlets/{ours}.yaml" if fits else None
+
+
+def gauntlet_file(key: str) -> Take:
+    """A list of tasks, or of categories, in a file of its own."""
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        if not value:
+            return idle("is empty")
+        if (ours := _shipped_gauntlet(theirs)) is not None:
+            return Taken(
+                {"eval.gauntlet": ours},
+                "the same tasks; rows are fetched by scripts/fetch_eval_data.py",
+            )
+        found = theirs.beside(str(value))
+        if found is None:
+            why = (
+                f"{value} is not there; `python scripts/migrate.py` takes that file too,"
+                " and eval.gauntlet names the result"
+            )
+            return refused(why, eval__gauntlet=MISSING)
+        try:
+            read_yaml(found)  # within the bounds of a recipe
+            inside = OmegaConf.to_container(OmegaConf.load(found))
+        except (YAMLError, OmegaConfBaseException, UserError) as error:
+            raise ValueError(f"{found} is no YAML ({error})") from error
+        if not isinstance(inside, dict):
+            raise TypeError(f"{found} holds no keys")
+        return Taken(
+            {f"gauntlet.{key}": inside.get(key)},
+            f"is in the gauntlet's file, from {value}",
+            CHANGED,
+        )
+
+    return take
+
+
+def rows_of_task(value: Any, theirs: Theirs) -> Taken:
+    """Where a task's rows are; ours are found by the label."""
+    if value is None:
+        why = "names no rows; those of the label in eval/tasks/foundry.yaml are taken"
+        return changed(why, gauntlet__definitions="eval/tasks/foundry.yaml")
+    return Taken({f"gauntlet.icl_tasks.{theirs.index}.dataset_uri": value})
+
+
+def evaluated(value: Any, theirs: Theirs) -> Taken:
+    """A model of the hub, or a folder."""
+    if theirs.here.get("pretrained") is False:
+        return refused("pretrained: false has no weights to evaluate")
+    if theirs.here.get("pretrained_lora_id_or_path"):
+        return idle("the adapter's own files name the model that it is of")
+    models = theirs.get("models")
+    of_model = models[theirs.index] if isinstance(models, list) else theirs.values
+    if of_model.get("load_path"):
+        return idle("its weights are those of load_path")
+    return Taken({"models": [f"hf:{value}"]})
+
+
+def evaluated_checkpoint(value: Any, theirs: Theirs) -> Taken:
+    """Composer's checkpoint of an MPT model."""
+    why = (
+        "write the run, converted by LLM Foundry's scripts/inference/convert_composer_to_hf.py and"
+        " `python scripts/convert.py from=hf checkpoint=FOLDER output=runs/imported`"
+    )
+    if value is None:
+        return refused(f"has no value; {why}", checkpoint=MISSING)
+    return changed(f"is Composer's checkpoint: {why}", models=[str(value)])
+
+
+def evaluated_server(value: Any, theirs: Theirs) -> Taken:
+    """A model behind an OpenAI-compatible address."""
+    kind = SERVERS.get(str(theirs.here.get("name")))
+    if kind is None:
+        return refused("is no model that is known here; write models: [hf:OWNER/NAME]")
+    base = theirs.here.get("base_url") or "https://api.openai.com/v1"
+    return Taken({"models": [f"{kind}{base}#{value}"]}, "its key is OPENAI_API_KEY, as there")
+
+
+def switched_on(key: str) -> Take:
+    """A section that may be empty, `lr_monitor: {}`."""
+    return lambda value, theirs: Taken({key: True})
+
+
+def log_interval(value: Any, theirs: Theirs) -> Taken:
+    """Lines and metrics have one interval."""
+    taken = duration("log_interval")(value, theirs)
+    is_each = taken.values.get("log_interval") == "1ba"
+    if is_each or not taken.values:
+        return taken
+    return Taken(taken.values, "is of metrics too, whose loss is the mean since the last", CHANGED)
+
+
+def early_mode(value: Any, theirs: Theirs) -> Taken:
+    """Which way is better."""
+    modes = {"less": "min", "lt": "min", "greater": "max", "gt": "max"}
+    return (
+        idle("has no value")
+        if value is None
+        else Taken({"callbacks.early_stopper.mode": modes[str(value).lower()]})
+    )
+
+
+def early_metric(value: Any, theirs: Theirs) -> Taken:
+    """Composer has the loader's label beside it."""
+    label = theirs.get("callbacks.early_stopper.dataloader_label", "eval")
+    metric = "loss/train/total" if label == "train" else f"metrics/eval/{value}"
+    return Taken({"callbacks.early_stopper.metric": metric})
+
+
+# The tokenizer
+
+
+def tokenizer_name(value: Any, theirs: Theirs) -> Taken:
+    """tiktoken, the model's own, or one of the hub."""
+    if theirs.kind == "eval":
+        return idle("a model is evaluated with its own tokenizer")
+    if value == "tiktoken":
+        return Taken({"tokenizer.name": "tiktoken"})
+    if theirs.kind == "finetune" and value == theirs.get("model.pretrained_model_name_or_path"):
+        return Taken({"tokenizer.name": "pretrained"}, "the model's own")
+    return Taken({"tokenizer.name": "huggingface", "tokenizer.path": value})
+
+
+def encoding(value: Any, theirs: Theirs) -> Taken:
+    """Of tiktoken alone."""
+    if theirs.kind == "eval":
+        return idle("a model is evaluated with its own tokenizer")
+    return Taken({"tokenizer.encoding": value})
+
+
+def template(value: Any, theirs: Theirs) -> Taken:
+    """A template's text, which is a file here."""
+    if value is None:
+        return idle("has no value")
+    return refused("write the text into a file, and tokenizer.chat_template: FILE.jinja")

@@ -1,0 +1,468 @@
+"""What a value of LLM Foundry's is here, where it is not simply the same: the table's `take`s.
+
+`llm_foundry.py` names them. Each gets the value and the whole file, and answers with a `Taken`.
+Semantics are those of LLM Foundry 0.22 and Composer 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from llmfoundry.migrate.entry import (
+    CHANGED,
+    MISSING,
+    Take,
+    Taken,
+    Theirs,
+    changed,
+    idle,
+    refused,
+)
+
+OFF = "is off there too"
+UNITS = ("ba", "sp", "tok", "ep", "dur")
+SERVERS = {
+    "openai_chat": "chat:",
+    "fmapi_chat": "chat:",
+    "openai_causal_lm": "",
+    "fmapi_causal_lm": "",
+}
+_PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
+
+
+def as_is(key: str, why: str = "") -> Take:
+    """The value under another key; a change of meaning where `why` is given."""
+    return lambda value, theirs: (
+        idle("has no value")
+        if value is None
+        else Taken({key: value}, why, CHANGED if why else None)
+    )
+
+
+def only(same: Any, why: str, otherwise: str, **values: Any) -> Take:
+    """Nothing to write for one value, or values; not possible for any other."""
+    allowed = same if isinstance(same, tuple) else (same,)
+    return lambda value, theirs: (
+        idle(why) if value in allowed or value is None else refused(otherwise, **values)
+    )
+
+
+def of_text(key: str, otherwise: str) -> Take:
+    """For runs on text the value of `key`; for those on answers without effect, and why."""
+
+    def take(value: Any, t: Theirs) -> Taken:
+        return Taken({key: value}) if is_text(t) else idle(otherwise)
+
+    return take
+
+
+def unknown(section: str, why: str) -> Take:
+    """What a section holds that is not here; a section that is empty asks for nothing."""
+
+    def take(value: Any, t: Theirs) -> Taken:
+        return idle("is empty") if t.name == section and not value else refused(why)
+
+    return take
+
+
+def never(why: str) -> Take:
+    """Not possible, whatever the value."""
+    return lambda value, theirs: refused(why)
+
+
+def duration(key: str) -> Take:
+    """A duration; a bare number is epochs, as Composer reads it."""
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        if value is None:
+            return idle("has no value")
+        text = str(value).strip()
+        if re.fullmatch(r"\d+", text) and key.startswith("schedule."):
+            why = f"{text}: a number without a unit stops LLM Foundry; write {text}ba, or another"
+            return refused(why, **{keyword(key): MISSING})
+        if re.fullmatch(r"\d+", text):
+            if int(text) == 0 and key != "max_duration":
+                return changed("0 is never; here the end of the run", **{keyword(key): "0ba"})
+            why = "a bare number is epochs there"
+            return Taken({key: f"{text}ep"}, why)
+        if not text.endswith(UNITS):
+            why = f"{text}: the unit is none of {', '.join(UNITS)}; write {key} in one of them"
+            return refused(why, **{keyword(key): MISSING})
+        return Taken({key: text})
+
+    return take
+
+
+def keyword(key: str) -> str:
+    """A dotted key as a name of an argument of `changed` and `refused`."""
+    return key.replace(".", "__")
+
+
+def is_supervised(theirs: Theirs) -> bool:
+    """Whether the loader is the one of prompts and answers."""
+    return theirs.get("train_loader.name") == "finetuning"
+
+
+def is_text(theirs: Theirs) -> bool:
+    """Whether the loader is the one of documents."""
+    return theirs.get("train_loader.name") == "text"
+
+
+# The run
+
+
+def trains(theirs: Theirs) -> bool:
+    """Whether the result is for train.py or finetune.py."""
+    return theirs.trains
+
+
+def precision(value: Any, theirs: Theirs) -> Taken:
+    """amp_fp16 is the only one that is not here."""
+    if value == "amp_fp16":
+        return changed("there is no fp16 here; bf16 has its range of fp32", precision="amp_bf16")
+    if value == "amp_fp8":
+        why = "fp8 by torchao in place of Transformer Engine; with compile"
+        return changed(why, precision="amp_fp8", compile=True)
+    return Taken({"precision": value})
+
+
+def save_folder(value: Any, theirs: Theirs) -> Taken:
+    """The folder of checkpoints; ours is that of the run, which has checkpoints/ in it."""
+    if value is None:
+        return idle("has no value: runs/ and the run's name are taken; nothing is saved there")
+    path = _PLACE.sub(r"${\1}", str(value)).removesuffix("/").removesuffix("/checkpoints")
+    if re.findall(r"\$\{(?!run_name\})", path):
+        why = "names what only Composer fills in; write the folder out, ${run_name} may stand in it"
+        return refused(why, save_folder=MISSING)
+    return changed(
+        "is the run's folder here; checkpoints are in checkpoints/ there", save_folder=path
+    )
+
+
+def load_path(value: Any, theirs: Theirs) -> Taken:
+    """Composer's checkpoint, which is converted once."""
+    if value is None:
+        return idle("has no value")
+    why = (
+        f"{value} is Composer's checkpoint; make it one of ours first: LLM Foundry's"
+        " scripts/inference/convert_composer_to_hf.py, then `python scripts/convert.py from=hf"
+        " checkpoint=FOLDER output=runs/imported`; this key then says runs/imported"
+    )
+    if theirs.kind == "finetune":
+        return refused(f"{why}, as model.pretrained")
+    return changed(why, load_path=str(value))
+
+
+def rows_of_batches(key: str, batch: str) -> Take:
+    """A number of batches as rows: times those of a batch."""
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        if value is None or value == -1:
+            return idle("all rows, which is what is taken unless written")
+        size = theirs.get(batch)
+        size = size if isinstance(size, int) else 1
+        return changed(
+            f"counts rows, not batches of {size} for each process", **{keyword(key): value * size}
+        )
+
+    return take
+
+
+def compiled(value: Any, theirs: Theirs) -> Taken:
+    """`compile_config: {}` alone switches it on."""
+    return idle("has no value") if value is None else Taken({"compile": True})
+
+
+# The model
+
+
+def model_name(value: Any, theirs: Theirs) -> Taken:
+    """Whose class the model is."""
+    if value == "mpt_causal_lm":
+        if theirs.kind == "eval":
+            return idle("the checkpoint knows its own shape")
+        return Taken({"model.name": value})
+    if theirs.kind == "eval" and value in SERVERS:
+        return idle("the address in models says it")
+    if value != "hf_causal_lm":
+        return refused(
+            f"{value}: such a model is neither trained nor evaluated here; keep LLM Foundry for it"
+        )
+    if theirs.kind == "eval":
+        return idle("models without a folder of ours are opened by transformers")
+    return idle("scripts/finetune.py opens it, in our decoder where that is exactly the model")
+
+
+SHAPES = {
+    "gpt2": "gpt2-124m",
+    "openai-community/gpt2": "gpt2-124m",
+    "meta-llama/Meta-Llama-3-8B": "llama-8b",
+    "meta-llama/Meta-Llama-3.1-8B": "llama-8b",
+    "meta-llama/Llama-3.1-8B": "llama-8b",
+    "meta-llama/Llama-3.2-1B": "llama-1b",
+    "bigcode/starcoder2-3b": "starcoder2-3b",
+}
+"""Published models whose shape is a choice of yamls/model/, for runs that begin at random."""
+_STRETCHED = {
+    **{"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+_DROPOUT = dict.fromkeys(("emb_pdrop", "resid_pdrop", "attn_config.attn_pdrop"), 0.1)
+
+
+def _beside_shape(name: str) -> dict[str, Any]:
+    """What a published config.json has that the choice has not."""
+    if "3.1" in name:
+        return {f"attn_config.rope_hf_config.{key}": value for key, value in _STRETCHED.items()}
+    return _DROPOUT if "llama" not in name else {}
+
+
+def pretrained_name(value: Any, theirs: Theirs) -> Taken:
+    """Where the weights, or the shape alone, come from."""
+    if theirs.kind == "finetune":
+        return Taken({"model.pretrained": value})
+    if value in SHAPES:
+        why = "pretrained: false takes the shape alone, which is a choice of model/ here"
+        more = {f"model.{key}": number for key, number in _beside_shape(value).items()}
+        return Taken({"defaults.model": SHAPES[value], **more}, why, CHANGED)
+    why = (
+        f"pretrained: false takes only the shape of {value}, which is not a choice of model/; copy"
+        " d_model, n_layers, n_heads and the rest from its config.json below model, choose a near"
+        " shape (model=gpt2-124m), or train its weights:"
+        f" scripts/finetune.py model.pretrained={value}"
+    )
+    return refused(why, model__d_model=MISSING)
+
+
+def of_mpt(why: str) -> Take:
+    """MPT's own keys in `config_overrides`; on other models they stop LLM Foundry itself."""
+
+    def take(value: Any, theirs: Theirs) -> Taken:
+        if "mpt" not in str(theirs.get("model.pretrained_model_name_or_path")).lower():
+            return refused("is MPT's key: the model has none, and LLM Foundry refuses the file")
+        return idle(why) if why else Taken({theirs.key: value})
+
+    return take
+
+
+def overridden(value: Any, theirs: Theirs) -> Taken:
+    """Keys of config.json; of a shape alone, its length."""
+    if theirs.kind == "finetune":
+        return Taken({theirs.key: value})
+    if theirs.name in ("max_position_embeddings", "n_positions", "n_ctx"):
+        return Taken({"model.max_seq_len": value})
+    return refused(f"is a key of config.json; write model's own for {theirs.name}")
+
+
+def norm_type(value: Any, theirs: Theirs) -> Taken:
+    """Flash-attention's kernel is one more name of RMSNorm."""
+    if value == "triton_rmsnorm":
+        return Taken({"model.norm_type": "rmsnorm"}, "the same norm by another kernel")
+    return Taken({"model.norm_type": value})
+
+
+def attn_impl(value: Any, theirs: Theirs) -> Taken:
+    """The fastest kernel is chosen here; the numbers are those of any."""
+    if theirs.kind == "finetune":
+        return Taken({"model.attn_impl": "auto"}, "the fastest of the device")
+    return Taken({"model.attn_config.attn_impl": "auto"}, "the fastest of the device")
+
+
+def sequence_id(value: Any, theirs: Theirs) -> Taken:
+    """Whether packed documents see each other."""
+    if is_supervised(theirs):
+        if value or not theirs.get("train_loader.dataset.packing_ratio"):
+            return idle("rows that are packed together never see each other here")
+        return changed("rows that are packed together see each other there, and never here")
+    return Taken({"data.attend_across_documents": not value})
+
+
+def ffn_type(value: Any, theirs: Theirs) -> Taken:
+    """Three mixtures are one here."""
+    key = "model__ffn_config__ffn_type"
+    if value == "torch_dmoe":
+        why = "has no balancing loss there, so that experts may collapse; none is added"
+        return changed(why, **{key: "dmoe", "model__ffn_config__moe_balancing": "none"})
+    if value == "mb_dmoe":
+        return Taken({"model.ffn_config.ffn_type": "dmoe"}, "megablocks' mixture, by grouped_mm")
+    if value == "mb_moe":
+        return changed("drops tokens over the capacity there, and none here", **{key: "dmoe"})
+    if value == "te_ln_mlp":
+        why = "Transformer Engine's kernel of the same layer; its norm is the block's"
+        return changed(why, **{key: "mptmlp"})
+    return Taken({"model.ffn_config.ffn_type": value})
+
+
+def jitter(value: Any, theirs: Theirs) -> Taken:
+    """0 is none."""
+    if not value:
+        return idle("no noise")
+    return Taken({"model.ffn_config.moe_jitter_eps": value})
+
+
+def lbl_scope(value: Any, theirs: Theirs) -> Taken:
+    """Over whose tokens loads are counted."""
+    key = "model.ffn_config.moe_lbl_scope"
+    if value is None:
+        return Taken({key: "microbatch"})
+    if value == "global_group":
+        return Taken({key: "global"})
+    return changed(
+        f"{value}: there is no group of some processes; global is all", **{keyword(key): "global"}
+    )
+
+
+def loss_weight(value: Any, theirs: Theirs) -> Taken:
+    """torch_dmoe reads none."""
+    if theirs.get("model.ffn_config.ffn_type") == "torch_dmoe":
+        return idle("torch_dmoe has no balancing loss")
+    return Taken({"model.ffn_config.moe_loss_weight": value})
+
+
+def kept_positions(value: Any, theirs: Theirs) -> Taken:
+    """ALiBi and RoPE switch learned positions off there without a word."""
+    if value and any(theirs.get(f"model.attn_config.{name}") for name in ("alibi", "rope")):
+        return Taken({"model.learned_pos_emb": False}, "as LLM Foundry takes it with alibi or rope")
+    return Taken({"model.learned_pos_emb": value})
+
+
+def master_dtype(value: Any, theirs: Theirs) -> Taken:
+    """Weights, gradients and moments in 16 bits."""
+    if value in (None, "float32", "fp32"):
+        return idle("fp32, as here")
+    if value in ("bfloat16", "bf16"):
+        return Taken({"precision": "bf16"}, "weights, gradients and optimizer in bf16")
+    return refused("there are no fp16 weights; bf16 are precision: bf16")
+
+
+def rope_factor(value: Any, theirs: Theirs) -> Taken:
+    """no_scaling has none."""
+    if theirs.get("model.attn_config.rope_hf_config.type", "no_scaling") == "no_scaling":
+        return idle("no_scaling stretches nothing")
+    return Taken({"model.attn_config.rope_hf_config.factor": value})
+
+
+def eight_bit(value: Any, theirs: Theirs) -> Taken:
+    """Only 4 bits, below an adapter."""
+    if not value:
+        return idle(OFF)
+    if theirs.kind == "eval":
+        why = "models are evaluated in 16 or 32 bits here, which needs more memory and is exact"
+        return Taken({}, why, CHANGED)
+    return refused("there are no 8-bit weights; model.quantize: nf4 with an adapter is 4 bits")
+
+
+# Adapters
+
+
+def peft_type(value: Any, theirs: Theirs) -> Taken:
+    """LoRA alone, there as here."""
+    if str(value).upper() == "LORA":
+        return Taken({"adapter.name": "lora"})
+    return refused(f"{value}: adapters are lora here", adapter__name="lora")
+
+
+def adapter_pretrained(value: Any, theirs: Theirs) -> Taken:
+    """An adapter to begin with, or to evaluate."""
+    if value is None:
+        return idle("has no value")
+    if theirs.kind == "eval":
+        why = f"an adapter's folder is a model here; one of the hub first: `hf download {value}`"
+        return changed(f"{why}, and the folder that it prints", models=[str(value)])
+    return Taken({"adapter.pretrained": value, "adapter.name": "lora"})
+
+
+# The optimizer
+
+
+def optimizer_name(value: Any, theirs: Theirs) -> Taken:
+    """Two of five, and what comes near."""
+    near = {"adalr_lion": "decoupled_lionw", "clip_lion": "decoupled_lionw"}
+    if value in near:
+        why = f"{value} is not here; lion without what it does about outliers"
+        return changed(why, optimizer__name=near[value])
+    if value == "no_op":
+        return refused("no_op: nothing would train; remove the run", optimizer__name=MISSING)
+    return Taken({"optimizer.name": value})
+
+
+def by_name(what: str) -> Take:
+    """A regular expression of parameters' names, which are others here."""
+    return lambda value, theirs: (
+        Taken(
+            {what: [value] if isinstance(value, str) else value},
+            "names are ours, blocks.0.attn.Wqkv.weight, without model.transformer in front",
+            CHANGED,
+        )
+        if value
+        else idle("is empty")
+    )
+
+
+# Over processes
+
+
+def sharding(value: Any, theirs: Theirs) -> Taken:
+    """FSDP's strategies as degrees."""
+    shard, copies = (
+        "parallel__data_parallel_shard_degree",
+        "parallel__data_parallel_replicate_degree",
+    )
+    written = theirs.get("fsdp_config.data_parallel_shard_degree")
+    replicas = theirs.get("fsdp_config.data_parallel_replicate_degree", -1)
+    if theirs.kind == "eval":
+        return idle("a model is evaluated by the layout that its run names")
+    if value == "NO_SHARD":
+        return Taken({"parallel.data_parallel_shard_degree": 1})
+    if str(value).startswith(("HYBRID", "_HYBRID")):
+        why = "a copy of the model in every 8 processes; write the GPUs of your nodes"
+        keeps = {"parallel__reshard_after_forward": False} if "ZERO2" in str(value) else {}
+        return changed(why, **{shard: written or 8, copies: replicas}, **keeps)
+    degrees = {} if written else {shard: -1, copies: 1}
+    values = {key.replace("__", "."): number for key, number in degrees.items()}
+    if value == "SHARD_GRAD_OP":
+        values["parallel.reshard_after_forward"] = False
+    return Taken(values, "FSDP2")
+
+
+def shard_degree(value: Any, theirs: Theirs) -> Taken:
+    """With as many copies as processes are left for."""
+    if value is None or theirs.kind == "eval":
+        return idle(
+            "a model is evaluated by the layout that its run names" if value else "no value"
+        )
+    return Taken(
+        {
+            "parallel.data_parallel_shard_degree": value,
+            "parallel.data_parallel_replicate_degree": theirs.get(
+                "fsdp_config.data_parallel_replicate_degree", 1 if value == -1 else -1
+            ),
+        }
+    )
+
+
+def reduced(value: Any, theirs: Theirs) -> Taken:
+    """In what FSDP computes and adds up."""
+    if theirs.kind == "eval" or theirs.get("precision") == "fp32":
+        return idle("numbers are those of precision")
+    if value == "PURE":
+        return changed("gradients are added up over processes in fp32 here, in bf16 there")
+    if value == "FULL":
+        return idle("weights and sums are fp32, products those of precision")
+    return idle("weights and sums are fp32, products bf16, as here")
+
+
+def recomputed(value: Any, theirs: Theirs) -> Taken:
+    """Whole blocks, or nothing."""
+    if theirs.kind == "eval":
+        return idle("nothing is trained")
+    return Taken({"parallel.activation_checkpointing": "whole" if value else "none"})
+
+
+def recomputed_parts(value: Any, theirs: Theirs) -> Taken:
+    """The grammar is the same; it has an effect where there is recomputation."""
+    if not value or not theirs.get("fsdp_config.activation_checkpointing"):
+        return idle("without fsdp_config.activation_checkpointing: true")
+    ours = theirs.key.removeprefix("model.") or "activation_checkpointing_target"
+    return Taken({f"parallel.{ours}": value})

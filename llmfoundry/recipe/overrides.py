@@ -1,0 +1,133 @@
+"""What `key=value`, `group=option` and `~key` mean: the grammar is Hydra's.
+
+`split` gives composition the groups' options and the keys' values. Two rules differ from Hydra's.
+The schema alone says which keys exist, so a leading `+` changes nothing. And a text field takes all
+that follows `=` as it stands (`prompt=Well, why (not)?`); quotes around the whole are dropped, and
+null is null. So does a list of texts that is written as one text, which the grammar cannot read
+(`data.paths=my file (1).jsonl`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.schema import Key, Schema
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+DEFAULT = object()
+LONGEST = 20_000
+"""Characters that are read with the grammar; more belong into a file."""
+
+
+def split(
+    overrides: Sequence[str], schema: Schema, groups: dict[str, list[str]]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The groups' options and the keys' values in `overrides`; the last of a key counts.
+
+    The value DEFAULT asks for the schema's own (written `~key`).
+
+    Raises:
+        UserError: an override cannot be read; all such are named.
+    """
+    chosen: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for override in overrides:
+        key, text = key_and_text(override)
+        if override.startswith("~"):
+            values[key] = DEFAULT
+        elif key in groups and text != "null" and not text.startswith("{"):
+            chosen[key] = text
+        else:
+            try:
+                values[key] = _value(key, text, schema.find(key))
+            except UserError as error:
+                problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return chosen, values
+
+
+def key_and_text(override: str) -> tuple[str, str]:
+    """`("model.n_layers", "4")` of `+model.n_layers=4`.
+
+    Raises:
+        UserError: it has no key, or no `=`.
+    """
+    key, equals, text = override.lstrip("+").partition("=")
+    if override.startswith("~"):
+        key = key[1:]
+        if not key or equals:
+            raise UserError(f"'{override}' is not a setting; write ~key to give it its default")
+    elif not key or not equals:
+        raise UserError(f"'{override}' is not a setting; write key=value")
+    return key.strip(), text
+
+
+def as_list(words: Sequence[str]) -> str:
+    """Words as the value of a key that takes a list of texts."""
+    escaped = (word.replace("\\", "\\\\").replace("'", "\\'") for word in words)
+    return "[" + ",".join(f"'{word}'" for word in escaped) + "]"
+
+
+def _value(key: str, text: str, declared: Key | None) -> Any:
+    is_text = declared is not None and {*declared.types} <= {str, types.NoneType}
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if is_text and text != "null" and not quoted:
+        return text
+    parsed = parse_value(text)
+    if parsed is not None and not parsed.is_sweep_override():
+        return parsed.value()
+    is_texts = declared is not None and list[str] in declared.types
+    if is_text or (parsed is None and is_texts and not text.startswith("[")):
+        return text
+    if parsed is None and is_texts and (texts := _plain_texts(text)):
+        return texts
+    if parsed is None and is_texts:
+        raise UserError(f'{key}={text}: cannot be read; quote its texts, {key}=\'["...","..."]\'')
+    if parsed is None:
+        raise UserError(f"{key}={text}: cannot be read; quote a text as {key}='\"...\"'")
+    raise UserError(f"{key}={text}: several values; add -m to run each, or write a list, [{text}]")
+
+
+def _plain_texts(text: str) -> list[str]:
+    """The entries of a list of texts without quotes, such as a sweep's folders: [A,sw/lr=0.01].
+
+    Empty where quotes or brackets say where an entry ends, which is the grammar's to read.
+    """
+    entries = [entry.strip() for entry in text[1:-1].split(",")]
+    is_plain = text[-1:] == "]" and not any(mark in text[1:-1] for mark in "[]{}'\"\\")
+    return entries if is_plain and all(entries) and len(text) <= LONGEST else []
+
+
+def parse_value(text: str) -> Override | None:
+    """The value as Hydra's grammar reads it; None where it does not.
+
+    Raises:
+        UserError: a sweep stands inside a list, where Hydra would not run it.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if len(text) > LONGEST:
+        return None
+    try:
+        parsed = OverridesParser.create().parse_override(f"key={text}")
+    except (HydraException, ValueError, RecursionError):  # the last of numbers and lists too long
+        return None
+    inside = getattr(parsed._value, "list", parsed._value)  # a,b is a sweep of its own
+    if isinstance(inside, list | dict) and _holds_sweep(inside):
+        raise UserError(f"{text}: a range() or interval() among other values; write its values")
+    return parsed
+
+
+def _holds_sweep(value: Any) -> bool:
+    from hydra.core.override_parser.types import Sweep
+
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Sweep) or any(map(_holds_sweep, inner))

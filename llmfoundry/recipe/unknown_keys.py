@@ -1,0 +1,213 @@
+"""The line for a key that a recipe does not have: what to write instead.
+
+`unknown_key` answers, in this order: the key of that name elsewhere in the recipe; what the word of
+another tool means, if that key exists here; a key that is really near. None of them: no guess,
+which would mislead. The names of other tools are registered from above (`register`), by the command
+line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from llmfoundry.recipe.checks import nearest, nearest_option
+from llmfoundry.recipe.paths import group_options, search_folders
+from llmfoundry.recipe.schema import Choice, Schema
+from llmfoundry.recipe.typed import Problem, flat
+
+MOST_PLACES = 3  # of one name, that are listed
+LONGEST = 60  # characters of a value that is put into a hint
+
+
+@dataclass(frozen=True)
+class OtherToolKey:
+    """Words of others that mean one thing here."""
+
+    words: str
+    """As typed: without dashes in front, others in it as underscores; with their section, if the
+    word alone means another thing. `*` stands for any name, at the end for all that is below, or
+    nothing."""
+    write: str = ""
+    """Our setting; <x> stands for the value that was typed, and is the example without one."""
+    why: str = ""
+    """What to know about it; all there is to say where nothing is to be written."""
+    off: str = ""
+    """Our setting where what was typed is false, no or off; unset: there is nothing to write."""
+    script: str = ""
+    """The script that it is for, where others lack its key."""
+
+    @property
+    def key(self) -> str:
+        """The dotted key that `write` sets; "" where there is none."""
+        return self.write.partition("=")[0]
+
+    def rank(self, key: str) -> int:
+        """How exactly a word names `key`: 0 not at all, most where it is the very word."""
+        return max(rank_of(word, key) for word in self.words.split())
+
+
+def rank_of(word: str, key: str) -> int:
+    """How exactly a word, perhaps with stars, names a dotted key."""
+    if word == key:
+        return 1000
+    names, given = word.split("."), key.split(".")
+    ends_open = names[-1] == "*"
+    if "*" not in names or len(given) < len(names) - ends_open:
+        return 0
+    if not ends_open and len(given) != len(names):
+        return 0
+    pairs = zip(names, given, strict=False)
+    if not all(name in ("*", part) for name, part in pairs):
+        return 0
+    return 2 * sum(name != "*" for name in names) + (not ends_open)
+
+
+K = TypeVar("K", bound=OtherToolKey)
+_keys: list[OtherToolKey] = []
+_file_hints: list[Callable[[dict[str, Any]], str | None]] = []
+
+
+def register(
+    keys: Iterable[OtherToolKey], file_hint: Callable[[dict[str, Any]], str | None]
+) -> None:
+    """Know another tool's keys and files.
+
+    Args:
+        keys: the first that fits is named.
+        file_hint: what to say of a file's values, with {file} for its path; None: it is not theirs.
+    """
+    _keys[:] = keys
+    _file_hints[:] = [file_hint]
+
+
+def other_tools_file(values: dict[str, Any]) -> str | None:
+    """What to say of the values of another tool's whole file; None: they are not."""
+    hints = (hint(values) for hint in _file_hints)
+    return next((hint for hint in hints if hint is not None), None)
+
+
+def named(key: str, table: Iterable[K]) -> list[K]:
+    """The entries that name a key, those of the most exact word first."""
+    ranked = [(other.rank(key), other) for other in table]
+    found = [(rank, other) for rank, other in ranked if rank]
+    return [other for _, other in sorted(found, key=lambda pair: -pair[0])]
+
+
+def unknown_key(schema: Schema, key: str, value: Any = None) -> list[Problem]:
+    """What to say of `key`, which a recipe does not have, or of each key below it.
+
+    Args:
+        schema: the whole recipe's.
+        key: dotted.
+        value: given for it; None: not known.
+    """
+    if isinstance(value, dict) and value:
+        below = [(f"{key}.{name}", item) for name, item in flat(value)]
+        if any(hint_for(schema, name, item, alone=False) for name, item in below):
+            return [_problem(schema, name, item) for name, item in below]
+    return [_problem(schema, key, value)]
+
+
+def _problem(schema: Schema, key: str, value: Any) -> Problem:
+    return Problem(key, hint_for(schema, key, value), is_unknown=True)
+
+
+def hint_for(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str:
+    """The clause that says what to write; "" where nothing is near. `alone`: guess it as well."""
+    head, _, name = key.partition(".")
+    if head == "variables":
+        return _variable(schema, name, value)
+    name = key.rpartition(".")[2]
+    other = _other(schema, key.lower())
+    other = other or (_other(schema, name.lower()) if alone else None)
+    if not alone:
+        return "" if other is None else _say(schema, other, value)
+    is_whole = other is not None and any("." in word for word in other.words.split())
+    places = [k for k, _ in schema.walk() if k.endswith(f".{name}")]
+    if other is None or (places and other.key not in places and not is_whole):
+        found = _near(schema, key, places)
+        if found:
+            return found
+    return "" if other is None else _say(schema, other, value)
+
+
+def _variable(schema: Schema, name: str, value: Any) -> str:
+    """What to do with LLM Foundry's `variables.NAME`, which interpolations take."""
+    taken = f"${{variables.{name or 'NAME'}}}"
+    other = _other(schema, name.lower())
+    ours = name if name in schema.keys else other.key if other is not None else ""
+    if not ours:
+        return f"; write its value where {taken} stands"
+    said = f"{ours}={value}" if _fits(value) else ours
+    return f"; write {said}, and ${{{ours}}} where {taken} stands"
+
+
+def _near(schema: Schema, key: str, places: list[str]) -> str:
+    parent, _, name = key.rpartition(".")
+    above = schema.find(parent) if parent else None
+    section = (above.section or above.item) if above is not None else None
+    own = (section.keys if section is not None else {}) if parent else schema.keys
+    if places and nearest_option(name, [n for n in own if n == name]) is None:
+        fewest = min(place.count(".") for place in places)
+        shown = [place for place in places if place.count(".") == fewest][:MOST_PLACES]
+        return "; did you mean " + " or ".join(f"'{place}'" for place in shown) + "?"
+    return nearest(name, own)
+
+
+def _other(schema: Schema, word: str) -> OtherToolKey | None:
+    """What another tool's word means: the first that this recipe has, else for another script."""
+    found = [other for other in named(word, _keys) if other.write or other.why]
+    here = (o for o in found if not o.write or schema.find(o.key) is not None)
+    return next(here, next((o for o in found if o.script), None))
+
+
+def _say(schema: Schema, other: OtherToolKey, value: Any) -> str:
+    """The clause for another tool's setting: with its value where ours takes it."""
+    if not other.write:
+        return f"; {other.why}"
+    text = "" if value is None else str(value)
+    where = "" if schema.find(other.key) is not None else f" with scripts/{other.script}.py"
+    why = f" ({other.why})" if other.why else ""
+    example = re.sub("<(.*?)>", r"\1", other.write)
+    takes_bool = re.search("<(true|false)>", other.write) is not None
+    if text.lower() in ("false", "no", "off", "none") and not takes_bool:
+        if other.off:
+            return f"; write {other.off}{where}"
+        return f"; remove it: off unless you write {example}{where}"
+    if re.fullmatch(r"-[\d.]+", text):
+        return f"; remove it: {text} is no value here, and {other.key} has its default{where}"
+    written = re.sub(
+        "<(.*?)>([a-z]*)", lambda m: _carried(schema, other.key, m[1], m[2], value), other.write
+    )
+    written = written.replace("[[", "[").replace("]]", "]")  # a list in the place of one of it
+    return f"; write {written}{where}{why}"
+
+
+def _carried(schema: Schema, key: str, example: str, unit: str, value: Any) -> str:
+    """The typed value as our setting takes it, or else the example; with its unit."""
+    if isinstance(value, bool):
+        return str(value).lower() if example in ("true", "false") else example
+    if isinstance(value, list) and value and all(map(_fits, value)):
+        return f"[{','.join(map(str, value))}]"
+    text = str(value)
+    rule = None if (found := schema.find(key)) is None else found.rule(Choice)
+    groups = group_options(search_folders(None), schema)
+    options = groups.get(key) or (rule.options if rule is not None else ())
+    if options and text not in options:
+        begun = [option for option in options if text.lower().startswith(option)]
+        nearest = nearest_option(text, options)
+        is_free = rule is not None and rule.other
+        return nearest or (begun[0] if begun else text if is_free and _fits(value) else example)
+    if unit and not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text):
+        return example + unit
+    return (text if _fits(value) else example) + unit
+
+
+def _fits(value: Any) -> bool:
+    """Whether a value can be put into a hint as it stands."""
+    text = "" if value is None else str(value)
+    is_plain = bool(text) and len(text) <= LONGEST and text.isprintable()
+    return is_plain and not {*text} & set(" '\"[]{}$")
