@@ -35,7 +35,7 @@ from llmfoundry.models.adapter import switched_off
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.loss import chunk_tokens
-from llmfoundry.plan.rows import USABLE, memory_of_process, microbatches
+from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_process, microbatches
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.paths import find_file

@@ -53,7 +53,7 @@ from llmfoundry.ops.devices import total_host_memory
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.plan.fit import Fit
 from llmfoundry.plan.memory import GIB
-from llmfoundry.plan.rows import rows_per_process
+from llmfoundry.plan.microbatch_sizes import rows_per_process
 from llmfoundry.processes import start_module
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.parallel import EXPERT

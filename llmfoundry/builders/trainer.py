@@ -87,7 +87,7 @@ from llmfoundry.plan.fit import (
     load_line,
     with_guessed_vocabulary,
 )
-from llmfoundry.plan.rows import memory_of_process
+from llmfoundry.plan.microbatch_sizes import memory_of_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import PRETRAINED

@@ -58,7 +58,7 @@ from llmfoundry.plan.fit import (
 )
 from llmfoundry.plan.layouts import TAKEN
 from llmfoundry.plan.memory import GIB, MemoryEstimate
-from llmfoundry.plan.rows import memory_of_process
+from llmfoundry.plan.microbatch_sizes import memory_of_process
 from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.after_training import (
     CompareRecipe,

@@ -26,7 +26,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import is_quantized, value_count
 from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate, weight_bytes
-from llmfoundry.plan.rows import USABLE, microbatches, rows_per_process
+from llmfoundry.plan.microbatch_sizes import USABLE, microbatches, rows_per_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe

@@ -17,7 +17,7 @@ import torch
 
 from llmfoundry.plan.fit import choose_fit, with_level
 from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
-from llmfoundry.plan.rows import USABLE
+from llmfoundry.plan.microbatch_sizes import USABLE
 from llmfoundry.plan.seconds import Speeds, StepSeconds, in_seconds, step_seconds
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.parallel import AXES, EXPERT, RECOMPUTED, Degrees, ParallelConfig, limits

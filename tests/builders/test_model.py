@@ -21,7 +21,7 @@ from llmfoundry.builders.model import (
 from llmfoundry.distributed.launch import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
-from llmfoundry.plan import rows
+from llmfoundry.plan import microbatch_sizes
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import write_recipe
@@ -118,11 +118,13 @@ def test_an_evaluation_takes_the_rows_whose_forward_pass_fits(
     held = sum(p.nbytes for p in root.parameters())
     found = []
     for available in (held * 1.2, held * 1.2 + 2**28, 2**40):
-        monkeypatch.setattr(rows, "available_memory", lambda device, n=available: int(n))
+        monkeypatch.setattr(
+            microbatch_sizes, "available_memory", lambda device, n=available: int(n)
+        )
         found.append(evaluation_rows(recipe, root, world))
     assert found[0] == 1 and found == sorted(found) and found[-1] == MOST_ROWS
     recipe.device_train_microbatch_size = 2
     assert evaluation_rows(recipe, root, world) == 2
-    monkeypatch.setattr(rows, "available_memory", lambda device: held)
+    monkeypatch.setattr(microbatch_sizes, "available_memory", lambda device: held)
     with pytest.raises(UserError, match="checkpoint: the weights"):
         evaluation_rows(recipe, root, world)

@@ -28,7 +28,7 @@ from llmfoundry.distributed.collectives import (
 from llmfoundry.distributed.launch import ALONE, World, join
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
-from llmfoundry.plan import rows
+from llmfoundry.plan import microbatch_sizes
 from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -72,7 +72,7 @@ def work(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE)
     world, recipe = World(rank, SIZE, rank, CPU), make_recipe()
     free = int(estimate(recipe, SIZE).total(MEMORY[rank]) / 0.9) + 8
-    rows.available_memory = lambda device: SIZE * free  # type: ignore[assignment]
+    microbatch_sizes.available_memory = lambda device: SIZE * free  # type: ignore[assignment]
     devices.HAS_BF16 = rank != 2
     other = make_recipe()
     other.save_folder = f"/machine{rank}/runs"

@@ -39,7 +39,7 @@ from llmfoundry.distributed.launch import (
 from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.distributed.mesh import REPLICATE, SHARD, build_mesh
 from llmfoundry.errors import RunFailure, UserError
-from llmfoundry.plan import rows
+from llmfoundry.plan import microbatch_sizes
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.resilience.supervise.causes import Evidence, find_cause
 from llmfoundry.train.signals import StopSignal
@@ -388,11 +388,13 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_under_nccl(
 
 
 def test_processes_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "available_memory", lambda device: 12 << 30)
+    monkeypatch.setattr(microbatch_sizes, "available_memory", lambda device: 12 << 30)
     world = World(1, 4, 1, torch.device("cuda", 0))
-    assert rows.memory_of_process(world) == 12 << 30
-    assert rows.memory_of_process(replace(world, machine=Machine(0, sharing=3))) == 4 << 30
-    assert rows.memory_of_process(replace(world, device=CPU)) == 3 << 30
+    assert microbatch_sizes.memory_of_process(world) == 12 << 30
+    assert (
+        microbatch_sizes.memory_of_process(replace(world, machine=Machine(0, sharing=3))) == 4 << 30
+    )
+    assert microbatch_sizes.memory_of_process(replace(world, device=CPU)) == 3 << 30
 
 
 def sharing(rank: int, size: int) -> Any:

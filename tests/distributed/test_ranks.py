@@ -19,7 +19,7 @@ from llmfoundry.distributed.launch import first_host, slurm_environment
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.memory import estimate
-from llmfoundry.plan.rows import USABLE
+from llmfoundry.plan.microbatch_sizes import USABLE
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.parallel import Degrees, ParallelConfig
 from llmfoundry.recipe.train import TrainRecipe
@@ -146,8 +146,8 @@ def test_processes_of_different_memory_train_alike(alone: Path) -> None:
     need = estimate(with_guessed_vocabulary(recipe), 2)
     free = [2 * int(need.total(rows) / USABLE) + 2**10 for rows in (4, 1)]
     (alone / "memory.py").write_text(
-        "import os\nfrom llmfoundry.plan import rows\n"
-        f"rows.available_memory = lambda device: {free}[int(os.environ['RANK'])]\n"
+        "import os\nfrom llmfoundry.plan import microbatch_sizes\n"
+        f"microbatch_sizes.available_memory = lambda device: {free}[int(os.environ['RANK'])]\n"
     )
     short = ("tiny.yaml", "max_duration=3ba", "schedule.t_warmup=1ba", *words)
     done = run(

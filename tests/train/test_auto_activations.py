@@ -11,7 +11,7 @@ import torch
 
 from llmfoundry.plan.fit import checkpointing_line, choose_fit, with_guessed_vocabulary, with_level
 from llmfoundry.plan.memory import estimate
-from llmfoundry.plan.rows import USABLE
+from llmfoundry.plan.microbatch_sizes import USABLE
 from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.hardware import GPUS

@@ -16,9 +16,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from llmfoundry.builders.model import with_defaults
-from llmfoundry.plan import rows as plan_rows
+from llmfoundry.plan import microbatch_sizes
 from llmfoundry.plan.memory import estimate
-from llmfoundry.plan.rows import USABLE
+from llmfoundry.plan.microbatch_sizes import USABLE
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import losses, write_recipe
@@ -120,7 +120,7 @@ def sharded(rank: int, folder: str, port: str, name: str, *overrides: str) -> No
         least, most = need("whole"), need("none")
         assert least < most
         available = int((least + most) / USABLE)  # of both processes
-        plan_rows.available_memory = lambda device: available  # type: ignore[assignment]
+        microbatch_sizes.available_memory = lambda device: available  # type: ignore[assignment]
     train_here(name, *SHARDS, *overrides)
     if rank == 0 and "compile=true" in overrides:
         (Path("runs") / name / "graphs").write_text(str(counters["stats"]["unique_graphs"]))

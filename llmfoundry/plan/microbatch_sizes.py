@@ -1,4 +1,4 @@
-"""Rows that a process computes at a time: what there is to choose from, and in how much memory.
+"""Microbatch sizes of a process: the candidates, and the memory that they may use.
 
 `fit.py` and `builders/microbatch.py` choose among them for a training run, by what a step takes;
 `builders/evaluation.py` for an evaluation, by what a forward pass does.
