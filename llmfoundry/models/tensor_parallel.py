@@ -31,7 +31,7 @@ _STACKED = ("attn.Wqkv.weight", "attn.Wqkv.bias")
 def tensor_parallel_dim(name: str) -> int | None:
     """The dimension along which tensor parallelism shards a parameter of a dense layer, if any.
 
-    `distributed/tensor.py` asserts that it did; `plan/shards.py` counts so.
+    `distributed/tensor.py` asserts that it did; `plan/parameter_shards.py` counts so.
     """
     if _ROWS.search(name):
         return 0

@@ -3,10 +3,11 @@
 `--dry-run` and `benchmarks/layouts.py` show it; `tests/test_communication.py` compares it with what
 is counted (`benchmarks/memory.py`). Counts and norms are left out.
 
-Written below: p processes take part, W are the values that they share (`shards.py`), low bytes is a
-value in matrix products (2 under bfloat16), M microbatches are in a step. A process sends what it
-receives: (p - 1) / p of what is gathered or reduce-scattered, as in a ring, twice that of what is
-all-reduced (Patarasuk & Yuan, 2009), (p - 1) / p of what is exchanged all to all.
+Symbols: p is the number of processes, W the number of values they share (`parameter_shards.py`),
+low the bytes of a value in matrix multiplications (2 under bfloat16), M the microbatches of a step.
+A process sends what it receives: (p - 1) / p of what is gathered or reduce-scattered, as in a ring,
+twice that of what is all-reduced (Patarasuk & Yuan, 2009), (p - 1) / p of what is exchanged all to
+all.
 
 What leaves a node is counted beside it. Nodes hold adjacent ranks. All to all, the other nodes'
 share of the p - 1 others; around a ring, which enters and leaves each node once, one message in as
@@ -23,7 +24,7 @@ from functools import cache
 from typing import NamedTuple
 
 from llmfoundry.plan.memory import GIB
-from llmfoundry.plan.shards import REDUCED, Shares, seen_by_tokens, shares, tokens_of_row
+from llmfoundry.plan.parameter_shards import REDUCED, Shares, seen_by_tokens, shares, tokens_of_row
 from llmfoundry.recipe.hardware import GPUS, Gpu
 from llmfoundry.recipe.parallel import NODE, Degrees, context_method, recomputation
 from llmfoundry.recipe.train import TrainRecipe

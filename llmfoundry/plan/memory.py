@@ -19,7 +19,15 @@ from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import quantized_shapes, value_count
 from llmfoundry.ops.loss import chunk_tokens
 from llmfoundry.plan.count import BlockCount, Bytes, ModelCount, count
-from llmfoundry.plan.shards import BLOCK, REDUCED, Values, shares, total, unit_of, values_of
+from llmfoundry.plan.parameter_shards import (
+    BLOCK,
+    REDUCED,
+    Values,
+    shares,
+    total,
+    unit_of,
+    values_of,
+)
 from llmfoundry.recipe.parallel import Degrees
 from llmfoundry.recipe.train import TrainRecipe
 

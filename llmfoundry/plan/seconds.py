@@ -28,7 +28,7 @@ from llmfoundry.models.tensor_parallel import tensor_parallel_dim
 from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
 from llmfoundry.plan.count import count
 from llmfoundry.plan.meter import BACKWARD_OF_FORWARD, Amounts, Pass
-from llmfoundry.plan.shards import BLOCK, shares, tokens_of_row, unit_of
+from llmfoundry.plan.parameter_shards import BLOCK, shares, tokens_of_row, unit_of
 from llmfoundry.recipe.hardware import Gpu
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.parallel import Degrees, context_method
