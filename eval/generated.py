@@ -3,7 +3,7 @@
 `python eval/generated.py eval/generated.yaml` writes one jsonl file for each set of that recipe
 into the folder beside it, eval/generated/; the same recipe gives the same bytes on every machine. A
 gauntlet file may also ask for rows that are in no file, by addresses such as
-generated://deduction?level=3: `llmfoundry.gauntlet.rows` calls `generated_rows` for these. A
+generated://deduction?level=3: `llmfoundry.gauntlet.task_rows` calls `generated_rows` for these. A
 generator draws an `Item` from a random state and a level, 1 the easiest, 5 the hardest;
 `GENERATORS` names all of them, `make_rows` turns items into rows in LLM Foundry's schemas. Right
 answers are at each place among the choices equally often. Most texts look like Python's sources, so

@@ -34,7 +34,15 @@ from llmfoundry.gauntlet.questions import (
     here,
 )
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.rows import (
+from llmfoundry.gauntlet.scores import (
+    combine_tasks,
+    grade,
+    members_of,
+    missing_benchmarks,
+    missing_rows,
+    wrong_baselines,
+)
+from llmfoundry.gauntlet.task_rows import (
     NoHeldOutText,
     RowsNotFound,
     chance,
@@ -45,14 +53,6 @@ from llmfoundry.gauntlet.rows import (
     part_of,
     row_order,
     rows_hash,
-)
-from llmfoundry.gauntlet.scores import (
-    combine_tasks,
-    grade,
-    members_of,
-    missing_benchmarks,
-    missing_rows,
-    wrong_baselines,
 )
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.redaction import public

@@ -20,7 +20,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel
 from llmfoundry.gauntlet.prompts.chat import chat_messages, prompt_text
 from llmfoundry.gauntlet.questions import Chat, TaskConfig, TaskRow
-from llmfoundry.gauntlet.rows import load_rows
+from llmfoundry.gauntlet.task_rows import load_rows
 from tests.gauntlet.hugging_face_models import load_hugging_face
 
 needs_harness = pytest.mark.skipif(

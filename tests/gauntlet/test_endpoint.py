@@ -19,7 +19,7 @@ from llmfoundry.distributed.launch import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint
 from llmfoundry.gauntlet.questions import Prompt, Refusal
-from llmfoundry.gauntlet.rows import chat_rows
+from llmfoundry.gauntlet.task_rows import chat_rows
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.eval import EvalConfig
 from tests.warm_scripts import on_ranks

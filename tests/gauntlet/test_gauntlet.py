@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.gauntlet import Gauntlet, check_sources
 from llmfoundry.gauntlet.models.own import OwnModel
 from llmfoundry.gauntlet.questions import Prompt, PromptSettings, Request, Score, TaskRow
 from llmfoundry.gauntlet.results import GauntletResult
-from llmfoundry.gauntlet.rows import part_of, row_order
+from llmfoundry.gauntlet.task_rows import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
 from tests.models.test_decoder import make_config
 

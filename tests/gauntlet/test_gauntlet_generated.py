@@ -18,7 +18,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
-from llmfoundry.gauntlet.rows import (
+from llmfoundry.gauntlet.task_rows import (
     NoHeldOutText,
     chance,
     generators,

@@ -17,7 +17,7 @@ import pytest
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import TaskConfig
-from llmfoundry.gauntlet.rows import RowsNotFound, load_rows, read_source
+from llmfoundry.gauntlet.task_rows import RowsNotFound, load_rows, read_source
 from tests.data.s3_server import BUCKET, s3_server
 
 KIND = "language_modeling"
@@ -63,7 +63,7 @@ def test_llm_foundrys_paths_are_found_below_working_folder_project_and_its_own_c
     monkeypatch.chdir(tmp_path / "empty")
     gauntlet_folder = tmp_path / "scripts" / "eval" / "yamls"  # as in a clone of LLM Foundry
     assert contexts(gauntlet_folder, uri) == ["scripts"]
-    monkeypatch.setattr("llmfoundry.gauntlet.rows.ROOT", tmp_path / "project")
+    monkeypatch.setattr("llmfoundry.gauntlet.task_rows.ROOT", tmp_path / "project")
     assert contexts(gauntlet_folder, uri) == ["project"]
     monkeypatch.chdir(tmp_path / "work")
     assert contexts(gauntlet_folder, uri) == ["work"]

@@ -14,7 +14,7 @@ import pytest
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.rows import generators
+from llmfoundry.gauntlet.task_rows import generators
 
 SCRIPT = generators()
 GENERATORS, SetConfig, generated_rows = SCRIPT.GENERATORS, SCRIPT.SetConfig, SCRIPT.generated_rows

@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry.gauntlet.fetch import hub_mappings
 from llmfoundry.gauntlet.questions import TaskConfig
-from llmfoundry.gauntlet.rows import load_rows
+from llmfoundry.gauntlet.task_rows import load_rows
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 
 Row = dict[str, Any]

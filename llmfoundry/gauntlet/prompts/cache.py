@@ -26,7 +26,7 @@ from llmfoundry.gauntlet.questions import (
     TaskConfig,
     TaskRow,
 )
-from llmfoundry.gauntlet.rows import rows_hash
+from llmfoundry.gauntlet.task_rows import rows_hash
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.inference.requests import common_prefix
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
-from llmfoundry.gauntlet.rows import chance, heldout_rows, load_rows, majority, rows_hash
+from llmfoundry.gauntlet.task_rows import chance, heldout_rows, load_rows, majority, rows_hash
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 
 LM = {"context": "a", "continuation": "b"}
