@@ -17,8 +17,8 @@ from typing import Any
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.answer_metrics import Interval, empty_aliases, wilson
 from llmfoundry.gauntlet.gauntlet_file import EvalGauntlet, read_gauntlet
-from llmfoundry.gauntlet.metrics import Interval, empty_aliases, wilson
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.prompts.cache import cached_questions, pack_questions, unpack_questions
 from llmfoundry.gauntlet.questions import (

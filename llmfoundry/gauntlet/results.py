@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmfoundry.gauntlet.metrics import NOT_GENERATED, UNITS, Answer, Interval, answers_of
+from llmfoundry.gauntlet.answer_metrics import NOT_GENERATED, UNITS, Answer, Interval, answers_of
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.task_types import judge_answer
 from llmfoundry.redaction import public

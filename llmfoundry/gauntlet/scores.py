@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmfoundry.gauntlet.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet
-from llmfoundry.gauntlet.metrics import (
+from llmfoundry.gauntlet.answer_metrics import (
     BITS,
     NOT_GENERATED,
     WHOLE_WORDS,
@@ -28,6 +27,7 @@ from llmfoundry.gauntlet.metrics import (
     is_whole,
     share_right,
 )
+from llmfoundry.gauntlet.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.results import CategoryOfTask, Cost, GauntletResult, TaskResult
 from llmfoundry.gauntlet.task_types import judge_answer, type_of

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry.gauntlet.metrics import (
+from llmfoundry.gauntlet.answer_metrics import (
     CHOICE_CALIBRATION,
     LM_CALIBRATION,
     Answer,

@@ -16,7 +16,7 @@ from llmfoundry.data.instructions import (
     world_facts,
 )
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.metrics import check_problems, meets_checks
+from llmfoundry.gauntlet.answer_metrics import check_problems, meets_checks
 
 
 def rows(task: str, n: int = 60, **options: Any) -> list[dict[str, Any]]:

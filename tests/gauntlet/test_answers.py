@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.metrics import (
+from llmfoundry.gauntlet.answer_metrics import (
     empty_aliases,
     final_answer,
     is_right,

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.gauntlet.answer_metrics import wilson
 from llmfoundry.gauntlet.gauntlet_file import (
     BenchmarkConfig,
     CategoryConfig,
     EvalGauntlet,
     TaskConfig,
 )
-from llmfoundry.gauntlet.metrics import wilson
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.scores import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry.gauntlet.metrics import wilson
+from llmfoundry.gauntlet.answer_metrics import wilson
 from llmfoundry.gauntlet.task_types import TASK_TYPES
 from llmfoundry.models.decoder import Decoder, Root
 from tests.gauntlet.test_gauntlet import read, subject

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from llmfoundry.errors import UserError
 from llmfoundry.files import parse_json
-from llmfoundry.gauntlet.metrics import until_stop
+from llmfoundry.gauntlet.answer_metrics import until_stop
 from llmfoundry.gauntlet.models.echo import ECHO, read_score
 from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
 from llmfoundry.retry import backoff, retry

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.metrics import until_stop
+from llmfoundry.gauntlet.answer_metrics import until_stop
 from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 from llmfoundry.inference.decoder_rows import Autocast, DecoderRows, decoder_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.gauntlet.metrics import (
+from llmfoundry.gauntlet.answer_metrics import (
     Answer,
     answers_of,
     bits_per_byte,
