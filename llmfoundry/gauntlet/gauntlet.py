@@ -17,6 +17,14 @@ from typing import Any
 
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.errors import UserError
+from llmfoundry.gauntlet.aggregate import (
+    combine_tasks,
+    grade,
+    members_of,
+    missing_benchmarks,
+    missing_rows,
+    wrong_baselines,
+)
 from llmfoundry.gauntlet.answer_metrics import Interval, empty_aliases, wilson
 from llmfoundry.gauntlet.gauntlet_file import EvalGauntlet, read_gauntlet
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
@@ -34,14 +42,6 @@ from llmfoundry.gauntlet.questions import (
     here,
 )
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.scores import (
-    combine_tasks,
-    grade,
-    members_of,
-    missing_benchmarks,
-    missing_rows,
-    wrong_baselines,
-)
 from llmfoundry.gauntlet.task_rows import (
     NoHeldOutText,
     RowsNotFound,

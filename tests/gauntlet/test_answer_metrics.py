@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.gauntlet.aggregate import measure_task
 from llmfoundry.gauntlet.answer_metrics import (
     Answer,
     answers_of,
@@ -22,7 +23,6 @@ from llmfoundry.gauntlet.answer_metrics import (
     wilson,
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
-from llmfoundry.gauntlet.scores import measure_task
 from llmfoundry.gauntlet.task_types import judge_answer
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"

@@ -13,6 +13,12 @@ from typing import Any
 
 import pytest
 
+from llmfoundry.gauntlet.aggregate import (
+    combine_tasks,
+    grade,
+    missing_benchmarks,
+    wrong_baselines,
+)
 from llmfoundry.gauntlet.answer_metrics import wilson
 from llmfoundry.gauntlet.gauntlet_file import (
     BenchmarkConfig,
@@ -22,12 +28,6 @@ from llmfoundry.gauntlet.gauntlet_file import (
 )
 from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
 from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
-from llmfoundry.gauntlet.scores import (
-    combine_tasks,
-    grade,
-    missing_benchmarks,
-    wrong_baselines,
-)
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
 GENERATION = "InContextLearningGenerationExactMatchAccuracy"
