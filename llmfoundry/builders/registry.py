@@ -38,7 +38,7 @@ from llmfoundry.distributed.launch import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.loggers.background_queue import Task, describe
-from llmfoundry.loggers.metrics import BATCH, WALL, milliseconds, read_metrics
+from llmfoundry.loggers.metrics_file import BATCH, WALL, milliseconds, read_metrics
 from llmfoundry.loggers.mlflow_logger import (
     MAX_METRICS,
     MlflowSession,

@@ -53,7 +53,7 @@ from llmfoundry.launch.states import (
     judge_unseen,
 )
 from llmfoundry.launch.targets import TARGETS
-from llmfoundry.loggers.metrics import BATCH, WALL
+from llmfoundry.loggers.metrics_file import BATCH, WALL
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS, is_number
 from llmfoundry.loggers.pages.run_time import growth, whole_seconds
 from llmfoundry.processes import is_alive, kill_all

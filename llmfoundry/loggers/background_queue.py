@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from llmfoundry.command_text import command_line
 from llmfoundry.events import is_restart, names_in, read_events
 from llmfoundry.loggers.console import short_count
-from llmfoundry.loggers.metrics import find_lacking, milliseconds
+from llmfoundry.loggers.metrics_file import find_lacking, milliseconds
 from llmfoundry.redaction import public
 from llmfoundry.retry import backoff, retry
 

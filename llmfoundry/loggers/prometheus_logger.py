@@ -25,7 +25,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import is_restart, read_events
 from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples
-from llmfoundry.loggers.metrics import TOKEN
+from llmfoundry.loggers.metrics_file import TOKEN
 from llmfoundry.loggers.metrics_server import serve
 from llmfoundry.loggers.pages.titles import title
 from llmfoundry.recipe.logger import LoggerConfig

@@ -32,7 +32,7 @@ from llmfoundry.loggers.background_queue import (
     milliseconds,
 )
 from llmfoundry.loggers.console import printable
-from llmfoundry.loggers.metrics import append
+from llmfoundry.loggers.metrics_file import append
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
 

@@ -24,7 +24,7 @@ from llmfoundry.files import read_json_if_there, read_object_if_there, write_jso
 from llmfoundry.loggers.background_queue import BackgroundWriter, RunFacts, Task, milliseconds
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
-from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
+from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS
 from llmfoundry.loggers.pages.report import STATUS, write_report
 from llmfoundry.loggers.writers import close_all, make_writers, stores

@@ -32,7 +32,7 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples, describe
 from llmfoundry.loggers.folder_run import FolderRun
-from llmfoundry.loggers.metrics import BATCH
+from llmfoundry.loggers.metrics_file import BATCH
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
 

@@ -29,7 +29,7 @@ from llmfoundry.builders.registry import (
 )
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.errors import UserError
-from llmfoundry.loggers.metrics import JsonLines
+from llmfoundry.loggers.metrics_file import JsonLines
 from llmfoundry.loggers.mlflow_logger import MlflowSession, find_experiment, open_client
 from llmfoundry.recipe.registry import CROSS_ENTROPY, BestConfig, RegistryConfig
 from llmfoundry.recipe.train import TrainRecipe

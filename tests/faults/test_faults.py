@@ -29,7 +29,7 @@ import pytest
 
 from benchmarks.harness import child_environment, table, write
 from llmfoundry.events import read_events
-from llmfoundry.loggers.metrics import read_metrics
+from llmfoundry.loggers.metrics_file import read_metrics
 from llmfoundry.recipe.paths import ROOT
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
 from tests.faults.network import DEVICE, Network, network

@@ -24,7 +24,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.loggers import background_queue as writer_module
 from llmfoundry.loggers.background_queue import BackgroundWriter, LogTarget, RunFacts
 from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, read_metrics
+from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.recipe.after_training import TrackRecipe
 from llmfoundry.recipe.logger import LoggerConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.loggers.metrics import JsonLines
+from llmfoundry.loggers.metrics_file import JsonLines
 from llmfoundry.loggers.pages import report
 from llmfoundry.loggers.pages.report import write_report
 from tests.disk import Disk

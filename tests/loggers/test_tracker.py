@@ -15,7 +15,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.events import read_events
 from llmfoundry.loggers import tracker as tracker_module
 from llmfoundry.loggers.console import Console
-from llmfoundry.loggers.metrics import WALL, read_metrics
+from llmfoundry.loggers.metrics_file import WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker, flatten
 from llmfoundry.recipe.train import TrainRecipe
 

@@ -20,7 +20,7 @@ from typing import Any
 from markupsafe import Markup
 
 from llmfoundry.loggers.console import percent, short_count
-from llmfoundry.loggers.metrics import TOKEN
+from llmfoundry.loggers.metrics_file import TOKEN
 from llmfoundry.loggers.pages.page import Cell, HeatMap, part, paths, table, together
 from llmfoundry.loggers.pages.titles import ANSWERS, GROUPS, LOSS, OPTIMIZER, SPEED, title
 

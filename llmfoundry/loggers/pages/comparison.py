@@ -22,7 +22,7 @@ from markupsafe import Markup
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, read_json_if_there
 from llmfoundry.loggers.console import duration, percent, short_count
-from llmfoundry.loggers.metrics import BATCH, TOKEN, milliseconds
+from llmfoundry.loggers.metrics_file import BATCH, TOKEN, milliseconds
 from llmfoundry.loggers.pages import coordinates, eval_page
 from llmfoundry.loggers.pages.charts import (
     EVAL_BPB,

@@ -25,7 +25,7 @@ from llmfoundry.files import (
     read_text,
 )
 from llmfoundry.loggers.console import duration, format_gib, number, percent, printable, short_count
-from llmfoundry.loggers.metrics import BATCH, TOKEN, WALL, milliseconds, read_metrics
+from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, milliseconds, read_metrics
 from llmfoundry.loggers.pages.charts import (
     EVAL_BPB,
     EVAL_LOSS,

@@ -17,7 +17,7 @@ from typing import Any
 from markupsafe import Markup
 
 from llmfoundry.loggers.console import duration, percent
-from llmfoundry.loggers.metrics import BATCH, WALL
+from llmfoundry.loggers.metrics_file import BATCH, WALL
 from llmfoundry.loggers.pages.charts import is_number
 from llmfoundry.loggers.pages.page import Tile, fill, part, table, together
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from llmfoundry.loggers.metrics import BATCH
+from llmfoundry.loggers.metrics_file import BATCH
 from llmfoundry.loggers.pages.page import fill, part, table, together
 from llmfoundry.loggers.pages.titles import title
 
