@@ -34,12 +34,12 @@ from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
 from llmfoundry.spans import span
-from llmfoundry.train.metrics import LoggedStep, LossWindow, routing_metrics
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.spikes import Return, RollBack, SpikeHandler
 from llmfoundry.train.step import StepHooks, StepResult, StepSettings, not_a_step, train_step
+from llmfoundry.train.step_metrics import LoggedStep, LossWindow, routing_metrics
 
 
 class Callback:

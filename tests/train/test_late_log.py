@@ -15,7 +15,7 @@ import torch
 from llmfoundry.builders import trainer as build
 from llmfoundry.errors import UserError
 from llmfoundry.train import trainer as loop
-from llmfoundry.train.metrics import HostCopy
+from llmfoundry.train.step_metrics import HostCopy
 from llmfoundry.train.trainer import Callback
 from tests.fake_cuda import run_on_fake_cuda
 from tests.selection import slow_but
@@ -192,7 +192,7 @@ from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.train.callbacks import (
     EarlyStopper, LRMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
 )
-from llmfoundry.train.metrics import LoggedStep
+from llmfoundry.train.step_metrics import LoggedStep
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import StepSettings
 from llmfoundry.train.trainer import Trainer

@@ -23,9 +23,9 @@ from llmfoundry.models.router import Routing
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.train.metrics import routing_metrics
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, StepResult, StepSettings, train_step
+from llmfoundry.train.step_metrics import routing_metrics
 from tests.models.plain_moe import balancing_loss
 from tests.models.test_decoder import make_config
 from tests.models.test_moe import DMOE, K
