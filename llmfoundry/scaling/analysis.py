@@ -1,6 +1,6 @@
 """What the runs of a scaling experiment say: laws, frontier, trends, gains, predictions, as JSON.
 
-`cli/commands/scaling.py` writes it as scaling.json, `loggers/pages/scaling.py` draws it. Every
+`cli/commands/scaling.py` writes it as scaling.json, `loggers/pages/scaling_page.py` draws it. Every
 number that the law gives has an interval, 80 % of the bootstrapped laws, and every prediction says
 how far from the fitted runs it is.
 """

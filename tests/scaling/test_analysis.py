@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmfoundry.errors import UserError
-from llmfoundry.loggers.pages.scaling import told
+from llmfoundry.loggers.pages.scaling_page import told
 from llmfoundry.scaling.analysis import fit_families, gains, refuse_far, summary, trends
 from llmfoundry.scaling.law import Law
 from llmfoundry.scaling.points import Point, finite, fitted, read_points, to_csv

@@ -21,7 +21,7 @@ from llmfoundry.cli.commands.scaling_runs import is_done, refuse_changed, run_al
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, one_at_a_time, read_json_if_there, write_json
 from llmfoundry.loggers.console import Console, duration, short_count
-from llmfoundry.loggers.pages.scaling import told, write_scaling_page
+from llmfoundry.loggers.pages.scaling_page import told, write_scaling_page
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.layouts import TAKEN, Setting, own_layout, rank
 from llmfoundry.recipe.before_training import PlanRecipe
