@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.loggers.pages.report import write_report
-from llmfoundry.loggers.pages.scores import changes, console_lines
+from llmfoundry.loggers.pages.score_tables import changes, console_lines
 
 
 def evaluation(batch: int, average: float | None, accuracy: float | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from llmfoundry.loggers.pages.eval_page import eval_page, score_table, task_table, write_eval_page
-from llmfoundry.loggers.pages.scores import (
+from llmfoundry.loggers.pages.score_tables import (
     ShownScore,
     TaskDots,
     accuracy_bar,

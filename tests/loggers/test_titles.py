@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmfoundry.loggers.metrics_file import BATCH
-from llmfoundry.loggers.pages.scores import changes
+from llmfoundry.loggers.pages.score_tables import changes
 from llmfoundry.loggers.pages.titles import GROUPS, OTHERS, Title, title
 
 

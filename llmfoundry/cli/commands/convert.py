@@ -39,7 +39,7 @@ from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf, read_folder_config
 from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics_file import BATCH, read_metrics
-from llmfoundry.loggers.pages.scores import ShownScore, in_parts, percents, written
+from llmfoundry.loggers.pages.score_tables import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
 from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count

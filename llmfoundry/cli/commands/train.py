@@ -25,7 +25,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, SAVED, record_end
 from llmfoundry.files import atomic_write
 from llmfoundry.loggers.pages.report import metric_rows, read_evaluations
-from llmfoundry.loggers.pages.scores import changes, console_lines
+from llmfoundry.loggers.pages.score_tables import changes, console_lines
 from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.source import TEXT

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import duration, number, short_count
 from llmfoundry.loggers.pages.page import Tile, breakable, page, part, table, together
-from llmfoundry.loggers.pages.scores import (
+from llmfoundry.loggers.pages.score_tables import (
     ShownScore,
     TaskDots,
     accuracy_bar,

@@ -45,7 +45,7 @@ from llmfoundry.loggers.pages.charts import (
 )
 from llmfoundry.loggers.pages.page import Tile, page, pairs, part, table, together
 from llmfoundry.loggers.pages.run_time import EVALUATION, TRAINING, goodput_tile, time_bar
-from llmfoundry.loggers.pages.scores import (
+from llmfoundry.loggers.pages.score_tables import (
     ShownScore,
     accuracy_bar,
     before_and_after,
