@@ -1,9 +1,9 @@
 """The words that all parts of the gauntlet share: rows, what is asked of a model, what it answers.
 
 A task's file becomes rows (`task_rows`), rows become questions (`prompts`), an `EvaluatedModel`
-answers them (`models`), `metrics` judges the answers, and `scores` sums up. How tasks become
-prompts of a model is one record too, `PromptSettings`, which callers of `Gauntlet` make and the
-prompts read.
+answers them (`models`), `answer_metrics` judges the answers, and `aggregate` sums up. How tasks
+become prompts of a model is one record too, `PromptSettings`, which callers of `Gauntlet` make and
+the prompts read.
 """
 
 from __future__ import annotations
