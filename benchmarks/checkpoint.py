@@ -27,7 +27,7 @@ from benchmarks.harness import interleaved, over_rounds, ratio, table, write
 from llmfoundry.checkpoint.load import training_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 
 WIDTH = 4096

@@ -69,7 +69,7 @@ from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import StreamIndex, TokenWriter
-from llmfoundry.distributed.launch import join
+from llmfoundry.distributed.process_group import join
 from llmfoundry.files import write_json
 from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.ops.packed_layout import Batch

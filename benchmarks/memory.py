@@ -38,8 +38,8 @@ from benchmarks.harness import table
 from llmfoundry.builders.model import build_autocast, build_root, matmul_dtype, with_defaults
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes, build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.devices import Planned, planned_for
 from llmfoundry.ops.packed_layout import Batch

@@ -55,7 +55,7 @@ LONG = (  # by the seconds of CPU that they take, from 35 to 10
     "tests/train/test_out_of_memory.py",
     "tests/recipe/test_groups.py",
     "tests/migrate/test_hints.py",
-    "tests/distributed/test_launch.py",
+    "tests/distributed/test_process_group.py",
     "tests/test_seconds.py",
     "tests/train/test_quantized_runs.py",
     "tests/distributed/test_tensor.py",

@@ -19,8 +19,8 @@ from benchmarks.memory import SentBytes, count, read
 from llmfoundry.builders.model import build_root
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.fsdp import apply_ddp
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.plan.communication import (
     Messages,
     between_nodes,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from llmfoundry.distributed.launch import World, relaunch
+from llmfoundry.distributed.process_group import World, relaunch
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import add_adapter, init_adapter
 from llmfoundry.models.adapter_targets import plan_adapter

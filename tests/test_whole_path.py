@@ -214,7 +214,7 @@ def test_export_reloads_with_the_same_logits_and_generates_the_same_text(whole: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from llmfoundry.builders.checkpoint import load_checkpoint
-    from llmfoundry.distributed.launch import World
+    from llmfoundry.distributed.process_group import World
 
     run("convert.py", "checkpoint=runs/whole", "to=hf", "output=hf", cwd=whole)
     theirs = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)

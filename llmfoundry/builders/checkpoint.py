@@ -24,7 +24,7 @@ from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.recipe.finetune import FinetuneRecipe, load_run

@@ -48,7 +48,7 @@ from llmfoundry.data.supervised.rows import (
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, cut_share, probe
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig, FilterConfig

@@ -23,7 +23,7 @@ from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.files import read_json, write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet, check_sources

@@ -10,7 +10,7 @@ from llmfoundry.builders.data import Data
 from llmfoundry.builders.model import build_autocast
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.recipe.train import TrainRecipe
 

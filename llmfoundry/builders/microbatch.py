@@ -45,7 +45,7 @@ from llmfoundry.distributed.collectives import (
     on_each_machine,
     on_rank0,
 )
-from llmfoundry.distributed.launch import World, own_host
+from llmfoundry.distributed.process_group import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER
 from llmfoundry.files import read_json, write_json
 from llmfoundry.heartbeat import BEATS

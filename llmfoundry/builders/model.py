@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import torch
 
 from llmfoundry.distributed.collectives import all_reduce_min
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops import devices

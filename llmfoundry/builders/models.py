@@ -19,7 +19,7 @@ from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
 from llmfoundry.builders.model import build_autocast, served_precision, weight_dtype
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.hf.open_class import (
     OpenedHuggingFace,

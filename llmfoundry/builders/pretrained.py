@@ -28,7 +28,7 @@ from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_all_ranks, on_each_machine, on_rank0
-from llmfoundry.distributed.launch import ALONE, World
+from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import is_added, merge_into, merged_tensor
 from llmfoundry.models.decoder import Decoder

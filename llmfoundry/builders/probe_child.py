@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from llmfoundry.builders.microbatch import SHORT, ProbeRequest
 from llmfoundry.builders.trainer import build_model, make_optimizer, step_settings
 from llmfoundry.distributed.fsdp import apply_ddp
-from llmfoundry.distributed.launch import World, join
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
+from llmfoundry.distributed.process_group import World, join
 from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.packed_layout import Batch, PackedLayout

@@ -34,7 +34,7 @@ from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import ALONE, World
+from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.loggers.background_queue import Task, describe

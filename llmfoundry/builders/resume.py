@@ -34,7 +34,7 @@ from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import check_same_on_all_ranks, on_rank0
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder

@@ -62,8 +62,8 @@ from llmfoundry.distributed.collectives import (
 )
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS

@@ -73,8 +73,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from llmfoundry.checkpoint.commit import FileSums
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_write
 from llmfoundry.ops.devices import host_buffer

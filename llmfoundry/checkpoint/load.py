@@ -65,7 +65,7 @@ from llmfoundry.checkpoint.dcp import (
 )
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
-from llmfoundry.distributed.launch import ALONE, World
+from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import read_guarded, read_json
 from llmfoundry.models.adapter import is_added, plain_name, saved_names

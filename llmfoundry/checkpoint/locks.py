@@ -28,7 +28,7 @@ from pathlib import Path
 from llmfoundry.checkpoint.object_storage import ObjectStorage
 from llmfoundry.data.store import ExistsError, MissingError
 from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import RUN_LOCK, LockedFile, parse_json, remove_partials, try_lock
 

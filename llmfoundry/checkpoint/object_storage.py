@@ -51,8 +51,8 @@ from llmfoundry.distributed.collectives import (
     on_rank0,
     with_keepalive,
 )
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_write

@@ -30,7 +30,7 @@ from llmfoundry.checkpoint.object_storage import ObjectStorage, find_run, is_url
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.events import CHECKPOINTS, FOLDERS
 from llmfoundry.events import NAME as EVENTS

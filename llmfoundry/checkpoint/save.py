@@ -36,8 +36,8 @@ from llmfoundry.checkpoint.load import training_state
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, is_out_of_memory, one_line, what_was_asked
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder

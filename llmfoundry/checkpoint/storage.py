@@ -29,8 +29,8 @@ from llmfoundry.checkpoint.commit import (
     sums_of_small_files,
     write_commit,
 )
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import one_line
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import LockedFile, try_lock

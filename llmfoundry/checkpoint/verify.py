@@ -26,7 +26,7 @@ from llmfoundry.distributed.collectives import (
     on_rank0,
     with_keepalive,
 )
-from llmfoundry.distributed.launch import ALONE, World
+from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.processes import cores
 

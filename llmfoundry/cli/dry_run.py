@@ -35,7 +35,7 @@ from llmfoundry.cli.commands.scaling_grid import grid
 from llmfoundry.cli.commands.scaling_runs import refuse_changed
 from llmfoundry.cli.commands.track import run_with_record
 from llmfoundry.data.preparation.readers import find_files, left_out
-from llmfoundry.distributed.launch import Machine, World, slurm_environment, wanted_processes
+from llmfoundry.distributed.process_group import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
 from llmfoundry.files import refuse_used
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table

@@ -10,8 +10,8 @@ from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.context import apply_context_parallel
 from llmfoundry.distributed.experts import apply_expert_parallel, share_router_statistics
 from llmfoundry.distributed.fsdp import materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes
+from llmfoundry.distributed.process_group import World
 from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.models.decoder import Root
 from llmfoundry.recipe.parallel import ParallelConfig

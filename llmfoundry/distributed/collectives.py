@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.distributed.failures import name_ranks
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.ops.devices import device_thread
 from llmfoundry.ops.torch_private import default_store

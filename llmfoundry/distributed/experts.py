@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import Meshes
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.models.router import OtherTokens

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llmfoundry.distributed.collectives import with_keepalive
 from llmfoundry.distributed.failures import name_ranks
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import one_line
 from llmfoundry.ops.torch_private import default_store
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmfoundry.distributed.launch import World, set_group_timeouts
+from llmfoundry.distributed.process_group import World, set_group_timeouts
 from llmfoundry.ops.shard_layout import TENSOR
 from llmfoundry.ops.torch_private import concatenated, flattened, imagined_meshes, unflattened
 from llmfoundry.recipe.parallel import NCCL, Degrees, ParallelConfig

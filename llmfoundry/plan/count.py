@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.context import apply_context_parallel, token_sharding
 from llmfoundry.distributed.experts import apply_expert_parallel, share_router_statistics
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import imagined
+from llmfoundry.distributed.process_group import World
 from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.models.decoder import Block, Decoder, Root
 from llmfoundry.ops.devices import Planned, planned_for

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from llmfoundry.distributed.activation_checkpoint import check_graphs
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.counts import parameter_count

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from llmfoundry.distributed.collectives import all_reduce_min
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.recipe.checks import divisors

@@ -32,7 +32,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_file, remove_partials
 from llmfoundry.heartbeat import STACKS

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import on_stops
 from llmfoundry.spans import span

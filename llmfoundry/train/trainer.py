@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
 from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root

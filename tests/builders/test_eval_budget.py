@@ -12,7 +12,7 @@ import torch
 
 from llmfoundry.builders import evaluation
 from llmfoundry.builders.evaluation import EvalBudget, ladder
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 TOKENS = 10_000

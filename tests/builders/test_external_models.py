@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmfoundry.cli.commands.evaluate import check_outside, is_outside, open_outside
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own import OwnModel

@@ -18,7 +18,7 @@ from llmfoundry.builders.model import (
     weight_dtype,
     with_defaults,
 )
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
 from llmfoundry.plan import microbatch_sizes

@@ -13,7 +13,7 @@ import transformers
 
 from llmfoundry.builders.models import LoadedModel, OpenedModel, check_model, open_model
 from llmfoundry.cli.commands.generate import Drawer
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.inference.engine import draw_all
 from llmfoundry.inference.requests import Request

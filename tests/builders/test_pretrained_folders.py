@@ -24,7 +24,7 @@ from llmfoundry.builders.pretrained import (
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.adapter import PretrainedConfig
 from llmfoundry.recipe.model import HFModelConfig

@@ -14,7 +14,7 @@ import pytest
 
 from llmfoundry.builders import microbatch
 from llmfoundry.builders.microbatch import SHORT, Measured, ProbeRequest, probe_fit
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import Fit
 from llmfoundry.recipe.load import checked

@@ -17,7 +17,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint, model_identity
 from llmfoundry.builders.resume import Start, _changes, fill_weights, find_start, run_identity
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.recipe.finetune import FinetuneRecipe

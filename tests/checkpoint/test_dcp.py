@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from llmfoundry.checkpoint.dcp import TensorFiles
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from tests.warm_scripts import on_ranks
 
 RANKS = 2

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.checkpoint.load import parse_metadata
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.gauntlet.prompts.cache import load_questions

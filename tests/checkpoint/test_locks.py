@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llmfoundry.checkpoint import locks
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_path
 from tests.tiny import ENV, write_recipe
@@ -27,7 +27,7 @@ HOLDER = """
 import os, sys, time, torch
 from pathlib import Path
 from llmfoundry.checkpoint.locks import only_run
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 with only_run(Path(sys.argv[1]), World(0, 1, 0, torch.device("cpu")), note=print):
     if os.fork() == 0:
         print("held", flush=True)

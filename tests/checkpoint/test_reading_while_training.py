@@ -14,7 +14,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.checkpoint import verify
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, remove_unpinned
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import try_lock
 from tests.tiny import ENV, command, run, write_recipe

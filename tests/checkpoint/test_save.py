@@ -22,7 +22,7 @@ from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePoli
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint, find_damage
 from llmfoundry.cli.script import run as run_script
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.train import TrainRecipe
 from tests.disk import Disk

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmfoundry.checkpoint import storage
 from llmfoundry.checkpoint.dcp import Staging, TensorFiles
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
 from llmfoundry.recipe.load import checked

@@ -26,7 +26,7 @@ from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import find_start
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import Sums, find_damage
-from llmfoundry.distributed.launch import World, set_group_timeouts
+from llmfoundry.distributed.process_group import World, set_group_timeouts
 from llmfoundry.errors import RunFailure
 from llmfoundry.recipe.adapter import PretrainedConfig
 from tests.tiny import write_recipe

@@ -32,7 +32,7 @@ from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.formats import lacks_argument
 from llmfoundry.data.supervised.rows import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops.packed_layout import IGNORE
 from llmfoundry.recipe.checks import Clock, Duration

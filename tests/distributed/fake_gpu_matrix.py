@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory import fill_shards
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.moe import dispatch
 from llmfoundry.ops.moe import experts as moe_steps

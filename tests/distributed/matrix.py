@@ -29,8 +29,8 @@ from llmfoundry.builders.model import weight_dtype
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp as wrap
-from llmfoundry.distributed.launch import World, choose_device, default_backend
 from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
+from llmfoundry.distributed.process_group import World, choose_device, default_backend
 from llmfoundry.models.adapter import add_adapter, init_adapter, is_added
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llmfoundry.builders.model import weight_dtype
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.plan.memory import MemoryEstimate, estimate

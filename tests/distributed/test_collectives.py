@@ -18,14 +18,14 @@ import torch.distributed as dist
 from llmfoundry.builders.model import served_precision
 from llmfoundry.builders.resume import check_same_recipe
 from llmfoundry.builders.trainer import _memory_fit
-from llmfoundry.distributed import collectives, launch
+from llmfoundry.distributed import collectives, process_group
 from llmfoundry.distributed.collectives import (
     check_same_on_all_ranks,
     on_all_ranks,
     on_each_machine,
     on_rank0,
 )
-from llmfoundry.distributed.launch import ALONE, World, join
+from llmfoundry.distributed.process_group import ALONE, World, join
 from llmfoundry.errors import UserError
 from llmfoundry.ops import devices
 from llmfoundry.plan import microbatch_sizes
@@ -168,7 +168,7 @@ def share_work(rank: int, folder: str, port: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(N_RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     collectives.PIECE = 1000
-    launch._machine_name = lambda: f"node {MACHINES[rank]}"
+    process_group._machine_name = lambda: f"node {MACHINES[rank]}"
     made: list[str] = []
 
     def make(what: str, value: Any) -> Callable[[], Any]:

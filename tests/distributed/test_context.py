@@ -25,8 +25,8 @@ from llmfoundry.distributed.context import (
     apply_context_parallel,
     token_sharding,
 )
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout

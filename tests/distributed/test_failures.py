@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.checkpoint.locks import LOCK
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.files import try_lock
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.trainer import Trainer
@@ -32,7 +32,7 @@ import torch, torch.distributed as dist
 from llmfoundry.checkpoint import locks
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.distributed import failures
-from llmfoundry.distributed.launch import join
+from llmfoundry.distributed.process_group import join
 from llmfoundry.distributed.mesh import build_mesh
 
 def hang(recipe):

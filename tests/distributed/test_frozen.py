@@ -21,8 +21,8 @@ from torch.func import functional_call
 from llmfoundry.builders.model import build_autocast
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.adapter import add_adapter, init_adapter, is_added
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root

@@ -21,8 +21,8 @@ import pytest
 
 from llmfoundry.builders.evaluation import build_evaluated, build_validation
 from llmfoundry.builders.trainer import build_loader
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.gauntlet.questions import Prompt, Request
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.eval import EvalConfig

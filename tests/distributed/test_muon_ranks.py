@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.shard_layout import full_tensor

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from llmfoundry.distributed.launch import first_host, slurm_environment
+from llmfoundry.distributed.process_group import first_host, slurm_environment
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.plan.memory import estimate

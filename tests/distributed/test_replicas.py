@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed import fsdp
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.parallel import ParallelConfig
 from tests.models.test_decoder import make_config

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llmfoundry.checkpoint.dcp import TensorFiles
 from llmfoundry.checkpoint.load import load_tensors
 from llmfoundry.checkpoint.storage import Checkpoint
-from llmfoundry.distributed.launch import ALONE
 from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.ops.shard_layout import TENSOR, assign, block_view, local_blocks, local_ranges
 
 HEIGHTS = (8, 4, 4)  # queries of 4 heads, keys and values of 2

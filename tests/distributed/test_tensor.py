@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root

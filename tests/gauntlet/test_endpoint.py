@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from llmfoundry.cli.commands.evaluate import evaluate, open_outside
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint
 from llmfoundry.gauntlet.questions import Prompt, Refusal

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models import own
 from llmfoundry.gauntlet.models.own import OwnModel, Ranks, generate_texts

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.inference.decoder_rows import DecoderRows, first_process, stream_tokens
 from llmfoundry.inference.engine import SlotEngine, draw_all
 from llmfoundry.inference.requests import Request, Sampling

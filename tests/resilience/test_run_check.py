@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.recipe.resilience import HealthCheckConfig
 from llmfoundry.resilience.check import links
 from llmfoundry.resilience.check.findings import BAD, Finding, Report

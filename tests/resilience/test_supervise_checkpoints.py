@@ -12,7 +12,7 @@ from llmfoundry.builders.resume import find_start
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.store import Store
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import GivenUp
 from llmfoundry.exit_status import FAILED, GIVE_UP, ResumeLimits
 from llmfoundry.recipe.resilience import SuperviseConfig

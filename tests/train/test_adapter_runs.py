@@ -17,7 +17,7 @@ from llmfoundry.cli.commands.convert import convert, streamed_state
 from llmfoundry.cli.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder

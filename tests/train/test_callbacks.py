@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from llmfoundry.builders import callbacks as builders
 from llmfoundry.builders import trainer as build
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.logger import EarlyStopperConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS

@@ -15,7 +15,7 @@ from llmfoundry.builders.data import Data, learning_corpus, open_data
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import build_clock, build_loader, mixture_lines
 from llmfoundry.data.loader import Loader
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.load import load

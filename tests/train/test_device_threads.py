@@ -16,7 +16,7 @@ import llmfoundry
 from llmfoundry.checkpoint import save
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.loader import BatchPrefetcher
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.ops.devices import device_thread
 
 ROOT = Path(llmfoundry.__file__).parent

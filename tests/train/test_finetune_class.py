@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmfoundry.builders.model import build_root
 from llmfoundry.builders.pretrained import open_pretrained
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.recipe.adapter import PretrainedConfig
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.train import TrainRecipe

@@ -185,7 +185,7 @@ from types import SimpleNamespace
 from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.checks import Clock, Duration

@@ -33,8 +33,8 @@ from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.fsdp import apply_ddp
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.packed_layout import IGNORE, Batch

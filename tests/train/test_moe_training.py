@@ -16,8 +16,8 @@ from torch import Tensor
 
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
-from llmfoundry.distributed.launch import World
 from llmfoundry.distributed.mesh import build_mesh
+from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.router import Routing
 from llmfoundry.ops.packed_layout import Batch, PackedLayout

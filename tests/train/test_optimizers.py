@@ -16,7 +16,7 @@ from llmfoundry.builders.model import matmul_dtype
 from llmfoundry.checkpoint.load import load_training_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import Batch, PackedLayout

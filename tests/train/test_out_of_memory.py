@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry.builders.microbatch import memory_facts
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import StartAgain, UserError, is_out_of_memory
 from llmfoundry.events import read_events
 from llmfoundry.recipe.load import checked

@@ -15,7 +15,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.builders.models import of_run
 from llmfoundry.cli.commands.convert import convert
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.inference.decoder_rows import stream_tokens
 from llmfoundry.inference.engine import stream

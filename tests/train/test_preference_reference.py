@@ -18,7 +18,7 @@ from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream, Row, Rows
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder, Root

@@ -17,7 +17,7 @@ import yaml
 from llmfoundry.builders.data import open_data
 from llmfoundry.builders.preference import with_places
 from llmfoundry.data.instructions import instruction_rows
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.preference import FORMATS

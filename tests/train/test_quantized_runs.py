@@ -15,7 +15,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.pretrained import fill_model, open_pretrained
 from llmfoundry.cli.commands.convert import convert
 from llmfoundry.cli.commands.train import train
-from llmfoundry.distributed.launch import ALONE, World
+from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantize_frozen

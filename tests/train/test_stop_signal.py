@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.train import signals
 from llmfoundry.train.signals import StopSignal
 

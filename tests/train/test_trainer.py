@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.trainer import Trainer

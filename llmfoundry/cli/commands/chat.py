@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from llmfoundry.cli.commands.generate import open_conversation, open_drawn
-from llmfoundry.distributed.launch import join
+from llmfoundry.distributed.process_group import join
 from llmfoundry.errors import UserError
 from llmfoundry.inference.text import Conversation
 from llmfoundry.recipe.after_training import ChatRecipe

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.launch import World, join, slurm_environment, wanted_processes
+from llmfoundry.distributed.process_group import World, join, slurm_environment, wanted_processes
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.files import read_json
 from llmfoundry.processes import keep_children, kill_all

@@ -30,7 +30,7 @@ from llmfoundry.checkpoint.run_folder import read_record
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.streamed import write_streamed
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, read_object_if_there, refuse_used, resumable_folder
 from llmfoundry.hf.architectures import DOCUMENT_START

@@ -40,7 +40,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.bpe import bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import ALONE, World, join, relaunch
+from llmfoundry.distributed.process_group import ALONE, World, join, relaunch
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json

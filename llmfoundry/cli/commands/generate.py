@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.builders.registry import find_address
-from llmfoundry.distributed.launch import World, join
+from llmfoundry.distributed.process_group import World, join
 from llmfoundry.errors import enough_memory
 from llmfoundry.inference.decoder_rows import first_process, stream_tokens
 from llmfoundry.inference.engine import SlotEngine, check_length, stream

@@ -31,7 +31,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.sources import Row
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import printable
 from llmfoundry.recipe.before_training import InspectRecipe

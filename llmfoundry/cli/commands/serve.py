@@ -11,7 +11,7 @@ from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
 from llmfoundry.builders.registry import find_address
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.launch import join
+from llmfoundry.distributed.process_group import join
 from llmfoundry.errors import UserError, enough_memory, import_optional
 from llmfoundry.inference.serve.requests import Served
 from llmfoundry.inference.serve.worker import EngineWorker

@@ -6,7 +6,7 @@ from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.registry import registration
 from llmfoundry.checkpoint.run_folder import find_place, hold_run, read_record
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.tracker import send_record

@@ -20,7 +20,7 @@ from llmfoundry.cli.commands.supervise import is_supervised, supervise
 from llmfoundry.command_text import command_line
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.fsdp import set_deterministic
-from llmfoundry.distributed.launch import World, join, relaunch
+from llmfoundry.distributed.process_group import World, join, relaunch
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, SAVED, record_end
 from llmfoundry.files import atomic_write

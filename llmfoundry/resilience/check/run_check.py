@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.exit_status import own_node
 from llmfoundry.loggers.environment import processor
 from llmfoundry.ops.torch_private import default_store

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
 from llmfoundry.distributed.failures import keep_messages_in
-from llmfoundry.distributed.launch import World, own_host
+from llmfoundry.distributed.process_group import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_ranks
 from llmfoundry.heartbeat import (

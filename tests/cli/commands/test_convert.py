@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from llmfoundry.builders.models import open_model
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.cli.commands.convert import _card, _precision, _published, convert
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.hf.read import open_hf
 from llmfoundry.recipe.after_training import ConvertRecipe

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from llmfoundry import files
 from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.cli.commands.convert import convert, streamed_state
-from llmfoundry.distributed.launch import ALONE
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError, disk_full, one_line
 from llmfoundry.hf.read import SafeReader
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor

@@ -12,7 +12,7 @@ import yaml
 from llmfoundry.checkpoint.locks import only_run
 from llmfoundry.cli.commands import track as command
 from llmfoundry.cli.commands.track import run_with_record, track
-from llmfoundry.distributed.launch import World
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.after_training import TrackRecipe
 from llmfoundry.recipe.load import checked

@@ -26,9 +26,11 @@ from torch.distributed import distributed_c10d
 import llmfoundry
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.distributed import launch
 from llmfoundry.distributed import mesh as mesh_module
-from llmfoundry.distributed.launch import (
+from llmfoundry.distributed import process_group
+from llmfoundry.distributed.mailbox import Mailbox
+from llmfoundry.distributed.mesh import REPLICATE, SHARD, build_mesh
+from llmfoundry.distributed.process_group import (
     Machine,
     World,
     join,
@@ -36,8 +38,6 @@ from llmfoundry.distributed.launch import (
     needed_files,
     raise_open_file_limit,
 )
-from llmfoundry.distributed.mailbox import Mailbox
-from llmfoundry.distributed.mesh import REPLICATE, SHARD, build_mesh
 from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.plan import microbatch_sizes
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -118,7 +118,7 @@ def test_a_run_opens_one_socket_for_each_other_process() -> None:
 
 def connected(size: int, full_mesh: int) -> list[float]:
     """Files that joining opened, and sums that took every process; of a run of gloo."""
-    launch.FULL_MESH = full_mesh
+    process_group.FULL_MESH = full_mesh
     before = open_now()
     with join(ParallelConfig()):
         opened, total = open_now() - before, torch.ones(1000)
@@ -159,7 +159,7 @@ def test_groups_are_made_where_their_waiting_is_bounded() -> None:
         if any(maker in path.read_text() for maker in makers)
     }
     imagined = {"ops/torch_private.py"}  # meshes to count with, of groups that send nothing
-    assert found - imagined == {"distributed/launch.py", "distributed/mesh.py"}
+    assert found - imagined == {"distributed/process_group.py", "distributed/mesh.py"}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_limit_that_is_too_low_is_one_line(
     raise_open_file_limit(512, holds_store=holds_store)
     assert limits["set"] == (4096, 4096)
     assert needed_files(512, holds_store=holds_store) == needed
-    assert launch.needed_files(1, holds_store=True) == 0
+    assert process_group.needed_files(1, holds_store=True) == 0
 
 
 def messages(rank: int, size: int) -> dict[str, Any]:
@@ -333,11 +333,11 @@ def test_a_process_beyond_the_visible_gpus_is_refused(
 def test_two_processes_with_one_gpu_are_named(gpus: str) -> None:
     found = [("node7 a4c3", gpu) for gpu in gpus] + [("node8 b1d2", gpu) for gpu in gpus[:2]]
     if gpus == "abc":
-        return launch.check_devices(found)
+        return process_group.check_devices(found)
     with pytest.raises(
         UserError, match=r"ranks 0 and 2 have the same GPU of node7; start"
     ) as reported:
-        launch.check_devices(found)
+        process_group.check_devices(found)
     assert str(reported.value).startswith("parallel.nproc_per_node: ")
 
 
@@ -366,14 +366,14 @@ def test_processes_share_a_gpu_where_gloo_is_written(
     config = ParallelConfig(nproc_per_node=wanted, dist_backend=backend)
     if refusal is not None:
         with pytest.raises(UserError, match=refusal) as reported:
-            launch.wanted_processes(config)
+            process_group.wanted_processes(config)
         assert len(reported.value.problems) == 1
         return
-    assert launch.wanted_processes(config) == wanted
-    places = [launch.choose_device(rank, backend) for rank in range(wanted)]
+    assert process_group.wanted_processes(config) == wanted
+    places = [process_group.choose_device(rank, backend) for rank in range(wanted)]
     if gpus:
         assert [place.index for place in places] == [rank % gpus for rank in range(wanted)]
-    assert launch.default_backend(places[0], backend) == "gloo"
+    assert process_group.default_backend(places[0], backend) == "gloo"
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused_under_nccl(
@@ -381,10 +381,10 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_under_nccl(
 ) -> None:
     gpus_here(monkeypatch, 2)
     with pytest.raises(UserError, match=r"local rank 2 has no GPU; .*dist_backend: gloo for"):
-        launch.choose_device(2, None)
-    device = launch.choose_device(1, None)
+        process_group.choose_device(2, None)
+    device = process_group.choose_device(1, None)
     assert device == torch.device("cuda", 1)
-    assert launch.default_backend(device, None) == "cpu:gloo,cuda:nccl"
+    assert process_group.default_backend(device, None) == "cpu:gloo,cuda:nccl"
 
 
 def test_processes_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,8 +400,8 @@ def test_processes_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyP
 def sharing(rank: int, size: int) -> Any:
     """What each of three processes finds, of which the first two are said to have one GPU."""
     with join(ParallelConfig()) as world, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_gpu_name", lambda device: "GPU-a" if rank < 2 else "GPU-b")
-        found = launch.find_machine(replace(world, device=torch.device("cuda", 0)))
+        patch.setattr(process_group, "_gpu_name", lambda device: "GPU-a" if rank < 2 else "GPU-b")
+        found = process_group.find_machine(replace(world, device=torch.device("cuda", 0)))
         assert found is not None
         return found.sharing
 
@@ -411,7 +411,7 @@ def test_processes_on_one_gpu_under_gloo_count_each_other() -> None:
 
 
 def test_processors_have_no_name_that_could_be_the_same() -> None:
-    launch.check_devices([("node7", ""), ("node7", "")])
+    process_group.check_devices([("node7", ""), ("node7", "")])
 
 
 LIMIT = timedelta(seconds=1)
