@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmfoundry.hf import experts
+from llmfoundry.hf import expert_names
 from llmfoundry.hf.architectures import FOUNDRY_OFF
 from llmfoundry.hf.tensor_names import Rule, WeightMap
 from llmfoundry.recipe.attention import LLAMA3_KEYS
@@ -199,7 +199,7 @@ def foundry_map(config: ModelConfig, written: Mapping[str, Any]) -> WeightMap:
         ),
         Rule("lm_head", ("lm_head.weight",)),
     )
-    return WeightMap(rules, (experts.DBRX,) if config.ffn_config.ffn_type == "dmoe" else ())
+    return WeightMap(rules, (expert_names.DBRX,) if config.ffn_config.ffn_type == "dmoe" else ())
 
 
 def _parts(name: str, fused: bool) -> tuple[str, ...]:

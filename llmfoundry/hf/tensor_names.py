@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf import experts
-from llmfoundry.hf.experts import ExpertNames, experts_to_ours, experts_to_theirs, present
+from llmfoundry.hf import expert_names
+from llmfoundry.hf.expert_names import ExpertNames, experts_to_ours, experts_to_theirs, present
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy import LazyTensor, Make, Read, Unread, last_read, lazy, same
 from llmfoundry.recipe.model import ModelConfig
@@ -182,14 +182,18 @@ MAPS: dict[str, WeightMap] = {
             norm_bias="always",
         )
     ),
-    "DbrxForCausalLM": WeightMap(_mosaic_like("norm_attn_norm."), (experts.DBRX,), own_head=True),
-    "OlmoeForCausalLM": WeightMap(_llama_like(*_qk_norms("{part}_norm.weight")), experts.QWEN),
-    "MixtralForCausalLM": WeightMap(
-        _llama_like(qkv_bias="never", out_bias="never"), experts.MIXTRAL
+    "DbrxForCausalLM": WeightMap(
+        _mosaic_like("norm_attn_norm."), (expert_names.DBRX,), own_head=True
     ),
-    "Qwen3MoeForCausalLM": WeightMap(_llama_like(*_qk_norms("{part}_norm.weight")), experts.QWEN),
-    "GraniteMoeForCausalLM": WeightMap(_llama_like(), experts.GRANITE),
-    "GraniteMoeSharedForCausalLM": WeightMap(_llama_like(), experts.GRANITE),
+    "OlmoeForCausalLM": WeightMap(_llama_like(*_qk_norms("{part}_norm.weight")), expert_names.QWEN),
+    "MixtralForCausalLM": WeightMap(
+        _llama_like(qkv_bias="never", out_bias="never"), expert_names.MIXTRAL
+    ),
+    "Qwen3MoeForCausalLM": WeightMap(
+        _llama_like(*_qk_norms("{part}_norm.weight")), expert_names.QWEN
+    ),
+    "GraniteMoeForCausalLM": WeightMap(_llama_like(), expert_names.GRANITE),
+    "GraniteMoeSharedForCausalLM": WeightMap(_llama_like(), expert_names.GRANITE),
     "MistralForCausalLM": WeightMap(
         _llama_like(*_ffn("never", *_GLU), qkv_bias="never", out_bias="never")
     ),

@@ -20,7 +20,7 @@ from llmfoundry.bounded import first_to_match, match_all, run_bounded
 from llmfoundry.errors import UserError
 from llmfoundry.files import read_object
 from llmfoundry.hf.architectures import OWN, is_mixture
-from llmfoundry.hf.experts import ExpertNames
+from llmfoundry.hf.expert_names import ExpertNames
 from llmfoundry.hf.tensor_names import MAPS, Rule, layers, swap_pairs
 from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.recipe.model import ModelConfig
