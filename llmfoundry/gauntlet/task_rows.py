@@ -42,7 +42,7 @@ import fsspec
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.instructions import Exchange, check_tasks, draw_exchange, right_message
 from llmfoundry.data.preparation.columns import unique_keys
-from llmfoundry.data.preparation.files import list_url
+from llmfoundry.data.preparation.input_files import list_url
 from llmfoundry.data.store import MissingError, Store
 from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.files import parse_json, read_guarded

@@ -24,7 +24,7 @@ import zstandard
 
 from llmfoundry.data.preparation import prepare
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.files import Input, InputFile
+from llmfoundry.data.preparation.input_files import Input, InputFile
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.preparation.write import make_part
 from llmfoundry.data.store import Store

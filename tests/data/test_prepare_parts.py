@@ -17,7 +17,7 @@ import pytest
 
 from llmfoundry.data.preparation import plan as plan_module
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.files import Input
+from llmfoundry.data.preparation.input_files import Input
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.plan import content_hash, cut_tasks
 from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to

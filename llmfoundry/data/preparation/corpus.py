@@ -37,7 +37,7 @@ from llmfoundry.data.preparation.columns import (
     read_columns,
     row_text,
 )
-from llmfoundry.data.preparation.files import InputFile, ignore
+from llmfoundry.data.preparation.input_files import InputFile, ignore
 from llmfoundry.data.preparation.readers import FileReader, FileRow, Reader, Span, files_below
 from llmfoundry.data.shard_index import open_shards, read_index, with_sample
 from llmfoundry.data.token_shards import StreamIndex

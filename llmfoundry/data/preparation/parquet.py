@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from llmfoundry.data.preparation.columns import arrow_texts, check_columns, read_columns
-from llmfoundry.data.preparation.files import Input
+from llmfoundry.data.preparation.input_files import Input
 from llmfoundry.errors import UserError, import_optional, one_line
 
 _BATCH = 64 << 20  # bytes of rows in memory at a time, about

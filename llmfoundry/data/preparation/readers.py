@@ -35,7 +35,7 @@ from llmfoundry.data.preparation.bad_rows import (
     text_of_row,
 )
 from llmfoundry.data.preparation.columns import ROW, check_columns, kind_of, pick, unique_keys
-from llmfoundry.data.preparation.files import (
+from llmfoundry.data.preparation.input_files import (
     CHUNK,
     PACKED,
     Input,

@@ -30,7 +30,7 @@ from llmfoundry.data.mds.codecs import digest
 from llmfoundry.data.mds.shard import INDEX, MDSWriter
 from llmfoundry.data.preparation.choose import read_drops, signatures
 from llmfoundry.data.preparation.corpus import Corpus, Document
-from llmfoundry.data.preparation.files import Input, ignore
+from llmfoundry.data.preparation.input_files import Input, ignore
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.plan import Split, Task
 from llmfoundry.data.text.tokenizer import Tokenizer
