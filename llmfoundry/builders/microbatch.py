@@ -38,7 +38,7 @@ from torch import nn
 
 from llmfoundry.builders.job import Job
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.data.preparation.cache import cache_key
+from llmfoundry.data.preparation.prepared_folder import cache_key
 from llmfoundry.distributed.collectives import (
     all_gather_object,
     all_reduce_min,

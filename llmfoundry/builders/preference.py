@@ -33,7 +33,7 @@ from llmfoundry.builders.resume import Start
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.data.held_out import HeldOut
-from llmfoundry.data.preparation.cache import cache_key
+from llmfoundry.data.preparation.prepared_folder import cache_key
 from llmfoundry.data.sources import OrderedStream, Row, Rows, RowSource
 from llmfoundry.data.supervised.rows import SupervisedSource
 from llmfoundry.distributed.collectives import on_rank0

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.plan import make_split, training_sample
+from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.bpe import (
     END_OF_TEXT,

@@ -27,13 +27,13 @@ import msgspec
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.shard import INDEX
-from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.choose import deduplicate
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import ENGINES, Run
 from llmfoundry.data.preparation.input_files import ignore
 from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
 from llmfoundry.data.preparation.plan import Split, Task, cut_tasks, make_split
+from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.preparation.write import (
     REPEAT,

@@ -26,11 +26,11 @@ import numpy as np
 
 from llmfoundry.bounded import OutOfBounds
 from llmfoundry.data.preparation.bad_rows import MOST_NAMES, BadRow, BadRows, OnBadRow, bad_row
-from llmfoundry.data.preparation.cache import build_once, cache_key
 from llmfoundry.data.preparation.columns import ROW
 from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.data.preparation.engines import local_engine
 from llmfoundry.data.preparation.plan import Task, content_hash, cut_tasks
+from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import FileRow
 from llmfoundry.data.supervised.formats import EmptyAnswerError, Example, example_or_error, of_each
 from llmfoundry.data.supervised.loss_mask import Encoded, Encoder, ExampleOptions

@@ -20,7 +20,7 @@ import numpy as np
 
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.bad_rows import shortened
-from llmfoundry.data.preparation.cache import build_once, cache_key
+from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.formats import KEYS, LACKS_ARGUMENT, SPELLS_CHAT

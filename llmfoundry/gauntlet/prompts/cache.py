@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmfoundry.data.preparation.cache import build_once, cache_key, lock_build
+from llmfoundry.data.preparation.prepared_folder import build_once, cache_key, lock_build
 from llmfoundry.gauntlet.prompts.native import questions, uses_chat
 from llmfoundry.gauntlet.questions import (
     Prompt,
