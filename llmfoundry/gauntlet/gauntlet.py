@@ -28,7 +28,11 @@ from llmfoundry.gauntlet.aggregate import (
 from llmfoundry.gauntlet.answer_metrics import Interval, empty_aliases, wilson
 from llmfoundry.gauntlet.gauntlet_file import EvalGauntlet, read_gauntlet
 from llmfoundry.gauntlet.models.harness import PREFIX, HarnessResult, HarnessTasks
-from llmfoundry.gauntlet.prompts.cache import cached_questions, pack_questions, unpack_questions
+from llmfoundry.gauntlet.prompts.question_cache import (
+    cached_questions,
+    pack_questions,
+    unpack_questions,
+)
 from llmfoundry.gauntlet.questions import (
     EvaluatedModel,
     Once,

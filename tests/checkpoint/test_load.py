@@ -27,7 +27,7 @@ from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
-from llmfoundry.gauntlet.prompts.cache import load_questions
+from llmfoundry.gauntlet.prompts.question_cache import load_questions
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.task_rows import read_source
 from llmfoundry.hf.read import from_hf

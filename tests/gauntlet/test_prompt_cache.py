@@ -14,7 +14,11 @@ from gauntlet_stand_ins import questions
 from prompt_tokenizers import CountingTokenizer, byte_tokenizer, trained_tokenizer
 
 from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
-from llmfoundry.gauntlet.prompts.cache import cached_questions, load_questions, save_questions
+from llmfoundry.gauntlet.prompts.question_cache import (
+    cached_questions,
+    load_questions,
+    save_questions,
+)
 from llmfoundry.gauntlet.questions import (
     Prompt,
     PromptSettings,

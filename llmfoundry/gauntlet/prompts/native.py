@@ -1,9 +1,9 @@
 """From rows to questions in tokens: worked examples, prompt texts, and what is to be scored.
 
-`prompts/cache.py` calls `questions`. Three modes differ in their prompts' tokens. `native` gives a
-model what it met in training here: context and answer as one text after `<eos>`. `harness` makes of
-the same texts the tokens that lm-evaluation-harness does. In both the worked examples are the same
-for all questions of a task, so that questions share a long prefix, tokenized and run once.
+`prompts/question_cache.py` calls `questions`. Three modes differ in their prompts' tokens. `native`
+gives a model what it met in training here: context and answer as one text after `<eos>`. `harness`
+makes of the same texts the tokens that lm-evaluation-harness does. In both the worked examples are
+the same for all questions of a task, so that questions share a long prefix, tokenized and run once.
 `foundry` reproduces LLM Foundry's texts and tokens (`prompts/foundry.py`).
 """
 
