@@ -14,7 +14,7 @@ import pytest
 
 from llmfoundry.data.preparation import write as write_module
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.plan import (
+from llmfoundry.data.preparation.partition import (
     content_hash,
     make_split,
     tail_start,

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
-from llmfoundry.data.preparation.plan import content_hash
+from llmfoundry.data.preparation.partition import content_hash
 from llmfoundry.data.text.bpe import byte_alphabet, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError

@@ -23,7 +23,7 @@ import zstandard
 from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.preparation import plan, write
+from llmfoundry.data.preparation import partition, write
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSColumn
@@ -300,14 +300,14 @@ def test_text_at_a_url_is_prepared_to_a_url(source: Path, store: Any) -> None:
 def test_a_preparation_to_a_url_is_gone_on_with(
     source: Path, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_SMALLEST", 1000)
+    monkeypatch.setattr(partition, "_SMALLEST", 1000)
     there = recipe(source, "prepare.output=memory://bucket/out")
     prepare_data(there)
     whole = {name: store.cat_file(name) for name in store.find("/bucket")}
     store.rm("/bucket", recursive=True)
     made: list[str] = []
 
-    def stop(job: write.PartSettings, task: plan.Task, *rest: object) -> object:
+    def stop(job: write.PartSettings, task: partition.Task, *rest: object) -> object:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(task.part)

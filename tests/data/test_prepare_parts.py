@@ -19,7 +19,7 @@ from llmfoundry.data.preparation import plan as plan_module
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.input_files import Input
 from llmfoundry.data.preparation.output_folder import OutputFolder
-from llmfoundry.data.preparation.plan import content_hash, cut_tasks
+from llmfoundry.data.preparation.partition import content_hash, cut_tasks
 from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to
 from llmfoundry.data.preparation.write import WORK, PartSettings, make_part, token_output
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
@@ -173,8 +173,8 @@ def test_an_error_in_a_process_is_the_line_and_finished_parts_stay(
 
 _SCRIPT = """
 import sys
-from llmfoundry.data.preparation import plan
-plan._SMALLEST = 2000
+from llmfoundry.data.preparation import partition
+partition._SMALLEST = 2000
 sys.path.insert(0, sys.argv[3])
 from test_prepare_parts import Tokenizer, bytes_backend, END_OF_TEXT, run
 from pathlib import Path

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.plan import make_split, training_sample
+from llmfoundry.data.preparation.partition import make_split, training_sample
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.bpe import (

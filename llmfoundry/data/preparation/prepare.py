@@ -32,7 +32,7 @@ from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import ENGINES, Run
 from llmfoundry.data.preparation.input_files import ignore
 from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
-from llmfoundry.data.preparation.plan import Split, Task, cut_tasks, make_split
+from llmfoundry.data.preparation.partition import Split, Task, cut_tasks, make_split
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.preparation.write import (

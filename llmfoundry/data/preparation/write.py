@@ -32,7 +32,7 @@ from llmfoundry.data.preparation.choose import read_drops, signatures
 from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.data.preparation.input_files import Input, ignore
 from llmfoundry.data.preparation.output_folder import OutputFolder
-from llmfoundry.data.preparation.plan import Split, Task
+from llmfoundry.data.preparation.partition import Split, Task
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import TokenWriter
 

@@ -29,7 +29,7 @@ from llmfoundry.data.preparation.bad_rows import MOST_NAMES, BadRow, BadRows, On
 from llmfoundry.data.preparation.columns import ROW
 from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.data.preparation.engines import local_engine
-from llmfoundry.data.preparation.plan import Task, content_hash, cut_tasks
+from llmfoundry.data.preparation.partition import Task, content_hash, cut_tasks
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import FileRow
 from llmfoundry.data.supervised.formats import EmptyAnswerError, Example, example_or_error, of_each
