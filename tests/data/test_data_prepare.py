@@ -21,7 +21,7 @@ from llmfoundry.data.preparation.partition import (
     training_sample,
 )
 from llmfoundry.data.preparation.prepare import Prepared, prepare_corpus
-from llmfoundry.data.preparation.write import cuts_at_lines, split_text
+from llmfoundry.data.preparation.write_part import cuts_at_lines, split_text
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError

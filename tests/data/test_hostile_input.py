@@ -26,7 +26,7 @@ from llmfoundry.data.preparation import prepare
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.input_files import Input, InputFile
 from llmfoundry.data.preparation.prepare import prepare_corpus
-from llmfoundry.data.preparation.write import make_part
+from llmfoundry.data.preparation.write_part import make_part
 from llmfoundry.data.store import Store
 from llmfoundry.data.store_clients import Entry
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend

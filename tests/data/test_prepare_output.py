@@ -23,7 +23,7 @@ import zstandard
 from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.data.fetch.shard_files import ShardFolder
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.preparation import partition, write
+from llmfoundry.data.preparation import partition, write_part
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSColumn
@@ -307,11 +307,11 @@ def test_a_preparation_to_a_url_is_gone_on_with(
     store.rm("/bucket", recursive=True)
     made: list[str] = []
 
-    def stop(job: write.PartSettings, task: partition.Task, *rest: object) -> object:
+    def stop(job: write_part.PartSettings, task: partition.Task, *rest: object) -> object:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(task.part)
-        return write.make_part(job, task)
+        return write_part.make_part(job, task)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("llmfoundry.data.preparation.prepare.make_part", stop)

@@ -21,7 +21,7 @@ from llmfoundry.data.preparation.input_files import Input
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.partition import content_hash, cut_tasks
 from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to
-from llmfoundry.data.preparation.write import WORK, PartSettings, make_part, token_output
+from llmfoundry.data.preparation.write_part import WORK, PartSettings, make_part, token_output
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -179,7 +179,7 @@ sys.path.insert(0, sys.argv[3])
 from test_prepare_parts import Tokenizer, bytes_backend, END_OF_TEXT, run
 from pathlib import Path
 if __name__ == "__main__":
-    import llmfoundry.data.preparation.write as parts
+    import llmfoundry.data.preparation.write_part as parts
     write = parts.OutputFolder.write
     def slow(place, name, data):
         write(place, name, data)
@@ -267,6 +267,6 @@ def test_a_worker_ends_when_the_main_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_workers_import_is_light() -> None:
-    script = "import sys, llmfoundry.data.preparation.write as _;"
+    script = "import sys, llmfoundry.data.preparation.write_part as _;"
     script += " print({'torch', 'datasets'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", script]) == b"set()\n"

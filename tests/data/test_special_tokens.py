@@ -18,7 +18,7 @@ from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.data.held_out import TokenShards
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.prepare import prepare_corpus
-from llmfoundry.data.preparation.write import split_text
+from llmfoundry.data.preparation.write_part import split_text
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig

@@ -16,7 +16,7 @@ from llmfoundry.data.preparation.prepare import (
     prepare_corpus,
     prepare_to,
 )
-from llmfoundry.data.preparation.write import Output, token_output
+from llmfoundry.data.preparation.write_part import Output, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import PrepareConfig, PrepareRecipe

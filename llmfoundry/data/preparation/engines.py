@@ -22,7 +22,7 @@ from llmfoundry.recipe.plugins import import_plugins, imported
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
 # What a worker imports before the first task. Torch is not among it.
-_PRELOAD = ["llmfoundry.data.preparation.write"]
+_PRELOAD = ["llmfoundry.data.preparation.write_part"]
 
 
 @contextmanager

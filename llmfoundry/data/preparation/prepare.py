@@ -35,7 +35,7 @@ from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
 from llmfoundry.data.preparation.partition import Split, Task, cut_tasks, make_split
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
-from llmfoundry.data.preparation.write import (
+from llmfoundry.data.preparation.write_part import (
     REPEAT,
     STREAMS,
     WORK,
