@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmfoundry.data.preparation.choose import (
+from llmfoundry.data.preparation.filters import (
     deduplicate,
     find_repeats,
     read_drops,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from llmfoundry.data.preparation.choose import build_filter
+from llmfoundry.data.preparation.filters import build_filter
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import FilterConfig
 

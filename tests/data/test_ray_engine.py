@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.preparation.choose import deduplicate, signatures
+from llmfoundry.data.preparation.filters import deduplicate, signatures
 from llmfoundry.data.preparation.ray_engine import ray_engine
 from llmfoundry.errors import UserError
 

@@ -27,7 +27,6 @@ from llmfoundry.data.preparation.bad_rows import (
     text_of_row,
     too_long,
 )
-from llmfoundry.data.preparation.choose import Filter, build_filter
 from llmfoundry.data.preparation.columns import (
     ROW,
     arrow_texts,
@@ -37,6 +36,7 @@ from llmfoundry.data.preparation.columns import (
     read_columns,
     row_text,
 )
+from llmfoundry.data.preparation.filters import Filter, build_filter
 from llmfoundry.data.preparation.input_files import InputFile, ignore
 from llmfoundry.data.preparation.readers import FileReader, FileRow, Reader, Span, files_below
 from llmfoundry.data.shard_index import open_shards, read_index, with_sample

@@ -27,9 +27,9 @@ import msgspec
 
 from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.shard import INDEX
-from llmfoundry.data.preparation.choose import deduplicate
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import ENGINES, Run
+from llmfoundry.data.preparation.filters import deduplicate
 from llmfoundry.data.preparation.input_files import ignore
 from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
 from llmfoundry.data.preparation.partition import Split, Task, cut_tasks, make_split

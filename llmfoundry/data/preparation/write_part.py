@@ -28,8 +28,8 @@ import numpy as np
 
 from llmfoundry.data.mds.codecs import digest
 from llmfoundry.data.mds.shard import INDEX, MDSWriter
-from llmfoundry.data.preparation.choose import read_drops, signatures
 from llmfoundry.data.preparation.corpus import Corpus, Document
+from llmfoundry.data.preparation.filters import read_drops, signatures
 from llmfoundry.data.preparation.input_files import Input, ignore
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.partition import Split, Task
