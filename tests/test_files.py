@@ -27,7 +27,7 @@ from llmfoundry.files import (
     sync,
     write_json,
 )
-from llmfoundry.hf.write import whole_or_nothing
+from llmfoundry.hf.write_folder import whole_or_nothing
 from tests.disk import Disk
 
 

@@ -1,7 +1,7 @@
 """transformers' own classes for the decoder: `import llmfoundry.hf`, then `AutoModelForCausalLM`.
 
-For models that no architecture of transformers expresses; `write.py` writes their folders. The
-import registers model_type `llmfoundry`, so that `from_pretrained`, `generate`, the Trainer and
+For models that no architecture of transformers expresses; `write_folder.py` writes their folders.
+The import registers model_type `llmfoundry`, so that `from_pretrained`, `generate`, the Trainer and
 evaluation harnesses work with them. Engines that batch continuously bring their own keys, values
 and attention (transformers' attention interface); what they cannot attend with is refused, since
 they would leave it out without an error.

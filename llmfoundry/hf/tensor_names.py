@@ -1,11 +1,11 @@
 """Names and shapes of the decoder's weights in others' files, both ways: a `WeightMap` for each.
 
-`write.py` calls `to_theirs`, `read.py` `to_ours`; how a folder is written and read is theirs. A new
-architecture is one entry of `MAPS` here and one of `hf/architectures.py`; LLM Foundry's map is in
-`llm_foundry.py`. One map serves both directions: a `Rule` ties one of our layers to theirs, and
-biases follow its weight. Rows are split, joined, repeated and put in order, so what is exported
-comes back bit for bit. Only for Gemma is anything computed: its norms count from one, its embedding
-is multiplied.
+`write_folder.py` calls `to_theirs`, `read.py` `to_ours`; how a folder is written and read is
+theirs. A new architecture is one entry of `MAPS` here and one of `hf/architectures.py`; LLM
+Foundry's map is in `llm_foundry.py`. One map serves both directions: a `Rule` ties one of our
+layers to theirs, and biases follow its weight. Rows are split, joined, repeated and put in order,
+so what is exported comes back bit for bit. Only for Gemma is anything computed: its norms count
+from one, its embedding is multiplied.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A `model` section as config.json's keys; `read_config.py` goes the other way.
 
-`write.py` calls `choose_architecture` and `write_settings`. What an architecture cannot express
-exactly is refused, naming every key in the way; a setting that affects training alone is written
-where there is a key for it, and reported by `unkept` where there is none.
+`write_folder.py` calls `choose_architecture` and `write_settings`. What an architecture cannot
+express exactly is refused, naming every key in the way; a setting that affects training alone is
+written where there is a key for it, and reported by `unkept` where there is none.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `builders/trainer.py` calls `add_adapter` before blocks are wrapped and sharded, and `init_adapter`
 after the base was loaded; all but the adapter is frozen. Which parameters are an adapter's is
-decided here, by name and by `requires_grad`. `hf/write.py` exports a `MergedState`,
+decided here, by name and by `requires_grad`. `hf/write_folder.py` exports a `MergedState`,
 `builders/pretrained.py` merges into a base by `merge_into`, tensor by tensor and in fp32.
 `base_sample` is kept beside an adapter, so that it is never put on other weights of the same shape.
 """

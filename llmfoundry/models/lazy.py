@@ -1,10 +1,10 @@
 """Tensors that are made when they are read: what a folder is written from, and a model filled from.
 
-`hf/tensor_names.py` makes them for both directions; `hf/write.py`, `checkpoint/streamed.py` and
-`builders/pretrained.py` read them.
-The idea: a tensor under one naming is a function of tensors under the other, which is run twice: on
-the meta device for its shape, before any weight is read, and on real tensors when its turn comes.
-So all shapes are known first, and memory is that of one tensor.
+`hf/tensor_names.py` makes them for both directions; `hf/write_folder.py`, `checkpoint/streamed.py`
+and `builders/pretrained.py` read them. The idea: a tensor under one naming is a function of tensors
+under the other, which is run twice: on the meta device for its shape, before any weight is read,
+and on real tensors when its turn comes. So all shapes are known first, and memory is that of one
+tensor.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from llmfoundry.hf import write
+from llmfoundry.hf import write_folder
 from llmfoundry.hf.card import CardInfo
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.counts import active_parameter_count, parameter_count
@@ -102,10 +102,10 @@ def card_of(config: ModelConfig) -> CardInfo:
 
 
 def to_hf(model: Decoder, tokenizer: Path, out: Path, **more: Any) -> str:
-    """`llmfoundry.hf.write.to_hf` with a tokenizer's folder."""
+    """`llmfoundry.hf.write_folder.to_hf` with a tokenizer's folder."""
     note = {"note": more.pop("note")} if "note" in more else {}
-    files, export = write.TokenizerFiles.load(tokenizer), write.Export(**more)
-    return write.to_hf(model.config, MergedState(model), files, out, export, **note)
+    files, export = write_folder.TokenizerFiles.load(tokenizer), write_folder.Export(**more)
+    return write_folder.to_hf(model.config, MergedState(model), files, out, export, **note)
 
 
 def written(name: str, tmp_path: Path, case: int = 0) -> tuple[Path, dict[str, Any]]:

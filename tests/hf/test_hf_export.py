@@ -139,7 +139,7 @@ def test_large_models_are_cut_into_files_with_an_index(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out, limit = decoder(settings(attn=ROPE)), tmp_path / "out", 40_000
-    monkeypatch.setattr("llmfoundry.hf.write.SHARD_BYTES", limit)
+    monkeypatch.setattr("llmfoundry.hf.write_folder.SHARD_BYTES", limit)
     to_hf(model, tokenizer, out, dtype="fp32", card=CARD)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2 and not (out / "model.safetensors").exists()

@@ -37,7 +37,7 @@ from llmfoundry.hf.architectures import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read import HFFolder, hf_folder, open_hf, read_folder_config
-from llmfoundry.hf.write import Export, TokenizerFiles, to_hf, whole_or_nothing
+from llmfoundry.hf.write_folder import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics_file import BATCH, read_metrics
 from llmfoundry.loggers.pages.score_tables import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
@@ -232,7 +232,7 @@ def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     """A model of transformers' own class, which is what it stays."""
     from llmfoundry.hf.causal_lm import HFCausalLM
     from llmfoundry.hf.peft.class_adapter import merge_peft
-    from llmfoundry.hf.write import save_class
+    from llmfoundry.hf.write_folder import save_class
 
     if recipe.architecture is not None:
         raise UserError("architecture: has no effect on a model of transformers' class; remove it")

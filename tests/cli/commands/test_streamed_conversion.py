@@ -19,7 +19,7 @@ from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError, disk_full, one_line
 from llmfoundry.hf.read import SafeReader
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor
-from llmfoundry.hf.write import whole_or_nothing
+from llmfoundry.hf.write_folder import whole_or_nothing
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.recipe.after_training import ConvertRecipe
 from llmfoundry.recipe.load import checked
@@ -111,7 +111,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_killed_conversion_is_resumed_to_the_same_bytes(
     direction: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.hf.write.NOTED_BYTES", 5000)
+    monkeypatch.setattr("llmfoundry.hf.write_folder.NOTED_BYTES", 5000)
     monkeypatch.setattr("llmfoundry.checkpoint.streamed.FILE_BYTES", 5000)
     source = folder / ("run" if direction == "to=hf" else "hf")
     more = ["max_shard_gb=0.001"] if direction == "to=hf" else []
