@@ -269,7 +269,7 @@ def _open_hugging_face(
 
 def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> LoadedModel:
     """A Hugging Face model computed by the decoder."""
-    from llmfoundry.hf.read import hf_folder, open_hf
+    from llmfoundry.hf.read_folder import hf_folder, open_hf
 
     with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
         with torch.device("meta"):

@@ -175,7 +175,7 @@ def base_of(written: FinetuneRecipe, checkpoint: Path) -> PretrainedConfig:
 
 def _download(name: str, revision: str | None, world: World) -> Path:
     """A hub id's files, fetched by one process of each machine."""
-    from llmfoundry.hf.read import hf_folder
+    from llmfoundry.hf.read_folder import hf_folder
 
     fetch = partial(hf_folder, name, revision=revision, key="model.pretrained")
     return on_all_ranks(world, lambda: on_each_machine(world, fetch, patient=True))
@@ -332,8 +332,8 @@ def open_folder(
     Raises:
         UserError: neither can hold it; or the one that was asked for cannot.
     """
-    from llmfoundry.hf.read import read_folder_config
     from llmfoundry.hf.read_config import check_layers
+    from llmfoundry.hf.read_folder import read_folder_config
 
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise UserError(
@@ -364,7 +364,7 @@ def _by_decoder(
     note: Callable[[str], None],
     world: World,
 ) -> Pretrained:
-    from llmfoundry.hf.read import open_hf
+    from llmfoundry.hf.read_folder import open_hf
 
     def read() -> tuple[ModelConfig, str]:
         with open_hf(folder, written=written, note=note) as opened:  # reads all but the weights
@@ -400,7 +400,7 @@ def _by_class(
     world: World,
 ) -> Pretrained:
     from llmfoundry.hf.class_weights import check_class, class_config
-    from llmfoundry.hf.read import UNTIED
+    from llmfoundry.hf.read_folder import UNTIED
 
     if asked.quantize != "none":
         raise UserError(
@@ -428,7 +428,7 @@ def fill_class(model: nn.Module, folder: Path) -> None:
     """Fill a model of transformers, full or sharded, from a folder that was checked."""
     from llmfoundry.hf.causal_lm import HFCausalLM
     from llmfoundry.hf.class_weights import class_tensors
-    from llmfoundry.hf.read import open_weights
+    from llmfoundry.hf.read_folder import open_weights
 
     assert isinstance(model, HFCausalLM)
     with open_weights(folder) as weights:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.causal_lm import HFCausalLM, read_hf_config
-from llmfoundry.hf.read import open_weights
+from llmfoundry.hf.read_folder import open_weights
 from llmfoundry.models.adapter import is_added, plain_name
 from llmfoundry.recipe.model import HFModelConfig
 

@@ -1,7 +1,7 @@
 """The `model` section that a config.json describes; `write_config.py` goes the other way.
 
-`read.py` calls `read_settings`. What the decoder cannot follow exactly is refused, with a line for
-each such key; dropouts that it does not have are reported by `unread`.
+`read_folder.py` calls `read_settings`. What the decoder cannot follow exactly is refused, with a
+line for each such key; dropouts that it does not have are reported by `unread`.
 """
 
 from __future__ import annotations

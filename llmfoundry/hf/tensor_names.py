@@ -1,6 +1,6 @@
 """Names and shapes of the decoder's weights in others' files, both ways: a `WeightMap` for each.
 
-`write_folder.py` calls `to_theirs`, `read.py` `to_ours`; how a folder is written and read is
+`write_folder.py` calls `to_theirs`, `read_folder.py` `to_ours`; how a folder is written and read is
 theirs. A new architecture is one entry of `MAPS` here and one of `hf/architectures.py`; LLM
 Foundry's map is in `llm_foundry.py`. One map serves both directions: a `Rule` ties one of our
 layers to theirs, and biases follow its weight. Rows are split, joined, repeated and put in order,

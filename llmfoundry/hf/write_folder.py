@@ -1,4 +1,4 @@
-"""To Hugging Face folders; `scripts/convert.py` calls `to_hf`. The other way is `read.py`.
+"""To Hugging Face folders; `scripts/convert.py` calls `to_hf`. The other way is `read_folder.py`.
 
 A folder is written beside its final name and renamed when whole (`files.py`). Weight files get
 their size and header first, then each tensor at its place, in the order that reads each of ours
@@ -37,8 +37,8 @@ from llmfoundry.files import (
 from llmfoundry.hf.architectures import DOCUMENT_START, OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
-from llmfoundry.hf.read import FLOATS as DTYPES
-from llmfoundry.hf.read import SAFETENSORS
+from llmfoundry.hf.read_folder import FLOATS as DTYPES
+from llmfoundry.hf.read_folder import SAFETENSORS
 from llmfoundry.hf.safetensors_file import Layout, write_tensor
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings

@@ -30,7 +30,7 @@ from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.gauntlet.prompts.question_cache import load_questions
 from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.task_rows import read_source
-from llmfoundry.hf.read import from_hf
+from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from tests.gauntlet.hugging_face_models import load_hugging_face, save_model
 from tests.tiny import write_recipe

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.read import from_hf
+from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import (
     ALIBI,

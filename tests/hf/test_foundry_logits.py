@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.read_config import read_settings
+from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.models.decoder import Decoder
 

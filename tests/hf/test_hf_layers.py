@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import ARCHITECTURES
-from llmfoundry.hf.read import from_hf
+from llmfoundry.hf.read_folder import from_hf
 from tests.hf.random_models import rewrite, written
 
 OTHER_LAYERS = [

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryConfig
 from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
-from llmfoundry.hf.read import from_hf
 from llmfoundry.hf.read_config import read_settings
+from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.hf.write_config import choose_architecture, get, unkept, write_settings
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import build, to_dict

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.read import from_hf
+from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import build

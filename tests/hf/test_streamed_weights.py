@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.read import from_hf, open_hf, open_weights
+from llmfoundry.hf.read_folder import from_hf, open_hf, open_weights
 from tests.hf.random_models import written
 
 FILE = "model.safetensors"
@@ -105,7 +105,7 @@ def test_nothing_is_read_before_all_shapes_are_known_to_fit(
         read.append(name)
         return original(self, name)
 
-    monkeypatch.setattr("llmfoundry.hf.read.WeightFiles.get", get)
+    monkeypatch.setattr("llmfoundry.hf.read_folder.WeightFiles.get", get)
     with pytest.raises(UserError, match="down_proj"), open_hf(folder):
         pass
     assert all(state[name].ndim == 1 or "embed" in name or "lm_head" in name for name in read)
@@ -115,7 +115,7 @@ MEASURE = """
 import json, sys, torch
 from pathlib import Path
 from llmfoundry.builders.pretrained import fill_model
-from llmfoundry.hf.read import open_hf
+from llmfoundry.hf.read_folder import open_hf
 from llmfoundry.models.decoder import Decoder
 
 def peak():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.hf import read
+from llmfoundry.hf import read_folder
 from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.decoder import Decoder
@@ -46,7 +46,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
         names = property(lambda _: set(tensors))
         get = sketch = staticmethod(tensors.__getitem__)
 
-    monkeypatch.setattr(read, "open_weights", lambda _: nullcontext(Held()))
+    monkeypatch.setattr(read_folder, "open_weights", lambda _: nullcontext(Held()))
     return tensors
 
 
@@ -68,7 +68,7 @@ def test_a_tensor_more_or_less_is_refused_by_its_name(
         if tensor is None:
             del held[key]
         with pytest.raises(UserError) as caught:
-            read.from_hf(str(folder))
+            read_folder.from_hf(str(folder))
         assert caught.value.problems[0].startswith(key), caught.value.problems
 
     for key in (key for key in few(whole) if "experts.1" not in key):
@@ -85,11 +85,11 @@ def test_biases_of_zeros_are_no_obstacle(
 ) -> None:
     folder, _ = written(name, tmp_path)
     held |= load_file(folder / FILE)
-    before = read.from_hf(str(folder))[1]
+    before = read_folder.from_hf(str(folder))[1]
     for key, weight in list(held.items()):
         if key.endswith(".weight"):
             held.setdefault(key.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
-    after = read.from_hf(str(folder))[1]
+    after = read_folder.from_hf(str(folder))[1]
     assert all(torch.equal(after[key], weight) for key, weight in before.items())
 
 
@@ -101,7 +101,7 @@ def test_weights_of_layers_that_the_settings_do_not_have_are_refused(
     held |= load_file(folder / FILE)
     rewrite(folder, {**config, "model_type": "llama"}, "attention_bias", False)
     with pytest.raises(UserError, match=r"k_norm\.weight and 3 more: the decoder has no"):
-        read.from_hf(str(folder))
+        read_folder.from_hf(str(folder))
 
 
 def test_a_weight_of_ours_that_has_no_name_there_is_not_left_out() -> None:
@@ -132,17 +132,17 @@ def test_a_head_beside_the_embedding_is_read_as_transformers_reads_it(
     written_config = json.loads((folder / "config.json").read_text())
     rewrite(folder, written_config, "tie_word_embeddings", said)
     own = load_file(folder / FILE)
-    equal: dict[str, Tensor | None] = {read.HEAD: own[embedding].clone()}
-    for changes in ({}, equal, {embedding: None}, {read.HEAD: None}):
+    equal: dict[str, Tensor | None] = {read_folder.HEAD: own[embedding].clone()}
+    for changes in ({}, equal, {embedding: None}, {read_folder.HEAD: None}):
         tensors = {key: w for key, w in {**own, **changes}.items() if w is not None}
         save_file(tensors, folder / FILE, {"format": "pt"})
         notes: list[str] = []
         if None in changes.values() and not said:  # transformers would draw it at random
             (missing,) = changes
             with pytest.raises(UserError, match=f"^{missing}: the tensor is missing"):
-                read.from_hf(str(folder))
+                read_folder.from_hf(str(folder))
             continue
-        config, state = read.from_hf(str(folder), note=notes.append)
+        config, state = read_folder.from_hf(str(folder), note=notes.append)
         ours = Decoder(config)
         ours.load_state_dict(state)
         theirs = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llmfoundry.data.sources import Row, Rows
-from llmfoundry.hf.read import from_hf
+from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig

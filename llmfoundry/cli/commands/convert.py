@@ -36,7 +36,7 @@ from llmfoundry.files import atomic_write, read_object_if_there, refuse_used, re
 from llmfoundry.hf.architectures import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
-from llmfoundry.hf.read import HFFolder, hf_folder, open_hf, read_folder_config
+from llmfoundry.hf.read_folder import HFFolder, hf_folder, open_hf, read_folder_config
 from llmfoundry.hf.write_folder import Export, TokenizerFiles, to_hf, whole_or_nothing
 from llmfoundry.loggers.metrics_file import BATCH, read_metrics
 from llmfoundry.loggers.pages.score_tables import ShownScore, in_parts, percents, written

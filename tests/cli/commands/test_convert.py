@@ -20,7 +20,7 @@ from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.cli.commands.convert import _card, _precision, _published, convert
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.hf.read import open_hf
+from llmfoundry.hf.read_folder import open_hf
 from llmfoundry.recipe.after_training import ConvertRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe

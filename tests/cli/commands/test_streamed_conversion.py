@@ -17,7 +17,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.cli.commands.convert import convert, streamed_state
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError, disk_full, one_line
-from llmfoundry.hf.read import SafeReader
+from llmfoundry.hf.read_folder import SafeReader
 from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor
 from llmfoundry.hf.write_folder import whole_or_nothing
 from llmfoundry.models.adapter import MergedState
