@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry.data.preparation import write as write_module
+from llmfoundry.data.preparation import write_part
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.partition import (
     content_hash,
@@ -144,7 +144,7 @@ def test_fingerprint_names_the_tokens_and_not_their_place(tmp_path: Path, plain:
 def test_streams_do_not_depend_on_the_number_of_threads(
     tmp_path: Path, plain: Tokenizer, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_module, "_CHUNK", 100)
+    monkeypatch.setattr(write_part, "_CHUNK", 100)
     config = write(tmp_path, documents())
     config.num_workers = workers
     prepared = prepare_corpus(config, plain, progress=False)
