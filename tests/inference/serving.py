@@ -21,7 +21,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.inference.requests import Emitted, Request, TokenLogprob
 from llmfoundry.inference.serve.app import Limits, Server
-from llmfoundry.inference.serve.requests import Served
+from llmfoundry.inference.serve.request_fields import Served
 from llmfoundry.inference.serve.worker import EngineWorker
 
 EOS = 256  # of the tokenizer of bytes

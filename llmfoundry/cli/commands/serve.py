@@ -13,7 +13,7 @@ from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import join
 from llmfoundry.errors import UserError, enough_memory, import_optional
-from llmfoundry.inference.serve.requests import Served
+from llmfoundry.inference.serve.request_fields import Served
 from llmfoundry.inference.serve.worker import EngineWorker
 from llmfoundry.recipe.after_training import ServeRecipe
 from llmfoundry.recipe.parallel import ParallelConfig

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from llmfoundry.inference.requests import Alternatives, Emitted
-from llmfoundry.inference.serve.requests import Asked, ChatFields, RequestError, Served
+from llmfoundry.inference.serve.request_fields import Asked, ChatFields, RequestError, Served
 from llmfoundry.inference.text import TextStream
 
 _LEAST = -9999.0  # a log-probability for what JSON has no number for, as vLLM writes it

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmfoundry.errors import UserError
 from llmfoundry.inference.serve.answers import Part, Writer, added
 from llmfoundry.inference.serve.connections import Bounds, bounded_connections, most_pending
-from llmfoundry.inference.serve.requests import (
+from llmfoundry.inference.serve.request_fields import (
     Asked,
     ChatFields,
     CompletionFields,
