@@ -28,7 +28,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmfoundry.errors import UserError
-from llmfoundry.inference.serve.answers import Part, Writer, added
 from llmfoundry.inference.serve.connections import Bounds, bounded_connections, most_pending
 from llmfoundry.inference.serve.request_fields import (
     Asked,
@@ -41,6 +40,7 @@ from llmfoundry.inference.serve.request_fields import (
     ask_completion,
     read_fields,
 )
+from llmfoundry.inference.serve.responses import Part, Writer, added
 from llmfoundry.inference.serve.worker import EngineWorker, Feed, News, ServerMetrics
 from llmfoundry.loopback import REFUSAL, names_loopback
 
