@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
-from llmfoundry.builders.job import Job
+from llmfoundry.builders.run_context import Job
 from llmfoundry.data.held_out import Chain, HeldOut
 from llmfoundry.data.supervised.rows import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from llmfoundry.builders.job import Job
+from llmfoundry.builders.run_context import Job
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmfoundry.builders.job import Job
+from llmfoundry.builders.run_context import Job
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.preparation.prepared_folder import cache_key
 from llmfoundry.distributed.collectives import (

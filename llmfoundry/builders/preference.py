@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from llmfoundry.builders.adapter import begin_adapter
 from llmfoundry.builders.checkpoint import model_identity
 from llmfoundry.builders.data import Data
-from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.resume import Start
+from llmfoundry.builders.run_context import Job, eval_rows
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.data.held_out import HeldOut

@@ -19,8 +19,8 @@ import torch
 
 from llmfoundry.builders.adapter import FOLDER, begin_adapter, check_base, has_adapter
 from llmfoundry.builders.checkpoint import model_identity
-from llmfoundry.builders.job import Job
 from llmfoundry.builders.registry import find_address
+from llmfoundry.builders.run_context import Job
 from llmfoundry.checkpoint.load import (
     load_training_state,
     load_weights,

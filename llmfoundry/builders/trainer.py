@@ -22,7 +22,6 @@ from llmfoundry.builders.adapter import (
 from llmfoundry.builders.callbacks import build_callbacks
 from llmfoundry.builders.data import Data, few_rows_lines, learning_corpus, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
-from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.microbatch import build_limit, settle_microbatch
 from llmfoundry.builders.model import (
     attention_refusal,
@@ -45,6 +44,7 @@ from llmfoundry.builders.resume import (
     roll_back,
     run_identity,
 )
+from llmfoundry.builders.run_context import Job, eval_rows
 from llmfoundry.checkpoint.load import load_tensors, read_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of

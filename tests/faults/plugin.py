@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from llmfoundry.builders.job import Job
+from llmfoundry.builders.run_context import Job
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.sources import OrderedStream, Row
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType

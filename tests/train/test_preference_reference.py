@@ -11,9 +11,9 @@ import torch
 
 from llmfoundry.builders import preference
 from llmfoundry.builders.data import Data
-from llmfoundry.builders.job import Job
 from llmfoundry.builders.preference import WEIGHTS, identity_of, open_reference, with_places
 from llmfoundry.builders.resume import Start
+from llmfoundry.builders.run_context import Job
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.order import Order

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
 from llmfoundry.builders.data import Data, no_held_out, open_held_out
 from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
-from llmfoundry.builders.job import Job, eval_rows
 from llmfoundry.builders.models import (
     CHAT,
     LoadedModel,
@@ -33,6 +32,7 @@ from llmfoundry.builders.models import (
     open_model,
 )
 from llmfoundry.builders.registry import find_address, is_version, score_link, store_uri
+from llmfoundry.builders.run_context import Job, eval_rows
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
 from llmfoundry.checkpoint.storage import Storage

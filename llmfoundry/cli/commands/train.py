@@ -8,9 +8,9 @@ import sys
 from itertools import islice
 
 from llmfoundry.builders.evaluation import check_gauntlet
-from llmfoundry.builders.job import Job
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.pretrained import resolve
+from llmfoundry.builders.run_context import Job
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.run_folder import hold_run, run_storage

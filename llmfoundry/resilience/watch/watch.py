@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry.builders.job import Job
+from llmfoundry.builders.run_context import Job
 from llmfoundry.distributed.collectives import all_gather_object
 from llmfoundry.errors import RunFailure
 from llmfoundry.exit_status import own_node
