@@ -1,8 +1,8 @@
 """Jobs of Slurm: the script for sbatch, and what squeue, scontrol, scancel and the job's log say.
 
 `targets.py` lists it. The batch script is the supervisor, on the first machine; it starts every
-attempt by srun on those that the job still has (`resilience/supervise/slurm.py`), so that a bad
-machine costs an attempt and not the job. Slurm counts no requeues: the script does.
+attempt by srun on those that the job still has (`resilience/supervise/slurm_nodes.py`), so that a
+bad machine costs an attempt and not the job. Slurm counts no requeues: the script does.
 """
 
 from __future__ import annotations

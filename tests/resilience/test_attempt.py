@@ -13,7 +13,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.exit_status import ResumeLimits, read_ranks, record_ranks
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.resilience.supervise import attempt, slurm
+from llmfoundry.resilience.supervise import attempt, slurm_nodes
 from llmfoundry.resilience.supervise.attempt import RunningAttempt
 
 
@@ -35,15 +35,15 @@ def test_a_launcher_that_waits_for_a_dead_machine_is_ended(
 
 def test_srun_counts_tasks_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen with Slurm 22.05: more tasks than fit on the machines that are left are refused."""
-    monkeypatch.setattr(slurm, "in_job", lambda: True)
+    monkeypatch.setattr(slurm_nodes, "in_job", lambda: True)
     job = {"NTASKS": "16", "NPROCS": "16", "NNODES": "2", "NTASKS_PER_NODE": "8"}
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    env = slurm.step_environment()
+    env = slurm_nodes.step_environment()
     assert "SLURM_NTASKS" not in env and "SLURM_NPROCS" not in env
     assert env["SLURM_OVERLAP"] == "1" and env["SLURM_NTASKS_PER_NODE"] == "8"
     monkeypatch.setenv("SLURM_NTASKS", "10")  # asked for by itself
-    assert slurm.step_environment()["SLURM_NTASKS"] == "10"
+    assert slurm_nodes.step_environment()["SLURM_NTASKS"] == "10"
 
 
 def test_who_is_on_which_machine_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

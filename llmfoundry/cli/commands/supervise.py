@@ -20,7 +20,7 @@ from llmfoundry.recipe.paths import ROOT
 from llmfoundry.recipe.resilience import NODES
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.redaction import public
-from llmfoundry.resilience.supervise import slurm
+from llmfoundry.resilience.supervise import slurm_nodes
 from llmfoundry.resilience.supervise.attempt import SUPERVISED
 from llmfoundry.resilience.supervise.checkpoints import list_in_folder, list_in_store
 from llmfoundry.resilience.supervise.exporter import export_to
@@ -48,7 +48,7 @@ def supervise(recipe: TrainRecipe) -> None:
         )
     if not recipe.autoresume:
         raise UserError("autoresume: false, but a supervised run resumes by itself; write true")
-    if not slurm.in_job() and any(NODES in word for word in recipe.supervise.launch):
+    if not slurm_nodes.in_job() and any(NODES in word for word in recipe.supervise.launch):
         raise UserError(
             f"supervise.launch: {NODES} is the number of a Slurm job's machines, and this is none;"
             " write the number, or start it with sbatch"

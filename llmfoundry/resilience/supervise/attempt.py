@@ -29,7 +29,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, ENDS_FOLDER, MEMORY, SAVED, ResumeLimits, read_ends
 from llmfoundry.heartbeat import BEATS, PHASES, read_heartbeats
 from llmfoundry.processes import is_alive, keep_children, kill_all
-from llmfoundry.resilience.supervise import slurm
+from llmfoundry.resilience.supervise import slurm_nodes
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
 """In the environment of what a supervisor has started."""
@@ -129,7 +129,7 @@ class RunningAttempt:
             except OSError as error:
                 why = f"the folder of this attempt cannot be made: {one_line(error)}"
                 raise UserError(f"save_folder: {why}; make room for it") from error
-        base = dict(os.environ) if is_local else slurm.step_environment()
+        base = dict(os.environ) if is_local else slurm_nodes.step_environment()
         env = {**base, BEATS: str(heartbeats), ENDS_FOLDER: str(ends), SUPERVISED: "1"}
         env |= limits.environment()
         if is_local:
@@ -172,8 +172,8 @@ class RunningAttempt:
         srun takes SIGTERM as "force the step's end", so Slurm itself signals what srun has started.
         """
         ranks = [rank for rank in self._ranks.values() if is_alive(rank)]
-        if not ranks and not self._is_local and slurm.in_job():
-            slurm.signal_steps("TERM")
+        if not ranks and not self._is_local and slurm_nodes.in_job():
+            slurm_nodes.signal_steps("TERM")
         elif not ranks or self.times.loaded is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
@@ -195,8 +195,8 @@ class RunningAttempt:
 
     def kill(self) -> None:
         """End all of it at once."""
-        if not self._is_local and slurm.in_job():
-            slurm.signal_steps("KILL")
+        if not self._is_local and slurm_nodes.in_job():
+            slurm_nodes.signal_steps("KILL")
         kill_all(self._process.pid)
 
     def end(self) -> int:

@@ -1,6 +1,6 @@
 """`Nodes`: the machines of a run, and which of them are bad, left out, or taken out of service.
 
-`supervisor.py` calls it; `slurm.py` and `kubernetes.py` have the schedulers' commands. Which
+`supervisor.py` calls it; `slurm_nodes.py` and `kubernetes.py` have the schedulers' commands. Which
 machines are suspected is the cause's (`causes.py`); one is bad if Slurm has lost it, no step starts
 on it, or scripts/check.py finds it so.
 """
@@ -18,7 +18,7 @@ from llmfoundry.exit_status import BAD_MACHINE, own_node
 from llmfoundry.files import read_json
 from llmfoundry.recipe.resilience import EXCLUDE, NODES, SuperviseConfig
 from llmfoundry.resilience.check import kernel_log
-from llmfoundry.resilience.supervise import kubernetes, slurm
+from llmfoundry.resilience.supervise import kubernetes, slurm_nodes
 from llmfoundry.resilience.supervise.notify import print_stderr
 
 _CHECK_SECONDS = 1800.0
@@ -30,7 +30,7 @@ class Nodes:
     def __init__(self, config: SuperviseConfig) -> None:
         """All of them are sound yet."""
         self._config, self._own = config, own_node()
-        self._is_slurm = bool(config.launch) and slurm.in_job()
+        self._is_slurm = bool(config.launch) and slurm_nodes.in_job()
         self._excluded = set[str]()  # from the next start on
         self._silent = set[str]()  # of the bad ones, those that do not answer
         self._kept = set[str]()  # of the bad ones, those that Slurm may still use
@@ -43,15 +43,15 @@ class Nodes:
             return [sys.executable], excluded
         if self._is_slurm:
             if self._config.act and not is_first:
-                excluded |= slurm.drained_nodes().keys()  # an administrator wants them free
-            there = set(slurm.job_nodes())  # empty: Slurm's controller is away
+                excluded |= slurm_nodes.drained_nodes().keys()  # an administrator wants them free
+            there = set(slurm_nodes.job_nodes())  # empty: Slurm's controller is away
             if not there - excluded:
                 excluded = set(self._excluded)
             first = int(os.environ.get("SLURM_NNODES", 1))
             left = len(there - excluded) if there else first - len(excluded)
             self.end_standby()
             if self._config.requeue:
-                self._standby = slurm.start_standby(self._own, excluded)
+                self._standby = slurm_nodes.start_standby(self._own, excluded)
         return launch_words(self._config.launch, excluded, left), excluded
 
     def end_standby(self) -> None:
@@ -61,13 +61,13 @@ class Nodes:
 
     def lost(self) -> dict[str, str]:
         """Machines that the scheduler has lost, and what it reports of them."""
-        return slurm.lost_nodes() if self._is_slurm else {}
+        return slurm_nodes.lost_nodes() if self._is_slurm else {}
 
     def can_exclude(self, bad: tuple[str, ...]) -> bool:
         """Whether the launcher can leave machines out, and any other is left."""
         if not any(EXCLUDE in word for word in self._config.launch):
             return False
-        return not self._is_slurm or bool(set(slurm.job_nodes()) - self._excluded - set(bad))
+        return not self._is_slurm or bool(set(slurm_nodes.job_nodes()) - self._excluded - set(bad))
 
     def find_bad(
         self, suspected: tuple[str, ...], check: Sequence[str], output: Path
@@ -100,12 +100,12 @@ class Nodes:
         self, suspected: Iterable[str], command: Sequence[str], output: Path
     ) -> tuple[tuple[str, ...], str]:
         """Machines of a Slurm job that are bad, and why; without a command by Slurm alone."""
-        lost = slurm.lost_nodes()
+        lost = slurm_nodes.lost_nodes()
         silent = {node: lost[node] for node in suspected if node in lost}
         reasons = list(silent.values())
         rest = [node for node in suspected if node not in silent] if command else []
         for node in rest:
-            if problem := slurm.step_problem(node):
+            if problem := slurm_nodes.step_problem(node):
                 silent[node] = problem
                 reasons.append(f"{node}: {problem}")
         rest = [node for node in rest if node not in silent]
@@ -124,18 +124,18 @@ class Nodes:
         self._excluded |= names
         if "SLURM_JOB_ID" not in os.environ and kubernetes.in_pod():
             return kubernetes.cordon(names, why)
-        if not slurm.in_job():
+        if not slurm_nodes.in_job():
             return ""
         for state, some in (("down", names & self._silent), ("drain", names - self._silent)):
             if some:
-                problem = slurm.set_state(sorted(some), why, state=state)
+                problem = slurm_nodes.set_state(sorted(some), why, state=state)
                 found.append(f"not set to {state}: {problem}" if problem else f"set to {state}")
                 self._kept |= some if problem else set()
         return ", ".join(found)
 
     def requeue(self) -> str:
         """Requeue this job without bad machines; what came of it, in a line."""
-        return f"job {os.environ['SLURM_JOB_ID']}: {slurm.requeue(self._kept)}"
+        return f"job {os.environ['SLURM_JOB_ID']}: {slurm_nodes.requeue(self._kept)}"
 
 
 def launch_words(launch: Sequence[str], excluded: Iterable[str], nodes: int = 0) -> list[str]:
@@ -155,7 +155,7 @@ def run_check_script(command: Sequence[str], output: Path) -> tuple[tuple[str, .
             list(command),
             timeout=_CHECK_SECONDS,
             stdout=subprocess.PIPE,  # a log that cannot be written must not end the check
-            env=slurm.step_environment(),
+            env=slurm_nodes.step_environment(),
             text=True,
             errors="replace",
         )

@@ -43,7 +43,7 @@ from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.redaction import public_override
 from llmfoundry.resilience.check import kernel_log
-from llmfoundry.resilience.supervise import checkpoints, slurm
+from llmfoundry.resilience.supervise import checkpoints, slurm_nodes
 from llmfoundry.resilience.supervise.attempt import AttemptTimes, RunningAttempt, make_ends_folder
 from llmfoundry.resilience.supervise.causes import KINDS, Cause, Evidence, find_cause
 from llmfoundry.resilience.supervise.checkpoints import CheckpointListing, expected_newest
@@ -407,7 +407,7 @@ class Supervisor:
         """
         self._reporter.wait()  # before the requeue, after which Slurm kills soon
         is_person = self._signals[:1] == [signal.SIGINT]
-        if status == SAVED and self.config.requeue and slurm.in_job() and not is_person:
+        if status == SAVED and self.config.requeue and slurm_nodes.in_job() and not is_person:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
             self._report("requeue", self._nodes.requeue(), "requeue")
@@ -424,7 +424,7 @@ class Supervisor:
         if self._running is not None:
             if len(self._signals) == 1:
                 self._running.request_stop(number)
-            elif not slurm.in_job():
+            elif not slurm_nodes.in_job():
                 self._running.kill()
 
     def _pause(self, seconds: float) -> None:

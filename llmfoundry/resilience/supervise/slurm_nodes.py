@@ -9,7 +9,7 @@ script and the supervisor are gone then, and the job holds the others idle. So `
 this file as a step on another machine; it ends with the job, or requeues it once Slurm has taken
 the supervisor's machine out.
 
-    python -m llmfoundry.resilience.supervise.slurm NODE
+    python -m llmfoundry.resilience.supervise.slurm_nodes NODE
 """
 
 from __future__ import annotations
