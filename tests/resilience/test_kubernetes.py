@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.resilience.supervise import kubernetes, notify
+from llmfoundry.resilience.supervise import kubernetes_nodes, notify
 from tests.resilience.test_supervisor import Place
 
 pytestmark = pytest.mark.skipif(
@@ -127,7 +127,7 @@ def cluster(
     tmp_path: Path, certificates: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cluster]:
     made = Cluster(tmp_path, certificates)
-    monkeypatch.setattr(kubernetes, "ACCOUNT", made.account)
+    monkeypatch.setattr(kubernetes_nodes, "ACCOUNT", made.account)
     monkeypatch.setattr(notify, "RETRY_SECONDS", 0.0)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(made.port))
@@ -138,21 +138,21 @@ def cluster(
 
 
 def test_a_bad_node_is_cordoned_and_says_why(cluster: Cluster) -> None:
-    assert kubernetes.in_pod()
+    assert kubernetes_nodes.in_pod()
     cluster.busy = 1
-    assert kubernetes.cordon(["n1"], "XID 79 at http://me:pass@host") == "cordoned n1"
+    assert kubernetes_nodes.cordon(["n1"], "XID 79 at http://me:pass@host") == "cordoned n1"
     node = cluster.nodes["n1"]
     assert node["spec"] == {"podCIDR": "x", "unschedulable": True}
     note = node["metadata"]["annotations"].pop("llmfoundry/cordoned")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ XID 79 at http://me:\*\*\*@host", note)
     assert node["metadata"]["annotations"] == {"a": "b"}
     assert "unschedulable" not in cluster.nodes["n2"]["spec"]
-    assert kubernetes.cordon(["n2", "n1"], "again") == "cordoned n1, n2"
+    assert kubernetes_nodes.cordon(["n2", "n1"], "again") == "cordoned n1, n2"
 
 
 def test_a_refusal_names_the_role_to_grant(cluster: Cluster) -> None:
     cluster.may_patch = False
-    said = kubernetes.cordon(["n1"], "x")
+    said = kubernetes_nodes.cordon(["n1"], "x")
     what = "scripts/launch.py with launch=kubernetes supervise.act=true"
     assert said == (
         f"not cordoned n1: {USER} may not patch nodes (403); grant the ClusterRole of {what}"
@@ -162,23 +162,23 @@ def test_a_refusal_names_the_role_to_grant(cluster: Cluster) -> None:
 def test_what_else_fails_is_reported_without_the_token(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = [kubernetes.cordon(["n1", "pod-7", "zz"], "x")]
+    said = [kubernetes_nodes.cordon(["n1", "pod-7", "zz"], "x")]
     monkeypatch.setattr(cluster, "answer", lambda *_: (307, {}))
-    said.append(kubernetes.cordon(["n1"], "x"))
+    said.append(kubernetes_nodes.cordon(["n1"], "x"))
     monkeypatch.undo()
-    monkeypatch.setattr(kubernetes, "ACCOUNT", cluster.account)
+    monkeypatch.setattr(kubernetes_nodes, "ACCOUNT", cluster.account)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(cluster.port))
     (cluster.account / "token").write_text("an old one")
-    said.append(kubernetes.cordon(["n1"], "x"))
+    said.append(kubernetes_nodes.cordon(["n1"], "x"))
     other, _ = certificate(tmp_path, "another")
     (cluster.account / "ca.crt").write_bytes(other.read_bytes())
-    said.append(kubernetes.cordon(["n1"], "x"))
+    said.append(kubernetes_nodes.cordon(["n1"], "x"))
     (cluster.account / "ca.crt").unlink()
-    said.append(kubernetes.cordon(["n1"], "x"))
+    said.append(kubernetes_nodes.cordon(["n1"], "x"))
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
     (cluster.account / "ca.crt").write_bytes(other.read_bytes())
-    said.append(kubernetes.cordon(["n1"], "x"))
+    said.append(kubernetes_nodes.cordon(["n1"], "x"))
     assert said[0].startswith(
         "cordoned n1; not cordoned pod-7, zz: pod-7 is no node of the cluster (404); give pods"
         " their node's name as NODE_NAME"
@@ -193,10 +193,10 @@ def test_what_else_fails_is_reported_without_the_token(
 
 def test_elsewhere_nobody_is_asked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     (cluster.account / "token").unlink()
-    assert not kubernetes.in_pod()
+    assert not kubernetes_nodes.in_pod()
     (cluster.account / "token").write_text(TOKEN)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
-    assert not kubernetes.in_pod()
+    assert not kubernetes_nodes.in_pod()
 
 
 @pytest.mark.parametrize("may_patch", [True, False])

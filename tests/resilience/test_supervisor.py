@@ -123,13 +123,13 @@ SUPERVISE = """
 import json, os, sys
 from pathlib import Path
 from llmfoundry.exit_status import own_node
-from llmfoundry.resilience.supervise import kubernetes
+from llmfoundry.resilience.supervise import kubernetes_nodes
 from llmfoundry.resilience.supervise.checkpoints import list_in_folder
 from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attempts
 from llmfoundry.recipe.resilience import SuperviseConfig
 config = SuperviseConfig(**{"wait_seconds": 0.1} | json.loads(sys.argv[1]))
 check = ["check.py", json.dumps([own_node()])]
-kubernetes.ACCOUNT = Path(sys.argv[2])
+kubernetes_nodes.ACCOUNT = Path(sys.argv[2])
 run = Path("run")
 attempts = earlier_attempts(run)
 store = Path("store") if Path("store").exists() else None

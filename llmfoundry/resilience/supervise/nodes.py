@@ -1,8 +1,8 @@
 """`Nodes`: the machines of a run, and which of them are bad, left out, or taken out of service.
 
-`supervisor.py` calls it; `slurm_nodes.py` and `kubernetes.py` have the schedulers' commands. Which
-machines are suspected is the cause's (`causes.py`); one is bad if Slurm has lost it, no step starts
-on it, or scripts/check.py finds it so.
+`supervisor.py` calls it; `slurm_nodes.py` and `kubernetes_nodes.py` have the schedulers' commands.
+Which machines are suspected is the cause's (`causes.py`); one is bad if Slurm has lost it, no step
+starts on it, or scripts/check.py finds it so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmfoundry.exit_status import BAD_MACHINE, own_node
 from llmfoundry.files import read_json
 from llmfoundry.recipe.resilience import EXCLUDE, NODES, SuperviseConfig
 from llmfoundry.resilience.check import kernel_log
-from llmfoundry.resilience.supervise import kubernetes, slurm_nodes
+from llmfoundry.resilience.supervise import kubernetes_nodes, slurm_nodes
 from llmfoundry.resilience.supervise.notify import print_stderr
 
 _CHECK_SECONDS = 1800.0
@@ -122,8 +122,8 @@ class Nodes:
         """Leave machines out, and have the scheduler start nothing there; what came of it."""
         names, found = {*bad}, list[str]()
         self._excluded |= names
-        if "SLURM_JOB_ID" not in os.environ and kubernetes.in_pod():
-            return kubernetes.cordon(names, why)
+        if "SLURM_JOB_ID" not in os.environ and kubernetes_nodes.in_pod():
+            return kubernetes_nodes.cordon(names, why)
         if not slurm_nodes.in_job():
             return ""
         for state, some in (("down", names & self._silent), ("drain", names - self._silent)):
