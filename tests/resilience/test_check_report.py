@@ -6,8 +6,7 @@ import re
 from html.parser import HTMLParser
 from itertools import combinations
 
-from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding, Report
-from llmfoundry.resilience.check.report import (
+from llmfoundry.resilience.check.check_report import (
     SHADES,
     as_json,
     check_lines,
@@ -17,6 +16,7 @@ from llmfoundry.resilience.check.report import (
     shade,
     summary,
 )
+from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, Finding, Report
 
 HOSTILE = "<script>alert(1)</script>"
 

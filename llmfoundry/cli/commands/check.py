@@ -22,9 +22,9 @@ from llmfoundry.processes import keep_children, kill_all
 from llmfoundry.recipe.before_training import Checked, CheckRecipe
 from llmfoundry.recipe.resilience import HealthCheckConfig
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.resilience.check.check_report import JSON, check_lines, write_check
 from llmfoundry.resilience.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.resilience.check.host import NamedPath, recipe_paths, write_and_read
-from llmfoundry.resilience.check.report import JSON, check_lines, write_check
 from llmfoundry.resilience.check.run_check import run_check
 
 _OURS = "LLMFOUNDRY_CHECK_STARTED"  # in the environment of processes that `check` has started
