@@ -32,7 +32,7 @@ from llmfoundry.hf.architectures import (
     Windows,
     read_nope,
 )
-from llmfoundry.hf.llm_foundry import FOUNDRY, is_foundry, read_foundry
+from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.hf.tensor_names import MAPS, has_bias
 from llmfoundry.hf.write_config import FLOOR, NEO, SCALE, TUNING, field_text, get
 from llmfoundry.recipe.attention import (

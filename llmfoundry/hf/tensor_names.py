@@ -2,7 +2,7 @@
 
 `write_folder.py` calls `to_theirs`, `read_folder.py` `to_ours`; how a folder is written and read is
 theirs. A new architecture is one entry of `MAPS` here and one of `hf/architectures.py`; LLM
-Foundry's map is in `llm_foundry.py`. One map serves both directions: a `Rule` ties one of our
+Foundry's map is in `llm_foundry_mpt.py`. One map serves both directions: a `Rule` ties one of our
 layers to theirs, and biases follow its weight. Rows are split, joined, repeated and put in order,
 so what is exported comes back bit for bit. Only for Gemma is anything computed: its norms count
 from one, its embedding is multiplied.
