@@ -24,9 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KeysValues
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.kv_cache import PlacedCache
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.router import Router, Routing
-from llmfoundry.models.slots import PlacedCache
 from llmfoundry.ops.attention.base import AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.packed_layout import PackedLayout

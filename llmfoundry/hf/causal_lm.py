@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.rope_by_document import RopeByDocument
 from llmfoundry.inference.hugging_face_rows import angles_by_length
+from llmfoundry.models.kv_cache import Piece
 from llmfoundry.models.router import Routing
-from llmfoundry.models.slots import Piece
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
 from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
 from llmfoundry.recipe.model import HFModelConfig

@@ -21,7 +21,7 @@ from llmfoundry.inference.engine import Agree, check_length
 from llmfoundry.inference.requests import Request, Sampler
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.slots import Piece
+from llmfoundry.models.kv_cache import Piece
 from llmfoundry.ops.attention.base import autocast_dtype
 
 Autocast = Callable[[], AbstractContextManager[Any]]

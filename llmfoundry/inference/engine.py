@@ -31,7 +31,7 @@ from llmfoundry.inference.requests import (
     common_prefix,
     token_logprobs,
 )
-from llmfoundry.models.slots import Piece
+from llmfoundry.models.kv_cache import Piece
 
 CHUNK = 512
 """Tokens of prompts in a step: those that run wait as long for their next one."""

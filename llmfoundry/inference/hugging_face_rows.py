@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.models.slots import Piece
+from llmfoundry.models.kv_cache import Piece
 
 WAYS = ("together", "apart", "anew")
 """All in one pass; each in its own, with a cache, as of classes without attention; or without."""

@@ -29,11 +29,11 @@ from llmfoundry.models.attention import (
     rotary_frequencies,
     rotary_table,
 )
+from llmfoundry.models.kv_cache import PlacedCache, SlotCache
 from llmfoundry.models.layers import FFNS, Embedding, Linear
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import Routed, Routing, over_layers
-from llmfoundry.models.slots import PlacedCache, SlotCache
 from llmfoundry.models.tensor_parallel import TensorRanks
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels

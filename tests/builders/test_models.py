@@ -17,7 +17,7 @@ from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.inference.engine import draw_all
 from llmfoundry.inference.requests import Request
-from llmfoundry.models import slots
+from llmfoundry.models import kv_cache
 from llmfoundry.recipe.after_training import GenerateRecipe
 from tests.gauntlet.hugging_face_models import plain_continuation, random_model, save_model
 
@@ -73,7 +73,7 @@ def test_an_answer_that_memory_cannot_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = opened(save_model(tmp_path, "llama")).load()
-    monkeypatch.setattr(slots, "available_host_memory", lambda: 2**20)
+    monkeypatch.setattr(kv_cache, "available_host_memory", lambda: 2**20)
     recipe = GenerateRecipe(str(tmp_path), max_new_tokens=9_000)
     with pytest.raises(UserError, match="values of 9003 tokens do not fit; write fewer"):
         Drawer(recipe, loaded).draw([5, 6, 7], 9_000)

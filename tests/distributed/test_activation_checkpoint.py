@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from llmfoundry.distributed.activation_checkpoint import check_compiler, check_graphs, wrap_blocks
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.slots import Piece
+from llmfoundry.models.kv_cache import Piece
 from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
 from tests.selection import slow_but

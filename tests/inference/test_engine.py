@@ -18,7 +18,7 @@ from llmfoundry.inference import engine as engine_module
 from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.requests import Emitted, Request, Sampler, Sampling
-from llmfoundry.models import slots
+from llmfoundry.models import kv_cache
 from llmfoundry.models.decoder import Root
 from tests.gauntlet.test_generation import KINDS, model
 from tests.selection import slow_but
@@ -300,7 +300,7 @@ def test_broken_numbers_of_a_prompt_that_was_read_in_part_stay_nowhere() -> None
 
 
 def test_slots_that_the_host_has_no_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "available_host_memory", lambda: 2**20)
+    monkeypatch.setattr(kv_cache, "available_host_memory", lambda: 2**20)
     engine_of(model("rope"), length=64)
     with pytest.raises(MemoryError, match=r"tried to allocate [\d.]+ GiB"):
         engine_of(model("rope"), length=64_000)

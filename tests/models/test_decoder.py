@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.models.kv_cache import Piece
 from llmfoundry.models.layers import FFNS
-from llmfoundry.models.slots import Piece
 from llmfoundry.ops.activations import ACTIVATIONS
 from llmfoundry.ops.attention.base import alibi_slopes
 from llmfoundry.ops.packed_layout import PackedLayout
