@@ -48,7 +48,7 @@ from llmfoundry.recipe.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from llmfoundry.hf.peft.read import ReadAdapter
-    from llmfoundry.models.lazy import LazyTensor
+    from llmfoundry.models.lazy_tensors import LazyTensor
 
 TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
 """An environment variable: 1 runs the code of models that were trained with trust_remote_code."""

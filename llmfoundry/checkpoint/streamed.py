@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from llmfoundry.checkpoint.commit import sums_of_small_files, write_commit
 from llmfoundry.checkpoint.dcp import FilesWriter, Summed
 from llmfoundry.files import Journal, sync, write_json
-from llmfoundry.models.lazy import LazyTensor
+from llmfoundry.models.lazy_tensors import LazyTensor
 from llmfoundry.ops import torch_private
 
 FILE_BYTES, MOST_FILES = 1 << 28, 64

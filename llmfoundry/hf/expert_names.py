@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import is_mixture
-from llmfoundry.models.lazy import Make, Read
+from llmfoundry.models.lazy_tensors import Make, Read
 from llmfoundry.recipe.model import ModelConfig
 
 Made = Iterator[tuple[str, Make]]

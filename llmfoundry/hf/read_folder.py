@@ -28,7 +28,7 @@ from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, 
 from llmfoundry.hf.safetensors_file import SafetensorsFile
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.lazy import LazyTensor, Read, lazy, same
+from llmfoundry.models.lazy_tensors import LazyTensor, Read, lazy, same
 from llmfoundry.recipe.model import ModelConfig
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,7 +22,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.hf import expert_names
 from llmfoundry.hf.expert_names import ExpertNames, experts_to_ours, experts_to_theirs, present
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.lazy import LazyTensor, Make, Read, Unread, last_read, lazy, same
+from llmfoundry.models.lazy_tensors import LazyTensor, Make, Read, Unread, last_read, lazy, same
 from llmfoundry.recipe.model import ModelConfig
 
 

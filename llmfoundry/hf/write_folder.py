@@ -43,7 +43,7 @@ from llmfoundry.hf.safetensors_file import Layout, write_tensor
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
 from llmfoundry.models.adapter import MergedState
-from llmfoundry.models.lazy import LazyTensor, Read, by_source, lazy, same
+from llmfoundry.models.lazy_tensors import LazyTensor, Read, by_source, lazy, same
 from llmfoundry.recipe.model import ModelConfig
 
 NOTED_BYTES = 1 << 28  # written before the journal has it: 256 MiB, which a resumption may repeat

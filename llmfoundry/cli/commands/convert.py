@@ -44,7 +44,7 @@ from llmfoundry.loggers.pages.titles import LOSS, title
 from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.lazy import LazyTensor
+from llmfoundry.models.lazy_tensors import LazyTensor
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.recipe.after_training import ConvertRecipe
 from llmfoundry.recipe.data import TokenizerConfig

@@ -19,7 +19,7 @@ from llmfoundry.errors import UserError, import_optional
 from llmfoundry.hf.architectures import is_mixture
 from llmfoundry.hf.gguf.architectures import SHAPES, computed_tensors
 from llmfoundry.hf.tensor_names import MAPS, swap_pairs
-from llmfoundry.models.lazy import LazyTensor
+from llmfoundry.models.lazy_tensors import LazyTensor
 from llmfoundry.recipe.model import ModelConfig
 
 Make = Callable[[], Tensor]

@@ -20,7 +20,7 @@ from llmfoundry.hf.gguf.architectures import SHAPES, add_settings, choose, remar
 from llmfoundry.hf.gguf.tensors import Planned, pieces, plan, tensor_type
 from llmfoundry.hf.gguf.tokenizer import add_tokenizer, read_vocabulary
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
-from llmfoundry.models.lazy import Read
+from llmfoundry.models.lazy_tensors import Read
 from llmfoundry.recipe.model import ModelConfig
 
 FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
