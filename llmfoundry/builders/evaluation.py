@@ -40,7 +40,7 @@ from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.train.preference import Preference, build_preference
+from llmfoundry.train.preference_loss import Preference, build_preference
 from llmfoundry.train.validation import validate, validate_answers
 
 Record = Callable[[int, GauntletResult, list[Answered]], None]

@@ -43,7 +43,7 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.terminal import progress
-from llmfoundry.train.preference import answer_log_probs, mismatched
+from llmfoundry.train.preference_loss import answer_log_probs, mismatched
 
 
 def check_sides(data: Data, recipe: TrainRecipe) -> None:

@@ -193,7 +193,7 @@ class Answers:
         reference: (B, D) fp32, the reference model's log-probability of each answer; None: it is
             not known beforehand.
         mismatched: (B, D) fp32, the same of each document's prompt with the answer of the one
-            before it in the row (`llmfoundry.train.preference`); None: as for
+            before it in the row (`llmfoundry.train.preference_loss`); None: as for
             `reference`.
         baseline: (B,) fp32, what KTO compares rewards with, one number for the global batch; None:
             it is not known yet, or not needed.

@@ -2,7 +2,7 @@
 
 `train_step` minimizes an `Objective`: a sum over a batch, and what that is divided by over all
 processes. All are sums over rows, so that microbatches, accumulation and processes change nothing.
-Those of preference tuning are in `preference.py`; validation measures by them too.
+Those of preference tuning are in `preference_loss.py`; validation measures by them too.
 """
 
 from __future__ import annotations

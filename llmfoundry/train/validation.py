@@ -19,7 +19,7 @@ from torch import Tensor
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.train.objective import Look
-from llmfoundry.train.preference import (
+from llmfoundry.train.preference_loss import (
     KTO,
     Compared,
     Preference,

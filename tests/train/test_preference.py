@@ -21,7 +21,7 @@ from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.train.optim.optimizers import new_optimizer
-from llmfoundry.train.preference import (
+from llmfoundry.train.preference_loss import (
     ALMOST_CERTAIN,
     Compared,
     Preference,

@@ -23,7 +23,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.train.preference import Pairs, mismatched
+from llmfoundry.train.preference_loss import Pairs, mismatched
 from llmfoundry.train.validation import validate_answers
 from tests.models.test_decoder import make_config, make_model
 from tests.shards import bytes_tokenizer
