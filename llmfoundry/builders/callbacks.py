@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from llmfoundry.builders.run_context import Job
 from llmfoundry.data.held_out import Chain, HeldOut
-from llmfoundry.data.supervised.rows import HeldOutPrompt, SupervisedHeldOut
+from llmfoundry.data.supervised.packed_examples import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.inference.decoder_rows import DecoderRows, first_process
 from llmfoundry.inference.engine import SlotEngine, check_length, draw_all

@@ -34,8 +34,7 @@ from llmfoundry.data.sources import (
     open_source,
 )
 from llmfoundry.data.store_errors import is_missing
-from llmfoundry.data.supervised.prepare_rows import Store, prepare_rows
-from llmfoundry.data.supervised.rows import (
+from llmfoundry.data.supervised.packed_examples import (
     PackedExamples,
     PackOptions,
     SupervisedHeldOut,
@@ -45,6 +44,7 @@ from llmfoundry.data.supervised.rows import (
     open_rows,
     packing_summary,
 )
+from llmfoundry.data.supervised.prepare_rows import Store, prepare_rows
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, cut_share, probe
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0

@@ -35,7 +35,7 @@ from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.preparation.prepared_folder import cache_key
 from llmfoundry.data.sources import OrderedStream, Row, Rows, RowSource
-from llmfoundry.data.supervised.rows import SupervisedSource
+from llmfoundry.data.supervised.packed_examples import SupervisedSource
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write

@@ -12,7 +12,7 @@ from llmfoundry.builders.evaluation import build_objective
 from llmfoundry.builders.preference import check_sides
 from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream
-from llmfoundry.data.supervised.rows import SupervisedSource
+from llmfoundry.data.supervised.packed_examples import SupervisedSource
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.train import TrainRecipe

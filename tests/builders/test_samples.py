@@ -12,7 +12,7 @@ import torch
 
 from llmfoundry.builders.callbacks import build_samples, draw_seed
 from llmfoundry.data.held_out import Chain
-from llmfoundry.data.supervised.rows import HeldOutPrompt, SupervisedHeldOut
+from llmfoundry.data.supervised.packed_examples import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.logger import GenerateConfig

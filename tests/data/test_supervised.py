@@ -30,7 +30,7 @@ from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.formats import lacks_argument
-from llmfoundry.data.supervised.rows import best_fit, cut_lengths, pack_examples
+from llmfoundry.data.supervised.packed_examples import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError

@@ -3,7 +3,8 @@
 Called by `builders/data.py` on every process; one of each machine does the work, over its cores,
 while the others wait. A killed one leaves nothing that a later one would take for complete. What is
 made is a `Store` in a folder of the cache, memory-mapped in every process. Tokens are kept whole:
-what is too long is cut, and what is packed together is decided, when a run opens them (`rows.py`).
+what is too long is cut, and what is packed together is decided, when a run opens them
+(`packed_examples.py`).
 """
 
 from __future__ import annotations
