@@ -1,6 +1,6 @@
 """A request's fields, checked, and the sequences for the engine that they ask for.
 
-`app` reads bodies with `read_fields`, and calls `ask_completion` and `ask_chat`; `answers` writes
+`app` reads bodies with `read_fields`, and calls `ask_completion` and `ask_chat`; `responses` writes
 what was asked for. The one idea: a field is either obeyed, or refused by name where it would change
 the answer; only what changes nothing (`HARMLESS`, and others' neutral values) is passed over. What
 app and answers need to know of the model is `Served`.
