@@ -18,7 +18,7 @@ import torch
 
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
-from llmfoundry.builders.models import check_model, is_adapter, is_hugging_face
+from llmfoundry.builders.open_model import check_model, is_adapter, is_hugging_face
 from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.registry import find_address, is_version
 from llmfoundry.builders.resume import find_start

@@ -1,8 +1,8 @@
 """A causal language model of transformers opened by its own class, to be asked.
 
-`builders/models.py` calls `open_hugging_face` for a folder or a hub id that is no run of ours. What
-is loaded is checked first: weights that a folder lacks would be random numbers, and what is made of
-them looks plausible.
+`builders/open_model.py` calls `open_hugging_face` for a folder or a hub id that is no run of ours.
+What is loaded is checked first: weights that a folder lacks would be random numbers, and what is
+made of them looks plausible.
 """
 
 from __future__ import annotations

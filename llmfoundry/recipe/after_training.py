@@ -3,7 +3,7 @@
 All but track.py, compare.py and runs.py take a `checkpoint`: a run's folder (its newest complete
 checkpoint) or one checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine, or a
 version in MLflow's registry, such as models:/NAME@best (`builders/registry.py`); all but convert.py
-a model from elsewhere too (`builders/models.py`).
+a model from elsewhere too (`builders/open_model.py`).
 """
 
 from __future__ import annotations

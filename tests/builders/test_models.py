@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from llmfoundry.builders.models import LoadedModel, OpenedModel, check_model, open_model
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, check_model, open_model
 from llmfoundry.cli.commands.generate import Drawer
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError

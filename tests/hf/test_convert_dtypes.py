@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.builders import models
+from llmfoundry.builders import open_model
 from llmfoundry.cli.commands.convert import convert
 from llmfoundry.cli.commands.generate import generate
 from llmfoundry.recipe.after_training import ConvertRecipe, GenerateRecipe
@@ -18,7 +18,7 @@ from tests.hf.random_models import CARD, LLAMA, decoder, settings, to_hf, write_
 def reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The precisions that text was generated in."""
     seen: list[str] = []
-    real = models.build_autocast
+    real = open_model.build_autocast
 
     def recorded(precision: str, device: torch.device) -> object:
         seen.append(precision)

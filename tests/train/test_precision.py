@@ -13,7 +13,7 @@ import torch
 
 from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
-from llmfoundry.builders.models import of_run
+from llmfoundry.builders.open_model import of_run
 from llmfoundry.cli.commands.convert import convert
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError

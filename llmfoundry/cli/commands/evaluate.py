@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
 from llmfoundry.builders.data import Data, no_held_out, open_held_out
 from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
-from llmfoundry.builders.models import (
+from llmfoundry.builders.open_model import (
     CHAT,
     LoadedModel,
     check_model,

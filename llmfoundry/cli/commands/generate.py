@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
 from llmfoundry.builders.registry import find_address
 from llmfoundry.distributed.process_group import World, join
 from llmfoundry.errors import enough_memory

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-from llmfoundry.builders.models import LoadedModel, OpenedModel, open_model
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
 from llmfoundry.builders.registry import find_address
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer

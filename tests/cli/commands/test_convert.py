@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from llmfoundry.builders.models import open_model
+from llmfoundry.builders.open_model import open_model
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.cli.commands.convert import _card, _precision, _published, convert
 from llmfoundry.distributed.process_group import ALONE
