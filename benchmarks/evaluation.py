@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from benchmarks import harness
-from llmfoundry.gauntlet.models.own import score_requests
+from llmfoundry.gauntlet.models.own_decoder import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.hf.tensor_names import MAPS, to_theirs

@@ -27,7 +27,7 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.files import read_json, write_json
 from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet, check_sources
-from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import format_gib

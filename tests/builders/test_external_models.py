@@ -12,7 +12,7 @@ from llmfoundry.cli.commands.evaluate import check_outside, is_outside, open_out
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
-from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.recipe.after_training import EvalRecipe
 from tests.gauntlet.hugging_face_models import (

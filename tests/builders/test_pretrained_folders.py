@@ -117,7 +117,7 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = write_model("llama", tmp_path / "own")
-    (folder / "own.py").write_text("import os\nos.mkdir('ran')\n")
+    (folder / "own_decoder.py").write_text("import os\nos.mkdir('ran')\n")
     auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     change(folder, auto_map=auto)
     found, said = opened(folder)  # transformers has the class, and the decoder too

@@ -251,7 +251,7 @@ def test_a_hugging_face_folder_runs_nothing(place: Path) -> None:
     with pytest.raises(UserError, match=r"pytorch_model\.bin: holds more than tensors"):
         from_hf("hf")
     (folder / "tokenizer.json").unlink()
-    (folder / "own.py").write_text(f"import os\nos.mkdir({RAN!r})\nclass Own: pass\n")
+    (folder / "own_decoder.py").write_text(f"import os\nos.mkdir({RAN!r})\nclass Own: pass\n")
     config = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"tokenizer\.path: cannot load"):

@@ -20,7 +20,7 @@ from llmfoundry.builders.model import build_autocast, weight_dtype
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.distributed.process_group import World
-from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.models.adapter import add_adapter, base_sample, init_adapter
 from llmfoundry.models.adapter_targets import plan_adapter

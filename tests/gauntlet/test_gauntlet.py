@@ -17,7 +17,7 @@ from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Gauntlet, check_sources
-from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import Prompt, PromptSettings, Request, Score, TaskRow
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.gauntlet.task_rows import part_of, row_order

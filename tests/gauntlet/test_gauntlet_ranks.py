@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from llmfoundry.gauntlet.models.own import score_requests
+from llmfoundry.gauntlet.models.own_decoder import score_requests
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.model import ModelConfig

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmfoundry.gauntlet.models import own as score
 from llmfoundry.gauntlet.models import tree
-from llmfoundry.gauntlet.models.own import deal, score_requests
+from llmfoundry.gauntlet.models.own_decoder import deal, score_requests
 from llmfoundry.gauntlet.models.tree import TreeRow, grow
 from llmfoundry.gauntlet.questions import Request, Score
 from llmfoundry.models.decoder import Decoder, Root

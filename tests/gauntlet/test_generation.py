@@ -22,8 +22,8 @@ from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.models import own
-from llmfoundry.gauntlet.models.own import OwnModel, Ranks, generate_texts
+from llmfoundry.gauntlet.models import own_decoder
+from llmfoundry.gauntlet.models.own_decoder import OwnModel, Ranks, generate_texts
 from llmfoundry.gauntlet.questions import Prompt
 from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
@@ -211,7 +211,7 @@ def test_slots_hold_no_more_tokens_than_asked_for(size: int) -> None:
     if size == 1:
         generate_texts(prompts, make_engine, ranks=ranks, **how)
         assert made == [(2, 45), (16, 6)]
-    classes = list(own._classes(prompts))
+    classes = list(own_decoder._classes(prompts))
     assert sorted(i for members, _ in classes for i in members) == list(range(40))
     for members, length in classes:
         ends = [len(prompts[i].tokens) + prompts[i].max_new_tokens for i in members]
@@ -222,7 +222,7 @@ def test_special_tokens_are_not_in_the_text_but_may_end_it() -> None:
     tokenizer = marking_tokenizer("ours", "<s>")
     theirs = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(tokenizer._backend.to_str()))
     ids = tokenizer.encode_chat("the<s> author</s> of<sep> this<sep>")
-    answer = own._Answer(Prompt((0,), "", ("of<sep>", "<sep>", "x"), 9), tokenizer)
+    answer = own_decoder._Answer(Prompt((0,), "", ("of<sep>", "<sep>", "x"), 9), tokenizer)
     ends = [answer.take(token) for token in ids]
     assert ends.index(True) == ids.index(tokenizer._backend.token_to_id("<sep>"))
     assert answer.text == theirs.decode(ids, skip_special_tokens=True) == "the author of this"

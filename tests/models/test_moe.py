@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmfoundry.gauntlet.models.own import score_requests
+from llmfoundry.gauntlet.models.own_decoder import score_requests
 from llmfoundry.gauntlet.questions import Request
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE

@@ -47,7 +47,7 @@ from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.models.endpoint import Endpoint
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
-from llmfoundry.gauntlet.models.own import OwnModel
+from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.background_queue import Task

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.models.own import HEAD_CHUNK, Ranks, generate_texts, score_targets
+from llmfoundry.gauntlet.models.own_decoder import HEAD_CHUNK, Ranks, generate_texts, score_targets
 from llmfoundry.gauntlet.questions import Prompt, Request, Score
 from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.hugging_face_rows import HuggingFaceRows, angles_by_length, end_ids
