@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmfoundry.data.preparation import plan as plan_module
+from llmfoundry.data.preparation import partition
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.input_files import Input
 from llmfoundry.data.preparation.output_folder import OutputFolder
@@ -35,7 +35,7 @@ def plain() -> Tokenizer:
 
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "_SMALLEST", 2000)
+    monkeypatch.setattr(partition, "_SMALLEST", 2000)
 
 
 def documents(n: int = 200) -> list[str]:
@@ -161,7 +161,7 @@ def test_an_error_in_a_process_is_the_line_and_finished_parts_stay(
     os.utime(last, ns=(times.st_atime_ns, times.st_mtime_ns))
     made: list[str] = []
 
-    def spy(job: PartSettings, task: plan_module.Task, *rest: object) -> object:
+    def spy(job: PartSettings, task: partition.Task, *rest: object) -> object:
         made.append(task.part)
         return make_part(job, task)
 
@@ -224,7 +224,7 @@ def test_a_killed_cache_is_gone_on_with(tmp_path: Path, plain: Tokenizer) -> Non
     made.rename(made.with_name("aside"))
     stopped: list[int] = []
 
-    def stop(job: PartSettings, task: plan_module.Task, *rest: object) -> object:
+    def stop(job: PartSettings, task: partition.Task, *rest: object) -> object:
         if task.number == 3:
             raise KeyboardInterrupt
         stopped.append(task.number)

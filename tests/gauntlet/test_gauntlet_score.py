@@ -13,7 +13,7 @@ import torch
 from gauntlet_stand_ins import constant_root, random_root
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.models import own as score
+from llmfoundry.gauntlet.models import own_decoder as score
 from llmfoundry.gauntlet.models import tree
 from llmfoundry.gauntlet.models.own_decoder import deal, score_requests
 from llmfoundry.gauntlet.models.tree import TreeRow, grow
