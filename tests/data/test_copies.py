@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from llmfoundry.data import store_errors
-from llmfoundry.data.fetch import shard_files
-from llmfoundry.data.fetch.shard_files import COPIES, FetchOptions, ShardFolder, some_of
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Order
+from llmfoundry.data.shard_cache import shard_files
+from llmfoundry.data.shard_cache.shard_files import COPIES, FetchOptions, ShardFolder, some_of
 from llmfoundry.data.shard_index import read_index, with_sample
 from llmfoundry.data.sources import MDSTokens, OrderedStream, RowOptions, open_source
 from llmfoundry.data.store_address import without_secrets

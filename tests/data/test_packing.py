@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Mixture, Order, Phase
+from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSTexts, RowOptions, open_source
 from llmfoundry.data.text_packing import (

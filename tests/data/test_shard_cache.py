@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.fetch import shard_fetch
-from llmfoundry.data.fetch.shard_cache import PART, ShardCache
-from llmfoundry.data.fetch.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.shard_cache import shard_fetch
+from llmfoundry.data.shard_cache.shard_cache import PART, ShardCache
+from llmfoundry.data.shard_cache.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
 from llmfoundry.files import lock, try_lock
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server

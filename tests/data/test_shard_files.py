@@ -14,10 +14,15 @@ from threading import Event
 
 import pytest
 
-from llmfoundry.data.fetch import shard_fetch
-from llmfoundry.data.fetch.shard_fetch import N_THREADS, Prefetcher
-from llmfoundry.data.fetch.shard_files import CompressedFile, FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.file_spec import in_words
+from llmfoundry.data.shard_cache import shard_fetch
+from llmfoundry.data.shard_cache.shard_fetch import N_THREADS, Prefetcher
+from llmfoundry.data.shard_cache.shard_files import (
+    CompressedFile,
+    FetchOptions,
+    FileSpec,
+    ShardFolder,
+)
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, n_bytes
 

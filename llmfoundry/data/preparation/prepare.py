@@ -25,7 +25,6 @@ from typing import Any
 
 import msgspec
 
-from llmfoundry.data.fetch.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.mds.shard import INDEX
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.engines import ENGINES, Run
@@ -49,6 +48,7 @@ from llmfoundry.data.preparation.write_part import (
     signature_file,
     token_output,
 )
+from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import Shard, StreamIndex, TokenDataset
 from llmfoundry.errors import UserError

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from llmfoundry.data.fetch.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.file_spec import (
     PACKED,
     PART,
@@ -31,6 +30,7 @@ from llmfoundry.data.file_spec import (
 )
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.codecs import digest
+from llmfoundry.data.shard_cache.shard_cache import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.store import CancelledError, DamagedError, Store
 from llmfoundry.errors import UserError
 from llmfoundry.files import LockedFile, lock, try_lock
