@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.data.shard_cache import shard_fetch
-from llmfoundry.data.shard_cache.shard_cache import PART, ShardCache
+from llmfoundry.data.shard_cache.limits import PART, ShardCache
 from llmfoundry.data.shard_cache.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
 from llmfoundry.files import lock, try_lock

@@ -30,7 +30,7 @@ from llmfoundry.data.file_spec import (
 )
 from llmfoundry.data.mds import codecs
 from llmfoundry.data.mds.codecs import digest
-from llmfoundry.data.shard_cache.shard_cache import ShardCache, Shortage, reports_cache_folder
+from llmfoundry.data.shard_cache.limits import ShardCache, Shortage, reports_cache_folder
 from llmfoundry.data.store import CancelledError, DamagedError, Store
 from llmfoundry.errors import UserError
 from llmfoundry.files import LockedFile, lock, try_lock
