@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.data.shard_cache import shard_fetch
+from llmfoundry.data.shard_cache import download
 from llmfoundry.data.shard_cache.limits import PART, ShardCache
 from llmfoundry.data.shard_cache.shard_files import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
@@ -169,11 +169,11 @@ def test_a_process_that_is_stuck_is_named(far: str, tmp_path: Path) -> None:
     folder.get(spec(1))
     part = tmp_path / f"near/s/0{PART}"
     with lock(part, mode=0o600):
-        patience = shard_fetch._Patience(0.01)
+        patience = download._Patience(0.01)
         while patience.wait(part):
             pass
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shard_fetch, "_Patience", lambda seconds: patience)
+            patch.setattr(download, "_Patience", lambda seconds: patience)
             with pytest.raises(UserError, match=r"s/0: another process .* end the one that has"):
                 folder.get(spec(0))
     assert folder.get(spec(0)).read_bytes() == content(0)

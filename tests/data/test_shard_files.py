@@ -15,8 +15,8 @@ from threading import Event
 import pytest
 
 from llmfoundry.data.file_spec import in_words
-from llmfoundry.data.shard_cache import shard_fetch
-from llmfoundry.data.shard_cache.shard_fetch import N_THREADS, Prefetcher
+from llmfoundry.data.shard_cache import download
+from llmfoundry.data.shard_cache.download import N_THREADS, Prefetcher
 from llmfoundry.data.shard_cache.shard_files import (
     CompressedFile,
     FetchOptions,
@@ -286,7 +286,7 @@ def test_a_queue_that_fails_is_reported_at_the_next_use() -> None:
 
 
 def test_a_folder_that_is_closed_ends_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_fetch, "_RETRY_S", 0.001)
+    monkeypatch.setattr(download, "_RETRY_S", 0.001)
     entered: Queue[Event] = Queue()
 
     def fetch(spec: FileSpec, cancelled: Event) -> None:

@@ -26,8 +26,8 @@ from typing import Protocol, TypeVar
 
 from llmfoundry.data import store_errors
 from llmfoundry.data.file_spec import COPIES, INDEX, CompressedFile, FetchOptions, FileSpec
+from llmfoundry.data.shard_cache.download import Prefetcher, ShardFetcher, damage
 from llmfoundry.data.shard_cache.limits import ShardCache, reports_cache_folder, take_turn
-from llmfoundry.data.shard_cache.shard_fetch import Prefetcher, ShardFetcher, damage
 from llmfoundry.data.store import Store
 from llmfoundry.errors import UserError
 from llmfoundry.files import LockedFile, atomic_file, lock, open_guarded, parse_json
