@@ -354,7 +354,7 @@ def our_loader(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
     from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
     from llmfoundry.data.order import ONLY, Mixture, Order, Phase
-    from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
+    from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
     from llmfoundry.data.shard_index import read_index
     from llmfoundry.data.sources import MDSTexts, OrderedStream, RowOptions, open_source
     from llmfoundry.ops.devices import keep_memory

@@ -21,7 +21,7 @@ from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, Toke
 from llmfoundry.data.order import ONLY, Order, stream_key, stream_weights
 from llmfoundry.data.preparation.bad_rows import BadRowsError
 from llmfoundry.data.preparation.prepare import prepare_corpus
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.shard_index import TWINS, Index, open_shards, read_index, with_sample
 from llmfoundry.data.sources import (
     MDSTexts,

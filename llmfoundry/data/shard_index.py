@@ -17,7 +17,7 @@ import numpy as np
 
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder, some_of
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder, some_of
 from llmfoundry.data.store_address import without_secrets
 from llmfoundry.data.token_shards import FORMAT, StreamIndex
 from llmfoundry.errors import UserError

@@ -25,7 +25,7 @@ from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSShard
 from llmfoundry.data.order import Order, stream_key
-from llmfoundry.data.shard_cache.shard_files import ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import ShardFolder
 from llmfoundry.data.shard_index import Index
 from llmfoundry.data.token_shards import StreamIndex, TokenDataset
 from llmfoundry.errors import UserError

@@ -25,7 +25,7 @@ import numpy as np
 
 from llmfoundry.data.file_spec import INDEX, named_twice, wrong_name
 from llmfoundry.data.mds.codecs import digest
-from llmfoundry.data.shard_cache.shard_files import FileSpec, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FileSpec, ShardFolder
 from llmfoundry.errors import UserError, one_line
 
 FORMAT, VERSION = "llmfoundry-tokens", 2

@@ -16,8 +16,8 @@ import pytest
 from llmfoundry.data import store_errors
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Order
-from llmfoundry.data.shard_cache import shard_files
-from llmfoundry.data.shard_cache.shard_files import COPIES, FetchOptions, ShardFolder, some_of
+from llmfoundry.data.shard_cache import shard_folder
+from llmfoundry.data.shard_cache.shard_folder import COPIES, FetchOptions, ShardFolder, some_of
 from llmfoundry.data.shard_index import read_index, with_sample
 from llmfoundry.data.sources import MDSTokens, OrderedStream, RowOptions, open_source
 from llmfoundry.data.store_address import without_secrets
@@ -233,8 +233,8 @@ def test_copies_that_may_only_be_read_are_read(
 
     one, near = write(tmp_path / "one", 1), tmp_path / "near"
     shutil.copytree(one, near)
-    monkeypatch.setattr(shard_files, "lock", refuse)
-    monkeypatch.setattr(shard_files, "atomic_file", refuse)
+    monkeypatch.setattr(shard_folder, "lock", refuse)
+    monkeypatch.setattr(shard_folder, "atomic_file", refuse)
     assert values(opened(one, near, cache=tmp_path / "c")[1]) == {1}
     assert not (near / COPIES).exists()
     (near / COPIES).write_text(json.dumps({"remote": "file:///elsewhere", "index": ""}))

@@ -22,7 +22,7 @@ import torch
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
 from llmfoundry.data.order import Mixture, Order, Phase
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import (
     MDSTexts,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.data.preparation.input_files import list_url
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.store import ExistsError, MissingError, Store
 from llmfoundry.errors import UserError
 from tests.data.memory_server import ACCOUNT, MemoryStore, memory_server

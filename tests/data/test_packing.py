@@ -14,7 +14,7 @@ import torch
 from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Mixture, Order, Phase
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSTexts, RowOptions, open_source
 from llmfoundry.data.text_packing import (

@@ -24,7 +24,7 @@ from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation import partition, write_part
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.shard_cache.shard_files import ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import ShardFolder
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSColumn
 from llmfoundry.data.token_shards import StreamIndex, TokenDataset

@@ -24,7 +24,7 @@ from llmfoundry.data import store_errors
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.readers import suffix_of
 from llmfoundry.data.shard_cache.limits import take_turn
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.store import Store
 from llmfoundry.data.store_address import Address, address_of, without_signature
 from llmfoundry.data.store_clients import _azure, _s3, client_of

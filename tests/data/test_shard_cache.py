@@ -18,7 +18,7 @@ import pytest
 
 from llmfoundry.data.shard_cache import download
 from llmfoundry.data.shard_cache.limits import PART, ShardCache
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.errors import UserError
 from llmfoundry.files import lock, try_lock
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server

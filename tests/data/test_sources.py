@@ -28,7 +28,7 @@ from llmfoundry.data.held_out import (
 )
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSWriter
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, FileSpec, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import MDSTokens, RowOptions, Rows, TokenSource, open_source
 from llmfoundry.data.token_shards import StreamIndex, TokenWriter

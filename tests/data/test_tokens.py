@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmfoundry.data import token_shards as tokens_module
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.token_shards import StreamIndex, TokenDataset, TokenWriter
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json

@@ -38,7 +38,7 @@ from llmfoundry.data.preparation.columns import (
 from llmfoundry.data.preparation.filters import Filter, build_filter
 from llmfoundry.data.preparation.input_files import InputFile, ignore
 from llmfoundry.data.preparation.readers import FileReader, FileRow, Reader, Span, files_below
-from llmfoundry.data.shard_cache.shard_files import FetchOptions
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions
 from llmfoundry.data.shard_index import open_shards, read_index, with_sample
 from llmfoundry.data.token_shards import StreamIndex
 from llmfoundry.errors import UserError, import_optional

@@ -48,7 +48,7 @@ from llmfoundry.data.preparation.write_part import (
     signature_file,
     token_output,
 )
-from llmfoundry.data.shard_cache.shard_files import FetchOptions, ShardFolder
+from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import Shard, StreamIndex, TokenDataset
 from llmfoundry.errors import UserError

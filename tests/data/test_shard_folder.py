@@ -17,7 +17,7 @@ import pytest
 from llmfoundry.data.file_spec import in_words
 from llmfoundry.data.shard_cache import download
 from llmfoundry.data.shard_cache.download import N_THREADS, Prefetcher
-from llmfoundry.data.shard_cache.shard_files import (
+from llmfoundry.data.shard_cache.shard_folder import (
     CompressedFile,
     FetchOptions,
     FileSpec,
