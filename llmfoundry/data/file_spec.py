@@ -1,7 +1,7 @@
 """What a file of a data set is, and how it is fetched: the words of the fetching modules.
 
 `FileSpec` names a file and how to verify that it is complete. The index of a format (MDS,
-tokens) makes specs; `shard_files.ShardFolder` turns them into paths.
+tokens) makes specs; `shard_folder.ShardFolder` turns them into paths.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Files of a data set from anywhere: copied ahead, checked, kept within a limit."""
+"""Local shard cache: files of a remote data set, prefetched, verified, kept within a limit."""

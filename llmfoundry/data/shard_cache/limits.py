@@ -1,12 +1,13 @@
-"""A machine's copies of remote files: how much they take, which of them are in use, which go.
+"""Limits of a machine's shard cache: bytes on the disk, requests per second, and eviction.
 
-`shard_fetch` reserves room here before it downloads and pins what is read. Any number of processes,
-runs and users share a cache. What they have in common is in three small files of its folder, read
-and written under one lock: `.files` (a path a line, of a file below the folder from there on, so
-that the folder may be moved), `.used` (bytes) and `.rate` (`take_turn`).
-One idea: nothing about single files is written down. A file's own lock shows that it is in use (and
-ends with its user), its modification time when it last was. A time to come means that it was
-fetched ahead and nobody has used it: room for another file ahead is never made of those.
+`download.py` reserves space here before it downloads a file, and pins files that are read. Any
+number of processes, runs and users share one cache. They share three small files in its folder,
+read and written under one lock: `.files` (one path per line, relative to the folder, so that the
+folder may be moved), `.used` (bytes) and `.rate` (`take_turn`).
+
+Nothing is recorded about single files. A file's lock shows that it is in use (the lock ends with
+its process), and its modification time shows when it was last used. A modification time in the
+future marks a file that was prefetched and not used yet: another prefetch never evicts such files.
 """
 
 from __future__ import annotations

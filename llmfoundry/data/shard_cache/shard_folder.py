@@ -1,9 +1,9 @@
-"""Files of a data set, here or at a URL, as complete and verified files at local paths.
+"""`ShardFolder`: the files of a data set, local or at a URL, as complete, verified local paths.
 
-The readers of MDS and of token shards read through a `ShardFolder`; they never see whether a file
-is read in place or is a copy. One idea: a folder of files that never change can be copied, kept and
-deleted file by file by anyone at any time. `shard_fetch` copies, at once or ahead of use,
-`shard_cache` keeps the account of the machine's copies, `store` talks to the store.
+The readers of MDS and of token shards use a `ShardFolder` and never learn whether a file is read in
+place or from the local shard cache. Shards never change, so a cache can be copied, kept and deleted
+file by file at any time. `download.py` fetches files, on demand or ahead of use, `limits.py` keeps
+the cache within its limits, `data/store.py` talks to the store.
 
 Names and sizes do not distinguish one data set's files from another's, so a folder of copies
 belongs to one remote and one index (`Copies`). They are named in `.copies.json`, and the index
