@@ -32,9 +32,10 @@ from llmfoundry.builders.resume import Start
 from llmfoundry.builders.run_context import Job, eval_rows
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint
+from llmfoundry.data.batch import Row, Rows
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.preparation.prepared_folder import cache_key
-from llmfoundry.data.sources import OrderedStream, Row, Rows, RowSource
+from llmfoundry.data.sources import OrderedStream, RowSource
 from llmfoundry.data.supervised.packed_examples import SupervisedSource
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmfoundry.data.sources import MDSTexts, MDSTokens, Row, Rows
+from llmfoundry.data.batch import Row, Rows
+from llmfoundry.data.sources import MDSTexts, MDSTokens
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import pack_texts
 from llmfoundry.data.token_shards import TokenDataset

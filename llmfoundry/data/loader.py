@@ -32,8 +32,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from llmfoundry.data.batch import Rows
 from llmfoundry.data.order import Mixture, stream_key
-from llmfoundry.data.sources import Rows, Stream
+from llmfoundry.data.sources import Stream
 from llmfoundry.errors import UserError
 from llmfoundry.ops.devices import device_thread, keep_memory
 from llmfoundry.ops.packed_layout import Batch

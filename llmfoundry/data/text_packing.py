@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry.data.batch import Row
 from llmfoundry.data.order import Order
-from llmfoundry.data.sources import MDSTexts, Row, check_fingerprint, check_order, order_state
+from llmfoundry.data.sources import MDSTexts, check_fingerprint, check_order, order_state
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 

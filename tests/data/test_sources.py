@@ -18,6 +18,7 @@ import torch
 from llmfoundry.builders.data import Data, open_data
 from llmfoundry.cli.commands.inspect_data import ALONE
 from llmfoundry.data import shard_index
+from llmfoundry.data.batch import Rows
 from llmfoundry.data.first_look import look_at
 from llmfoundry.data.held_out import (
     Chain,
@@ -30,7 +31,7 @@ from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.shard_cache.shard_folder import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import MDSTokens, RowOptions, Rows, TokenSource, open_source
+from llmfoundry.data.sources import MDSTokens, RowOptions, TokenSource, open_source
 from llmfoundry.data.token_shards import StreamIndex, TokenWriter
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json

@@ -24,11 +24,11 @@ import transformers
 from llmfoundry import bounded
 from llmfoundry.builders.data import Data, open_data
 from llmfoundry.builders.trainer import build_loader
+from llmfoundry.data.batch import Row
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
-from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.formats import lacks_argument
 from llmfoundry.data.supervised.packed_examples import best_fit, cut_lengths, pack_examples
 from llmfoundry.data.text.tokenizer import Tokenizer

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from llmfoundry.builders.run_context import Job
+from llmfoundry.data.batch import Row
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.sources import OrderedStream, Row
+from llmfoundry.data.sources import OrderedStream
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
 from llmfoundry.train.trainer import Callback, Trainer
 

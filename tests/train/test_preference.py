@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data.sources import Row, Rows
+from llmfoundry.data.batch import Row, Rows
 from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch

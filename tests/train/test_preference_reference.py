@@ -15,9 +15,10 @@ from llmfoundry.builders.preference import WEIGHTS, identity_of, open_reference,
 from llmfoundry.builders.resume import Start
 from llmfoundry.builders.run_context import Job
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
+from llmfoundry.data.batch import Row, Rows
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.order import Order
-from llmfoundry.data.sources import OrderedStream, Row, Rows
+from llmfoundry.data.sources import OrderedStream
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json

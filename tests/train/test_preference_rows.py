@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from llmfoundry.data.sources import Row, Rows
+from llmfoundry.data.batch import Row, Rows
 from llmfoundry.ops.packed_layout import IGNORE
 
 T = 10

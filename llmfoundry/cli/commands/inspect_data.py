@@ -27,9 +27,9 @@ from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.data.batch import Row
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.sources import Row
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError

@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from llmfoundry.data.batch import Row
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.bad_rows import shortened
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
-from llmfoundry.data.sources import Row
 from llmfoundry.data.supervised.formats import KEYS, LACKS_ARGUMENT, SPELLS_CHAT
 from llmfoundry.data.supervised.prepare_rows import SPELLED, SPLIT, Store, StoreFacts
 from llmfoundry.data.text.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ from llmfoundry.cli.command_line import parse
 from llmfoundry.cli.commands.inspect_data import PartFacts, RowFacts, inspect_data, learned_lines
 from llmfoundry.cli.commands.train import train
 from llmfoundry.cli.recipe_types import inspected
+from llmfoundry.data.batch import Rows
 from llmfoundry.data.loader import Loader
-from llmfoundry.data.sources import Rows
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import InspectFinetuneRecipe, InspectRecipe
 from llmfoundry.recipe.load import checked, load
