@@ -568,7 +568,7 @@ def build_checkpointer(
             background=job.recipe.save_async,
             max_failures=job.recipe.save_max_failures,
             max_wait=job.recipe.save_max_wait,
-            spare=partial(best_saved, record, best) if best.metric is not None else None,
+            choose_best=partial(best_saved, record, best) if best.metric is not None else None,
         ),
         Reports(
             tracker.console.warn,

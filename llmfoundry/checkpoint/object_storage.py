@@ -294,16 +294,17 @@ class ObjectStorage(Storage):
             with suppress(UserError):  # the next save, or the next start, removes it
                 self._remove(folder.name)
 
-    def prune(self, batch: int, keep: int, spared: int | None = None) -> None:  # noqa: D102
-        older = [f.name for f in self.checkpoints() if batch_of(f) < batch]
-        for name in older:
-            if name not in self._committed:
-                self._committed[name] = self.has_commit(self.folder / CHECKPOINTS / name)
-        complete = [name for name in older if self._committed[name]]
-        kept = complete[: keep - 1] if keep > 0 else complete
-        kept += [name for name in complete if name not in kept and batch_of(Path(name)) == spared]
-        for name in [name for name in older if name not in kept]:
-            self._remove(name)
+    def is_complete(self, folder: Path) -> bool:
+        """Whether the store has a checkpoint's marker, which is uploaded last."""
+        if folder.name not in self._committed:
+            self._committed[folder.name] = self.has_commit(folder)
+        return self._committed[folder.name]
+
+    def was_interrupted(self, folder: Path) -> bool:  # noqa: D102
+        return not self.is_complete(folder)
+
+    def remove(self, folder: Path) -> None:  # noqa: D102
+        self._remove(folder.name)
 
     def forget_after(self, batch: int, world: World) -> None:  # noqa: D102
         newer = [f for f in self.checkpoints() if batch_of(f) > batch]

@@ -13,7 +13,7 @@ step before any begins the next, so a failure on one is known to all, at the sam
 5. Small files: rank 0 writes state.json, recipe.yaml, tokenizer/ and what fine-tuning adds.
 6. Commit (`storage.py`): all files are there and on the disk, at a URL sent; then COMMIT, which
    makes the checkpoint count.
-7. Prune: older checkpoints and what interrupted saves have left are removed.
+7. Prune (`retention.py`): older checkpoints and what interrupted saves have left are removed.
 
 A failed save is removed, reported at once, and tried again when the next is due; the user may make
 space on a full disk meanwhile.
@@ -33,7 +33,8 @@ from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import Staged, TensorFiles
 from llmfoundry.checkpoint.load import training_state
-from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
+from llmfoundry.checkpoint.retention import prune
+from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.mailbox import Mailbox
@@ -70,15 +71,15 @@ class SavePolicy:
         max_failures: this many failed saves in a row end the run.
         max_wait: seconds that a save in the background waits for the one before to be written; then
             it is left out. None: as long as it takes.
-        spare: of the batches of all checkpoints that one whose checkpoint stays though it is old;
-            None: none does.
+        choose_best: returns, given the batches of all checkpoints, the one that stays whatever its
+            age; None: there is no such checkpoint.
     """
 
     keep: int
     background: bool
     max_failures: int
     max_wait: float | None = None
-    spare: Callable[[list[int]], int | None] | None = None
+    choose_best: Callable[[list[int]], int | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -273,10 +274,8 @@ class Checkpointer:
         if self.saved < 0 or not self._mailbox.is_main:
             return
         try:
-            spared = None
-            if self._policy.spare is not None:
-                spared = self._policy.spare([*map(batch_of, self._storage.checkpoints())])
-            self._storage.prune(self.saved, self._policy.keep, spared)
+            policy = self._policy
+            prune(self._storage, self.saved, keep=policy.keep, choose_best=policy.choose_best)
         except (OSError, UserError) as error:
             self._reports.warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
         self._reports.saved()

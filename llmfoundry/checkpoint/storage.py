@@ -195,23 +195,17 @@ class Storage:
 
     # Removing.
 
-    def prune(self, batch: int, keep: int, spared: int | None = None) -> None:
-        """Remove what the checkpoint of `batch`, now complete, makes needless; the main process.
+    def is_complete(self, folder: Path) -> bool:
+        """Whether a checkpoint has a marker and all files that it lists, by name and size."""
+        return isinstance(self.committed_files(folder), dict)
 
-        That is all before the newest `keep` (-1: none) but that of batch `spared`, and what
-        interrupted saves have left; what a process reads at the time goes at a later call. Later
-        batches than this one are of a run that was refused at the start; they stay until there is a
-        newer checkpoint.
-        """
-        older = [f for f in self.checkpoints() if batch_of(f) < batch]
-        complete = [f for f in older if self._seems_complete(f)]
-        needless = [f for f in older if not self.has_commit(f) and _last_change(f) < self.began]
-        if keep > 0 and len(complete) >= keep:
-            last = complete[keep - 1]
-            old = [f for f in older if batch_of(f) <= batch_of(last) and batch_of(f) != spared]
-            needless += [f for f in old if self.has_commit(f)]
-        for folder in needless:
-            remove_unpinned(folder)
+    def was_interrupted(self, folder: Path) -> bool:
+        """Whether a checkpoint without a marker is left from before this run began to save."""
+        return not self.has_commit(folder) and _last_change(folder) < self.began
+
+    def remove(self, folder: Path) -> None:
+        """Remove a checkpoint; one that a process is reading stays."""
+        remove_unpinned(folder)
 
     def forget_after(self, batch: int, world: World) -> None:
         """Remove what was saved after more steps than `batch`, as the run goes back there."""
@@ -225,11 +219,8 @@ class Storage:
 
     def newest(self) -> str | None:
         """The name of the newest checkpoint that seems complete; the main process."""
-        found = next(filter(self._seems_complete, self.checkpoints()), None)
+        found = next(filter(self.is_complete, self.checkpoints()), None)
         return None if found is None else found.name
-
-    def _seems_complete(self, folder: Path) -> bool:
-        return isinstance(self.committed_files(folder), dict)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 
 from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.checkpoint import verify
+from llmfoundry.checkpoint.retention import prune
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, remove_unpinned
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.distributed.process_group import World
@@ -85,14 +86,14 @@ def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
         text=True,
     )
     assert reader.stdout is not None and reader.stdout.readline() == "True\n"
-    storage.prune(4, keep=1)
+    prune(storage, 4, keep=1)
     assert [f.name for f in storage.checkpoints()] == ["ba0000004", "ba0000002"]
     checkpoint = Checkpoint.at(read)
     assert find_checkpoint(checkpoint, note=ignore) == checkpoint  # whole, with its marker
     checkpoint.unpin()
     reader.kill()  # as any end releases it
     reader.wait()
-    storage.prune(4, keep=1)
+    prune(storage, 4, keep=1)
     assert [f.name for f in storage.checkpoints()] == ["ba0000004"]
 
 
