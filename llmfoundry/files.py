@@ -42,7 +42,7 @@ from llmfoundry.errors import UserError, disk_full, one_line
 
 _MARK = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}\.partial$")
 RUN_LOCK = "run.lock"
-"""In a run's folder: who trains there holds it (`checkpoint/locks.py`)."""
+"""In a run's folder: who trains there holds it (`checkpoint/run_lock.py`)."""
 SWEEP_LOCK = "sweep.lock"
 """In the folder of a sweep's runs: held by the sweep (`cli/sweep_runs.py`)."""
 MOST_BYTES = 1 << 25

@@ -25,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from llmfoundry.checkpoint.locks import BEAT_S, LOCK, Lease, only_run
 from llmfoundry.checkpoint.object_storage import ObjectStorage, find_run, is_url, open_run
+from llmfoundry.checkpoint.run_lock import BEAT_S, LOCK, Lease, only_run
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.distributed.collectives import on_rank0

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmfoundry.checkpoint import locks
+from llmfoundry.checkpoint import run_lock
 from llmfoundry.checkpoint.object_storage import find_run
 from llmfoundry.checkpoint.run_folder import run_storage
 from llmfoundry.checkpoint.storage import Checkpoint
@@ -45,9 +45,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("stored")
         write_recipe(folder)
         patch.chdir(folder)
-        patch.setattr(locks, "_DEAD_S", 1.0)
-        patch.setattr(locks, "_LOOK_S", 0.1)
-        patch.setattr(locks, "_SETTLE_S", 0.01)
+        patch.setattr(run_lock, "_DEAD_S", 1.0)
+        patch.setattr(run_lock, "_LOOK_S", 0.1)
+        patch.setattr(run_lock, "_SETTLE_S", 0.01)
         train_here("local", *WHOLE)
         yield folder
 
@@ -233,7 +233,7 @@ def test_two_runs_at_one_url_the_second_is_refused(place: Path, tmp_path: Path) 
 
     def live() -> None:
         while not ended.is_set():
-            store.write("run.lock", locks.encoded({**facts, "beat": time.monotonic()}))
+            store.write("run.lock", run_lock.encoded({**facts, "beat": time.monotonic()}))
             time.sleep(0.05)
 
     holder = threading.Thread(target=live)
@@ -258,7 +258,7 @@ def test_one_that_was_taken_over_saves_nothing_more(place: Path, tmp_path: Path)
     def upload(self: Store, name: str, path: Path) -> None:
         real(self, name, path)
         if name.endswith("ba0000004/__0_0.distcp"):
-            store.write("run.lock", locks.encoded(other))
+            store.write("run.lock", run_lock.encoded(other))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "upload", upload)

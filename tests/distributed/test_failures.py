@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry.checkpoint.locks import LOCK
+from llmfoundry.checkpoint.run_lock import LOCK
 from llmfoundry.distributed.process_group import World
 from llmfoundry.files import try_lock
 from llmfoundry.train.signals import StopSignal
@@ -29,18 +29,18 @@ TARGETS = """
 import time
 from pathlib import Path
 import torch, torch.distributed as dist
-from llmfoundry.checkpoint import locks
+from llmfoundry.checkpoint import run_lock
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.distributed import failures
 from llmfoundry.distributed.process_group import join
 from llmfoundry.distributed.mesh import build_mesh
 
 def hang(recipe):
-    locks._PATIENCE, failures._AFTER_TIMEOUT = 0.2, 3
+    run_lock._PATIENCE, failures._AFTER_TIMEOUT = 0.2, 3
     failures.keep_messages_in(Path(recipe.save_folder) / "hangs" / "messages")
     with join(recipe.parallel) as world:
         try:
-            with locks.only_run(Path(recipe.save_folder), world, note=print):
+            with run_lock.only_run(Path(recipe.save_folder), world, note=print):
                 print("has it")
         except UserError as error:
             print(error, flush=True)

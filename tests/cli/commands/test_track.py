@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.checkpoint.locks import only_run
+from llmfoundry.checkpoint.run_lock import only_run
 from llmfoundry.cli.commands import track as command
 from llmfoundry.cli.commands.track import run_with_record, track
 from llmfoundry.distributed.process_group import World
@@ -73,7 +73,7 @@ def test_the_runs_own_stores_are_asked_or_those_that_are_named(
 def test_a_run_under_way_is_left_to_itself(
     run: Path, sent: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmfoundry.checkpoint.locks._PATIENCE", 0.1)
+    monkeypatch.setattr("llmfoundry.checkpoint.run_lock._PATIENCE", 0.1)
     with only_run(run, ALONE, note=print), pytest.raises(UserError, match="is in use"):
         track(asked(run))
     assert sent == []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.checkpoint import locks
+from llmfoundry.checkpoint import run_lock
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_path
@@ -26,7 +26,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 HOLDER = """
 import os, sys, time, torch
 from pathlib import Path
-from llmfoundry.checkpoint.locks import only_run
+from llmfoundry.checkpoint.run_lock import only_run
 from llmfoundry.distributed.process_group import World
 with only_run(Path(sys.argv[1]), World(0, 1, 0, torch.device("cpu")), note=print):
     if os.fork() == 0:
@@ -36,8 +36,8 @@ with only_run(Path(sys.argv[1]), World(0, 1, 0, torch.device("cpu")), note=print
 
 
 def hold(folder: Path) -> None:
-    with locks.only_run(folder, ALONE, note=print):
-        assert (folder / locks.LOCK).exists()
+    with run_lock.only_run(folder, ALONE, note=print):
+        assert (folder / run_lock.LOCK).exists()
 
 
 def test_a_folder_is_free_as_soon_as_its_owner_is_killed(
@@ -50,7 +50,7 @@ def test_a_folder_is_free_as_soon_as_its_owner_is_killed(
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        monkeypatch.setattr(locks, "_PATIENCE", 0.2)
+        monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
         with pytest.raises(UserError) as refused:
             hold(folder)
         (line,) = refused.value.problems
@@ -58,7 +58,7 @@ def test_a_folder_is_free_as_soon_as_its_owner_is_killed(
         assert line.startswith(f"save_folder: {folder} is in use") and "another run_name" in line
         process.send_signal(signal.SIGKILL)
         process.wait()
-        monkeypatch.setattr(locks, "_PATIENCE", 5.0)
+        monkeypatch.setattr(run_lock, "_PATIENCE", 5.0)
         began = time.monotonic()
         hold(folder)  # its child still lives
         assert time.monotonic() - began < 2
@@ -70,15 +70,15 @@ def test_a_folder_is_free_as_soon_as_its_owner_is_killed(
 def test_a_refused_start_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(locks, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
     folder = train_here("one", "max_duration=2ba")
-    assert not (folder / locks.LOCK).exists()
+    assert not (folder / run_lock.LOCK).exists()
 
     def state() -> dict[str, int]:
         files = (path for path in tmp_path.rglob("*") if path.is_file())
         return {str(path): path.stat().st_mtime_ns for path in files}
 
-    with locks.only_run(folder, ALONE, note=print):
+    with run_lock.only_run(folder, ALONE, note=print):
         before = state()
         for more in ("autoresume=true", "save_overwrite=true"):
             with pytest.raises(UserError, match=r"^save_folder: runs/one is in use"):
@@ -101,7 +101,7 @@ def test_without_locks_a_run_continues_and_says_so(
 
     monkeypatch.setattr("fcntl.flock", refuse)
     notes: list[str] = []
-    with locks.only_run(tmp_path / "run", ALONE, note=notes.append):
+    with run_lock.only_run(tmp_path / "run", ALONE, note=notes.append):
         pass
     assert len(notes) == 1 and "has no locks" in notes[0]
 
