@@ -19,7 +19,7 @@ from llmfoundry.builders.adapter import FOLDER, adapt, check_base, has_adapter
 from llmfoundry.builders.model import attention_refusal, build_root, served_precision, with_defaults
 from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.load import check_weights, load_adapter, load_weights, read_state
-from llmfoundry.checkpoint.run_folder import find_place
+from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.text.tokenizer import Tokenizer

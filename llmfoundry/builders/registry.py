@@ -31,7 +31,7 @@ from typing import Any
 
 from llmfoundry.checkpoint.commit import COMMIT
 from llmfoundry.checkpoint.object_storage import is_url
-from llmfoundry.checkpoint.run_folder import find_place
+from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import ALONE, World

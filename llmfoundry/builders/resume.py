@@ -26,7 +26,7 @@ from llmfoundry.checkpoint.load import (
     load_weights,
     read_state,
 )
-from llmfoundry.checkpoint.run_folder import find_place
+from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions

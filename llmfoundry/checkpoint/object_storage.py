@@ -1,6 +1,6 @@
 """A run at a URL, and the folder of this machine in which it works, or is read.
 
-`run_folder.py` opens one, for a recipe's `save_folder` or for what a script is to read.
+`open_run.py` opens one, for a recipe's `save_folder` or for what a script is to read.
 
 Saving: no process sees what another has written. Each writes its files on its own machine's disk
 and sends them itself; the main process writes the marker once all have reported that theirs are

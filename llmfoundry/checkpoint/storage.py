@@ -1,6 +1,6 @@
 """Where a run's checkpoints are kept: `Storage`, a folder that all processes share, or a URL's.
 
-`run_folder.py` opens the storage of a run, once; `ObjectStorage` in `object_storage.py` is the
+`open_run.py` opens the storage of a run, once; `ObjectStorage` in `object_storage.py` is the
 other kind. Saving (`save.py`), listing, reading and removing are methods of it, so no caller asks
 which kind it is. The idea: the rest of the codebase knows folders alone; a run at a URL works in a
 folder of this machine that stands for it. A `Checkpoint` is one of the folders in a storage.

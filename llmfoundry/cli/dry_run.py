@@ -24,7 +24,7 @@ from llmfoundry.builders.registry import find_address, is_version
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
 from llmfoundry.checkpoint.object_storage import is_url
-from llmfoundry.checkpoint.run_folder import find_place, run_storage
+from llmfoundry.checkpoint.open_run import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.cli.commands.compare import page_path, read_runs, refuse_page
 from llmfoundry.cli.commands.evaluate import check_models, with_addresses

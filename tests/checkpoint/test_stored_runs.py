@@ -16,7 +16,7 @@ import pytest
 
 from llmfoundry.checkpoint import run_lock
 from llmfoundry.checkpoint.object_storage import find_run
-from llmfoundry.checkpoint.run_folder import run_storage
+from llmfoundry.checkpoint.open_run import run_storage
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.cli.commands.convert import convert
 from llmfoundry.cli.commands.evaluate import evaluate

@@ -26,7 +26,7 @@ from llmfoundry.builders.registry import (
 )
 from llmfoundry.checkpoint.commit import COMMIT
 from llmfoundry.checkpoint.load import check_weights, load_tensors, read_table
-from llmfoundry.checkpoint.run_folder import read_record
+from llmfoundry.checkpoint.record_sync import read_record
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.checkpoint.streamed import write_streamed
 from llmfoundry.data.text.tokenizer import Tokenizer

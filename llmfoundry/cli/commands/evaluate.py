@@ -34,7 +34,8 @@ from llmfoundry.builders.open_model import (
 from llmfoundry.builders.registry import find_address, is_version, score_link, store_uri
 from llmfoundry.builders.run_context import Job, eval_rows
 from llmfoundry.checkpoint.object_storage import is_url
-from llmfoundry.checkpoint.run_folder import find_place, read_record, send_files
+from llmfoundry.checkpoint.open_run import find_place
+from llmfoundry.checkpoint.record_sync import read_record, send_files
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.bpe import bytes_backend

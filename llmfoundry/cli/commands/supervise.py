@@ -90,6 +90,6 @@ def _folder(recipe: TrainRecipe) -> Path:
     """Where the run works on this machine."""
     if "://" not in recipe.save_folder:
         return Path(recipe.save_folder)
-    from llmfoundry.checkpoint.run_folder import run_storage  # imports PyTorch
+    from llmfoundry.checkpoint.open_run import run_storage  # imports PyTorch
 
     return run_storage(recipe).folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.registry import registration
-from llmfoundry.checkpoint.run_folder import find_place, hold_run, read_record
+from llmfoundry.checkpoint.open_run import find_place, hold_run
+from llmfoundry.checkpoint.record_sync import read_record
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError

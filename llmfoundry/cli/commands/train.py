@@ -13,7 +13,7 @@ from llmfoundry.builders.pretrained import resolve
 from llmfoundry.builders.run_context import Job
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.object_storage import is_url
-from llmfoundry.checkpoint.run_folder import hold_run, run_storage
+from llmfoundry.checkpoint.open_run import hold_run, run_storage
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.cli.commands.check import before_run
 from llmfoundry.cli.commands.supervise import is_supervised, supervise

@@ -197,7 +197,7 @@ def send(request: urllib.request.Request, *handlers: urllib.request.BaseHandler)
 
 
 # The run's own processes send events to MLflow and to the store (`loggers/background_queue.py`,
-# `checkpoint/run_folder.py`); after the last decision there are none, so that the supervisor has a
+# `checkpoint/record_sync.py`); after the last decision there are none, so that the supervisor has a
 # process of its own send it: a store that does not answer holds nobody up, and the supervisor,
 # which lives for days, imports neither.
 

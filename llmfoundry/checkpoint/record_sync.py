@@ -1,17 +1,14 @@
-"""A run's folder, or the URL that it stands for: opened, held while written, fetched where read.
+"""The record of a run at a URL: its files but the checkpoints, uploaded as they change.
 
-`commands` open and hold a run that they write (`run_storage`, `hold_run`), and find one that they
-read (`find_place`).
+The main process writes recipe, metrics, report and tokenizer into the working copy, as in any run,
+and a thread uploads the files that changed (`RecordSync`). Object stores cannot append, so a
+growing file is uploaded in full each time. The pauses grow with it, so that uploads take at most a
+tenth of the time. A checkpoint counts only after everything recorded before it was uploaded, so a
+process that resumes from it finds what was done.
 
-A run at a URL: the main process writes recipe, metrics, report, tokenizer and all else but
-checkpoints into the working copy, as in any run, and a thread sends the files that have changed
-(`RecordSync`). Stores cannot append, so a file that grows is sent in full each time, and the pauses
-grow with it: at most a tenth of the time is spent on sending. Before a checkpoint counts, all that
-was recorded before it is sent, so that whoever resumes there finds what was done.
-
-The hang monitor and the supervisor write events, stacks and last words into the working copy while
-no process is there that sends them to the store; `LocalEvents` keeps those when the working copy is
-made what the store has, so that they are sent then, and not lost.
+The hang monitor and the supervisor write events, stacks and their last lines into the working copy
+while no process uploads them. `LocalEvents` keeps these lines while the working copy is made equal
+to the store, so that they are uploaded then.
 """
 
 from __future__ import annotations
@@ -22,13 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from llmfoundry.checkpoint.object_storage import ObjectStorage, find_run, is_url, open_run
-from llmfoundry.checkpoint.run_lock import BEAT_S, LOCK, Lease, only_run
-from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
-from llmfoundry.data.file_spec import FetchOptions
+from llmfoundry.checkpoint.object_storage import ObjectStorage
+from llmfoundry.checkpoint.run_lock import BEAT_S, LOCK, Lease
+from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, one_line
@@ -36,90 +32,6 @@ from llmfoundry.events import CHECKPOINTS, FOLDERS
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.exit_status import ENDS_FOLDER as SUPERVISED
 from llmfoundry.files import parse_json
-from llmfoundry.recipe.paths import find_file
-from llmfoundry.recipe.train import TrainRecipe
-
-
-def run_storage(recipe: TrainRecipe) -> Storage:
-    """Where a filled recipe's run is kept; whoever writes it opens it once.
-
-    Raises:
-        UserError: save_folder is an address of no store that is known here.
-    """
-    if not is_url(recipe.save_folder):
-        return Storage(Path(recipe.save_folder))
-    below = recipe.save_local_folder or f"{recipe.data.cache_folder}/runs"
-    options = FetchOptions.from_config(recipe.data)
-    run = open_run(recipe.save_folder, options, below=Path(below), key="save_folder")
-    run.local_copies = recipe.save_local_copies
-    return run
-
-
-@contextmanager
-def hold_run(run: Storage, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold a run's folder, and its URL if it has one; every process calls it.
-
-    Args:
-        run: its storage.
-        world: this process.
-        note: reports what the user should know.
-
-    Raises:
-        UserError: another process holds it, or it cannot be written; on every process.
-    """
-    synced = _synced(run, world, note) if isinstance(run, ObjectStorage) else nullcontext()
-    with only_run(run.folder, world, note=note), synced:
-        yield
-
-
-@contextmanager
-def _synced(run: ObjectStorage, world: World, note: Callable[[str], None]) -> Iterator[None]:
-    """The store is kept as the main process writes the working copy."""
-    lease = Lease(run, note)
-    sync = RecordSync(run, lease, note)
-
-    def begin() -> None:
-        run.store.check_writable()
-        lease.take()
-        try:
-            sync.begin()
-        except BaseException:
-            lease.release()
-            raise
-
-    on_rank0(world, begin)
-
-    def allow() -> None:
-        lease.check()
-        sync.push()
-
-    run.before_commit = allow
-    try:
-        yield
-    finally:
-        if world.is_main:
-            sync.close()
-            lease.release()
-
-
-def find_place(
-    path: str, key: str, world: World, *, options: FetchOptions | None = None
-) -> Storage | Checkpoint:
-    """The run or the checkpoint that a recipe names; every process calls it.
-
-    Args:
-        path: a path, or a URL.
-        key: the recipe's.
-        world: this process.
-        options: of requests to a store; None: from the environment.
-
-    Raises:
-        UserError: it is not there.
-    """
-    if is_url(path):
-        return find_run(path, key, options=options)
-    folder = on_rank0(world, lambda: find_file(path, key))
-    return Checkpoint.at(folder) if is_checkpoint(folder) else Storage(folder)
 
 
 def read_record(run: Storage, world: World, note: Callable[[str], None]) -> None:
