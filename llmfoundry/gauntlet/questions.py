@@ -84,7 +84,7 @@ class TaskRow:
         messages: a conversation up to the answer; empty: the question is a text.
         reply: the right answer as a message; empty: not given.
         tools: functions that the model may call, in a conversation.
-        checks: what makes a written answer right, for `data.instructions.checks`; empty: that it
+        checks: conditions of a right answer, for `answer_metrics.meets_checks`; empty: the answer
             begins with an alias.
     """
 

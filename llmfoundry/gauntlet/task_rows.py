@@ -8,39 +8,35 @@ without the task; all else `UserError`.
 Two kinds of rows are made here. `heldout://continuations`: which of four pieces of text comes next?
 They are cut from the run's own held-out documents, so that every corpus has a task that measures
 what was trained, and depend on the documents' content alone, not on their order; the wrong pieces
-are equally long pieces of other held-out documents. `instructions://NAME`: generated chats, whose
-questions are those of `data.instructions`, which training sets are made of as well; of the split
-held_out, and of lengths, none is ever in one.
+are equally long pieces of other held-out documents. `instructions://NAME`: chats that
+`eval/generated_chats.py` generates for training sets as well. No question of its splits `held_out`
+and `lengths` is ever in a training set.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import glob
 import gzip
 import hashlib
-import importlib.util
 import io
 import itertools
 import json
 import math
 import random
 import re
-import sys
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import fsspec
 
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.instructions import Exchange, check_tasks, draw_exchange, right_message
+from llmfoundry.data.generators import CHATS, TASKS, load_generator
 from llmfoundry.data.preparation.columns import unique_keys
 from llmfoundry.data.preparation.input_files import list_url
 from llmfoundry.data.store import MissingError, Store
@@ -199,9 +195,9 @@ def read_source(
     if uri.startswith("hf://"):
         yield from _hub_rows(task, gauntlet_path, key)
     elif uri.startswith(GENERATED):
-        for number, row in enumerate(generators().generated_rows(uri, key=key), start=1):
+        for number, row in enumerate(load_generator(TASKS).generated_rows(uri, key=key), start=1):
             yield f"{uri}:{number}", row
-    elif uri.startswith(CHATS):
+    elif uri.startswith(CHAT_ADDRESS):
         for number, row in enumerate(chat_rows(uri, key=key), start=1):
             yield f"{uri}:{number}", row
     elif "://" in uri:
@@ -228,18 +224,6 @@ def check_source(task: TaskConfig, *, gauntlet_path: Path) -> None:
 
 def _key(task: TaskConfig, gauntlet_path: Path) -> str:
     return f"{show(gauntlet_path)}: icl_tasks: {task.label}: dataset_uri"
-
-
-@functools.cache
-def generators() -> ModuleType:
-    """`eval/generated.py`, which makes the rows at generated://..."""
-    name = "llmfoundry_eval_generated"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / "generated.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 def local_files(uri: str, gauntlet_path: Path, key: str) -> list[Path]:
@@ -541,7 +525,7 @@ def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-CHATS = "instructions://"
+CHAT_ADDRESS = "instructions://"
 _DEFAULTS = {"rows": "50", "seed": "1", "split": "held_out"}
 _PATIENCE = 2000  # draws without a new question before a task is said to have no more
 
@@ -557,10 +541,11 @@ def chat_rows(uri: str, *, key: str) -> Iterator[dict[str, Any]]:
         UserError: an unknown task or setting, a wrong value, more rows than there are.
     """
     task, n, seed, split = _read_address(uri, f"{key}: {uri}: ")
+    chats = load_generator(CHATS)
     seen: set[str] = set()
     number = in_vain = 0
     while len(seen) < n:
-        exchange = draw_exchange(task, number, seed=seed, split=split)
+        exchange = chats.draw_exchange(task, number, seed=seed, split=split)
         number += 1
         asked = json.dumps([exchange.messages, exchange.tools])
         if asked in seen:
@@ -576,11 +561,12 @@ def chat_rows(uri: str, *, key: str) -> Iterator[dict[str, Any]]:
         yield _chat_row(exchange)
 
 
-def _chat_row(exchange: Exchange) -> dict[str, Any]:
+def _chat_row(exchange: Any) -> dict[str, Any]:
+    """The row of an `Exchange` of `eval/generated_chats.py`."""
     row: dict[str, Any] = {
         "messages": list(exchange.messages),
         "answer": exchange.answer or json.dumps(exchange.call),
-        "reply": right_message(exchange),
+        "reply": load_generator(CHATS).right_message(exchange),
         "checks": [dict(check) for check in exchange.checks],
     }
     if exchange.tools:
@@ -589,7 +575,7 @@ def _chat_row(exchange: Exchange) -> dict[str, Any]:
 
 
 def _read_address(uri: str, where: str) -> tuple[str, int, int, str]:
-    task, _, query = uri.removeprefix(CHATS).partition("?")
+    task, _, query = uri.removeprefix(CHAT_ADDRESS).partition("?")
     written = parse_qsl(query, keep_blank_values=True)
     given = dict(written)
     problems = [
@@ -606,5 +592,5 @@ def _read_address(uri: str, where: str) -> tuple[str, int, int, str]:
             problems.append(f"{where}{name}: {value!r}; write a whole number above 0")
     if problems:
         raise UserError(*problems)
-    check_tasks([task], split=given["split"], key=where)
+    load_generator(CHATS).check_tasks([task], split=given["split"], key=where)
     return task, int(given["rows"]), int(given["seed"]), given["split"]

@@ -13,6 +13,7 @@ import pytest
 from gauntlet_stand_ins import questions
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
+from llmfoundry.data.generators import TASKS, load_generator
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -21,14 +22,13 @@ from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_rows import (
     NoHeldOutText,
     chance,
-    generators,
     heldout_rows,
     load_rows,
     majority,
 )
 from llmfoundry.gauntlet.task_types import type_of
 
-SCRIPT = generators()
+SCRIPT = load_generator(TASKS)
 GENERATORS, generated_rows, make_set = SCRIPT.GENERATORS, SCRIPT.generated_rows, SCRIPT.make_set
 read_recipe = SCRIPT.read_recipe
 EVAL = Path(__file__).resolve().parents[2] / "eval"

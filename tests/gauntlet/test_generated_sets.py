@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from generated_solvers import SOLVERS, gold, options, parsed, question
 
+from llmfoundry.data.generators import TASKS, load_generator
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.task_rows import generators
 
-SCRIPT = generators()
+SCRIPT = load_generator(TASKS)
 GENERATORS, SetConfig, generated_rows = SCRIPT.GENERATORS, SCRIPT.SetConfig, SCRIPT.generated_rows
 make_rows, make_set = SCRIPT.make_rows, SCRIPT.make_set
 

@@ -16,7 +16,7 @@ import yaml
 
 from llmfoundry.builders.data import open_data
 from llmfoundry.builders.preference import with_places
-from llmfoundry.data.instructions import instruction_rows
+from llmfoundry.data.generators import CHATS, load_generator
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.finetune import FinetuneRecipe
@@ -127,7 +127,9 @@ def test_held_out_pairs_are_learned_and_shuffled_ones_stay_at_chance(
 ) -> None:
     """About 150 pairs: a standard error of 4 % at chance."""
     coin, lines = random.Random(3), []
-    for row in instruction_rows(["reverse", "sort"], 800, seed=1, format="preference"):
+    for row in load_generator(CHATS).instruction_rows(
+        ["reverse", "sort"], 800, seed=1, format="preference"
+    ):
         if kind == "shuffled" and coin.random() < 0.5:
             row = {**row, "chosen": row["rejected"], "rejected": row["chosen"]}
         lines.append(json.dumps(row) + "\n")

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from llmfoundry.bounded import OutOfBounds
+from llmfoundry.data.generators import CHATS, load_generator
 from llmfoundry.data.preparation.bad_rows import MOST_NAMES, BadRow, BadRows, OnBadRow, bad_row
 from llmfoundry.data.preparation.columns import ROW
 from llmfoundry.data.preparation.corpus import Corpus, Document
@@ -340,10 +341,8 @@ def _number(document: Document, before: int) -> int:
 
 
 def _generated(config: DataConfig, key: str, seed: int) -> Iterator[_Read]:
-    from llmfoundry.data.instructions import instruction_rows
-
     assert config.rows is not None
-    rows = instruction_rows(
+    rows = load_generator(CHATS).instruction_rows(
         config.tasks, config.rows, seed=seed, format=config.format, key=f"{key}."
     )
     for number, values in enumerate(rows):
@@ -352,9 +351,7 @@ def _generated(config: DataConfig, key: str, seed: int) -> Iterator[_Read]:
 
 def _generator_hash() -> str:
     """Of the code that generates instructions: a changed one makes others."""
-    from llmfoundry.data import instructions
-
-    content = Path(inspect.getfile(instructions)).read_bytes()
+    content = Path(inspect.getfile(load_generator(CHATS))).read_bytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

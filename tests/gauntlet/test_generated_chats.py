@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from llmfoundry.data.instructions import (
-    LIST_TASKS,
-    TASKS,
-    draw_exchange,
-    instruction_rows,
-    world_facts,
-)
+from llmfoundry.data.generators import CHATS, load_generator
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.answer_metrics import check_problems, meets_checks
+
+SCRIPT = load_generator(CHATS)
+LIST_TASKS, TASKS, draw_exchange = SCRIPT.LIST_TASKS, SCRIPT.TASKS, SCRIPT.draw_exchange
+instruction_rows, world_facts = SCRIPT.instruction_rows, SCRIPT.world_facts
 
 
 def rows(task: str, n: int = 60, **options: Any) -> list[dict[str, Any]]:
