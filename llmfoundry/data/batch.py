@@ -201,7 +201,7 @@ def _shared_dtype(kinds: frozenset[np.dtype[Any]], eos_id: int) -> np.dtype[Any]
 
 
 def _layout(lengths: list[list[int]], seq_len: int, padded: list[int]) -> PackedLayout:
-    """`Layout.from_lengths` in a few vectorised steps, because every step needs one."""
+    """Return `PackedLayout.from_lengths` in vectorized form: every step needs one layout."""
     flat = np.array(list(chain.from_iterable(lengths)))
     numbers = np.array(list(chain.from_iterable(range(len(row)) for row in lengths)), np.int32)
     begins = np.cumsum(flat) - flat

@@ -20,7 +20,7 @@ TASKS, CHATS = "generated", "generated_chats"
 
 @functools.cache
 def load_generator(name: str) -> ModuleType:
-    """Return the script `eval/NAME.py` as a module."""
+    """Return a script of the folder `eval/`, given its name without the suffix, as a module."""
     module_name = f"llmfoundry_eval_{name}"
     spec = importlib.util.spec_from_file_location(module_name, ROOT / "eval" / f"{name}.py")
     assert spec is not None and spec.loader is not None

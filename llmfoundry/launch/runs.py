@@ -80,7 +80,7 @@ class RunState:
     folder: str
     """That has its files, or the record of its launch."""
     state: str
-    """One of STATES."""
+    """One of `states.STATES`."""
     why: str = ""
     """Of the state, in words."""
     step: int = 0

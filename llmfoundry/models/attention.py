@@ -188,7 +188,7 @@ class Attention(nn.Module):
         if self.clip is not None:
             # clamp's backward pass is four steps, hardtanh's one
             projected = F.hardtanh(projected, -self.clip, self.clip)
-        behind = projected.shape[1] - context.tokens  # `TensorRanks.filled`
+        behind = projected.shape[1] - context.tokens  # see `TensorRanks.padded`
         projected = projected[:, : context.tokens] if behind else projected
         parts = projected.split(self.widths, dim=-1)
         q = self._heads(parts[0], self.q_ln)  # (B, T, H, hd)

@@ -53,7 +53,7 @@ class Fit:
 
     Attributes:
         microbatch: rows that a process computes at a time.
-        checkpointing: what the backward pass computes again, one of LEVELS.
+        checkpointing: what the backward pass recomputes, one of `recipe.parallel.RECOMPUTED`.
         need: what that takes.
         load: the largest load of a process's experts, in means, that fits as well; inf: any.
         compression: in what form activations wait.

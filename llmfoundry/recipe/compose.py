@@ -330,7 +330,7 @@ class Composed:
     places: ValueSources
 
     def where(self, key: str) -> str:
-        """As `Places.where`."""
+        """As `ValueSources.where`."""
         return self.places.where(key)
 
     def raw(self) -> dict[str, Any]:

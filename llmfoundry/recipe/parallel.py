@@ -184,7 +184,7 @@ RECOMPUTATION = choice((*RECOMPUTED, "auto"), "true or false")
 
 
 def recomputation(value: bool | str) -> str:
-    """One of LEVELS, or auto, as `parallel.activation_checkpointing` says it: true is whole."""
+    """One of RECOMPUTED, or auto, as `parallel.activation_checkpointing` says it: true is whole."""
     return {True: "whole", False: "none"}[value] if isinstance(value, bool) else value
 
 

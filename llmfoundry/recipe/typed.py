@@ -89,7 +89,7 @@ def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str], pl
         recipe: as it was read.
         raw: its plain values, interpolations still in place.
         pending: for each dotted key whose value cannot be had here, the line that says why.
-        places: compose.Places, which finds the file and line of a key.
+        places: `compose.ValueSources`, which finds the file and line of a key.
     """
     recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending), places)
 
