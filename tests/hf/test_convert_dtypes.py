@@ -24,7 +24,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(precision)
         return real(precision, device)
 
-    monkeypatch.setattr(models, "build_autocast", recorded)
+    monkeypatch.setattr(open_model, "build_autocast", recorded)
     return seen
 
 
