@@ -22,10 +22,15 @@ SILENCE = ("", "")
 """Among the lines of `merged_lines`: a second has brought none, so that a reader may look up."""
 
 
+class NoAnswerError(UserError):
+    """A client has not answered in time; what it was asked to do may be done all the same."""
+
+
 def ask(words: Sequence[str], *, text: str = "", seconds: float = SECONDS) -> str:
     """What a client prints, given `text` as standard input.
 
     Raises:
+        NoAnswerError: it has not answered in time.
         UserError: there is no such client, or it refuses; its own last line says why.
     """
     try:
@@ -37,16 +42,14 @@ def ask(words: Sequence[str], *, text: str = "", seconds: float = SECONDS) -> st
             timeout=seconds,
             errors="replace",
         )
-    except FileNotFoundError as error:
-        raise UserError(missing(words[0])) from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{words[0]}: no answer within {seconds:.0f} s; try again") from error
+        raise NoAnswerError(f"{words[0]}: no answer within {seconds:.0f} s; try again") from error
     except OSError as error:
-        raise UserError(f"{words[0]}: cannot be started: {error.strerror}") from error
+        raise _not_started(words[0], error) from error
     if done.returncode:
         said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         why = public(said[-1].strip()) if said else f"exit status {done.returncode}"
-        raise UserError(f"{words[0]}: {why}")
+        raise UserError(f"{words[0]}: {why.removeprefix(f'{words[0]}: ')}")
     return done.stdout
 
 
@@ -66,9 +69,13 @@ def secrets_here(names: Sequence[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def missing(client: str) -> str:
-    """The line for a client that is not there."""
-    return f"{client}: is not installed here; launch from a machine that has it, or dry_run=true"
+def _not_started(client: str, error: OSError) -> UserError:
+    """The line for a client that is not there, or that this machine cannot run."""
+    if isinstance(error, FileNotFoundError):
+        why = "is not installed here; launch from a machine that has it, or dry_run=true"
+    else:
+        why = f"cannot be started: {error.strerror}"
+    return UserError(f"{client}: {why}")
 
 
 def in_order(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -117,8 +124,8 @@ def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, st
                     text=True,
                     errors="replace",
                 )
-            except FileNotFoundError as error:
-                raise UserError(missing(words[0])) from error
+            except OSError as error:
+                raise _not_started(words[0], error) from error
             processes.append(process)
             threading.Thread(target=read, args=(name, process), daemon=True).start()
         left = len(processes)

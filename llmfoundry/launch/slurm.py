@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import INTERRUPTED, SAVED
-from llmfoundry.launch.client import SILENCE, ask, merged_lines, secrets_here
+from llmfoundry.launch.client import SILENCE, NoAnswerError, ask, merged_lines, secrets_here
 from llmfoundry.launch.job import LOGS, RECIPE, Job, list_key
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
 from llmfoundry.recipe.resilience import EXCLUDE, NODES
@@ -28,8 +28,15 @@ _HOLD = (
 )
 """Keeps signals for the supervisor until it takes them (`exit_status.on_stops`): it needs seconds
 to start, in which one would kill it, and the job would not be requeued."""
+# Clusters wrap these commands, and print lines of their own around the answer.
+_NUMBER = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;(\S+))?$", re.MULTILINE)
+_QUEUED = re.compile(r"^([A-Z_]+)\|(.*)\|([^|\n]*)$", re.MULTILINE)
+_FORGOTTEN = "Invalid job id"
+_CLUSTER = "cluster"
+"""In a record's `where`: the cluster of several that has the job; missing: the default one."""
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
 _ENDS_ITSELF = ("COMPLETED", "FAILED")  # of others, such as TIMEOUT, the status is Slurm's
+_NO_LONGER_KNOWN = TargetState(ENDED, "Slurm no longer knows the job")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 
@@ -105,25 +112,44 @@ def submit(job: Job) -> LaunchRecord:
             "SBATCH_ARRAY_INX: is set in this shell, and all elements of an array would train in"
             " one folder; unset it, and write a sweep for several runs"
         )
-    said = ask(["sbatch", "--parsable"], text=render(job))
-    number = said.strip().splitlines()[-1].partition(";")[0]  # NUMBER;CLUSTER
-    log = job.folder.absolute() / LOGS / f"slurm-{number}.log"
-    where = {"log": str(log), **job.record.where}
+    try:
+        answer = ask(["sbatch", "--parsable"], text=render(job))
+    except NoAnswerError as error:
+        raise UserError(
+            f"sbatch: has not answered, and the job may be in the queue all the same: look for"
+            f" {job.name} with squeue --me, and cancel it before you launch it again"
+        ) from error
+    numbers = _NUMBER.findall(answer)
+    if not numbers:
+        raise UserError(
+            f"sbatch: printed no job number, but {answer.strip()[:200]!r}; look for {job.name} with"
+            " squeue --me"
+        )
+    number, cluster = numbers[-1]
+    where = {"log": str(job.folder.absolute() / LOGS / f"slurm-{number}.log"), **job.record.where}
+    where |= {_CLUSTER: cluster} if cluster else {}
     return dataclasses.replace(job.record, job=number, where=where, submitted_at=time.time())
+
+
+def _client(name: str, record: LaunchRecord) -> list[str]:
+    """One of Slurm's commands, for the cluster that has the job."""
+    cluster = record.where.get(_CLUSTER)
+    return [name, f"--clusters={cluster}"] if cluster else [name]
 
 
 def state(record: LaunchRecord) -> TargetState:
     """What Slurm says of it; of a job that it has forgotten its accounts, if it has any."""
     if not record.job:
         return TargetState(UNKNOWN, "was not submitted")
+    words = ["--noheader", f"--jobs={record.job}", "--format=%T|%r|%N"]
     try:
-        said = ask(["squeue", "--noheader", f"--jobs={record.job}", "--format=%T|%r|%N"])
-        if said.strip():
-            return _in_queue(*said.strip().splitlines()[0].split("|"))
+        found = _QUEUED.search(ask([*_client("squeue", record), *words]))
+        if found:
+            return _in_queue(*found.groups())
     except UserError as error:
-        if "Invalid job id" not in str(error):
+        if _FORGOTTEN not in str(error):
             return TargetState(UNKNOWN, str(error))
-    return _of_the_past(record.job)
+    return _of_the_past(record)
 
 
 def _in_queue(word: str, reason: str, nodes: str) -> TargetState:
@@ -135,21 +161,26 @@ def _in_queue(word: str, reason: str, nodes: str) -> TargetState:
     return TargetState(ENDED, said)
 
 
-def _of_the_past(number: str) -> TargetState:
+def _of_the_past(record: LaunchRecord) -> TargetState:
     """From the controller, which forgets a job after some minutes (MinJobAge), or from accounts."""
-    for words, form in (
+    away = ""
+    for name, words, form in (
         (
-            ["scontrol", "--oneliner", "show", "job", number],
+            "scontrol",
+            ["--oneliner", "show", "job", record.job],
             r"JobState=(\S+).* ExitCode=(\d+):(\d+)",
         ),
         (
-            ["sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", number],
+            "sacct",
+            ["-X", "-n", "-P", "-o", "State,ExitCode", "-j", record.job],
             r"(\w+).*\|(\d+):(\d+)",
         ),
     ):
         try:
-            found = re.search(form, ask(words))
-        except UserError:
+            found = re.search(form, ask([*_client(name, record), *words]))
+        except UserError as error:
+            if name == "scontrol" and _FORGOTTEN not in str(error):
+                away = str(error)  # many clusters keep no accounts, so sacct may fail
             continue
         if found and found[1] in (*_WAITS, *_RUNS):
             return _in_queue(found[1], "", "")
@@ -158,7 +189,7 @@ def _of_the_past(number: str) -> TargetState:
             status = int(found[2]) if found[1] in _ENDS_ITSELF and found[3] == "0" else None
             status = INTERRUPTED if found[1].startswith("CANCELLED") else status
             return TargetState(ENDED, f"{how} ({found[1]})", status)
-    return TargetState(ENDED, "Slurm no longer knows the job")
+    return TargetState(UNKNOWN, away) if away else _NO_LONGER_KNOWN
 
 
 def stop(record: LaunchRecord, *, now: bool) -> str:
@@ -169,9 +200,9 @@ def stop(record: LaunchRecord, *, now: bool) -> str:
     if found.state == ENDED:
         return "had ended"
     if found.state == WAITING or now:
-        ask(["scancel", record.job])
+        ask([*_client("scancel", record), record.job])
         return "cancelled"
-    ask(["scancel", "--batch", "--signal=INT", record.job])
+    ask([*_client("scancel", record), "--batch", "--signal=INT", record.job])
     return "asked to save and end"
 
 

@@ -151,4 +151,4 @@ def test_exit_statuses_are_the_supervisors_alone(monkeypatch: pytest.MonkeyPatch
     }
     for said, status in states.items():
         monkeypatch.setattr(slurm, "ask", lambda words, said=said: said)
-        assert slurm._of_the_past("7").exit_status == status
+        assert slurm._of_the_past(LaunchRecord("a", "slurm", "7")).exit_status == status
