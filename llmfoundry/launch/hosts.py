@@ -12,10 +12,12 @@ as well.
 
 from __future__ import annotations
 
+import calendar
 import dataclasses
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +34,7 @@ from llmfoundry.launch.record import (
     UNKNOWN,
     LaunchRecord,
     TargetState,
+    write,
 )
 from llmfoundry.processes import is_alive
 
@@ -52,10 +55,14 @@ for line in sys.stdin.buffer:
         pass
 """
 """Writes the time before each line of one of several machines, by which they are merged later."""
-_STARTED = re.compile(r"^llmfoundry started (\d+) (.*)$", re.MULTILINE)
+_STARTED = re.compile(r"^llmfoundry started (\d+) ?(.*)$", re.MULTILINE)
 _PROCESS = re.compile(r"(?:(.+):)?(\d+)@(\d+)")
-_LSTART = "%a %b %d %H:%M:%S %Y"
+_PS = "TZ=UTC0 LC_ALL=C ps -ww"
+_LSTART = "%a %b %d %H:%M:%S %Y"  # as ps prints a start
 _SLACK = 2  # seconds by which ps may tell a start otherwise when it is asked again
+_ASKED = "asked"
+"""The ending of an empty file beside a machine's log: its supervisor was asked to save and end."""
+_KILLED = "it was killed, or its machine has restarted"
 _STATE_SECONDS, _STOP_SECONDS, _SETUP_SECONDS = 40.0, 60.0, 3600.0
 
 
@@ -70,7 +77,7 @@ def script(job: Job, node: int) -> str:
     """The bash script that starts machine number `node`'s supervisor in the background."""
     config, folder = job.config, _folder(job)
     recipe = f"{folder}/{RECIPE}"
-    log, status = (f"{folder}/{LOGS}/node-{node}.{end}" for end in ("log", "exit"))
+    log, status, asked = (f"{folder}/{LOGS}/node-{node}.{end}" for end in ("log", "exit", _ASKED))
     words = [*job.torchrun(_address(config.hosts[0]) if config.hosts else ""), *job.own_processes()]
     command = shlex.join(job.command(recipe, *words))
     inner = f"trap : INT; {command}; echo $? > {shlex.quote(status)}"
@@ -78,24 +85,39 @@ def script(job: Job, node: int) -> str:
         inner = f"exec > >(exec {shlex.join([job.python, '-c', _TIMES])}) 2>&1; {inner}"
     lines = [f"# {job.note}", "set -e", job.enter(_workdir(job))]
     lines += job.environment("through standard input" if config.hosts else "this shell's")
-    lines += [f"mkdir -p {shlex.quote(f'{folder}/{LOGS}')}", f"rm -f {shlex.quote(status)}"]
+    lines += [f"mkdir -p {shlex.quote(f'{folder}/{LOGS}')}"]
+    lines += [f"rm -f {shlex.quote(status)} {shlex.quote(asked)}"]
     if config.target == "ssh":
         lines += job.write_recipe(recipe)
     lines += [
         *config.setup,
         *(["echo; sleep 1; echo  # ends if the launcher was killed"] if config.setup else []),
-        f"command -v {shlex.quote(job.python)} > /dev/null ||"
-        f" {{ echo {shlex.quote(_no_python(job))} >&2; exit 2; }}",
+        *_tools(job),
         f"{shlex.quote(job.python)} -c '{_SESSION}' bash -c {shlex.quote(inner)}"
         f" >> {shlex.quote(log)} 2>&1 < /dev/null &",
-        'echo "llmfoundry started $! $(LC_ALL=C ps -o lstart= -p $!)"',
+        f'echo "llmfoundry started $! $({_PS} -o lstart= -p $! 2> /dev/null)"',
     ]
     # In braces bash reads all of it before a line of setup could read the rest.
     return "\n".join(["{", *lines, "exit 0", "}", ""])
 
 
-def _no_python(job: Job) -> str:
-    return f"{job.python} is not there; write launch.environment=FOLDER, which has bin/python"
+def _tools(job: Job) -> list[str]:
+    """Lines of bash that refuse a machine that lacks a program which is needed."""
+    python = shlex.quote(job.python)
+    instead = "write launch.environment=FOLDER, which has bin/python"
+    lacks = shlex.quote(f"{job.python} is not there; {instead}")
+    lines = [f"command -v {python} > /dev/null || {{ echo {lacks} >&2; exit 2; }}"]
+    if job.python != sys.executable:  # it may be of another version, or another environment
+        before, after = shlex.quote(f"{job.python} cannot start llmfoundry ("), f"); {instead}"
+        last = "\"${why##*$'\\n'}\""
+        lines += [
+            f"why=$({python} -c 'import llmfoundry.commands.supervise' 2>&1) ||"
+            f" {{ echo {before}{last}{shlex.quote(after)} >&2; exit 2; }}"
+        ]
+    if job.config.target == "ssh":
+        lacks = "ps is not there, by which a run is found again; install procps"
+        lines += [f"command -v ps > /dev/null || {{ echo {shlex.quote(lacks)} >&2; exit 2; }}"]
+    return lines
 
 
 def _workdir(job: Job) -> str:
@@ -128,20 +150,50 @@ def submit(job: Job) -> LaunchRecord:
     for node, host in enumerate(config.hosts or [""]):
         sent = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in secrets.items() if host)
         try:
-            text = sent + script(job, node)
-            said = ask(_shell(record, host), text=text, seconds=_SETUP_SECONDS)
-            found = _STARTED.search(said)
-            if found is None or not found[2].strip():
+            answer = ask(
+                _shell(record, host), text=sent + script(job, node), seconds=_SETUP_SECONDS
+            )
+            mark = _started(host, answer)
+            if not mark:
                 raise UserError(f"bash: has started nothing that lasts; see {where['log']}")
-        except UserError as error:
-            for other, pid, _ in _processes(record):
-                _run(record, other, _stop_script(pid, now=True), _STOP_SECONDS)
+        except BaseException as error:
+            _end_all(record)
+            if not isinstance(error, UserError):
+                raise
             place = f"launch.hosts[{node}]: {host}: " if host else "launch: "
             raise UserError(f"{place}{error}") from error
-        began = int(time.mktime(time.strptime(found[2].strip(), _LSTART)))
-        mark = f"{host}:{found[1]}@{began}" if host else f"{found[1]}@{began}"
         record = dataclasses.replace(record, job=",".join(filter(None, [record.job, mark])))
+        if job.nodes > 1:
+            with suppress(OSError):  # a launcher that is killed now leaves none that nobody finds
+                write(job.folder, record)
     return record
+
+
+def _started(host: str, answer: str) -> str:
+    """A machine's part of a record's job, from its script's output; empty: it started none."""
+    found = _STARTED.search(answer)
+    if found is None:
+        return ""
+    if host:
+        began = _epoch(found[2])
+        return "" if began is None else f"{host}:{found[1]}@{began}"
+    with suppress(psutil.Error):  # ps may be missing here
+        return f"{found[1]}@{psutil.Process(int(found[1])).create_time():.0f}"
+    return ""
+
+
+def _epoch(start: str) -> int | None:
+    """Seconds since 1970 of a start in UTC, as ps prints it; None: it is none."""
+    with suppress(ValueError):
+        return calendar.timegm(time.strptime(start.strip(), _LSTART))
+    return None
+
+
+def _end_all(record: LaunchRecord) -> None:
+    """End the supervisors that have started, as far as their machines answer."""
+    for host, pid, _ in _processes(record):
+        with suppress(UserError):
+            _run(record, host, _stop_script(pid), _STOP_SECONDS)
 
 
 def state(record: LaunchRecord) -> TargetState:
@@ -159,31 +211,45 @@ def state(record: LaunchRecord) -> TargetState:
 
 
 def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) -> TargetState:
-    file = record.where.get("log", "").replace("node-*.log", f"node-{node}.exit")
+    file = _file(record, node, "exit")
     if not host:
-        return _state_here(Path(file), pid, began)
-    status = shlex.quote(file)
-    asked = f"LC_ALL=C ps -o stat= -o lstart= -p {pid} || true; echo; cat {status} 2>/dev/null"
-    lines = _run(record, host, f"{asked} || true", _STATE_SECONDS).split("\n")
-    if _is_same(lines[0], began):
-        return TargetState(RUNNING, f"process {pid}{f' of {host}' * bool(host)}")
+        return _state_here(file, pid, began)
+    words = f"{_PS} -o stat= -o lstart= -o args= -p {pid} || true; echo"
+    lines = _run(
+        record, host, f"{words}; cat {shlex.quote(file)} 2>/dev/null || true", _STATE_SECONDS
+    ).split("\n")
+    if _is_same(lines[0], file, began):
+        return TargetState(RUNNING, f"process {pid} of {host}")
     ended = next((line for line in lines[1:] if line.strip().isdecimal()), None)
-    if ended is not None:
-        return _ended(ended)
-    return TargetState(ENDED, "it was killed, or its machine has restarted")
+    return TargetState(ENDED, _KILLED) if ended is None else _ended(ended)
 
 
-def _state_here(status: Path, pid: int, began: int) -> TargetState:
+def _state_here(status: str, pid: int, began: int) -> TargetState:
     """Of this machine's process, without others being started for each of hundreds of runs."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        if is_alive(process) and abs(process.create_time() - began) <= _SLACK:
+        is_same = abs(process.create_time() - began) <= _SLACK or _names(process.cmdline(), status)
+        if is_same and is_alive(process):
             return TargetState(RUNNING, f"process {pid}")
     with suppress(OSError):
-        text = status.read_text(errors="replace").strip() if status.is_file() else ""
+        path = Path(status)
+        text = path.read_text(errors="replace").strip() if path.is_file() else ""
         if text.isdecimal():
             return _ended(text)
-    return TargetState(ENDED, "it was killed, or its machine has restarted")
+    return TargetState(ENDED, _KILLED)
+
+
+def _file(record: LaunchRecord, node: int, ending: str) -> str:
+    """A machine's file beside its log."""
+    return record.where.get("log", "").replace("node-*.log", f"node-{node}.{ending}")
+
+
+def _names(words: list[str], status: str) -> bool:
+    """Whether a command is a supervisor's, which names where its exit status goes.
+
+    A start is told by the clock and by a time zone, and both may be set meanwhile.
+    """
+    return bool(status) and any(f"> {shlex.quote(status)}" in word for word in words)
 
 
 def _ended(text: str) -> TargetState:
@@ -192,35 +258,52 @@ def _ended(text: str) -> TargetState:
     return TargetState(ENDED, f"exit status {status}", status)
 
 
-def _is_same(line: str, began: int) -> bool:
+def _is_same(line: str, status: str, began: int) -> bool:
     """Whether ps shows the process that was started, and not a later one of its number."""
-    flags, _, start = line.strip().partition(" ")
+    flags, *words = line.split(maxsplit=6)  # five of them are its start
     if not flags or flags.startswith("Z"):
         return False
-    try:
-        return abs(time.mktime(time.strptime(start.strip(), _LSTART)) - began) <= _SLACK
-    except ValueError:
-        return False
+    start = _epoch(" ".join(words[:5]))
+    is_then = start is not None and abs(start - began) <= _SLACK
+    return is_then or _names(words[5:], status)
 
 
 def stop(record: LaunchRecord, *, now: bool) -> str:
-    """Ask its supervisors to save and end; `now`: end them at once. What came of it, in words."""
-    done = list[str]()
+    """Ask its supervisors to save and end; `now`: end them at once. What came of it, in words.
+
+    Raises:
+        UserError: of the machines that cannot be asked; the others were.
+    """
+    done, problems = list[str](), list[str]()
     for node, (host, pid, began) in enumerate(_processes(record)):
         place = f" on {host}" * bool(host)
-        if _state_of(record, node, host, pid, began).state != RUNNING:
-            done.append(f"had ended{place}")
-            continue
-        _run(record, host, _stop_script(pid, now=now), _STOP_SECONDS)
-        done.append(f"{'ended' if now else 'asked to save and end'}{place}")
+        mark = "" if now else _file(record, node, _ASKED)
+        try:
+            if _state_of(record, node, host, pid, began).state != RUNNING:
+                done.append(f"had ended{place}")
+                continue
+            _run(record, host, _stop_script(pid, mark), _STOP_SECONDS)
+            done.append(f"{'ended' if now else 'asked to save and end'}{place}")
+        except UserError as error:
+            problems.append(f"{host or 'here'}: {error}" + f"; {', '.join(done)}" * bool(done))
+    if problems:
+        raise UserError(*problems)
     return ", ".join(done) or "was not started"
 
 
-def _stop_script(pid: int, *, now: bool) -> str:
-    """Signals for a supervisor's session: the second one ends its run at once."""
+def _stop_script(pid: int, asked: str = "") -> str:
+    """Signals for a supervisor's session: the second one ends its run at once.
+
+    Args:
+        pid: of the session's first process.
+        asked: a file that is made as the first signal is sent, so that whoever asks next, from
+            whatever machine, sends none; empty: end the run at once.
+    """
     first = f"kill -INT -- -{pid}"
-    if not now:
-        return first
+    if asked:
+        mark = shlex.quote(asked)
+        is_first = f"(set -C; : > {mark}) 2> /dev/null || [ ! -e {mark} ]"  # a disk may be full
+        return f"if {is_first}; then {first} || {{ rm -f {mark}; exit 1; }}; fi"
     wait = f"for i in $(seq 40); do kill -0 -- -{pid} || exit 0; sleep 0.25; done"
     return f"{first}; sleep 1; {{ {first}; {wait}; kill -KILL -- -{pid}; }} 2>/dev/null || true"
 
@@ -229,7 +312,7 @@ def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
     """What its supervisors and processes print, with the number of the machine."""
     sources = dict[str, list[str]]()
     for node, (host, _, _) in enumerate(_processes(record)):
-        log = record.where.get("log", "").replace("node-*.log", f"node-{node}.log")
+        log = _file(record, node, "log")
         words = ["tail", "-n", "+1", *(["-F"] if follow else []), "--", log]
         if host:
             words = [*_ssh(record), host, f"exec {shlex.join(words)}"]

@@ -593,8 +593,10 @@ def stop(
             and target.state in (records.WAITING, records.RUNNING)
         ):
             who = f"{record.job} {record.submitted_at:.0f}"
-            if is_first and _may_ask(place if before.is_seen else found, who, now=now):
+            told = place if before.is_seen else found
+            if is_first and (now or not _was_asked(told, who)):
                 TARGETS[record.target].stop(record, now=now)
+                _note_stop(told, who, now=now)  # after it: a machine may not have answered
         elif is_first:
             _stop_here(place, timeout=timeout, now=now)
     deadline = time.monotonic() + timeout
@@ -622,17 +624,16 @@ def _alone(place: Path) -> Iterator[bool]:
             locked.release()
 
 
-def _may_ask(place: Path, who: str, *, now: bool) -> bool:
-    """Whether a process or job was not asked before: a second signal would end it without a save.
+def _was_asked(place: Path, who: str) -> bool:
+    """Whether a process or job was asked before: a second signal would end it without a save."""
+    return any(e["kind"] == "stop" and e.get("who") == who for e in read_events(place))
 
-    That it is asked becomes an event of the run.
-    """
-    if not now and any(e["kind"] == "stop" and e.get("who") == who for e in read_events(place)):
-        return False
+
+def _note_stop(place: Path, who: str, *, now: bool) -> None:
+    """Make it an event of the run that a process or job is asked."""
     with suppress(OSError):
         what = "is ended at once" if now else "is asked to save and end"
         add_event(place, "stop", f"{what} by llmfoundry runs stop", action="stop", who=who)
-    return True
 
 
 def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
@@ -646,8 +647,10 @@ def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
             raise UserError(f"{show(place)}: no process trains it; there is nothing to stop")
         time.sleep(0.2)
     process = _outermost(_holder(place))
-    if not _may_ask(place, f"{process.pid} {process.create_time():.0f}", now=now):
+    who = f"{process.pid} {process.create_time():.0f}"
+    if not now and _was_asked(place, who):
         return
+    _note_stop(place, who, now=now)
     process.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a script started with &
     if not now:
         return
