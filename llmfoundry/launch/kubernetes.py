@@ -267,7 +267,9 @@ def _get(record: LaunchRecord) -> Object | None:
         raise
     except ValueError as error:
         raise UserError("kubectl: its answer cannot be read; try again") from error
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise UserError("kubectl: its answer is no object of Kubernetes; try again")
+    return found
 
 
 def state(record: LaunchRecord) -> TargetState:
@@ -279,6 +281,8 @@ def state(record: LaunchRecord) -> TargetState:
         return TargetState(ENDED, "was deleted") if found is None else _state_of(record, found)
     except UserError as error:
         return TargetState(UNKNOWN, str(error))
+    except (AttributeError, KeyError, TypeError):
+        return TargetState(UNKNOWN, "kubectl: its answer is no object of Kubernetes")
 
 
 def _state_of(record: LaunchRecord, found: Object) -> TargetState:

@@ -105,7 +105,7 @@ def read(folder: Path) -> LaunchRecord | None:
     lines = [problem.line for problem in problems] or [*_mistakes(record)]
     if lines:
         raise UserError(*(f"{show(path)}: {line}; remove the file" for line in lines))
-    return None if _is_copy(folder, record) else record
+    return None if _is_copy(folder, record) else _where_it_is(folder, record)
 
 
 def _mistakes(record: LaunchRecord) -> Iterator[str]:
@@ -119,6 +119,19 @@ def _mistakes(record: LaunchRecord) -> Iterator[str]:
             yield from ssh_problems("where.options", text.split("\n") if text else [])
         elif not text.isprintable() or not (text == "" or _NO_OPTION.fullmatch(text)):
             yield f"where.{name}: {text!r} cannot be"
+
+
+def _where_it_is(folder: Path, record: LaunchRecord) -> LaunchRecord:
+    """With the paths of this machine as they are now, if the folder was moved meanwhile."""
+    written, here = record.where.get(HERE, ""), str(folder.absolute())
+    is_here = record.target in ("local", "slurm")
+    if not (written and is_here) or written == here or Path(written).exists():
+        return record
+    where = {
+        name: f"{here}{text.removeprefix(written)}" if text.startswith(f"{written}/") else text
+        for name, text in record.where.items()
+    }
+    return dataclasses.replace(record, where=where)
 
 
 def _is_copy(folder: Path, record: LaunchRecord) -> bool:
