@@ -100,20 +100,21 @@ def _values(keys: dict[str, Key]) -> str:
     )
 
 
-def _section(schema: Schema, dotted: str, *, about: bool = False) -> Iterator[str]:
+def _section(schema: Schema, dotted: str, about: str = "") -> Iterator[str]:
     """A section's keys under a heading, and then each section below it."""
-    yield f"## `{dotted}`\n\n" + f"{_escaped(schema.meaning)}\n\n" * about
-    below: list[tuple[str, Schema]] = []
+    yield f"## `{dotted}`\n\n" + f"{_escaped(about)}\n\n" * bool(about)
+    below: list[tuple[str, Schema, str]] = []
     for key in schema.keys.values():
         name = f"{dotted}.{key.name}"
         if key.section is not None:
-            below.append((name, key.section))
+            condition = key.explanation(name).removesuffix(key.meaning)
+            below.append((name, key.section, f"{condition}{key.section.meaning}"))
             continue
         yield _entry(key, name)
         if key.item is not None and key.item is not schema:
-            below.append((f"{name}{item_name(key)}", key.item))
-    for name, section in below:
-        yield from _section(section, name, about=True)
+            below.append((f"{name}{item_name(key)}", key.item, key.item.meaning))
+    for name, section, about in below:
+        yield from _section(section, name, about)
 
 
 def _entry(key: Key, dotted: str) -> str:
@@ -126,7 +127,7 @@ def _entry(key: Key, dotted: str) -> str:
     if choice is not None and not meanings:
         names = ", ".join(f"`{name}`" for name in choice.options)
         facts.append(f"one of {names}" + f", or {choice.other}" * bool(choice.other))
-    lines = [f"### `{dotted}`", ", ".join(facts), _escaped(key.meaning)]
+    lines = [f"### `{dotted}`", ", ".join(facts), _escaped(key.explanation(dotted))]
     lines += ["\n".join(f"- `{name}`: {_escaped(text)}" for name, text in meanings.items())]
     return "\n\n".join(filter(None, lines)) + "\n\n"
 
@@ -159,7 +160,7 @@ def _scripts(known: set[str]) -> Iterator[str]:
             elif name in known:
                 yield f"### `{name}`\n\n{_escaped(key.meaning)} As in [{name}]({name}.md).\n\n"
             else:
-                yield from _section(key.section, name, about=True)
+                yield from _section(key.section, name, about=key.section.meaning)
 
 
 def _recipe_of(script: Path) -> tuple[type[Any] | None, str]:

@@ -107,7 +107,7 @@ def _key(key: Key, dotted: str) -> Iterator[str]:
         yield f"  {dotted}{item_name(key)}  (section, {len(key.item.keys)} keys)"
     else:
         yield f"  {dotted}: {type_text(key)} = {default_text(key)}"
-    yield _indented(key.meaning, " " * 6)
+    yield _indented(key.explanation(dotted), " " * 6)
     choice = key.rule(Choice)
     if choice is not None:
         for option, meaning in choice.meanings().items():

@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.overrides import key_and_text, parse_value
 from llmfoundry.recipe.paths import find_recipe, group_options, search_folders
-from llmfoundry.recipe.schema import Range, Schema, choice, out_of_bounds
+from llmfoundry.recipe.schema import Only, Range, Schema, choice, out_of_bounds
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.redaction import public_override
 
@@ -60,22 +60,18 @@ class SweepConfig:
     how: Annotated[str, choice(HOW)] = "grid"
     """grid: every combination. random: n that are drawn. halving: successive halving, of n that are
     drawn, or of the grid."""
-    n: Annotated[int | None, Range(1, MOST_POINTS)] = None
-    """Only random and halving: points that are drawn; more of them go on with the same sequence."""
+    n: Annotated[int | None, Range(1, MOST_POINTS), Only("how", ("random", "halving"))] = None
+    """Number of sampled points. A larger number continues the same sequence."""
     seed: Annotated[int, Range(0)] = 17
     """Of the draws."""
-    factor: Annotated[int, Range(2)] = 3
-    """Only halving: one of so many continues, and so many times further. 3: Li et al. (2018)."""
+    factor: Annotated[int, Range(2), Only("how", "halving")] = 3
+    """One in this many points continues, for this many times as long. 3: Li et al. (2018)."""
 
     def check(self) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds("sweep.", self)
-        if self.how == "grid" and self.n is not None:
-            yield "sweep.n: a grid has all points; remove it, or write sweep=random"
         if self.how == "random" and self.n is None:
             yield "sweep.n: is missing; write how many points are drawn, such as sweep.n=8"
-        if self.how != "halving" and self.factor != SweepConfig.factor:
-            yield "sweep.factor: has no effect without sweep=halving; remove it"
 
     def rungs(self, n: int) -> list[str]:
         """Where `n` points pause, as pause_at has it, and `null` for the last.

@@ -6,18 +6,20 @@ place of the model's own. Names are peft's, whose files are read and written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.attention import ATTN_IMPLS
-from llmfoundry.recipe.checks import inert, set_defaults
+from llmfoundry.recipe.checks import set_defaults
 from llmfoundry.recipe.schema import (
     ANY_TEXT,
     FRACTION,
     PATH,
     POSITIVE,
+    Only,
     Range,
+    Unless,
     choice,
     out_of_bounds,
 )
@@ -55,8 +57,8 @@ class PretrainedConfig:
     or transformers' attn_implementation (eager, sdpa, flash_attention_2, …); unset: the fastest."""
     quantize: Annotated[str, choice(QUANTIZATIONS)] = "none"
     """nf4: keep the frozen matrices in 4 bits (QLoRA, Dettmers et al., 2023); needs an adapter."""
-    double_quantize: bool | None = None
-    """Only for nf4: keep its scales in 8 bits, which saves 0.4 bits a weight; unset: true."""
+    double_quantize: Annotated[bool | None, Only("quantize", "nf4")] = None
+    """Store the scales of nf4 in 8 bits, which saves 0.4 bits per weight; unset: true."""
 
     def check(self, key: str = "model.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
@@ -66,14 +68,14 @@ class PretrainedConfig:
                 f"{key}pretrained: is required; write a run's folder (runs/NAME), a folder with"
                 " config.json and safetensors, or a hub id"
             )
-        if self.quantize == "none" and self.double_quantize is not None:
-            yield f"{key}double_quantize: has no effect without quantize: nf4; remove it"
 
 
 ADAPTERS = ("none", "lora")
 _NO_PROMPTS = "trains vectors in front of documents, which is not supported; write lora"
 INITS = ("default", "gaussian", "pissa")
 EXPERTS = ("independent", "shared")
+_LORA = Only("name", "lora")
+_NEW_LORA = (_LORA, Unless("pretrained", why="whose folder decides it"))
 ALL_LINEAR = "all-linear"
 
 
@@ -89,62 +91,45 @@ class AdapterConfig:
         choice(ADAPTERS, reasons={"prompt_tuning": _NO_PROMPTS, "prefix_tuning": _NO_PROMPTS}),
     ] = "none"
     """none: all parameters train. lora: low-rank matrices, on hf_causal_lm by peft (extra)."""
-    pretrained: Annotated[str | None, PATH] = None
-    """An adapter's folder in peft's format to begin from, or a registered one (models:/NAME@best);
-    it decides what is adapted and how."""
-    r: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for lora: rank of the added matrices; default 16."""
-    lora_alpha: Annotated[float | None, POSITIVE] = None
-    """Only for lora: the product of both is scaled by alpha / r; default 2 r."""
-    lora_dropout: Annotated[float | None, FRACTION] = None
-    """Only for lora: dropout on the input of the added matrices; default 0."""
-    target_modules: str | list[str] | None = None
-    """Only for lora: all-linear (every linear layer of the blocks and the experts), or names such
-    as Wqkv, out_proj, "blocks.0-3.*"; each must match. Default: all-linear."""
-    exclude_modules: list[str] = field(default_factory=list)
-    """Only for lora: names left out of target_modules."""
-    train_router: bool | None = None
-    """Only for lora: all-linear includes the routers of experts; default false."""
-    experts: Annotated[str | None, choice(EXPERTS)] = None
-    """Only for lora on stacked experts. independent: matrices for each expert. shared: one pair for
-    all experts of a layer. Default: independent."""
-    use_rslora: bool | None = None
-    """Only for lora: scale by alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); default false."""
-    use_dora: bool | None = None
-    """Only for lora: learn row magnitudes separately (DoRA, Liu et al., 2024), not of
-    experts; default false."""
-    init_lora_weights: Annotated[str | None, choice(INITS)] = None
-    """Only for lora. default: A random, B zero. gaussian: A normal with deviation 1 / r. pissa: the
-    largest singular values of the weight move into A and B (Meng et al., 2024), not of experts."""
-    lora_plus_ratio: Annotated[float | None, POSITIVE] = None
-    """Only for lora: learning rate of B over that of A (LoRA+, Hayou et al., 2024); default 1."""
-    modules_to_save: list[str] = field(default_factory=list)
-    """Only for lora: modules, such as wte or lm_head, that train whole and are saved too. Embedding
-    and head are added to it where `tokenizer.chat_template` adds tokens."""
+    pretrained: Annotated[str | None, PATH, _LORA] = None
+    """A folder in peft's format, or a registered model (models:/NAME@best), with the adapter to
+    continue. It decides what is adapted and how."""
+    r: Annotated[int | None, Range(1, 2**16), _NEW_LORA] = None
+    """Rank of the added matrices; default 16."""
+    lora_alpha: Annotated[float | None, POSITIVE, _NEW_LORA] = None
+    """The product of the two matrices is scaled by lora_alpha / r; default 2 r."""
+    lora_dropout: Annotated[float | None, FRACTION, _LORA] = None
+    """Dropout on the input of the added matrices; default 0."""
+    target_modules: Annotated[str | list[str] | None, _NEW_LORA] = None
+    """all-linear (every linear layer of the blocks and the experts), or names such as Wqkv,
+    out_proj, "blocks.0-3.*", each of which must match. Default: all-linear."""
+    exclude_modules: Annotated[list[str], _NEW_LORA] = field(default_factory=list)
+    """Names to leave out of target_modules."""
+    train_router: Annotated[bool | None, _NEW_LORA] = None
+    """Whether all-linear includes the routers of experts; default false."""
+    experts: Annotated[str | None, choice(EXPERTS), _NEW_LORA] = None
+    """For models with experts. independent: matrices for each expert. shared: one pair of matrices
+    for all experts of a layer. Default: independent."""
+    use_rslora: Annotated[bool | None, _NEW_LORA] = None
+    """Scale by lora_alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); default false."""
+    use_dora: Annotated[bool | None, _NEW_LORA] = None
+    """Train the magnitudes of rows separately (DoRA, Liu et al., 2024), except in experts; default
+    false."""
+    init_lora_weights: Annotated[str | None, choice(INITS), _NEW_LORA] = None
+    """default: A random, B zero. gaussian: A normal with standard deviation 1 / r. pissa: the
+    largest singular values of the weight move into A and B (Meng et al., 2024), except in
+    experts."""
+    lora_plus_ratio: Annotated[float | None, POSITIVE, _LORA] = None
+    """Learning rate of B divided by that of A (LoRA+, Hayou et al., 2024); default 1."""
+    modules_to_save: Annotated[list[str], _NEW_LORA] = field(default_factory=list)
+    """Modules, such as wte or lm_head, that train in full and are saved with the adapter. Embedding
+    and head are added to the list where `tokenizer.chat_template` adds tokens."""
 
     def check(self, key: str = "adapter.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if self.name not in ADAPTERS:
-            return
-        yield from self._check_effects(key)
         if self.name == "lora" and not self.target_modules and self.target_modules is not None:
             yield f"{key}target_modules: names nothing; write all-linear, or names such as Wqkv"
-
-    def _check_effects(self, key: str) -> Iterator[str]:
-        """Lines for keys of other adapters, and for those that `pretrained` decides."""
-        if self.name == "none" and self.pretrained is not None:
-            yield f"{key}pretrained: has no effect with name: none; write name: lora"
-        if self.name != "lora":
-            yield from self._inert(key, _LORA, f"with name: {self.name}")
-        elif self.pretrained is not None:
-            decided = [field for field in _LORA if field not in _OF_TRAINING]
-            yield from self._inert(key, decided, "with pretrained, whose folder decides it")
-
-    def _inert(self, key: str, fields: Iterable[str], why: str) -> Iterator[str]:
-        """As `checks.inert`; lists are unset when they are empty."""
-        named = [field for field in fields if getattr(self, field) != []]
-        yield from inert(key, self, named, why)
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -165,20 +150,3 @@ class AdapterConfig:
             )
             assert self.r is not None
             set_defaults(self, lora_alpha=2.0 * self.r)
-
-
-_LORA = (
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "train_router",
-    "experts",
-    "use_rslora",
-    "use_dora",
-    "init_lora_weights",
-    "lora_plus_ratio",
-    "modules_to_save",
-)
-_OF_TRAINING = ("lora_dropout", "lora_plus_ratio")  # which a folder does not decide

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.loopback import is_loopback
-from llmfoundry.recipe.checks import inert, inert_change, nearest, set_defaults
+from llmfoundry.recipe.checks import inert_change, nearest, set_defaults
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
 from llmfoundry.recipe.registry import ExportRegistry, RegistryPlace
@@ -28,7 +28,9 @@ from llmfoundry.recipe.schema import (
     TEMPERATURE,
     TOKENS,
     TOP_P,
+    Only,
     Range,
+    Unless,
     choice,
     out_of_bounds,
 )
@@ -122,18 +124,19 @@ class ConvertRecipe:
     to=gguf a file of that."""
     output: Annotated[str | None, PATH] = None
     """The folder to write; must not exist, or be empty. With to=gguf a file, NAME.gguf."""
-    dtype: Annotated[str | None, choice(DTYPES)] = None
-    """Only with to=hf or gguf: number format of the written weights, fp32, bf16, fp16, or of gguf
-    q8_0 (8 bits, a scale every 32 numbers); unset: bf16 where the base is quantised, else fp32."""
-    max_shard_gb: Annotated[float | None, Range(0.001)] = None
-    """Only with to=hf: a weight file's size at most, in units of 1e9 bytes, though no tensor is
-    split; unset: 5."""
-    architecture: str | None = None
-    """Only with to: transformers' class to write (LlamaForCausalLM …), or llmfoundry, our own,
-    which any model fits; unset: the first of transformers' that is exactly the model."""
-    adapter_experts: Annotated[str | None, choice(("stacked", "separate"))] = None
-    """Only with to=peft: stacked, as peft's target_parameters, or separate, an adapter for each
-    expert, since engines disagree on the stacked layout; default stacked."""
+    dtype: Annotated[str | None, choice(DTYPES), Only("to", ("hf", "gguf"))] = None
+    """dtype of the written weights: fp32, bf16, fp16, or for gguf q8_0 (8 bits, with a scale for
+    every 32 numbers). Unset: bf16 if the base is quantized, else fp32."""
+    max_shard_gb: Annotated[float | None, Range(0.001), Only("to", "hf")] = None
+    """Maximum size of a weight file in units of 1e9 bytes; tensors are not split. Unset: 5."""
+    architecture: Annotated[str | None, Only("to")] = None
+    """The transformers class to write (LlamaForCausalLM …), or llmfoundry, our own class, which
+    fits any model. Unset: the first transformers class that expresses the model exactly."""
+    adapter_experts: Annotated[str | None, choice(("stacked", "separate")), Only("to", "peft")] = (
+        None
+    )
+    """stacked, as peft's target_parameters, or separate, an adapter for each expert, because
+    engines disagree on the stacked layout. Default stacked."""
     registry: ExportRegistry = field(default_factory=ExportRegistry)
     """Where models:/NAME@alias is found, and what the export is called there."""
     plugins: list[str] = field(default_factory=list)
@@ -144,16 +147,8 @@ class ConvertRecipe:
         yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
         yield from _is_here(self.output)
-        if self.to is None:
-            yield from inert("", self, ["architecture"], "without to")
-        if self.to not in ("hf", "gguf"):
-            yield from inert("", self, ["dtype"], "without to=hf or to=gguf")
-        if self.to != "hf":
-            yield from inert("", self, ["max_shard_gb"], "without to=hf")
         if self.dtype == "q8_0" and self.to == "hf":
             yield "dtype: q8_0 is a format of GGUF; write to=gguf, or dtype=bf16"
-        if self.to != "peft":
-            yield from inert("", self, ["adapter_experts"], "without to=peft")
         if (self.to is None) == (self.from_ is None) and self.to != "gguf":
             yield "to: write either to=hf, to=gguf or to=peft (export), or from=hf (import)"
         yield from self.registry.check()
@@ -183,10 +178,11 @@ class DrawRecipe:
     """Length of what is written, in tokens, unless its end comes first."""
     temperature: Annotated[float, TEMPERATURE] = 0.8
     """0 takes the likeliest token; more is more random."""
-    top_k: Annotated[int | None, Range(1)] = None
-    """Draw from the k likeliest tokens only."""
-    top_p: Annotated[float | None, TOP_P] = None
-    """Draw from the likeliest tokens that together reach this probability; 1: all. Default 0.9."""
+    top_k: Annotated[int | None, Range(1), Only("temperature")] = None
+    """Sample from the k most likely tokens only."""
+    top_p: Annotated[float | None, TOP_P, Only("temperature")] = None
+    """Nucleus sampling: sample from the most likely tokens that together reach this probability; 1:
+    from all. Default 0.9."""
     seed: Annotated[int, Range(0)] = 17
     """Seed of the draws."""
     precision: Annotated[str | None, choice(PRECISIONS)] = None
@@ -202,8 +198,6 @@ class DrawRecipe:
         """Every problem, a line each."""
         yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
-        if self.temperature == 0:
-            yield from inert("", self, ["top_k", "top_p"], "with temperature: 0")
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -215,24 +209,20 @@ class DrawRecipe:
 class GenerateRecipe(DrawRecipe):
     """Continue a prompt with a checkpoint's model, or answer a message."""
 
-    prompt: str = ""
+    prompt: Annotated[str, Unless("message")] = ""
     """Text to continue."""
     message: str | None = None
-    """In place of prompt: a user's message, which is answered by the model's chat template."""
-    system: str | None = None
-    """Only with message: the system's, before it."""
-    chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
-    """Only with message: chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's."""
+    """A user message, in place of a prompt. The model answers it with its chat template."""
+    system: Annotated[str | None, Only("message")] = None
+    """System message before the user message."""
+    chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE, Only("message")] = None
+    """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's template."""
 
     def check(self) -> Iterator[str]:
         """Every problem, a line each."""
         yield from super().check()
-        if self.message is None:
-            yield from inert("", self, ["system", "chat_template"], "without message")
-        elif not self.message.strip():
-            yield "message: is empty; write what is to be answered"
-        if self.message is not None and self.prompt:
-            yield "prompt: has no effect with message; write one of the two"
+        if self.message is not None and not self.message.strip():
+            yield "message: is empty; write the user's message"
 
 
 @dataclass

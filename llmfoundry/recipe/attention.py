@@ -14,7 +14,16 @@ from typing import Annotated
 from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SOFTCAP, limit
 from llmfoundry.recipe.checks import divides, inert, nearest, set_defaults
 from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable
-from llmfoundry.recipe.schema import FRACTION, POSITIVE, TOKENS, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import (
+    FRACTION,
+    POSITIVE,
+    TOKENS,
+    Only,
+    Range,
+    Unless,
+    choice,
+    out_of_bounds,
+)
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
 
@@ -47,26 +56,25 @@ class RopeConfig:
     """How rotary frequencies are stretched beyond the length that they were trained for."""
 
     type: Annotated[str, choice(ROPE_TYPES)] = "no_scaling"
-    """no_scaling; linear: positions / factor (Chen et al., 2023); dynamic: theta grows with rows
-    longer than max_seq_len (NTK-aware); llama3: low frequencies / factor, high ones kept."""
-    factor: Annotated[float | None, Range(1)] = None
-    """Stretch; required by every type but no_scaling."""
-    low_freq_factor: Annotated[float | None, POSITIVE] = None
-    """Only with llama3, required: wavelengths above original length / this are stretched."""
-    high_freq_factor: Annotated[float | None, POSITIVE] = None
-    """Only with llama3, required: wavelengths below original length / this are kept."""
-    original_max_position_embeddings: Annotated[int | None, TOKENS] = None
-    """Only with llama3, required: the length that the frequencies were trained for."""
+    """no_scaling; linear: positions are divided by factor (Chen et al., 2023); dynamic: theta grows
+    with sequences longer than max_seq_len (NTK-aware); llama3: low frequencies are divided by
+    factor, high ones stay."""
+    factor: Annotated[float | None, Range(1), Unless("type", "no_scaling")] = None
+    """Scaling factor; required by every type but no_scaling."""
+    low_freq_factor: Annotated[float | None, POSITIVE, Only("type", "llama3")] = None
+    """Wavelengths above the original length divided by this number are scaled; required."""
+    high_freq_factor: Annotated[float | None, POSITIVE, Only("type", "llama3")] = None
+    """Wavelengths below the original length divided by this number stay; required."""
+    original_max_position_embeddings: Annotated[int | None, TOKENS, Only("type", "llama3")] = None
+    """The sequence length of pretraining; required."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, are missing, or have no effect."""
         if (yield from out_of_bounds(key, self)):
             return
-        wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(self.type, ("factor",))
-        for name in ("factor", *LLAMA3_KEYS):
-            if name not in wanted:
-                yield from inert(key, self, [name], f"with type: {self.type}")
-            elif getattr(self, name) is None:
+        required = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}
+        for name in required.get(self.type, ("factor",)):
+            if getattr(self, name) is None:
                 yield f"{key}{name}: type: {self.type} needs it; write a number"
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and not low < high:
@@ -80,17 +88,15 @@ FLOOR_SCALE = 8192  # Llama 4's
 class TemperatureConfig:
     """Queries sharpened with their position, as Llama 4 does in layers without positions."""
 
-    floor_scale: Annotated[int | None, Range(1)] = None
-    """Positions to which the same factor applies; 8192 where attn_scale is above 0."""
+    floor_scale: Annotated[int | None, Range(1), Only("attn_scale")] = None
+    """Number of consecutive positions that share a factor; default 8192."""
     attn_scale: Annotated[float, Range(0)] = 0.0
-    """A query at p is multiplied by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)); 0: by
-    nothing."""
+    """A query at position p is multiplied by 1 + attn_scale * log(1 + floor((p + 1) /
+    floor_scale)). 0: off."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from out_of_bounds(key, self)
-        if not self.attn_scale:
-            yield from inert(key, self, ["floor_scale"], "with attn_scale: 0")
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -103,46 +109,50 @@ class AttentionConfig:
     """Attention: kinds of heads, positions, numerical guards."""
 
     attn_type: Annotated[str, choice(ATTN_TYPES)] = "multihead_attention"
-    """multihead_attention, multiquery_attention (one key-value head), grouped_query_attention."""
+    """multihead_attention, multiquery_attention (one key-value head), or grouped_query_attention
+    (kv_n_heads of them)."""
     attn_impl: Annotated[str, choice(ATTN_IMPLS)] = "auto"
     """auto: the fastest that the device and the other settings allow. sdpa: PyTorch's fused
-    attention. On CUDA alone: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash
-    (the flash-attn package), flash3 (flash-attn-3, on Hopper). torch: plain matmul and softmax, the
-    slow reference."""
+    attention. For CUDA: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash (the
+    flash-attn package), flash3 (flash-attn-3, on Hopper). torch: plain matmul and softmax, the slow
+    reference."""
     kv_n_heads: Annotated[int | None, Range(1)] = None
-    """Key-value heads; divides n_heads. Only for, and required by, grouped_query_attention."""
+    """Key-value heads, a divisor of n_heads. Only with grouped_query_attention, which requires
+    it."""
     softmax_scale: Annotated[float | None, POSITIVE] = None
     """Factor on the attention logits; unset: 1 / sqrt(head_dim)."""
     attn_logit_softcapping: Annotated[float | None, POSITIVE] = None
     """Attention logits become c * tanh(logits / c) (Gemma 2); unset: no cap."""
     attn_pdrop: Annotated[float, FRACTION] = 0.0
-    """Dropout on attention weights, while training."""
+    """Dropout probability of attention weights during training."""
     clip_qkv: Annotated[float | None, POSITIVE] = None
-    """Clamp queries, keys and values to [-c, c] after their projection; unset: no clamp."""
+    """Clamp queries, keys and values to [-c, c] after the projection; unset: no clamp."""
     qk_ln: bool = False
-    """Normalize the whole query and key width before positions are applied."""
+    """Normalize queries and keys over all heads together, before positions are applied."""
     qk_gn: bool = False
-    """Normalize each query and key head by itself before positions are applied."""
-    norm_type: Annotated[str | None, choice(NORMS)] = None
-    """Only with qk_ln or qk_gn: the kind of that norm; unset: model.norm_type."""
-    norm_eps: Annotated[float | None, POSITIVE] = None
-    """Only with qk_ln or qk_gn: added to the variance under its root; unset: model.norm_eps."""
+    """Normalize the queries and keys of each head separately, before positions are applied."""
+    norm_type: Annotated[str | None, choice(NORMS), Only(("qk_ln", "qk_gn"))] = None
+    """The norm of queries and keys; unset: model.norm_type."""
+    norm_eps: Annotated[float | None, POSITIVE, Only(("qk_ln", "qk_gn"))] = None
+    """Added to the variance in the norm of queries and keys; unset: model.norm_eps."""
     sliding_window_size: Annotated[int, WINDOW] = -1
-    """A token sees itself and this many tokens before it; -1: all."""
+    """A token attends to itself and this many tokens before it; -1: to all."""
     alibi: bool = False
     """Attention with linear biases (Press et al., 2022) in place of position embeddings."""
-    alibi_bias_max: Annotated[int | None, Range(1)] = None
-    """ALiBi's steepest exponent: slopes 2^(-alibi_bias_max * i / n). 8 where alibi is on."""
+    alibi_bias_max: Annotated[int | None, Range(1), Only("alibi")] = None
+    """Exponent of the steepest ALiBi slope: head i of n has slope 2^(-alibi_bias_max * i / n);
+    default 8."""
     rope: bool = False
-    """Rotary positions (Su et al., 2021), half-split form, over the whole head."""
-    rope_theta: Annotated[float | None, POSITIVE] = None
-    """Base of the rotary frequencies. 10000 where rope is on."""
-    rope_hf_config: RopeConfig = field(default_factory=RopeConfig)
-    """Only with rope: how frequencies are stretched for longer rows."""
+    """Rotary position embeddings (Su et al., 2021) over the whole head, half-split form."""
+    rope_theta: Annotated[float | None, POSITIVE, Only("rope")] = None
+    """Base of the rotary frequencies; default 10000."""
+    rope_hf_config: Annotated[RopeConfig, Only("rope")] = field(default_factory=RopeConfig)
+    """Scaling of the rotary frequencies for longer sequences."""
     nope: bool = False
-    """No positions at all (Kazemnejad et al., 2023): causality alone orders the tokens."""
+    """No position embeddings (Kazemnejad et al., 2023): the order of tokens follows from causal
+    attention alone."""
     attn_temperature_tuning: TemperatureConfig = field(default_factory=TemperatureConfig)
-    """Queries sharpened with their position."""
+    """Attention temperature that depends on the position of the query."""
 
     def check(self, key: str, n_heads: int) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
@@ -157,8 +167,6 @@ class AttentionConfig:
             yield from inert(key, self, ["kv_n_heads"], "without grouped_query_attention")
         if self.qk_ln and self.qk_gn:
             yield f"{key}qk_gn: and qk_ln exclude each other; set one of them to false"
-        if not (self.qk_ln or self.qk_gn):
-            yield from inert(key, self, ["norm_type", "norm_eps"], "without qk_ln or qk_gn")
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
         yield from self._check_positions(key)
@@ -176,12 +184,6 @@ class AttentionConfig:
         if len(chosen) > 1:
             both = " and ".join(chosen[1:])
             yield f"{key}{chosen[0]}: and {both} exclude each other; set one of them to false"
-        if not self.alibi:
-            yield from inert(key, self, ["alibi_bias_max"], "without alibi: true")
-        if not self.rope:
-            yield from inert(key, self, ["rope_theta"], "without rope: true")
-            if self.rope_hf_config != RopeConfig():
-                yield f"{key}rope_hf_config: has no effect without rope: true; remove it"
         yield from self.rope_hf_config.check(f"{key}rope_hf_config.")
 
     def derived_kv_heads(self, n_heads: int) -> int | None:
@@ -214,14 +216,14 @@ class AttentionOverride:
     """What one kind of layer does otherwise; unset: as model.attn_config says."""
 
     sliding_window_size: Annotated[int | None, WINDOW] = None
-    """A token sees itself and this many tokens before it; -1: all."""
+    """A token attends to itself and this many tokens before it; -1: to all."""
     nope: bool | None = None
-    """With rope: true this layer does not rotate."""
+    """No rotary embedding in this layer. Only with attn_config.rope=true."""
     reuse_kv_layer_idx: Annotated[int | None, Range(-(2**20))] = None
-    """Take keys and values of the layer this many places up, a negative number: rotated if that
-    layer rotates. The window is this layer's own."""
+    """Use the keys and values of another layer, given as a negative offset: -1 is the layer before.
+    They are rotated if that layer rotates. The window is the one of this layer."""
     attn_temperature_tuning: TemperatureConfig | None = None
-    """Queries sharpened with their position."""
+    """Attention temperature that depends on the position of the query."""
 
     def check(self, key: str, attn: AttentionConfig) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
@@ -254,9 +256,9 @@ class BlockRun:
     name: str | None = None
     """default, or a key of block_overrides.overrides."""
     order: list[BlockRun] | None = None
-    """In place of a name: runs that are repeated together."""
+    """A sequence of runs that is repeated as a whole, in place of a name."""
     repeat: Annotated[int, Range(1, 2**20)] = 1
-    """How often."""
+    """Number of repetitions."""
 
 
 @dataclass
@@ -266,7 +268,7 @@ class BlockOverridesConfig:
     order: list[BlockRun] = field(default_factory=list)
     """From the first block to the last: {name: local, repeat: 3}, or {order: [...], repeat: 2}."""
     overrides: dict[str, BlockOverride] = field(default_factory=dict)
-    """What each name means."""
+    """The settings of each named kind of layer."""
 
     def check(self, key: str, attn: AttentionConfig, n_layers: int) -> Iterator[str]:
         """Lines for kinds that do not exist or fit, and for an order of another length."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.checks import check_duration, inert, one_of, set_defaults
+from llmfoundry.recipe.checks import check_duration, one_of, set_defaults
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.resilience import HealthCheckConfig
-from llmfoundry.recipe.schema import PATH, TOKENS, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import PATH, TOKENS, Only, Range, Unless, choice, out_of_bounds
 from llmfoundry.recipe.source import AUTO, CORPORA, TEXT
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -24,6 +24,7 @@ PREPARED_FORMATS = ("tokens", "mds")
 COLUMNS = ("tokens", "text")
 ENGINES = ("local", "ray")
 DTYPES = ("int32", "uint16", "uint32", "int64")
+_OF_TOKENS = (Only("column", ("tokens", None)), Unless("columns"))
 
 
 @dataclass
@@ -36,36 +37,34 @@ class PrepareConfig:
     format: Annotated[str, choice(PREPARED_FORMATS)] = "tokens"
     """tokens: a stream of ids, cut into rows of any length when it is read. mds: the shards of
     mosaicml-streaming, which LLM Foundry trains on."""
-    column: Annotated[str | None, choice(COLUMNS)] = None
-    """Only for mds. tokens: rows of ids. text: a document a sample, as it was read. Unset:
-    tokens."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Only for mds, in place of column: keep these columns of each row as they are, each str, or
-    json for lists and the like: {prompt: str, response: str}, {messages: json}."""
-    concat_tokens: Annotated[int | None, TOKENS] = None
-    """Only for mds tokens: ids of a row; unset: the recipe's max_seq_len."""
-    bos_text: str | None = None
-    """Only for mds tokens: what stands before each document, such as <s>, and before what the
-    tokenizer itself puts there; unset: nothing."""
-    eos_text: str | None = None
-    """Only for mds tokens: what stands behind each document, and behind what the tokenizer itself
-    puts there; unset: the end of text, if the tokenizer does not put it there. '': LLM Foundry's
-    default."""
-    no_wrap: bool | None = None
-    """Only for mds tokens: begin each row with a new document; what does not fit of a row's last
-    document is left out. Unset: off, documents continue in the next row."""
-    dtype: Annotated[str | None, choice(DTYPES)] = None
-    """Only for mds tokens: integer type of the ids; default int32, as LLM Foundry writes them."""
-    compression: str | None = None
-    """Only for mds: of the shards, such as zstd or gz:9 (br, bz2, snappy too); unset: none."""
+    column: Annotated[str | None, choice(COLUMNS), Only("format", "mds")] = None
+    """tokens: sequences of token ids. text: one document per sample, unchanged. Unset: tokens."""
+    columns: Annotated[dict[str, str], Only("format", "mds")] = field(default_factory=dict)
+    """Keep these columns of each row unchanged, in place of column. Each is str, or json for lists
+    and mappings: {prompt: str, response: str}, {messages: json}."""
+    concat_tokens: Annotated[int | None, TOKENS, _OF_TOKENS] = None
+    """Length of a sequence in tokens; unset: the recipe's max_seq_len."""
+    bos_text: Annotated[str | None, _OF_TOKENS] = None
+    """Text before each document, such as <s>, and before the tokens that the tokenizer adds; unset:
+    nothing."""
+    eos_text: Annotated[str | None, _OF_TOKENS] = None
+    """Text after each document, and after the tokens that the tokenizer adds; unset: the
+    end-of-text token, unless the tokenizer adds it. '': LLM Foundry's default."""
+    no_wrap: Annotated[bool | None, _OF_TOKENS] = None
+    """Begin each sequence with a new document and drop the part of the last document that does not
+    fit. Unset: false, documents continue in the next sequence."""
+    dtype: Annotated[str | None, choice(DTYPES), _OF_TOKENS] = None
+    """Integer type of the token ids; default int32, as in LLM Foundry."""
+    compression: Annotated[str | None, Only("format", "mds")] = None
+    """Compression of the shards, such as zstd or gz:9 (also br, bz2, snappy); unset: none."""
     hashes: list[str] = field(default_factory=lambda: ["sha1"])
     """Hashes of each shard in the index, so that readers detect damage: sha1, xxh3_64 …"""
     size_limit: Annotated[int, Range(1, 2**32 - 1, "a shard has less than 4 GiB")] = 1 << 26
     """Bytes of a shard, before compression; 64 MiB is Streaming's."""
-    licence: str | None = None
-    """Free text for the manifest: the licence of the text."""
-    source: str | None = None
-    """Free text for the manifest: where the text comes from."""
+    licence: Annotated[str | None, Only("output")] = None
+    """License of the text, as free text for the manifest."""
+    source: Annotated[str | None, Only("output")] = None
+    """Source of the text, as free text for the manifest."""
     engine: Annotated[str, choice(ENGINES)] = "local"
     """local: processes of this machine (data.num_workers). ray: a Ray cluster, the one that
     RAY_ADDRESS names (extra: ray)."""
@@ -74,26 +73,16 @@ class PrepareConfig:
         """Lines for values that cannot be, or have no effect."""
         yield from self._check_columns(key)
         yield from out_of_bounds(key, self)
-        rows = ["concat_tokens", "bos_text", "eos_text", "no_wrap", "dtype"]
-        if self.output is None:
-            yield from inert(key, self, ["licence", "source"], "without prepare.output")
         if self.output is None and self.format != "tokens":
             yield f"{key}format: {self.format} needs prepare.output; write a folder or a URL"
         if self.output is None and self.engine != "local":
             yield f"{key}engine: {self.engine} needs prepare.output; write a folder that is shared"
-        if self.format == "tokens":
-            yield from inert(key, self, ["column", "compression", *rows], "with format: tokens")
-        elif self.columns or self.column == "text":
-            kept = "columns" if self.columns else "column: text"
-            yield from inert(key, self, rows, f"with {kept}")
 
     def _check_columns(self, key: str) -> Iterator[str]:
         for name, kind in self.columns.items():
             yield from one_of(f"{key}columns.{name}", kind, ("str", "json"))
             if {",", ":"} & set(name):
                 yield f"{key}columns: {name!r} has a comma or colon; rename the column"
-        if self.columns and self.format != "mds":
-            yield f"{key}columns: has no effect with format: {self.format}; write format: mds"
         if self.columns and self.column is not None:
             yield f"{key}column: and columns exclude each other; remove one"
 
@@ -322,8 +311,8 @@ class FetchRecipe:
 
     gauntlet: Annotated[str | None, PATH] = None
     """A gauntlet file whose tasks' rows to fetch; unset: eval/gauntlets/v0.3.yaml."""
-    tasks: list[str] = field(default_factory=list)
-    """Instead of a gauntlet: labels of tasks that eval/tasks/ defines."""
+    tasks: Annotated[list[str], Unless("gauntlet")] = field(default_factory=list)
+    """Labels of tasks in eval/tasks/, in place of a gauntlet."""
     from_foundry: Annotated[str | None, PATH] = None
     """Link to the files of a clone of https://github.com/mosaicml/llm-foundry: keep it. Rows are
     exactly those of published results."""
@@ -343,8 +332,6 @@ class FetchRecipe:
                 "from_foundry: write from_foundry=PATH, a clone of LLM Foundry, or from_hub=true"
                 + (", not both" if self.from_hub else "")
             )
-        if self.gauntlet is not None and self.tasks:
-            yield "tasks: has no effect beside gauntlet; remove one of them"
 
     def fill(self) -> None:
         """Write derived values in place."""

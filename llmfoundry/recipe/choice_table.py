@@ -70,6 +70,14 @@ class ChoiceTable(UserDict[str, T]):
         """An entry, or what is given in its place."""
         return self.data.get(name, default)
 
+    def names(self, test: Callable[[T], bool]) -> Callable[[], tuple[str, ...]]:
+        """Return a function that lists the entries which pass a test, those of plugins too."""
+        return lambda: tuple(name for name, entry in self.data.items() if test(entry))
+
+    def taking(self, key: str) -> Callable[[], tuple[str, ...]]:
+        """Return a function that lists the entries with a setting `key`, those of plugins too."""
+        return self.names(lambda entry: key in entry.keys)  # type: ignore[attr-defined]
+
     def __missing__(self, name: str) -> T:
         raise UserError(f"{self.key}: {self.refusal(name)}")
 

@@ -25,6 +25,7 @@ from llmfoundry.recipe.schema import (
     FRACTION,
     PATH,
     PROCESSES,
+    Only,
     Range,
     choice,
     out_of_bounds,
@@ -50,16 +51,16 @@ class TokenizerConfig:
     name: Annotated[str, choice((*TOKENIZERS, PRETRAINED))] = "train"
     """train (byte-level BPE on the recipe's own corpus), bytes, huggingface, tiktoken; in
     fine-tuning also pretrained: that of model.pretrained."""
-    vocab_size: Annotated[int | None, Range(257, 2**22, "as many merges are learned and kept")] = (
-        None
-    )
-    """Only for train: size to reach, with the end-of-text token; default 8192."""
-    train_bytes: Annotated[int | None, Range(1)] = None
-    """Only for train: text to learn merges from, at most; default 20 MB (more changes little)."""
-    path: Annotated[str | None, PATH] = None
-    """Only for huggingface: a folder with tokenizer.json, or a hub id."""
-    encoding: str | None = None
-    """Only for tiktoken: an encoding (cl100k_base) or a model's name (gpt-4); default gpt-4."""
+    vocab_size: Annotated[
+        int | None, Range(257, 2**22, "as many merges are learned and kept"), Only("name", "train")
+    ] = None
+    """Vocabulary size with the end-of-text token; default 8192."""
+    train_bytes: Annotated[int | None, Range(1), Only("name", "train")] = None
+    """Bytes of text from which merges are learned, at most; default 20 MB (more changes little)."""
+    path: Annotated[str | None, PATH, Only("name", "huggingface")] = None
+    """A folder with tokenizer.json, or a hub id."""
+    encoding: Annotated[str | None, Only("name", "tiktoken")] = None
+    """An encoding (cl100k_base) or the name of a model (gpt-4); default gpt-4."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
     """How messages become a text: zephyr, which fits any tokenizer; chatml, llama3, mpt; a model's
     own text with marks around what is learned, qwen2.5, qwen3, phi3, phi3.5, gemma, gemma3,
@@ -72,22 +73,9 @@ class TokenizerConfig:
     """Read a special token in a text, such as <|endoftext|>, as its plain characters. Off: as that
     token, as transformers and LLM Foundry do; any text can then contain one."""
 
-    _USED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "train": ("vocab_size", "train_bytes"),
-        "bytes": (),
-        "huggingface": ("path",),
-        "tiktoken": ("encoding",),
-        PRETRAINED: (),
-    }
-
     def check(self, key: str = "tokenizer.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if self.name not in self._USED:
-            return
-        fields = ("vocab_size", "train_bytes", "path", "encoding")
-        unused = [f for f in fields if f not in self._USED[self.name]]
-        yield from inert(key, self, unused, f"with name: {self.name}")
         if self.chat_template in (None, *CHAT_TEMPLATES):
             yield from inert_change(
                 key, self, ["trust_chat_template"], "without a file as chat_template"
@@ -254,10 +242,12 @@ class DataConfig(SourceConfig):
     """python_stdlib: sources of the running Python, tests left out. files, huggingface: documents.
     shards: MDS or token shards. instructions: generated chats with exact answers. mixture: several
     of these, below data.streams."""
-    streams: dict[str, StreamConfig] = field(default_factory=dict)
-    """Only for mixture: the sources by a name of their own."""
-    phases: list[PhaseConfig] = field(default_factory=list)
-    """Only for mixture: other proportions from some points of the run on, in their order."""
+    streams: Annotated[dict[str, StreamConfig], Only("name", "mixture")] = field(
+        default_factory=dict
+    )
+    """The sources, by names of your choice."""
+    phases: Annotated[list[PhaseConfig], Only("name", "mixture")] = field(default_factory=list)
+    """Other proportions from certain points of the run on, in order."""
     batching_method: Annotated[str, choice(BATCHING)] = "stratified"
     """Only for mixture. stratified: every batch has every stream's part, to within one row.
     per_stream: a batch is of one stream."""
@@ -346,9 +336,6 @@ class DataConfig(SourceConfig):
         yield from self._check_source(key)
         if self.name == "mixture":
             yield from self._check_mixture(key)
-        elif self.streams or self.phases:
-            field_ = "streams" if self.streams else "phases"
-            yield f"{key}{field_}: has no effect with name: {self.name}; write name: mixture"
         if self.validation is not None:
             yield from self._check_validation(f"{key}validation.", self.validation)
         yield from self._check_order(key)

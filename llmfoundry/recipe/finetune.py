@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from llmfoundry.recipe.adapter import AdapterConfig, PretrainedConfig
 from llmfoundry.recipe.data import PRETRAINED, TokenizerConfig
@@ -13,6 +13,7 @@ from llmfoundry.recipe.load import load
 from llmfoundry.recipe.parallel import tensor_adapters
 from llmfoundry.recipe.paths import find_recipe
 from llmfoundry.recipe.preference import PreferenceConfig
+from llmfoundry.recipe.schema import Only
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.yaml_file import read_yaml
 
@@ -34,8 +35,9 @@ class FinetuneRecipe(TrainRecipe):
     """The tokenizer (group tokenizer/); unset: the model's own."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """What trains in place of the model's own parameters."""
-    freeze: list[str] = field(default_factory=list)
-    """Parts that do not train, by name: wte, "blocks.0-3", "*.attn"; each must match."""
+    freeze: Annotated[list[str], Only("adapter.name", "none")] = field(default_factory=list)
+    """Names of modules that do not train: wte, "blocks.0-3", "*.attn"; each must match. An adapter
+    freezes all other parameters anyway."""
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Learning from pairs of answers."""
 
@@ -67,8 +69,6 @@ class FinetuneRecipe(TrainRecipe):
                 "preference.reference: adapter would take the model without adapter.pretrained for"
                 " what training begins with; write precompute"
             )
-        if self.adapter.name != "none" and self.freeze:
-            yield "freeze: has no effect with an adapter, which freezes all else; remove it"
         yield from self._check_context()
         if self.load_path is not None:
             yield "load_path: has no effect here; write the checkpoint as model.pretrained"

@@ -1,8 +1,8 @@
 """The `launch` section: where `scripts/launch.py` starts a run, and on what.
 
 Training itself does not read it, so that a recipe with one trains as without. The idea: one section
-for all targets, each key's meaning said for those that have it; a key that a target does not have
-is refused (`_TARGETS_OF`), for it would be dropped without a word.
+for all targets; an `Only` rule of a key names the targets that have it. A key that the target does
+not have is an error, because it would have no effect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import set_defaults
-from llmfoundry.recipe.schema import Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import Only, Range, choice, out_of_bounds
 from llmfoundry.redaction import names_a_secret, public
 
 TARGETS = ("local", "ssh", "slurm", "kubernetes", "skypilot")
@@ -45,29 +45,31 @@ class LaunchConfig:
     """local: this machine, in the background. ssh: machines that your ssh reaches. slurm: a job of
     sbatch. kubernetes: a Job, JobSet or TrainJob, by kubectl. skypilot: only printed, for sky."""
     nodes: Annotated[int | None, _NODES] = None
-    """Machines that train; unset: 1, or all hosts. Several need a save_folder that all of them
-    reach: a shared file system, or a URL."""
+    """Number of machines; unset: 1, or all hosts. Several machines need a save_folder that all of
+    them reach: a shared file system, or a URL."""
     gpus_per_node: Annotated[int | None, Range(0, 1024)] = None
-    """GPUs, and so processes, of each machine; 0: one process on CPUs. Unset: 8 on slurm,
-    kubernetes and skypilot; elsewhere those that the machine has."""
-    spare_nodes: Annotated[int | None, _NODES] = None
-    """slurm: machines more than `nodes`, which take the place of bad ones; unset: none, and a job
-    that loses one continues with fewer."""
-    hosts: list[str] = field(default_factory=list)
-    """ssh: machines by the names that ssh takes (user@host); all meet at the first one's."""
-    port: Annotated[int | None, Range(1, 65_535)] = None
-    """ssh, kubernetes, skypilot: where processes of several machines meet on the first; unset:
+    """GPUs, and therefore processes, of each machine; 0: one process on CPUs. Unset: 8 on slurm,
+    kubernetes and skypilot; elsewhere all GPUs of the machine."""
+    spare_nodes: Annotated[int | None, _NODES, Only("target", "slurm")] = None
+    """Machines in addition to `nodes`, which replace failed ones. Unset: none, and a job that loses
+    a machine continues with fewer."""
+    hosts: Annotated[list[str], Only("target", "ssh")] = field(default_factory=list)
+    """Machines by the names that ssh takes (user@host). All processes connect to the first one."""
+    port: Annotated[
+        int | None, Range(1, 65_535), Only("target", ("ssh", "kubernetes", "skypilot"))
+    ] = None
+    """Port of the first machine to which the processes of the other machines connect; unset:
     29400."""
     workdir: str | None = None
     """The folder in which the run is started, from which its relative paths are meant, save_folder
     too; made where it is missing. Unset: this one (on ssh the same path there), on kubernetes and
     skypilot the image's."""
-    environment: str | None = None
-    """A folder there with bin/python, such as a venv; unset: this Python's on local and slurm, else
-    the python of the PATH."""
-    image: str | None = None
-    """A container image with llmfoundry (the repository's Dockerfile makes one). kubernetes needs
-    one; slurm starts processes in it by pyxis; skypilot: docker:IMAGE."""
+    environment: Annotated[str | None, Only("target", ("local", "ssh", "slurm", "skypilot"))] = None
+    """A folder on the machine with bin/python, such as a venv; unset: this Python's on local and
+    slurm, else the python of the PATH."""
+    image: Annotated[str | None, Only("target", ("slurm", "kubernetes", "skypilot"))] = None
+    """A container image with llmfoundry (the repository's Dockerfile builds one). kubernetes
+    requires it; slurm starts processes in it by pyxis; skypilot takes it as docker:IMAGE."""
     setup: list[str] = field(default_factory=list)
     """Lines of bash that run first on each machine (slurm: on the first): module load cuda."""
     env: dict[str, str] = field(default_factory=dict)
@@ -76,49 +78,56 @@ class LaunchConfig:
     """Names of variables with secrets, [HF_TOKEN], never their values. local, slurm: inherited from
     this shell. ssh: sent through ssh's standard input. kubernetes: keys of the Secret `secret`.
     skypilot: sky's secrets, of its shell."""
-    secret: str | None = None
-    """kubernetes: the Secret that has `secrets`; unset: llmfoundry, as `kubectl create secret
-    generic llmfoundry --from-env-file=FILE` makes it."""
-    mounts: list[str] = field(default_factory=list)
-    """What a container sees, SOURCE:/path. kubernetes: a PersistentVolumeClaim's name, or a path of
-    the node; slurm: a path, with `image`; skypilot: a bucket's URL or a path here."""
-    resources: dict[str, Any] = field(default_factory=dict)
-    """kubernetes: more limits of a pod, {memory: 1Ti, cpu: 96, rdma/ib: 8}; skypilot: more keys of
-    its resources, {accelerators: "A100:8", use_spot: true}."""
-    queue: str | None = None
+    secret: Annotated[str | None, Only("target", "kubernetes")] = None
+    """The Kubernetes Secret that has `secrets`; unset: llmfoundry, as `kubectl create secret
+    generic llmfoundry --from-env-file=FILE` creates it."""
+    mounts: Annotated[list[str], Only("target", ("slurm", "kubernetes", "skypilot"))] = field(
+        default_factory=list
+    )
+    """Volumes of the container, SOURCE:/path. kubernetes: SOURCE is the name of a
+    PersistentVolumeClaim, or a path of the node; slurm: a path, with `image`; skypilot: the URL of
+    a bucket, or a path on this machine."""
+    resources: Annotated[dict[str, Any], Only("target", ("kubernetes", "skypilot"))] = field(
+        default_factory=dict
+    )
+    """kubernetes: additional limits of a pod, {memory: 1Ti, cpu: 96, rdma/ib: 8}; skypilot:
+    additional keys of its resources, {accelerators: "A100:8", use_spot: true}."""
+    queue: Annotated[str | None, Only("target", ("slurm", "kubernetes"))] = None
     """slurm: the partition; kubernetes: Kueue's LocalQueue (a label)."""
-    account: str | None = None
-    """slurm: whom the job is charged to."""
-    priority: str | None = None
+    account: Annotated[str | None, Only("target", "slurm")] = None
+    """The account that the job is charged to."""
+    priority: Annotated[str | None, Only("target", ("slurm", "kubernetes"))] = None
     """slurm: a quality of service (--qos); kubernetes: a PriorityClass, with `queue` Kueue's."""
-    time: str | None = None
-    """slurm, kubernetes: the longest time of the job, [DAYS-]HOURS:MM:SS; unset: the target's."""
-    restarts: Annotated[int | None, Range(0, 10_000)] = None
-    """slurm, kubernetes, skypilot: how often the target itself may start the job again (preempted,
-    a machine lost), beyond what its supervisor does in place; unset: 20."""
-    signal_seconds: Annotated[int | None, Range(1, 86_400)] = None
-    """slurm, kubernetes: how long before it is ended the run is notified, to save; unset: 300."""
-    namespace: str | None = None
-    """kubernetes: unset: the context's."""
-    context: str | None = None
-    """kubernetes: of kubectl's configuration; unset: the current one."""
-    object: Annotated[str | None, choice(OBJECTS)] = None
-    """kubernetes: job (one machine), jobset, or trainjob (Kubeflow Trainer 2); unset: job for one
-    machine, jobset for several."""
-    service_account: str | None = None
-    """kubernetes: of the pods; unset: with supervise.act one that may cordon nodes is made."""
-    options: list[str] = field(default_factory=list)
-    """ssh: of the command ssh, ["-p", "2222"] (-i -l -J, -o of an allowed few; all else belongs
-    into ~/.ssh/config). slurm: lines of #SBATCH, ["--constraint=h100"]."""
+    time: Annotated[str | None, Only("target", ("slurm", "kubernetes"))] = None
+    """Time limit of the job, [DAYS-]HOURS:MM:SS; unset: the target's."""
+    restarts: Annotated[
+        int | None, Range(0, 10_000), Only("target", ("slurm", "kubernetes", "skypilot"))
+    ] = None
+    """How often the target may restart the job (preempted, a machine lost), in addition to restarts
+    by the supervisor within the job; unset: 20."""
+    signal_seconds: Annotated[
+        int | None, Range(1, 86_400), Only("target", ("slurm", "kubernetes"))
+    ] = None
+    """Seconds before the end of the job at which the run is notified, so that it can save; unset:
+    300."""
+    namespace: Annotated[str | None, Only("target", "kubernetes")] = None
+    """Kubernetes namespace; unset: the context's."""
+    context: Annotated[str | None, Only("target", "kubernetes")] = None
+    """Context of kubectl's configuration; unset: the current one."""
+    object: Annotated[str | None, choice(OBJECTS), Only("target", "kubernetes")] = None
+    """job (one machine), jobset, or trainjob (Kubeflow Trainer 2); unset: job for one machine,
+    jobset for several."""
+    service_account: Annotated[str | None, Only("target", "kubernetes")] = None
+    """Service account of the pods; unset: the default, or with supervise.act a new one that may
+    cordon nodes."""
+    options: Annotated[list[str], Only("target", ("ssh", "slurm"))] = field(default_factory=list)
+    """ssh: options of the ssh command, ["-p", "2222"] (-i -l -J, and -o with an allowed few; write
+    all others into ~/.ssh/config). slurm: #SBATCH lines, ["--constraint=h100"]."""
 
     def check(self, key: str = "launch.") -> Iterator[str]:
         """Lines for values that cannot be, or that the target does not have."""
         if (yield from out_of_bounds(key, self)):
             return
-        for name, targets in _TARGETS_OF.items():
-            if getattr(self, name) not in (None, [], {}) and self.target not in targets:
-                where = ", ".join(targets)
-                yield f"{key}{name}: has no effect with target: {self.target} ({where}); remove it"
         yield from self._check_variables(key)
         yield from self._check_texts(key)
         if self.time is not None and not _TIME.fullmatch(self.time):
@@ -252,25 +261,3 @@ def ssh_problems(key: str, options: list[str]) -> Iterator[str]:
 
 
 _NAMES = {"secret", "namespace", "service_account"}
-_TARGETS_OF: dict[str, tuple[str, ...]] = {
-    "spare_nodes": ("slurm",),
-    "hosts": ("ssh",),
-    "port": ("ssh", "kubernetes", "skypilot"),
-    "environment": ("local", "ssh", "slurm", "skypilot"),
-    "image": ("slurm", "kubernetes", "skypilot"),
-    "secret": ("kubernetes",),
-    "mounts": ("slurm", "kubernetes", "skypilot"),
-    "resources": ("kubernetes", "skypilot"),
-    "queue": ("slurm", "kubernetes"),
-    "account": ("slurm",),
-    "priority": ("slurm", "kubernetes"),
-    "time": ("slurm", "kubernetes"),
-    "restarts": ("slurm", "kubernetes", "skypilot"),
-    "signal_seconds": ("slurm", "kubernetes"),
-    "namespace": ("kubernetes",),
-    "context": ("kubernetes",),
-    "object": ("kubernetes",),
-    "service_account": ("kubernetes",),
-    "options": ("ssh", "slurm"),
-}
-"""Keys that only some targets have."""

@@ -13,7 +13,15 @@ from typing import Annotated, Any, ClassVar
 from llmfoundry.recipe.checks import check_duration, inert, set_defaults
 from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, check_plugins, settings_of
 from llmfoundry.recipe.resilience import WatchConfig
-from llmfoundry.recipe.schema import NEW_TOKENS, TEMPERATURE, TOP_P, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import (
+    NEW_TOKENS,
+    TEMPERATURE,
+    TOP_P,
+    Only,
+    Range,
+    choice,
+    out_of_bounds,
+)
 from llmfoundry.redaction import public
 
 WANDB_MODES = ("online", "offline")
@@ -66,47 +74,44 @@ class LoggerConfig:
     """Beside the console, metrics.jsonl and report.html, which every run writes."""
 
     mlflow: bool = True
-    """Record parameters, metrics, tags and the recipe in MLflow."""
-    tracking_uri: str | None = None
-    """MLflow's store; sqlite:///runs/mlflow.db unless a server's address is given."""
-    experiment_name: str | None = None
-    """MLflow's experiment; default llmfoundry."""
+    """Log parameters, metrics, tags and the recipe to MLflow."""
+    tracking_uri: Annotated[str | None, Only("mlflow")] = None
+    """Address of the MLflow server or store; default sqlite:///runs/mlflow.db."""
+    experiment_name: Annotated[str | None, Only("mlflow")] = None
+    """MLflow experiment; default llmfoundry."""
     tensorboard: bool = False
     """Write TensorBoard event files to save_folder/tensorboard (extra tensorboard)."""
     wandb: bool = False
-    """Record in Weights & Biases (extra wandb)."""
-    wandb_mode: Annotated[str | None, choice(WANDB_MODES)] = None
+    """Log to Weights & Biases (extra wandb)."""
+    wandb_mode: Annotated[str | None, choice(WANDB_MODES), Only("wandb")] = None
     """online (the default; needs a login), or offline: in save_folder/wandb, for `wandb sync`."""
-    wandb_project: str | None = None
-    """Weights & Biases' project; default llmfoundry."""
-    wandb_entity: str | None = None
-    """Weights & Biases' team or user; unset: the login's default."""
+    wandb_project: Annotated[str | None, Only("wandb")] = None
+    """Weights & Biases project; default llmfoundry."""
+    wandb_entity: Annotated[str | None, Only("wandb")] = None
+    """Weights & Biases team or user; unset: the default of the login."""
     trackio: bool = False
-    """Record in trackio's database on this machine, in TRACKIO_DIR (extra trackio)."""
-    trackio_project: str | None = None
-    """trackio's project; default llmfoundry."""
+    """Log to trackio's database on this machine, in TRACKIO_DIR (extra trackio)."""
+    trackio_project: Annotated[str | None, Only("trackio")] = None
+    """trackio project; default llmfoundry."""
     prometheus: bool = False
-    """Serve the newest metrics, and how many events there were, for Prometheus to scrape."""
-    prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
-    """Where the main process serves them, at /metrics; default 9464. Each run of a machine needs
-    one of its own."""
-    prometheus_host: str | None = None
-    """The address to listen at; default 127.0.0.1: this machine alone may ask. 0.0.0.0: whoever
-    reaches it; run names and metrics are not protected by any password."""
-    prometheus_textfile: str | None = None
-    """A file NAME.prom in the folder that node-exporter's textfile collector reads, which is
-    written during the run; no port is opened then unless prometheus_port names one."""
+    """Serve the latest metrics and the number of events for Prometheus to scrape."""
+    prometheus_port: Annotated[int | None, Range(1, 65_535), Only("prometheus")] = None
+    """Port of the main process, which serves /metrics; default 9464. Each run on a machine needs a
+    different port."""
+    prometheus_host: Annotated[str | None, Only("prometheus")] = None
+    """Address to listen on. Default 127.0.0.1: only this machine can connect. 0.0.0.0: every
+    machine that reaches this one can read run names and metrics, without a password."""
+    prometheus_textfile: Annotated[str | None, Only("prometheus")] = None
+    """A file NAME.prom in the folder of node-exporter's textfile collector, which is written during
+    the run. No port is opened then unless prometheus_port is set."""
     in_memory: bool = False
-    """Keep every metric in the tracker, for a Python program that calls the trainer."""
+    """Keep every metric in memory, for a Python program that calls the trainer."""
     plugins: Plugins = field(default_factory=dict)
-    """Loggers of plugins, each with its settings: {my_logger: {path: x}}."""
+    """Loggers that plugins add, each with its settings: {my_logger: {path: x}}."""
 
     def check(self, key: str = "logger.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        for name in _SHIPPED_LOGGERS - {*self.chosen()}:
-            why = "with mlflow: false" if name == "mlflow" else f"without {name}: true"
-            yield from inert(key, self, LOGGERS[name].keys, why)
         if self._has_no_port:
             yield from inert(key, self, ["prometheus_host"], f"without {key}prometheus_port")
         if not (self.prometheus_textfile or ".prom").endswith(".prom"):
@@ -144,18 +149,19 @@ class GenerateConfig:
     """What `generate: false` or null stands for: no prompts."""
 
     prompts: list[str] = field(default_factory=list)
-    """Texts to continue; none: no samples."""
+    """Prompts to continue; none: no samples."""
     from_validation: Annotated[int, Range(0, 1000, "each is written at every interval")] = 0
-    """Validation rows, from the first, whose prompts are answered, the right answer beside it; of
-    fine-tuning runs."""
+    """In fine-tuning runs: number of validation examples, from the first, whose prompts are
+    answered and printed with the right answer."""
     interval: str = "0.25dur"
-    """How often."""
+    """How often samples are generated."""
     max_new_tokens: Annotated[int, NEW_TOKENS] = 64
-    """Length of a continuation, in tokens, unless end-of-text comes first."""
+    """Maximum length of a sample in tokens."""
     temperature: Annotated[float, TEMPERATURE] = 0.8
-    """0 takes the likeliest token; more is more random."""
-    top_p: Annotated[float | None, TOP_P] = None
-    """Draw from the likeliest tokens that together reach this probability; 1: all. Default 0.9."""
+    """Sampling temperature. 0: always the most likely token."""
+    top_p: Annotated[float | None, TOP_P, Only("temperature")] = None
+    """Nucleus sampling: sample from the most likely tokens that together reach this probability; 1:
+    from all. Default 0.9."""
 
     @property
     def is_on(self) -> bool:
@@ -166,8 +172,6 @@ class GenerateConfig:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
         yield from check_duration(f"{key}interval", self.interval)
-        if self.temperature == 0:
-            yield from inert(key, self, ["top_p"], f"with {key}temperature: 0")
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -183,21 +187,18 @@ class EarlyStopperConfig:
     """What `early_stopper: false` or null stands for: no metric."""
 
     metric: str | None = None
-    """A metric's name as metrics.jsonl has it, such as
-    metrics/eval/LanguageCrossEntropy; unset: never stop."""
-    mode: Annotated[str | None, choice(STOP_MODES)] = None
-    """min: smaller is better; max: greater is. min for losses, perplexity and bits per byte, max
-    for all else."""
-    patience: Annotated[int | None, Range(1)] = None
+    """Name of a metric in metrics.jsonl, such as metrics/eval/LanguageCrossEntropy; unset: never
+    stop."""
+    mode: Annotated[str | None, choice(STOP_MODES), Only("metric")] = None
+    """min: smaller is better; max: larger is better. Default min for losses, perplexity and bits
+    per byte, max for all other metrics."""
+    patience: Annotated[int | None, Range(1), Only("metric")] = None
     """Measurements without improvement after which the run ends; default 3."""
-    min_delta: Annotated[float | None, Range(0)] = None
-    """What counts as improvement, in the metric's unit; default 0."""
+    min_delta: Annotated[float | None, Range(0), Only("metric")] = None
+    """Smallest change that counts as improvement, in the unit of the metric; default 0."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
-        if self.metric is None:
-            names = ["mode", "patience", "min_delta"]
-            yield from inert(key, self, names, f"without {key}metric")
         yield from out_of_bounds(key, self)
 
     def fill(self) -> None:
@@ -253,31 +254,34 @@ class CallbacksConfig:
     """Small observers of the training loop; false or an empty list switches one off."""
 
     speed_monitor: bool = True
-    """Throughput, and model FLOPs utilisation where the device's peak is known."""
+    """Log throughput, and model FLOPs utilization (MFU) if the peak of the device is known."""
     speed_window: Annotated[int, Range(1, 2**20, "each is kept in memory")] = 10
-    """Logged steps over which throughput is averaged."""
+    """Number of logged steps over which throughput is averaged."""
     step_times: bool = True
-    """Where a step's time goes: data, forward, backward, messages between processes, optimizer,
-    logging, as metrics time/step/* and a bar in the report. On a GPU nobody waits for it."""
+    """Log how long the parts of a step take: data, forward, backward, communication, optimizer,
+    logging. They are metrics time/step/* and a bar in the report. On a GPU this adds no
+    synchronization."""
     memory_monitor: bool = True
-    """Peak memory of the device (GPU) or the process (CPU)."""
+    """Log the peak memory of the device (GPU) or the process (CPU)."""
     runtime_estimator: bool = True
-    """Time that remains."""
+    """Log the estimated remaining time."""
     lr_monitor: bool = True
-    """The learning rate of every parameter group."""
+    """Log the learning rate of every parameter group."""
     optimizer_monitor: bool = False
-    """Norms of each parameter, its gradient and the optimizer's moments, and of all together."""
+    """Log the norms of each parameter, its gradient and its optimizer state, and of all
+    together."""
     gc_interval: Annotated[int, Range(0)] = 1000
-    """Batches between garbage collections, at the same batch on all processes; Python's own, which
-    comes at any time and makes the others wait, is off. 0 leaves Python's own on."""
+    """Batches between garbage collections, at the same batch in all processes. Python's automatic
+    garbage collection, which would delay the other processes at random, is disabled. 0: leave it
+    enabled."""
     watch: WatchConfig = field(default_factory=WatchConfig)
-    """What the run notices about itself: spikes, slow processes, drops of speed."""
+    """Detection of loss spikes, slow processes and drops of speed."""
     early_stopper: EarlyStopperConfig = field(default_factory=EarlyStopperConfig)
-    """Ends a run that no longer improves."""
+    """End of a run that no longer improves."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-    """Samples of text."""
+    """Text samples during training."""
     plugins: Plugins = field(default_factory=dict)
-    """Callbacks of plugins, each with its settings: {my_callback: {every: 10}}."""
+    """Callbacks that plugins add, each with its settings: {my_callback: {every: 10}}."""
 
     def check(self, key: str = "callbacks.") -> Iterator[str]:
         """Lines for values that cannot be."""
@@ -320,53 +324,51 @@ class ProfileConfig:
 
     trace: bool = False
     """Trace steps with torch.profiler: trace-step-N-rank-R.json.gz for chrome://tracing, Perfetto
-    and TensorBoard, and the ten operations that took longest, in the log and beside it."""
-    skip_first: Annotated[int | None, _STEPS] = None
-    """Only with trace: steps before the first cycle; default 10."""
-    wait: Annotated[int | None, _STEPS] = None
-    """Only with trace: steps at the beginning of each cycle that are left alone; default 0."""
-    warmup: Annotated[int | None, Range(0, 100, _WINDOW)] = None
-    """Only with trace: steps that are traced and forgotten, as the first ones of a tracer take
-    longer; default 1."""
-    active: Annotated[int | None, Range(1, 100, _WINDOW)] = None
-    """Only with trace: steps of each cycle that the trace has; default 3."""
-    repeat: Annotated[int | None, Range(1, 1000, "each cycle is a file")] = None
-    """Only with trace: cycles, each a trace of its own; default 1."""
-    ranks: Annotated[list[int] | str | None, choice((ALL_RANKS,), "a list of ranks")] = None
-    """Processes that trace, and that keep a history of memory: [0, 8], or all; default [0]."""
-    record_shapes: bool | None = None
-    """Only with trace: shapes of each operation's inputs too; default false."""
-    profile_memory: bool | None = None
-    """Only with trace: each allocation too; default false."""
-    with_stack: bool | None = None
-    """Only with trace: the line of Python that called each operation too, which is slow; default
-    false."""
-    with_flops: bool | None = None
-    """Only with trace: FLOPs of products and convolutions too; default false."""
+    and TensorBoard. The ten slowest operations are logged and saved next to it."""
+    skip_first: Annotated[int | None, _STEPS, Only("trace")] = None
+    """Steps before the first cycle; default 10."""
+    wait: Annotated[int | None, _STEPS, Only("trace")] = None
+    """Steps at the beginning of each cycle without tracing; default 0."""
+    warmup: Annotated[int | None, Range(0, 100, _WINDOW), Only("trace")] = None
+    """Steps that are traced and discarded, because the first steps of a tracer are slower; default
+    1."""
+    active: Annotated[int | None, Range(1, 100, _WINDOW), Only("trace")] = None
+    """Steps of each cycle that are traced; default 3."""
+    repeat: Annotated[int | None, Range(1, 1000, "each cycle is a file"), Only("trace")] = None
+    """Number of cycles, each with a trace file; default 1."""
+    ranks: Annotated[
+        list[int] | str | None,
+        choice((ALL_RANKS,), "a list of ranks"),
+        Only(("trace", "memory_snapshot")),
+    ] = None
+    """Ranks that write traces and memory snapshots: a list such as [0, 8], or all; default [0]."""
+    record_shapes: Annotated[bool | None, Only("trace")] = None
+    """Record the input shapes of each operation; default false."""
+    profile_memory: Annotated[bool | None, Only("trace")] = None
+    """Record each allocation; default false."""
+    with_stack: Annotated[bool | None, Only("trace")] = None
+    """Record the Python source line of each operation, which is slow; default false."""
+    with_flops: Annotated[bool | None, Only("trace")] = None
+    """Record the FLOPs of matrix multiplications and convolutions; default false."""
     memory_snapshot: bool = False
-    """Keep a history of allocations, and write it as memory-*.pickle for pytorch.org/memory_viz:
-    when SIGUSR2 asks a process for it (kill -USR2), and when a GPU runs out of memory. A CPU has no
-    such history: there it is that of the one step after the signal, as torch.profiler sees it."""
-    memory_snapshot_step: Annotated[int | None, Range(1, 2**31)] = None
-    """Only with memory_snapshot: the step of this process after which one is written unasked."""
-    memory_snapshot_entries: Annotated[int | None, Range(1, 2**24, "each takes some kB")] = None
-    """Only with memory_snapshot: newest allocations and frees that a GPU's history has; default
-    100,000."""
-    max_gib: Annotated[float | None, Range(above=0, most=1e6)] = None
-    """GiB that save_folder/profile may take on a machine; what would exceed it is left out, and
-    reported; default 4."""
+    """Record the history of allocations, and write it as memory-*.pickle for pytorch.org/memory_viz
+    when a process receives SIGUSR2 (kill -USR2) and when a GPU runs out of memory. On a CPU the
+    snapshot covers the one step after the signal, as torch.profiler records it."""
+    memory_snapshot_step: Annotated[int | None, Range(1, 2**31), Only("memory_snapshot")] = None
+    """Step of this process after which a snapshot is written without a signal."""
+    memory_snapshot_entries: Annotated[
+        int | None, Range(1, 2**24, "each takes some kB"), Only("memory_snapshot")
+    ] = None
+    """Length of the history: most recent allocations and frees of a GPU; default 100,000."""
+    max_gib: Annotated[
+        float | None, Range(above=0, most=1e6), Only(("trace", "memory_snapshot"))
+    ] = None
+    """Limit of save_folder/profile on a machine, in GiB; files beyond it are not written, which is
+    reported. Default 4."""
 
     def check(self, key: str = "profile.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if not self.trace:
-            yield from inert(key, self, [*_SCHEDULE, *_CONTENT], f"without {key}trace: true")
-        if not self.memory_snapshot:
-            names = ["memory_snapshot_step", *_MEMORY]
-            yield from inert(key, self, names, f"without {key}memory_snapshot: true")
-        if not self.is_on:
-            why = f"without {key}trace or {key}memory_snapshot: true"
-            yield from inert(key, self, ["ranks", *_FILES], why)
         if isinstance(self.ranks, list):
             if not self.ranks:
                 yield f"{key}ranks: names no process; write [0], or all"

@@ -10,7 +10,7 @@ that a class of transformers computes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.attention import (
@@ -27,7 +27,9 @@ from llmfoundry.recipe.schema import (
     POSITIVE,
     TOKENS,
     WIDTH,
+    Only,
     Range,
+    Unless,
     choice,
     out_of_bounds,
 )
@@ -71,6 +73,10 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the argum
 }
 
 
+_MOE = Only("ffn_type", "dmoe")
+_BY_LOSS = Only("moe_balancing", ("loss", None))  # the default of a mixture
+
+
 @dataclass
 class FFNConfig:
     """The feed-forward layer."""
@@ -81,50 +87,52 @@ class FFNConfig:
     }
     ffn_type: Annotated[str, choice(FFN_TYPES, reasons=OTHER_MOE_NAMES)] = "mptmlp"
     """mptmlp: down(act(up x)). mptglu: down(act(gate x) * up x) (Shazeer, 2020). dmoe: a dropless
-    mixture of such layers (Gale et al., 2022), of which a router chooses a few for each token."""
+    mixture of experts (Gale et al., 2022), of which a router selects a few for each token."""
     ffn_act_fn: Annotated[str | dict[str, Any], choice(ACTIVATIONS)] = "gelu"
-    """An elementwise function of torch.nn.functional, gelu_tanh, quick_gelu or relu2 (squared);
-    with arguments as {name: leaky_relu, negative_slope: 0.1}."""
+    """An elementwise function of torch.nn.functional, or gelu_tanh, quick_gelu or relu2 (squared
+    ReLU). With arguments: {name: leaky_relu, negative_slope: 0.1}."""
     ffn_hidden_size: Annotated[int | None, WIDTH] = None
-    """Inner width, of one expert where there are several; unset: d_model * expansion_ratio."""
-    moe_num_experts: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for dmoe, which requires it: number of experts of a layer."""
-    moe_top_k: Annotated[int | None, Range(1, 2**16)] = None
-    """Only for dmoe: experts that a token visits; default 1."""
-    mlp_type: Annotated[str | None, choice(MLP_TYPES)] = None
-    """Only for dmoe: the kind of each expert, mlp (as mptmlp; the default) or glu."""
-    moe_normalize_expert_weights: Annotated[float | None, POSITIVE] = None
-    """Only for dmoe: divide a token's expert weights by their p-norm, for this p; 1 makes their sum
-    1, as DBRX does. Unset: they stay probabilities among all experts."""
-    moe_jitter_eps: float | None = None
-    """Only for dmoe: while training the router's input is multiplied by random numbers from
-    1 - this to 1 + this (Fedus et al., 2021); unset: no noise."""
-    moe_balancing: Annotated[str | None, choice(BALANCING)] = None
-    """Only for dmoe: what keeps experts equally loaded. loss: the load-balancing loss (Shazeer et
-    al., 2017; the default). bias: a number added to each expert's score where experts are
-    chosen, moved after every step (Wang et al., 2024). none: nothing."""
-    moe_loss_weight: Annotated[float | None, POSITIVE] = None
-    """Only with moe_balancing: loss, its weight (its value at perfect balance); default 0.01."""
-    moe_lbl_scope: Annotated[str | None, choice(LBL_SCOPES)] = None
-    """Only with moe_balancing: loss, over which tokens loads are counted: of each row (the
-    default: the same whatever the microbatch), of each microbatch, as megablocks does, or global:
-    of the microbatches of all processes together (Qiu et al., 2025), which lets experts specialise
-    in kinds of text; a message of a few hundred numbers a layer more."""
-    moe_bias_update_rate: Annotated[float | None, POSITIVE] = None
-    """Only with moe_balancing: bias, how far a step moves a bias; default 0.001."""
-    moe_zloss_weight: Annotated[float | None, POSITIVE] = None
-    """Only for dmoe: weight of the router z-loss, the mean squared logsumexp of the router's logits
-    (Zoph et al., 2022, take 0.001); unset: no such loss."""
-    shared_expert_hidden_size: Annotated[int | None, WIDTH] = None
-    """Only for dmoe: inner width of an expert that every token visits beside those chosen, with
-    weight 1; unset: none."""
-    uniform_expert_assignment: bool | None = None
-    """Only for dmoe, to measure speed: experts in turn, with the weights of those chosen."""
-    moe_force_balance: bool | None = None
-    """Only for dmoe, to measure speed: experts in turn, each with its own weight."""
-    moe_impl: Annotated[str | None, choice(MOE_IMPLS)] = None
-    """Only for dmoe: who multiplies. grouped_mm (the default): one operator for all experts.
-    torch: one expert after another, the slow reference. megablocks: that package, on CUDA."""
+    """Inner width, with dmoe of one expert; unset: d_model * expansion_ratio."""
+    moe_num_experts: Annotated[int | None, Range(1, 2**16), _MOE] = None
+    """Number of experts of a layer; required."""
+    moe_top_k: Annotated[int | None, Range(1, 2**16), _MOE] = None
+    """Number of experts that process a token; default 1."""
+    mlp_type: Annotated[str | None, choice(MLP_TYPES), _MOE] = None
+    """The kind of each expert: mlp (as mptmlp; the default) or glu (as mptglu)."""
+    moe_normalize_expert_weights: Annotated[float | None, POSITIVE, _MOE] = None
+    """Divide the expert weights of a token by their p-norm, for this p. 1 makes their sum 1, as in
+    DBRX. Unset: the weights stay probabilities over all experts."""
+    moe_jitter_eps: Annotated[float | None, _MOE] = None
+    """During training, multiply the input of the router by random numbers from 1 - moe_jitter_eps
+    to 1 + moe_jitter_eps (Fedus et al., 2021); unset: no noise."""
+    moe_balancing: Annotated[str | None, choice(BALANCING), _MOE] = None
+    """How the expert load is balanced. loss: the load-balancing loss (Shazeer et al., 2017; the
+    default). bias: a number for each expert that is added to its score when experts are selected,
+    and adjusted after every step (Wang et al., 2024). none: no balancing."""
+    moe_loss_weight: Annotated[float | None, POSITIVE, _BY_LOSS] = None
+    """Weight of the load-balancing loss, which equals this number at perfect balance; default
+    0.01."""
+    moe_lbl_scope: Annotated[str | None, choice(LBL_SCOPES), _BY_LOSS] = None
+    """Tokens over which the expert load is counted. row: each sequence (the default; independent of
+    the microbatch). microbatch: as in megablocks. global: the microbatches of all processes (Qiu et
+    al., 2025), which lets experts specialize by domain; this communicates a few hundred numbers per
+    layer."""
+    moe_bias_update_rate: Annotated[float | None, POSITIVE, Only("moe_balancing", "bias")] = None
+    """How far a step moves the bias of an expert; default 0.001."""
+    moe_zloss_weight: Annotated[float | None, POSITIVE, _MOE] = None
+    """Weight of the router z-loss, the mean squared logsumexp of the router logits (0.001 in Zoph
+    et al., 2022); unset: no z-loss."""
+    shared_expert_hidden_size: Annotated[int | None, WIDTH, _MOE] = None
+    """Inner width of a shared expert, which processes every token with weight 1; unset: no shared
+    expert."""
+    uniform_expert_assignment: Annotated[bool | None, _MOE] = None
+    """For speed measurements: assign experts in turn, with the weights of the experts that the
+    router selects."""
+    moe_force_balance: Annotated[bool | None, _MOE] = None
+    """For speed measurements: assign experts in turn, each with its weight from the router."""
+    moe_impl: Annotated[str | None, choice(MOE_IMPLS), _MOE] = None
+    """The expert implementation. grouped_mm (the default): one operator for all experts. torch: one
+    expert after another, the slow reference. megablocks: the megablocks package, on CUDA."""
 
     @property
     def active_share(self) -> float:
@@ -151,11 +159,8 @@ class FFNConfig:
 
     def _check_moe(self, key: str) -> Iterator[str]:
         """Of the mixture's keys."""
-        if self.ffn_type != "dmoe":
-            yield from inert(key, self, MOE_KEYS, "without ffn_type: dmoe")
-            return
-        yield from self._check_router(key)
-        yield from self._check_balancing(key)
+        if self.ffn_type == "dmoe":
+            yield from self._check_router(key)
 
     def _check_router(self, key: str) -> Iterator[str]:
         if self.moe_num_experts is None:
@@ -171,15 +176,6 @@ class FFNConfig:
         if self.uniform_expert_assignment and self.moe_force_balance:
             why = "and uniform_expert_assignment exclude each other; set one of them to false"
             yield f"{key}moe_force_balance: {why}"
-
-    def _check_balancing(self, key: str) -> Iterator[str]:
-        chosen = self.moe_balancing or "loss"
-        if chosen != "loss":
-            why = f"with moe_balancing: {chosen}"
-            yield from inert(key, self, ["moe_loss_weight", "moe_lbl_scope"], why)
-        if chosen != "bias":
-            why = "without moe_balancing: bias"
-            yield from inert(key, self, ["moe_bias_update_rate"], why)
 
     def _check_activation(self, key: str) -> Iterator[str]:
         name, arguments = self.activation
@@ -208,11 +204,6 @@ class FFNConfig:
             set_defaults(self, moe_bias_update_rate=1e-3)
 
 
-OF_EVERY_LAYER = ("ffn_type", "ffn_act_fn", "ffn_hidden_size")
-MOE_KEYS = [field.name for field in fields(FFNConfig) if field.name not in OF_EVERY_LAYER]
-"""Those that have no effect without experts."""
-
-
 INITS = (
     "default_",
     "baseline_",
@@ -224,6 +215,7 @@ INITS = (
     "xavier_uniform_",
 )
 FAN_MODES = ("fan_in", "fan_out")
+_KAIMING = Only("name", ("kaiming_normal_", "kaiming_uniform_"))
 NONLINEARITIES = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
 
 
@@ -233,47 +225,43 @@ class InitConfig:
 
     name: Annotated[str, choice(INITS)] = "kaiming_normal_"
     """kaiming_normal_, kaiming_uniform_ (He et al., 2015); xavier_normal_, xavier_uniform_ (Glorot
-    and Bengio, 2010); baseline_: normal with init_std; small_init_: normal with sqrt(2 / (5 d))
-    (Nguyen and Salazar, 2019); neox_init_: the same, residual projections divided by
-    n_layers / sqrt(10) (GPT-NeoX-20B); default_: what PyTorch's layers do by themselves."""
-    fan_mode: Annotated[str | None, choice(FAN_MODES)] = None
-    """Only for kaiming: fan_in (the default) keeps the forward pass's variance, fan_out the
-    backward pass's."""
-    init_nonlinearity: Annotated[str | None, choice(NONLINEARITIES)] = None
-    """Only for kaiming: whose gain; default relu."""
+    and Bengio, 2010); baseline_: normal with init_std; small_init_: normal with standard deviation
+    sqrt(2 / (5 d)) (Nguyen and Salazar, 2019); neox_init_: as small_init_, with residual
+    projections divided by n_layers / sqrt(10) (GPT-NeoX-20B); default_: the initialization of
+    PyTorch's layers."""
+    fan_mode: Annotated[str | None, choice(FAN_MODES), _KAIMING] = None
+    """fan_in (the default) preserves the variance of the forward pass, fan_out that of the backward
+    pass."""
+    init_nonlinearity: Annotated[str | None, choice(NONLINEARITIES), _KAIMING] = None
+    """The activation function that determines the gain; default relu."""
     init_gain: float | None = None
-    """For xavier the gain, default 1; for kaiming with leaky_relu the negative slope, default 0."""
-    init_std: Annotated[float | None, POSITIVE] = None
-    """Standard deviation of baseline_; default 0.02."""
+    """With xavier: the gain, default 1. With kaiming and init_nonlinearity=leaky_relu: the negative
+    slope, default 0."""
+    init_std: Annotated[float | None, POSITIVE, Only("name", "baseline_")] = None
+    """Standard deviation of the weights; default 0.02."""
     emb_init_std: Annotated[float | None, POSITIVE] = None
-    """Standard deviation of the embeddings; unset: the same scheme as the other weights."""
+    """Standard deviation of the embeddings; unset: the embeddings use the same scheme as the other
+    weights."""
     emb_init_uniform_lim: float | list[float] | None = None
-    """Embeddings uniform in [-l, l], or in [low, high]; unset: the same scheme as the others."""
+    """Uniform distribution of the embeddings in [-l, l], or in [low, high]; unset: the embeddings
+    use the same scheme as the other weights."""
     router_init_std: Annotated[float | None, POSITIVE] = None
-    """Standard deviation of routers' weights. Small, experts start with equal weights (Fedus et
-    al., 2021, take a tenth of the others'); unset: the same scheme as the other weights."""
-    init_div_is_residual: Annotated[bool | float | None, POSITIVE] = None
-    """Divide the projections that write to the residual stream by sqrt(2 * n_layers) (true, the
-    default) or by a number."""
+    """Standard deviation of the router weights. Only with ffn_config.ffn_type=dmoe. A small value
+    starts all experts with equal weights (Fedus et al., 2021, use a tenth of the standard deviation
+    of the other weights); unset: the same scheme as the other weights."""
+    init_div_is_residual: Annotated[
+        bool | float | None, POSITIVE, Unless("name", ("neox_init_", "default_"))
+    ] = None
+    """Divide the weights of the projections that write to the residual stream by sqrt(2 * n_layers)
+    (true, the default) or by a number."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
         kaiming, xavier = self.name.startswith("kaiming"), self.name.startswith("xavier")
-        if self.name != "baseline_":
-            yield from inert(key, self, ["init_std"], "without name: baseline_")
-        if not kaiming:
-            why = "without name: kaiming_normal_ or kaiming_uniform_"
-            yield from inert(key, self, ["fan_mode", "init_nonlinearity"], why)
         if not (xavier or (kaiming and self.init_nonlinearity == "leaky_relu")):
             why = "without an xavier name, or kaiming with init_nonlinearity: leaky_relu"
             yield from inert(key, self, ["init_gain"], why)
-        if self.name == "neox_init_":
-            why = "with name: neox_init_, which divides by n_layers / sqrt(10)"
-            yield from inert(key, self, ["init_div_is_residual"], why)
-        if self.name == "default_":
-            why = f"with name: {self.name}"
-            yield from inert(key, self, ["init_div_is_residual"], why)
         if xavier:
             yield from above(f"{key}init_gain", self.init_gain, 0)
         yield from self._check_embeddings(key)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import inert
 from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, check_settings
-from llmfoundry.recipe.schema import POSITIVE, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import POSITIVE, Only, Range, choice, out_of_bounds
 
 MOMENTS = ("bf16", "int8")
 LEAST_BLOCKED = 4096  # values of a matrix whose moments are worth int8, as bitsandbytes has it
@@ -96,16 +96,16 @@ class ParamGroupConfig:
     """Parameters that the optimizer treats otherwise; unset: as in the optimizer section."""
 
     param_str_match: str = ""
-    """A regular expression that is found in the parameters' names; the first group that matches
-    takes a parameter."""
+    """A regular expression that is searched for in parameter names. A parameter belongs to the
+    first group that matches it."""
     lr: Annotated[float | None, POSITIVE] = None
-    """Peak learning rate; the schedule is the same."""
+    """Peak learning rate of the group. The schedule stays the same."""
     weight_decay: Annotated[float | None, Range(0)] = None
-    """Shrinkage each step."""
+    """Weight decay of the group."""
     betas: list[float] | None = None
-    """Decay of the running means."""
+    """beta1 and beta2 of the group."""
     eps: Annotated[float | None, POSITIVE] = None
-    """Added to the root of the running square."""
+    """The eps of the group."""
 
     def check(self, key: str, optimizer: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
@@ -125,46 +125,43 @@ class OptimizerConfig:
     """How gradients become updates."""
 
     name: Annotated[str, choice(OPTIMIZERS)] = "decoupled_adamw"
-    """The rule of the update; both kinds of AdamW run PyTorch's fused kernel."""
+    """The update rule. Both kinds of AdamW run PyTorch's fused kernel."""
     lr: Annotated[float, POSITIVE] = 6e-4
     """Peak learning rate."""
-    betas: list[float] | None = None
-    """Decay of the running mean and of the running square, [0.9, 0.95]; for decoupled_lionw of
-    the mean that steps and of the mean that is kept, [0.9, 0.99]; for muon of its AdamW."""
-    eps: Annotated[float | None, POSITIVE] = None
-    """Not for decoupled_lionw: added to the root of the running square; default 1e-8."""
-    momentum: float | None = None
-    """Only for muon: decay of the running gradient that is made orthogonal, 0.95."""
+    betas: Annotated[list[float] | None, Only("name", OPTIMIZERS.taking("betas"))] = None
+    """beta1 and beta2. AdamW: decay rates of the running mean of the gradient and of its square,
+    [0.9, 0.95]; muon uses them for the parameters that AdamW updates. decoupled_lionw: beta1 of the
+    update and beta2 of the momentum, [0.9, 0.99]."""
+    eps: Annotated[float | None, POSITIVE, Only("name", OPTIMIZERS.taking("eps"))] = None
+    """Added to the denominator of AdamW's update; default 1e-8."""
+    momentum: Annotated[float | None, Only("name", OPTIMIZERS.taking("momentum"))] = None
+    """Momentum of the gradient before it is orthogonalized; default 0.95."""
     weight_decay: Annotated[float, Range(0)] = 0.0
-    """Shrinkage each step; times lr for adamw and muon, times lr / (first lr) for decoupled_*."""
-    moments: Annotated[str | None, choice(MOMENTS)] = None
-    """Only for adamw and decoupled_adamw: what their moments are kept in between steps. bf16, with
-    stochastic rounding: half of fp32. int8: a quarter, in blocks of 256 with a scale each (Dettmers
-    et al., 2022; extra lowp); vectors, and matrices of less than 4,096 values, stay fp32. Unset:
-    the dtype of the weights, by PyTorch's fused kernel, which is the fastest."""
+    """Weight decay. Each step shrinks the weights by weight_decay * lr with adamw and muon, and by
+    weight_decay * lr / optimizer.lr with decoupled_adamw and decoupled_lionw."""
+    moments: Annotated[
+        str | None, choice(MOMENTS), Only("name", OPTIMIZERS.names(lambda kind: bool(kind.narrow)))
+    ] = None
+    """dtype of the optimizer state between steps. bf16: half the memory of fp32, with stochastic
+    rounding. int8: a quarter of it, in blocks of 256 values with one scale each (Dettmers et al.,
+    2022; extra lowp); vectors, and matrices of less than 4,096 values, stay fp32. Unset: the dtype
+    of the weights, with PyTorch's fused kernel, which is the fastest."""
     param_groups: list[ParamGroupConfig] = field(default_factory=list)
-    """Parameters, by regular expression, with values of their own."""
+    """Groups of parameters with other settings, selected by a regular expression."""
     disable_grad: list[str] = field(default_factory=list)
-    """Regular expressions of parameters that do not train."""
+    """Regular expressions of the names of parameters that do not train."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Only for a plugin's optimizer: its own settings."""
+    """Settings of an optimizer that a plugin adds."""
 
     def check(self, key: str = "optimizer.") -> Iterator[str]:
         """Lines for values that cannot be."""
         yield from out_of_bounds(key, self)
         yield from check_betas(f"{key}betas", self.betas)
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            yield f"{key}momentum: {self.momentum}; write a number in [0, 1)"
         if self.name in OPTIMIZERS:
-            kind = OPTIMIZERS[self.name]
-            unused = [name for name in ("betas", "eps") if name not in kind.keys]
-            yield from inert(key, self, unused, f"with name: {self.name}")
-            if "momentum" not in kind.keys:
-                yield from inert(key, self, ["momentum"], "without name: muon")
-            elif self.momentum is not None and not 0 <= self.momentum < 1:
-                yield f"{key}momentum: {self.momentum}; write a number in [0, 1)"
-            if not kind.narrow:
-                others = [name for name, other in OPTIMIZERS.items() if other.narrow]
-                yield from inert(key, self, ["moments"], f"without name: {' or '.join(others)}")
-            yield from check_settings(f"{key}kwargs.", self.kwargs, kind.own_keys(self))
+            own_keys = OPTIMIZERS[self.name].own_keys(self)
+            yield from check_settings(f"{key}kwargs.", self.kwargs, own_keys)
         for index, group in enumerate(self.param_groups):
             yield from group.check(f"{key}param_groups[{index}].", self.name)
         for index, pattern in enumerate(self.disable_grad):
@@ -203,11 +200,11 @@ class GradientClippingConfig:
 
     clipping_type: Annotated[str, choice(CLIPPING_TYPES)] = "norm"
     """norm: scale the gradient so that its global L2 norm is at most clipping_threshold. value:
-    clamp each of its elements to [-clipping_threshold, clipping_threshold]. adaptive: scale each
-    row of a gradient so that its norm is at most clipping_threshold times its weights' norm (Brock
-    et al., 2021)."""
+    clamp each element of the gradient to [-clipping_threshold, clipping_threshold]. adaptive: scale
+    each row of a gradient so that its norm is at most clipping_threshold times the norm of the
+    weights in that row (Brock et al., 2021)."""
     clipping_threshold: Annotated[float, Range(above=0, infinite=True)] = 1.0
-    """The bound; infinity (.inf) bounds nothing."""
+    """The limit. Infinity (.inf) turns clipping off."""
 
     def check(self, key: str = "gradient_clipping.") -> Iterator[str]:
         """Lines for values that cannot be."""

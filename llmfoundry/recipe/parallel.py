@@ -16,9 +16,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.checks import divides, divisors, inert, nearest
+from llmfoundry.recipe.checks import divides, divisors, nearest
 from llmfoundry.recipe.model import HFModelConfig, ModelConfig
-from llmfoundry.recipe.schema import MOST_LAYERS, PROCESSES, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import (
+    MOST_LAYERS,
+    PROCESSES,
+    Only,
+    Range,
+    Unless,
+    choice,
+    out_of_bounds,
+)
 
 BLOCK, EXPERTS = "block", "experts"
 PARTS = (BLOCK, "attention", "feed_forward", "norm", EXPERTS)
@@ -274,11 +282,14 @@ class ParallelConfig:
     context_parallel_degree: Annotated[int, Range(-1, 2**20)] = 1
     """Processes that share the tokens of each row, for rows that one has no memory for; weights are
     cut over them as over the shard degree's."""
-    context_parallel_method: Annotated[str | None, choice(CONTEXT_METHODS)] = None
-    """Only with context_parallel_degree: how attention sees the whole row. ulysses (Jacobs et al.,
-    2023): each process attends with a part of the heads; all_gather: with its part of the queries
-    over gathered keys and values, two parts from both ends of the row, so that all have as much
-    work. Unset: ulysses where the degree divides the heads, else all_gather."""
+    context_parallel_method: Annotated[
+        str | None, choice(CONTEXT_METHODS), Unless("context_parallel_degree", 1)
+    ] = None
+    """How attention sees the full sequence. ulysses (Jacobs et al., 2023): an all-to-all gives each
+    rank full sequences of a part of the heads, so the degree must divide the heads. all_gather:
+    each rank attends with its part of the queries to gathered keys and values; it holds two chunks,
+    one from each end of the sequence, so that the work is balanced. Unset: ulysses if the degree
+    divides the heads, else all_gather."""
     tensor_parallel_degree: Annotated[int, Range(-1, 2**20)] = 1
     """Processes that share each matrix of attention, dense feed-forward layers, embedding and head
     (Shoeybi et al., 2019), and between these the row's tokens (Korthikanti et al., 2022)."""
@@ -286,26 +297,28 @@ class ParallelConfig:
     """Processes that share the experts of a layer: tokens travel to them and back. -1: as many as
     divide both a node and one copy of the model, so that tokens stay inside a node; a larger degree
     is reported with its cost."""
-    reshard_after_forward: bool | None = None
-    """Only with shards: free a block's weights after its forward pass and gather them again for
-    the backward pass; default true. False keeps them: faster, more memory."""
-    reduce_scatter_each_microbatch: bool | None = None
-    """Only with shards: cut the gradients into shards after every microbatch of a step, so that a
-    process keeps its own shard's alone; default true. False does so once a step, after the last
-    microbatch: fewer messages, and until then every process keeps the gradients of the whole model,
-    4 bytes a parameter."""
+    reshard_after_forward: Annotated[bool | None, Unless((*AXES[1:], EXPERT), 1)] = None
+    """Free the weights of a block after its forward pass and gather them again for the backward
+    pass; default true. False keeps them: faster, more memory."""
+    reduce_scatter_each_microbatch: Annotated[bool | None, Unless((*AXES[1:], EXPERT), 1)] = None
+    """Reduce-scatter the gradients after every microbatch, so that a rank keeps only the gradients
+    of its shard; default true. False: once per step, after the last microbatch. This takes less
+    communication, but until then every rank holds the gradients of the whole model, 4 bytes per
+    parameter."""
     activation_checkpointing: Annotated[bool | str, RECOMPUTATION] = "none"
     """What the backward pass computes again in place of keeping it. none; selective: all but the
     results of matrix products, attention and experts, at half the memory; whole (or true): blocks,
     from their inputs: a third more work, a fraction of the memory; auto: of these, with as many
     rows as fit, what makes the shortest step by the plan; where the GPU's speed is not known, the
     least that fits."""
-    activation_checkpointing_target: str | list[str] | dict[str, Any] | None = None
-    """Only with activation_checkpointing: whole, which parts are computed again, each from its
-    inputs, and in which blocks: a name, a list of names, or {name: range}. Names: block (the
-    default), attention, feed_forward, norm, experts, and LLM Foundry's. Ranges: n (the first n),
-    first-n, middle-n, last-n, range-i-j (j not included), numbers in a list, and these together:
-    {attention: "first-2, last-2", feed_forward: [3]}."""
+    activation_checkpointing_target: Annotated[
+        str | list[str] | dict[str, Any] | None, Only("activation_checkpointing", ("whole", True))
+    ] = None
+    """Parts of a block that are recomputed, each from its inputs, and in which blocks: a name, a
+    list of names, or {name: range}. Names: block (the default), attention, feed_forward, norm,
+    experts, and LLM Foundry's. Ranges: n (the first n), first-n, middle-n, last-n, range-i-j (j not
+    included), a list of numbers, or a combination: {attention: "first-2, last-2", feed_forward:
+    [3]}."""
     activation_compression: Annotated[str, choice(COMPRESSIONS)] = "none"
     """In what form activations wait for the backward pass. none: as they are; int8: 8-bit integers,
     128 values sharing a scale; fp8: 8-bit floating point (e4m3), on GPUs of compute capability 8.9
@@ -336,23 +349,10 @@ class ParallelConfig:
         if len(free) > 1:
             first, *others = free
             yield f"{key}{first}: and {', '.join(others)} cannot both be -1; give all but one"
-        if self.keeps_whole:
-            why = "with data_parallel_shard_degree: 1"
-            shards_only = ["reshard_after_forward", "reduce_scatter_each_microbatch"]
-            yield from inert(key, self, shards_only, why)
-        if self.context_parallel_degree == 1:
-            why = "with context_parallel_degree: 1"
-            yield from inert(key, self, ["context_parallel_method"], why)
         yield from self._check_activations(key)
 
     def _check_activations(self, key: str) -> Iterator[str]:
         level, budget = recomputation(self.activation_checkpointing), self.activation_memory_budget
-        target = f"{key}activation_checkpointing_target"
-        if self.activation_checkpointing_target is not None and level != "whole":
-            yield (
-                f"{target}: has no effect with activation_checkpointing: {level}; remove it, or"
-                " write activation_checkpointing: whole"
-            )
         if budget is not None and budget < LEAST_BUDGET:
             yield (
                 f"{key}activation_memory_budget: {budget}; below {LEAST_BUDGET} a smaller budget"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmfoundry.recipe.checks import inert, set_defaults
+from llmfoundry.recipe.checks import set_defaults
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.schema import POSITIVE, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import POSITIVE, Only, Range, choice, out_of_bounds
 from llmfoundry.recipe.source import AUTO, SourceConfig
 
 FORMATS = {"dpo": "preference", "kto": "unpaired", "orpo": "preference", "simpo": "preference"}
@@ -17,13 +17,6 @@ METHODS = ("none", "dpo", "kto", "orpo", "simpo")
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 REFERENCES = ("auto", "precompute", "adapter")
 
-_USED: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
-    "kto": ("beta", "desirable_weight", "undesirable_weight", "reference"),
-    "orpo": ("beta",),
-    "simpo": ("beta", "gamma", "sft_weight"),
-}
 _DEFAULTS: dict[str, dict[str, float | str]] = {
     "none": {},
     "dpo": {
@@ -54,32 +47,29 @@ class PreferenceConfig:
     al., 2024), simpo (Meng et al., 2024). orpo and simpo need no reference model. Rows are
     data.format: preference, whose two answers share a row of max_seq_len, each with the prompt; for
     kto unpaired."""
-    loss: Annotated[str | None, choice(DPO_LOSSES)] = None
-    """Only for dpo: sigmoid, ipo (Azar et al., 2023) or hinge (SLiC); default sigmoid."""
-    beta: Annotated[float | None, POSITIVE] = None
-    """How far the model may move from the reference; weight of the odds ratio in orpo; scale of the
-    rewards in simpo. Default 0.1; of simpo 2."""
-    label_smoothing: Annotated[float | None, Range(0, below=0.5)] = None
-    """Only for dpo: share of pairs assumed to have swapped sides (cDPO); default 0."""
-    gamma: Annotated[float | None, Range(0)] = None
-    """Only for simpo: the margin that the chosen answer's reward must have; default 1."""
-    sft_weight: Annotated[float | None, Range(0)] = None
-    """For dpo and simpo: weight of the chosen answer's cross-entropy, added; default 0."""
-    desirable_weight: Annotated[float | None, POSITIVE] = None
-    """Only for kto: weight of desirable rows; default 1."""
-    undesirable_weight: Annotated[float | None, POSITIVE] = None
-    """Only for kto: weight of undesirable rows; default 1."""
-    reference: Annotated[str | None, choice(REFERENCES)] = None
-    """For dpo and kto, where the model's log-probabilities before training come from. precompute:
-    once, into the cache. adapter: each step again, the adapter switched off. auto: precompute."""
+    loss: Annotated[str | None, choice(DPO_LOSSES), Only("name", "dpo")] = None
+    """sigmoid, ipo (Azar et al., 2023) or hinge (SLiC); default sigmoid."""
+    beta: Annotated[float | None, POSITIVE, Only("name")] = None
+    """dpo and kto: strength of the regularization towards the reference model. orpo: weight of the
+    odds-ratio loss. simpo: scale of the rewards. Default 0.1, for simpo 2."""
+    label_smoothing: Annotated[float | None, Range(0, below=0.5), Only("name", "dpo")] = None
+    """Assumed share of pairs with swapped labels (cDPO); default 0."""
+    gamma: Annotated[float | None, Range(0), Only("name", "simpo")] = None
+    """Target margin between the rewards of the chosen and the rejected answer; default 1."""
+    sft_weight: Annotated[float | None, Range(0), Only("name", ("dpo", "simpo"))] = None
+    """Weight of the cross-entropy of the chosen answer, which is added to the loss; default 0."""
+    desirable_weight: Annotated[float | None, POSITIVE, Only("name", "kto")] = None
+    """Weight of desirable answers; default 1."""
+    undesirable_weight: Annotated[float | None, POSITIVE, Only("name", "kto")] = None
+    """Weight of undesirable answers; default 1."""
+    reference: Annotated[str | None, choice(REFERENCES), Only("name", ("dpo", "kto"))] = None
+    """Source of the reference model's log-probabilities. precompute: computed once, before
+    training, and cached. adapter: computed at each step with the adapter switched off. auto:
+    precompute."""
 
     def check(self, key: str = "preference.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if self.name not in METHODS:
-            return
-        unused = {f for names in _USED.values() for f in names} - {*_USED[self.name]}
-        yield from inert(key, self, sorted(unused), f"with name: {self.name}")
         if self.label_smoothing and self.loss in ("ipo", "hinge"):
             yield f"{key}label_smoothing: has no effect with loss: {self.loss}; remove it"
 

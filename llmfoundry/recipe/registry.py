@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.recipe.checks import inert, set_defaults
+from llmfoundry.recipe.checks import set_defaults
 from llmfoundry.recipe.logger import STOP_MODES, better_way
-from llmfoundry.recipe.schema import choice, out_of_bounds
+from llmfoundry.recipe.schema import Only, choice, out_of_bounds
 
 VERSION = "models:/"
 """What the name of a version begins with."""
@@ -51,17 +51,14 @@ class RegistryConfig:
 
     name: str | None = None
     """The registered model; unset: none. Several runs may share one."""
-    best: BestConfig = field(default_factory=BestConfig)
-    """Which version is the best, of all that were compared by the same metric. The run's own best
-    checkpoint is not pruned."""
+    best: Annotated[BestConfig, Only("name")] = field(default_factory=BestConfig)
+    """Which of the compared versions is the best. The best checkpoint of a run is not pruned."""
 
     def check(self, key: str = "registry.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
         yield from out_of_bounds(f"{key}best.", self.best)
-        if self.name is None:
-            yield from inert(f"{key}best.", self.best, ["metric", "mode"], f"without {key}name")
-        elif problem := name_problem(self.name):
+        if self.name is not None and (problem := name_problem(self.name)):
             yield f"{key}name: {problem}"
         if self.best.metric is not None and not self.best.metric.strip():
             yield f"{key}best.metric: is empty; write a metric's name, such as {CROSS_ENTROPY}"
@@ -89,12 +86,11 @@ class ExportRegistry(RegistryPlace):
 
     name: str | None = None
     """The registered model that the export becomes a version of; unset: of none."""
-    upload: bool | None = None
-    """Only with registry.name: copy the export to MLflow's artifacts too; default false."""
+    upload: Annotated[bool | None, Only("name")] = None
+    """Also copy the export to MLflow's artifacts; default false."""
 
     def check(self, key: str = "registry.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
-        if self.name is None:
-            yield from inert(key, self, ["upload"], f"without {key}name")
-        elif problem := name_problem(self.name):
+        yield from out_of_bounds(key, self)
+        if self.name is not None and (problem := name_problem(self.name)):
             yield f"{key}name: {problem}"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from llmfoundry.recipe.checks import inert, inert_change, nearest, set_defaults
+from llmfoundry.recipe.checks import nearest, set_defaults
 from llmfoundry.recipe.data import n_bytes
-from llmfoundry.recipe.schema import PATH, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import PATH, Only, Range, choice, out_of_bounds
 from llmfoundry.redaction import public
 
 BEFORE_RUN = ("none", "quick", "full")
@@ -89,35 +89,33 @@ class HangConfig:
 
     monitor: Annotated[str, choice(HANG_MONITORS)] = "auto"
     """on, off, or auto: where a run has several processes, or a supervisor."""
-    action: Annotated[str | None, choice(HANG_ACTIONS)] = None
-    """end: kill the processes once their stacks are kept, so that torchrun or the supervisor
-    restarts them (the default); report: only report."""
-    step_seconds: Annotated[float | None, HANG_SECONDS] = None
-    """How long the forward and backward pass, or the update, may take; unset: five times the
-    longest of the last hundred steps, at least 30 s (300 s with compile)."""
-    first_step_seconds: Annotated[float | None, HANG_SECONDS] = None
-    """The same of the first three steps, which compile and connect; default 1800."""
-    stopped_seconds: Annotated[float | None, HANG_SECONDS] = None
+    action: Annotated[str | None, choice(HANG_ACTIONS), Only("monitor")] = None
+    """end: kill the processes after their stacks are saved, so that torchrun or the supervisor
+    restarts them (the default). report: only report."""
+    step_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
+    """Timeout of the forward and backward pass, and of the update; unset: five times the longest of
+    the last hundred steps, at least 30 s (300 s with compile)."""
+    first_step_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
+    """Timeout of the first three steps, which compile and connect; default 1800."""
+    stopped_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
     """How long a process may be stopped (SIGSTOP, a debugger) or a zombie, in any phase; default
     30."""
-    data_seconds: Annotated[float | None, HANG_SECONDS] = None
-    """How long a step's batch may take; default 900, as a store that fails is retried."""
-    save_seconds: Annotated[float | None, HANG_SECONDS] = None
+    data_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
+    """Timeout of loading a batch; default 900, because a failing store is retried."""
+    save_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
     """How long a save may block training; default 1800."""
-    evaluation_seconds: Annotated[float | None, HANG_SECONDS] = None
-    """How long an evaluation may take; default 14400. Tokenizing, loading and the end of a run have
-    no limit but stopped_seconds; processes join within parallel.rendezvous_timeout."""
-    callback_seconds: Annotated[float | None, HANG_SECONDS] = None
-    """How long one call of a callback (samples are one), of yours too, may take in any phase of a
-    step; default 1800. It is named."""
-    notice_seconds: Annotated[float | None, HANG_SECONDS] = None
-    """After how long it is reported that processes wait for one which is behind; default 60."""
+    evaluation_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
+    """Timeout of an evaluation; default 14400. Tokenizing, loading and the end of a run are limited
+    only by stopped_seconds; processes join within parallel.rendezvous_timeout."""
+    callback_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
+    """Timeout of one call of a callback (text samples are one), also of a plugin's, in any phase of
+    a step; default 1800. The report names the callback."""
+    notice_seconds: Annotated[float | None, HANG_SECONDS, Only("monitor")] = None
+    """Delay after which the log reports that processes wait for another one; default 60."""
 
     def check(self, key: str = "hang.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if self.monitor == "off":
-            yield from inert(key, self, ["action", *_HANG_SECONDS], f"with {key}monitor: off")
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -145,6 +143,14 @@ SPIKE_ACTIONS = ("off", "log", "skip", "roll_back", "stop")
 NOT_FINITE_ACTIONS = ("skip", "roll_back", "stop")
 MACHINE_ACTIONS = ("off", "log", "stop")
 LOG_ACTIONS = ("off", "log")
+_SPIKES = ("loss_spike", "gradient_spike")
+_ACTED_UPON = (*_SPIKES, "not_finite")
+_ROUNDS = (
+    "slow_rank",
+    "mfu_drop",
+    "data_wait",
+    "gpu",
+)  # events that must repeat for several rounds
 _MOST = Range(0, 2**31, "no run has as many steps")
 
 
@@ -170,67 +176,57 @@ class WatchConfig:
     ones are normal with small batches, and clipping handles them."""
     not_finite: Annotated[str, choice(NOT_FINITE_ACTIONS)] = "stop"
     """What to do about a step whose loss or gradient is not finite, which never is an update."""
-    spike_window: Annotated[int, Range(8, 2**16, "each is kept on the device")] = 128
-    """Steps of which mean and deviation are taken; nothing is a spike before half of them are
-    there. OLMo-core has the same."""
-    spike_deviations: Annotated[float, Range(1, 1000)] = 6.0
-    """Standard deviations above the mean that make a spike. OLMo-core has the same."""
-    spikes_in_a_row: Annotated[int, Range(1, 2**31)] = 20
-    """With log, after so many spikes in a row the loss is at a new level, which becomes the usual
-    one; with skip the run ends then, as it no longer learns."""
-    roll_back_steps: Annotated[int | None, _MOST] = None
-    """Only with roll_back: steps to go back at least, to the newest checkpoint that is as old;
-    default 100 (PaLM). Where there is none, to the step before the spike, which is in memory."""
-    roll_back_skip: Annotated[int | None, _MOST] = None
-    """Only with roll_back: batches to skip after the spike's, in addition to those from the
-    checkpoint up to it; default 100. PaLM skipped 200 to 500 in all."""
-    roll_back_most: Annotated[int | None, Range(1, 2**31)] = None
-    """Only with roll_back: times in a row that the run may go back without passing the furthest
-    spike; then it ends. Default 3."""
+    spike_window: Annotated[int, Range(8, 2**16, "each is kept on the device"), Only(_SPIKES)] = 128
+    """Number of steps for the mean and the deviation; no spike is detected before half of them are
+    done. OLMo-core uses the same default."""
+    spike_deviations: Annotated[float, Range(1, 1000), Only(_SPIKES)] = 6.0
+    """Standard deviations above the mean that make a spike. OLMo-core uses the same default."""
+    spikes_in_a_row: Annotated[int, Range(1, 2**31), Only(_ACTED_UPON, ("log", "skip"))] = 20
+    """With log: after this many spikes in a row, the new level of the loss counts as normal. With
+    skip: the run then ends, because it no longer learns."""
+    roll_back_steps: Annotated[int | None, _MOST, Only(_ACTED_UPON, "roll_back")] = None
+    """Smallest number of steps to go back, to the newest checkpoint that is at least as old;
+    default 100 (PaLM). If there is none, the run goes back to the step before the spike, which is
+    in memory."""
+    roll_back_skip: Annotated[int | None, _MOST, Only(_ACTED_UPON, "roll_back")] = None
+    """Batches to skip after the spike, in addition to those from the checkpoint to the spike;
+    default 100. PaLM skipped 200 to 500 in all."""
+    roll_back_most: Annotated[int | None, Range(1, 2**31), Only(_ACTED_UPON, "roll_back")] = None
+    """How many times in a row the run may go back without passing the furthest spike; then it ends.
+    Default 3."""
     slow_rank: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
     """What to do about a process that computes, or waits for data, longer than the others: log
     names it and its machine; stop: save, and end the run with exit status 75."""
-    slow_rank_above: Annotated[float, Range(above=1, most=1e6)] = 1.2
-    """Times the median of all processes; it must be an outlier too (z above 3.5), and there must be
-    four processes."""
+    slow_rank_above: Annotated[float, Range(above=1, most=1e6), Only("slow_rank")] = 1.2
+    """Factor above the median of all processes. The process must also be an outlier (z-score above
+    3.5) among at least four processes."""
     mfu_drop: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
     """What to do about a model FLOPs utilisation below that of the run's own earlier intervals on
     the same devices (by time, so also where the peak is not known). Evaluation, saving, compilation
     and waiting for data do not count."""
-    mfu_drop_below: Annotated[float, Range(above=0, below=1)] = 0.85
-    """Of the median of the earlier intervals."""
+    mfu_drop_below: Annotated[float, Range(above=0, below=1), Only("mfu_drop")] = 0.85
+    """Factor of the median of the earlier intervals."""
     data_wait: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
     """What to do about steps that wait longer for their batch than in earlier intervals."""
-    data_wait_above: Annotated[float, Range(above=0, below=1)] = 0.1
-    """Share of a step; it must be twice that of the earlier intervals too."""
+    data_wait_above: Annotated[float, Range(above=0, below=1), Only("data_wait")] = 0.1
+    """Share of a step. It must also be twice the share of the earlier intervals."""
     stall: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
     """What to do about logged steps that took stall_above seconds longer than usual."""
-    stall_above: Annotated[float, Range(above=0, most=1e6)] = 30.0
-    """Seconds; it must be ten usual steps too."""
+    stall_above: Annotated[float, Range(above=0, most=1e6), Only("stall")] = 30.0
+    """Seconds. The delay must also be at least ten usual steps."""
     gpu: Annotated[str, choice(LOG_ACTIONS)] = "log"
     """What to do about XIDs, throttling and lost GPUs, by NVML (package nvidia-ml-py);
     temperature and power are metrics then. Nothing without a GPU."""
-    interval: Annotated[int, Range(1, 2**31)] = 100
-    """Batches between two rounds in which all processes share their times, by one small all-gather
-    that nobody waits for."""
-    in_a_row: Annotated[int, Range(1, 1000)] = 2
-    """Rounds in a row that must show a slow process, a drop or a wait before it is an event: one is
-    often chance."""
+    interval: Annotated[int, Range(1, 2**31), Only((*_ROUNDS, "stall"))] = 100
+    """Batches between two rounds in which all processes share their times, by one small
+    asynchronous all-gather."""
+    in_a_row: Annotated[int, Range(1, 1000), Only(_ROUNDS)] = 2
+    """Rounds in a row that must show a slow process, a drop or a wait before it is an event,
+    because single rounds vary by chance."""
 
     def check(self, key: str) -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
         yield from out_of_bounds(key, self)
-        if "roll_back" not in (self.loss_spike, self.gradient_spike, self.not_finite):
-            names = ["roll_back_steps", "roll_back_skip", "roll_back_most"]
-            why = f"without {key}loss_spike, gradient_spike or not_finite: roll_back"
-            yield from inert(key, self, names, why)
-        for name, switches in _SWITCHES.items():
-            if all(getattr(self, switch) == "off" for switch in switches):
-                why = f"with {key}{switches[0]}" + "".join(f", {s}" for s in switches[1:]) + ": off"
-                yield from inert_change(key, self, [name], why)
-        if not {"log", "skip"} & {self.loss_spike, self.gradient_spike, self.not_finite}:
-            why = f"without log or skip of {key}loss_spike, gradient_spike or not_finite"
-            yield from inert_change(key, self, ["spikes_in_a_row"], why)
 
     def fill(self) -> None:
         """Write derived values in place."""
@@ -247,21 +243,6 @@ class WatchConfig:
         """Whether processes share their times."""
         names = (self.slow_rank, self.mfu_drop, self.data_wait, self.stall, self.gpu)
         return any(name != "off" for name in names)
-
-
-_SPIKES = ("loss_spike", "gradient_spike")
-_ROUNDS = ("slow_rank", "mfu_drop", "data_wait", "gpu")  # which must show several times
-_SWITCHES: dict[str, tuple[str, ...]] = {
-    "spike_window": _SPIKES,
-    "spike_deviations": _SPIKES,
-    "slow_rank_above": ("slow_rank",),
-    "mfu_drop_below": ("mfu_drop",),
-    "data_wait_above": ("data_wait",),
-    "stall_above": ("stall",),
-    "interval": (*_ROUNDS, "stall"),
-    "in_a_row": _ROUNDS,
-}
-"""Keys, and those without which they have no effect."""
 
 
 RESTART_CHECKS = ("off", "quick", "full")
@@ -308,10 +289,10 @@ class SuperviseConfig:
     confirm: Annotated[str, choice(RESTART_CHECKS)] = "quick"
     """How suspected machines are checked before the next start: off, quick or full, as
     scripts/check.py does."""
-    act: bool = False
-    """Whether machines that the check finds bad are taken out: drained (Slurm) or cordoned
-    (Kubernetes), and left out of the next start. false: it is only reported, and the run restarts
-    on the same ones."""
+    act: Annotated[bool, Only("confirm")] = False
+    """Whether machines that the check finds bad are drained (Slurm) or cordoned (Kubernetes), and
+    left out of the next start. false: they are only reported, and the run restarts on the same
+    machines."""
     launch: list[str] = field(default_factory=list)
     """Words before `scripts/train.py RECIPE ...`, as [srun, -K, "--nodes={nodes}",
     "--exclude={exclude}", python]; unset: this machine alone. {nodes}: how many machines of the
@@ -323,10 +304,10 @@ class SuperviseConfig:
     whoever has started it does."""
     webhook: str | None = None
     """A URL that gets every decision as a line; it is a secret: write ${oc.env:SLACK_WEBHOOK}."""
-    webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS)] = None
-    """What is posted: slack: {"text": ...}, as for Mattermost, Rocket.Chat and Google Chat;
-    discord; teams: an adaptive card; json: the text and the whole event. Unset: by the URL's host,
-    else slack."""
+    webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS), Only("webhook")] = None
+    """Format of the request. slack: {"text": ...}, as for Mattermost, Rocket.Chat and Google Chat;
+    discord; teams: an adaptive card; json: the text and the whole event. Unset: by the host of the
+    URL, else slack."""
 
     def check(self, key: str = "supervise.") -> Iterator[str]:
         """Lines for values that cannot be."""
@@ -339,15 +320,11 @@ class SuperviseConfig:
                     yield f"{key}launch[{number}]: {name} stands for nothing; write {EXCLUDE}"
             if not word.strip():
                 yield f"{key}launch[{number}]: is empty; remove it"
-        if self.act and self.confirm == "off":
-            yield f"{key}act: has no effect with {key}confirm: off; remove it"
         if not (self.prometheus_textfile or ".prom").endswith(".prom"):
             yield (
                 f"{key}prometheus_textfile: '{public(str(self.prometheus_textfile))}' does not end"
                 " in .prom, and node-exporter reads no other; write NAME.prom"
             )
-        if self.webhook is None:
-            yield from inert(key, self, ["webhook_form"], f"without {key}webhook")
 
 
 def _is_url(text: str) -> bool:

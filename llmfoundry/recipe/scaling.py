@@ -15,7 +15,16 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.overrides import key_and_text
-from llmfoundry.recipe.schema import PATH, POSITIVE, WIDTH, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import (
+    PATH,
+    POSITIVE,
+    WIDTH,
+    Only,
+    Range,
+    Unless,
+    choice,
+    out_of_bounds,
+)
 
 QUANTITIES = ("compute", "parameters", "tokens", "width")
 COUNTED = ("active", "total", "non_embedding")
@@ -90,41 +99,46 @@ class ScalingRecipe:
 
     base: Annotated[str | None, PATH] = None
     """The training recipe: a file, or a shipped one's name."""
-    overrides: list[str] = field(default_factory=list)
-    """Settings of it for all points, as on its command line: [tokenizer=bytes, logger=none]."""
-    families: dict[str, list[str]] = field(default_factory=dict)
-    """Kinds of model to compare, each with its own settings: {dense: [model=dbrx-tiny-dense], moe:
-    [model=dbrx-tiny]}; each has the whole grid and a law of its own. Unset: one."""
-    sizes: list[Annotated[int, WIDTH]] = field(default_factory=list)
+    overrides: Annotated[list[str], Unless("fit")] = field(default_factory=list)
+    """Settings of the base recipe for all points, as on its command line: [tokenizer=bytes,
+    logger=none]."""
+    families: Annotated[dict[str, list[str]], Unless("fit")] = field(default_factory=dict)
+    """Kinds of model to compare, each with its settings: {dense: [model=dbrx-tiny-dense], moe:
+    [model=dbrx-tiny]}. Each has the whole grid and a separate law. Unset: one family."""
+    sizes: Annotated[list[Annotated[int, WIDTH]], Unless("fit")] = field(default_factory=list)
     """Widths (model.d_model)."""
-    tokens: list[Annotated[float, Range(1, 1e15)]] = field(default_factory=list)
-    """Tokens that each size trains on, each a run of its own with a whole schedule, rounded to
-    whole steps."""
-    compute: list[Annotated[float, Range(1, 1e30)]] = field(default_factory=list)
-    """In place of tokens: FLOPs of each run, so that sizes compare at equal compute (isoFLOP)."""
+    tokens: Annotated[list[Annotated[float, Range(1, 1e15)]], Unless("fit")] = field(
+        default_factory=list
+    )
+    """Numbers of tokens for which each size is trained. Each is a separate run with a full
+    schedule, rounded to whole steps."""
+    compute: Annotated[list[Annotated[float, Range(1, 1e30)]], Unless("fit")] = field(
+        default_factory=list
+    )
+    """FLOPs of each run, in place of tokens, so that sizes compare at equal compute (isoFLOP)."""
     lr_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
     """Learning rates of each point, times the rule's; the best one is fitted, and its trend."""
     batch_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
     """Batches of each point, times the rule's; the best one is fitted, and its trend."""
-    seeds: list[Annotated[int, Range(0)]] = field(default_factory=list)
-    """Seeds of each point, each a run; unset: the base recipe's."""
-    held_out: HeldOutConfig | None = None
+    seeds: Annotated[list[Annotated[int, Range(0)]], Unless("fit")] = field(default_factory=list)
+    """Seeds of each point, a run for each; unset: the base recipe's."""
+    held_out: Annotated[HeldOutConfig | None, Unless("fit")] = None
     """A larger run that tests the law."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     """How depth, heads, batch and learning rate follow."""
     output: Annotated[str, PATH] = "runs/scaling"
     """The experiment's folder: points/, a run's folder each; scaling.json, points.csv and
     scaling.html."""
-    workers: Annotated[int | None, Range(1, MOST_RUNS)] = None
-    """Runs at a time, which share this machine's cores; unset: 1, or all where they are launched on
-    slurm or kubernetes, which hold them in a queue."""
-    launch: LaunchConfig | None = None
+    workers: Annotated[int | None, Range(1, MOST_RUNS), Unless("fit")] = None
+    """Number of runs at a time, which share the cores of this machine. Unset: 1, or all if they are
+    launched on slurm or kubernetes, which queue them."""
+    launch: Annotated[LaunchConfig | None, Unless("fit")] = None
     """Where each point is launched as a run of its own (launch=slurm), in place of processes here:
     keys of a training recipe's launch. This machine and those that train need a file system in
     common, with `output` at the same path. Ctrl-C leaves the runs alone."""
     fit: Annotated[str | None, PATH] = None
-    """In place of base: a CSV of runs that there are, with columns parameters (N), tokens (D) or
-    flops (C), loss, and if it has them family and held_out."""
+    """A CSV file of existing runs, in place of base, with columns parameters (N), tokens (D) or
+    flops (C), loss, and optionally family and held_out."""
     parameters: Annotated[str, choice(COUNTED)] = "active"
     """What the law's N counts: active (what a token meets: of experts those it visits), total, or
     non_embedding (active, without embeddings and an untied head)."""
@@ -132,14 +146,15 @@ class ScalingRecipe:
     """Sets of runs, drawn with replacement, behind each interval (80 %)."""
     budget: str | None = None
     """What to predict the best model for: FLOPs, 1e21, or hours of a GPU of `hardware`, 1000h."""
-    extrapolate: bool = False
-    """Predict at more than 100 times the compute of the largest run that was fitted, marked."""
-    hardware: str | None = None
+    extrapolate: Annotated[bool, Only("budget")] = False
+    """Predict at more than 100 times the compute of the largest fitted run. The prediction is
+    marked."""
+    hardware: Annotated[str | None, Unless("fit")] = None
     """GPUs that the time of points and of the budget is planned for, 8xh100, as scripts/plan.py
     has them; unset: times are those of runs that are done."""
-    price: Annotated[float | None, POSITIVE] = None
+    price: Annotated[float | None, POSITIVE, Unless("fit")] = None
     """What a GPU, or without `hardware` this machine, costs an hour, in any currency."""
-    flops_per_second: Annotated[float | None, POSITIVE] = None
+    flops_per_second: Annotated[float | None, POSITIVE, Unless("fit")] = None
     """What this machine reaches, for the plan before a run is done; `hardware` has its own."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules, imported before anything is checked."""
@@ -160,11 +175,6 @@ class ScalingRecipe:
 
     def _check_grid(self) -> Iterator[str]:
         if self.fit is not None:
-            own = ["overrides", "families", "sizes", "tokens", "compute", "seeds", "held_out"]
-            own += ["hardware", "price", "flops_per_second", "workers", "launch"]
-            for key in own:
-                if getattr(self, key):
-                    yield f"{key}: has no effect with fit; remove it"
             return
         if self.held_out is not None:
             yield from out_of_bounds("held_out.", self.held_out)
@@ -215,9 +225,7 @@ class ScalingRecipe:
             )
 
     def _check_prediction(self) -> Iterator[str]:
-        if self.budget is None and self.extrapolate:
-            yield "extrapolate: has no effect without a budget; remove it"
-        elif self.budget is not None:
+        if self.budget is not None:
             found = _BUDGET.fullmatch(self.budget.strip())
             if found is None or not 0 < float(found[1]) < 1e40:
                 yield f"budget: {self.budget!r}; write FLOPs, 1e21, or hours of a GPU, 1000h"

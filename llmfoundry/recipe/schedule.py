@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from llmfoundry.recipe.checks import check_duration, inert
+from llmfoundry.recipe.checks import check_duration
 from llmfoundry.recipe.choice_table import REQUIRED, ChoiceRecord, ChoiceTable, check_settings
-from llmfoundry.recipe.schema import FRACTION, choice, out_of_bounds
+from llmfoundry.recipe.schema import FRACTION, Only, choice, out_of_bounds
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ SCHEDULES = ChoiceTable(
     },
 )
 _TIMES = ("t_max", "t_cooldown", "t_scale")
-_FACTORS = ("alpha_f", "alpha_f_decay", "alpha_f_cooldown")
 
 
 @dataclass
@@ -58,23 +57,27 @@ class ScheduleConfig:
     """A factor on the peak learning rate as a pure function of time."""
 
     name: Annotated[str, choice(SCHEDULES)] = "cosine_with_warmup"
-    """What follows a linear warm-up."""
+    """The curve after the linear warm-up."""
     t_warmup: str = "0.05dur"
-    """Length of the warm-up."""
-    t_max: str | None = None
-    """Only cosine and linear: when alpha_f is reached, and kept from there on; default 1dur."""
-    alpha_f: Annotated[float | None, FRACTION] = None
-    """Only cosine, linear and warmup_stable_decay: the final factor; default 0.1, 0 and 0."""
-    t_cooldown: str | None = None
-    """Only inv_sqrt and warmup_stable_decay: length of the last decay; default 0.2dur."""
-    t_scale: str | None = None
-    """Only inv_sqrt, which requires it: the time after the warm-up in which the root doubles."""
-    alpha_f_decay: Annotated[float | None, FRACTION] = None
-    """Only inv_sqrt: what the root falls to in infinite time; default 0."""
-    alpha_f_cooldown: Annotated[float | None, FRACTION] = None
-    """Only inv_sqrt: the factor at the end of the cool-down; default 0."""
+    """Length of the linear warm-up."""
+    t_max: Annotated[str | None, Only("name", SCHEDULES.taking("t_max"))] = None
+    """When the factor reaches alpha_f, where it stays; default 1dur."""
+    alpha_f: Annotated[float | None, FRACTION, Only("name", SCHEDULES.taking("alpha_f"))] = None
+    """The final factor. Default 0.1 for cosine_with_warmup, 0 for the other schedules."""
+    t_cooldown: Annotated[str | None, Only("name", SCHEDULES.taking("t_cooldown"))] = None
+    """Length of the linear decay at the end of the run; default 0.2dur."""
+    t_scale: Annotated[str | None, Only("name", SCHEDULES.taking("t_scale"))] = None
+    """The time after the warm-up in which the square root doubles; required."""
+    alpha_f_decay: Annotated[
+        float | None, FRACTION, Only("name", SCHEDULES.taking("alpha_f_decay"))
+    ] = None
+    """The factor that the square root approaches in infinite time; default 0."""
+    alpha_f_cooldown: Annotated[
+        float | None, FRACTION, Only("name", SCHEDULES.taking("alpha_f_cooldown"))
+    ] = None
+    """The factor at the end of the cool-down; default 0."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Only for a plugin's schedule: its own settings."""
+    """Settings of a schedule that a plugin adds."""
 
     def check(self, key: str = "schedule.") -> Iterator[str]:
         """Lines for values that cannot be, or have no effect."""
@@ -82,8 +85,6 @@ class ScheduleConfig:
         if self.name not in SCHEDULES:
             return
         kind = SCHEDULES[self.name]
-        unused = [name for name in (*_TIMES, *_FACTORS) if name not in kind.keys]
-        yield from inert(key, self, unused, f"with name: {self.name}")
         for name, default in kind.keys.items():
             if default == REQUIRED and getattr(self, name, REQUIRED) is None:
                 yield f"{key}{name}: {self.name} needs it; write a duration"

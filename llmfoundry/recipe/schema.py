@@ -23,9 +23,17 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from llmfoundry.recipe.checks import not_a_choice
 from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable
@@ -85,6 +93,19 @@ class Key:
         """Its rule of a kind; None where its type declares none."""
         return next((rule for rule in self.rules if isinstance(rule, kind)), None)
 
+    def explanation(self, dotted: str) -> str:
+        """Return where the key has an effect, and its meaning.
+
+        Args:
+            dotted: the key with all sections above it.
+        """
+        if not self.owners:
+            return self.meaning
+        schema, section = Schema.of(self.owners[0]), dotted.removesuffix(self.name)
+        rules = [rule for rule in self.rules if isinstance(rule, Only)]
+        sentences = [rule.sentence(schema, section) for rule in rules]
+        return " ".join(filter(None, [*sentences, self.meaning]))
+
 
 class Schema:
     """The keys of a dataclass, by name and by dotted name."""
@@ -109,7 +130,7 @@ class Schema:
                 name=field.name.rstrip("_"),
                 field=field.name,
                 hint=plain[field.name],
-                rules=getattr(declared[field.name], "__metadata__", ()),
+                rules=tuple(_flat(getattr(declared[field.name], "__metadata__", ()))),
                 owners=tuple(owner for owner, own in classes if field.name in own),
                 required=field.default is field.default_factory is dataclasses.MISSING,
             )
@@ -163,6 +184,15 @@ def options(hint: Any) -> tuple[Any, ...]:
     """The types that a union allows, or the one type that it is."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
+
+
+def _flat(rules: Iterable[Any]) -> Iterator[Any]:
+    """The rules of a field one by one; fields that share several name a tuple of them."""
+    for rule in rules:
+        if isinstance(rule, tuple):
+            yield from rule
+        else:
+            yield rule
 
 
 @functools.cache
@@ -297,6 +327,136 @@ CHAT_TEMPLATE = choice(CHAT_TEMPLATES, "a Jinja file", ANY_TEXT)
 AUTO_ROWS = choice(("auto",), "a number of rows")
 
 
+ON = object()
+"""In place of the values of an `Only` rule: any value but null, false, 0, an empty list or
+mapping, and the choices none and off."""
+_OFF_CHOICES = ("none", "off")
+
+
+@dataclass(frozen=True)
+class Only:
+    """Marks a key that has an effect only with certain values of other keys.
+
+    From one rule come the check of a recipe, the sentence in `--help` and that in docs/keys.
+    `Only("name", "muon")`: with name=muon. `Only("to", ("hf", "gguf"))`: with either of them.
+    `Only("load_path")`: with any load_path. `Only(("trace", "memory_snapshot"))`: with either key.
+    A key that a rule names must have an effect itself.
+    """
+
+    key: str | tuple[str, ...]
+    """A key of the same section, or of one below it (`adapter.name`); or several keys, of which
+    one is enough."""
+    values: Any = ON
+    """The value, a tuple of values, or a function without arguments that returns the tuple. None
+    stands for the unset key."""
+    why: str = ""
+    """A clause that follows the values in messages and help: `which names them`."""
+
+    word: ClassVar[str] = "Only"
+    joint: ClassVar[str] = "or"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys that the rule names."""
+        return (self.key,) if isinstance(self.key, str) else self.key
+
+    def holds(self, given: Mapping[str, Any], schema: Schema) -> bool:
+        """Whether the key has an effect with these values of `names`."""
+        return any(self.matches(value, schema.find(name)) for name, value in given.items())
+
+    def matches(self, value: Any, key: Key | None) -> bool:
+        """Whether the value of one of `names` is among the values of the rule."""
+        if self.values is not ON:
+            return value in self.options
+        rule = None if key is None else key.rule(Choice)
+        if isinstance(value, str):
+            return not (value in _OFF_CHOICES and rule is not None and value in rule.options)
+        return bool(value)
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The values as a tuple."""
+        values = self.values() if callable(self.values) else self.values
+        return values if isinstance(values, tuple) else (values,)
+
+    @property
+    def listed(self) -> str:
+        """The values for people, as YAML writes them; "" for a rule without values."""
+        if self.values is ON:
+            return ""
+        texts = [_yaml(value) for value in self.options if value is not None]
+        return _listed(texts, "or")
+
+    def clause(self, given: Mapping[str, Any], prefix: str) -> str:
+        """What completes the sentence "... has no effect", where the rule does not hold."""
+        is_unset = any(value in (None, [], {}) for value in given.values())
+        if is_unset or (self.listed and len(given) > 1):
+            keys = [f"{prefix}{name}" for name in given]
+            wanted = f": {self.listed}" if self.listed else ""
+            return f"without {_listed(keys, 'or')}{wanted}"
+        texts = [f"{prefix}{name}: {_yaml(value)}" for name, value in given.items()]
+        wanted = f", only with {self.listed}" if self.listed else ""
+        return f"with {_listed(texts, 'and')}{wanted}"
+
+    def sentence(self, schema: Schema, prefix: str) -> str:
+        """The rule for `--help` and docs/keys."""
+        keys = {f"{prefix}{name}": schema.find(name) for name in self.names}
+        if self.values is ON:
+            texts = [f"{name}{_when_on(key)}" for name, key in keys.items()]
+        else:
+            texts = [f"{name}={self.listed}" for name in keys]
+        return f"{self.word} with {_listed(texts, self.joint)}{self._reason}."
+
+    @property
+    def _reason(self) -> str:
+        return f", {self.why}" if self.why else ""
+
+
+@dataclass(frozen=True)
+class Unless(Only):
+    """Marks a key that has no effect with certain values of another key, or of all of several."""
+
+    word: ClassVar[str] = "Not"
+    joint: ClassVar[str] = "and"
+
+    def holds(self, given: Mapping[str, Any], schema: Schema) -> bool:
+        """Whether the key has an effect with these values of `names`."""
+        return not all(self.matches(value, schema.find(name)) for name, value in given.items())
+
+    def clause(self, given: Mapping[str, Any], prefix: str) -> str:
+        """What completes the sentence "... has no effect", where the rule does not hold."""
+        if self.values is ON:
+            texts = [f"{prefix}{name}" for name in given]
+        else:
+            texts = [f"{prefix}{name}: {_yaml(value)}" for name, value in given.items()]
+        return f"with {_listed(texts, self.joint)}{self._reason}"
+
+
+def _when_on(key: Key | None) -> str:
+    """What a key that is on is equal to, for people; "" where any value will do."""
+    if key is None:
+        return ""
+    rule = key.rule(Choice)
+    off = [word for word in _OFF_CHOICES if rule is not None and word in rule.options]
+    if off:
+        return f" other than {off[0]}"
+    if bool in key.types:
+        return "=true"
+    return " above 0" if {int, float} & {*key.types} else ""
+
+
+def _listed(texts: Sequence[str], joint: str) -> str:
+    """Some texts as a list in a sentence."""
+    return f" {joint} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _path_problem(value: str) -> str | None:
     if not value.strip():
         return "is empty; write a path"
@@ -342,7 +502,62 @@ def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
             if problem is not None:
                 found = True
                 yield f"{key}{dotted}: {problem}"
+    yield from _without_effect(key, section)
     return found
+
+
+def _without_effect(prefix: str, section: Any) -> Iterator[str]:
+    """Lines for keys that differ from their default where an `Only` rule of theirs fails."""
+    schema = Schema.of(section.__class__)
+    for name, key in schema.keys.items():
+        if not any(isinstance(rule, Only) for rule in key.rules):
+            continue
+        value = getattr(section, key.field)
+        clause = None if value == key.default else _failed_rule(key, schema, section, prefix)
+        if clause is not None:
+            for dotted in _changed(name, value, key.default):
+                yield f"{prefix}{dotted}: has no effect {clause}; remove it"
+
+
+def _failed_rule(key: Key, schema: Schema, section: Any, prefix: str) -> str | None:
+    """The clause of the first `Only` rule that fails for a key, or for a key that it depends on."""
+    for rule in (rule for rule in key.rules if isinstance(rule, Only)):
+        given = {name: _value_at(section, name) for name in rule.names}
+        others = [schema.find(name) for name in rule.names]
+        if any(_is_misspelled(other, v) for other, v in zip(others, given.values(), strict=True)):
+            continue  # which has a line of its own
+        only_other = schema.keys.get(rule.names[0]) if len(rule.names) == 1 else None
+        if only_other is not None and not isinstance(rule, Unless):
+            clause = _failed_rule(only_other, schema, section, prefix)
+            if clause is not None:
+                return clause
+        if not rule.holds(given, schema):
+            return rule.clause(given, prefix)
+    return None
+
+
+def _is_misspelled(key: Key | None, value: Any) -> bool:
+    """Whether a value is none of the key's choices."""
+    rule = None if key is None else key.rule(Choice)
+    return rule is not None and isinstance(value, str) and rule.problem(value) is not None
+
+
+def _value_at(section: Any, dotted: str) -> Any:
+    """The value of a key of a section, or of a section below it."""
+    for name in dotted.split("."):
+        section = getattr(section, Schema.of(section.__class__).keys[name].field)
+    return section
+
+
+def _changed(name: str, value: Any, default: Any) -> Iterator[str]:
+    """A key, or of a section those keys below it that are not at their defaults."""
+    if not dataclasses.is_dataclass(default):
+        yield name
+        return
+    for below in Schema.of(value.__class__).keys.values():
+        own = getattr(value, below.field)
+        if own != getattr(default, below.field):
+            yield from _changed(f"{name}.{below.name}", own, getattr(default, below.field))
 
 
 def _problem(value: Any, rules: tuple[Any, ...]) -> str | None:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.checks import inert, set_defaults
-from llmfoundry.recipe.schema import PATH, Range, choice, out_of_bounds
+from llmfoundry.recipe.checks import set_defaults
+from llmfoundry.recipe.schema import PATH, Only, Range, Unless, choice, out_of_bounds
 
 CORPORA = ("python_stdlib", "files", "huggingface")
 INSTRUCTIONS = "instructions"
@@ -55,6 +55,7 @@ MAPPINGS = {
     "numina": ("chat", ("messages",)),
 }
 """Published formats of supervised rows: what each is read as, and the columns that it may have."""
+_SUPERVISED = Unless("format", TEXT)
 _SHOWN = 300  # characters of a file's column names
 
 
@@ -66,52 +67,50 @@ class SourceConfig:
     """python_stdlib (sources of the running Python, tests left out), files, huggingface, shards
     (MDS or token shards), or instructions (generated chats with exact answers); the data section
     has mixture too."""
-    paths: Annotated[list[str], PATH] = field(default_factory=list)
-    """Only for files: files, folders or globs of .txt .md .py .jsonl .csv .parquet .warc.wet, text
-    formats also as .gz or .zst; here or at a URL (s3:// gs:// hf:// https:// …). Formats other than
-    text: .jsonl .json .csv .parquet. Files and folders that begin with a dot and folders that begin
-    with two underscores (.venv, __pycache__) are read only where they are named."""
-    dataset: Annotated[str | None, PATH] = None
-    """Only for huggingface: a hub id, or a local folder that `datasets` loads."""
-    subset: str | None = None
-    """Only for huggingface: the dataset's configuration name."""
-    split: str | None = None
-    """For huggingface: the split to read; default train. For shards: a folder below remote or
-    local, such as train; unset: the folder itself."""
-    text_column: str | None = None
-    """Field of .jsonl, .csv, .parquet and huggingface rows, or column of MDS shards, that holds the
-    text; default text."""
-    remote: Annotated[str | None, PATH] = None
-    """Only for shards: their folder at a URL (s3:// gs:// az:// oci:// hf:// https://) or path."""
-    local: Annotated[str | None, PATH] = None
-    """Only for shards: this machine's copies of remote, and of no other; alone: the shards are
-    here. Unset with remote: a folder below data.cache_folder."""
+    paths: Annotated[list[str], PATH, Only("name", "files")] = field(default_factory=list)
+    """Files, folders or globs of .txt .md .py .jsonl .csv .parquet .warc.wet, text formats also as
+    .gz or .zst, on this machine or at a URL (s3:// gs:// hf:// https:// …). Formats other than
+    text: .jsonl .json .csv .parquet. Files and folders whose name begins with a dot, and folders
+    whose name begins with two underscores (.venv, __pycache__), are read only if they are named."""
+    dataset: Annotated[str | None, PATH, Only("name", "huggingface")] = None
+    """A hub id, or a local folder that `datasets` loads."""
+    subset: Annotated[str | None, Only("name", "huggingface")] = None
+    """The dataset's configuration name."""
+    split: Annotated[str | None, Only("name", ("huggingface", "shards"))] = None
+    """huggingface: the split to read; default train. shards: a folder below remote or local, such
+    as train; unset: the folder itself."""
+    text_column: Annotated[
+        str | None, (Only("name", ("files", "huggingface", "shards")), Only("format", (TEXT, AUTO)))
+    ] = None
+    """Field of the rows of .jsonl, .csv, .parquet and huggingface, or column of MDS shards, that
+    holds the text; default text."""
+    remote: Annotated[str | None, PATH, Only("name", "shards")] = None
+    """The folder of the shards, at a URL (s3:// gs:// az:// oci:// hf:// https://) or a path."""
+    local: Annotated[str | None, PATH, Only("name", "shards")] = None
+    """The local shard cache of remote. Without remote: the folder of the shards. Unset with remote:
+    a folder below data.cache_folder."""
 
     format: Annotated[str, choice((*FORMATS, *MAPPINGS, AUTO))] = TEXT
     """What a row is. text: a document to continue. prompt_response: prompt, and response or
     completion. chat: messages. preference: prompt, chosen, rejected. unpaired: prompt, completion,
     label. Or a published set's: alpaca, dolly, p3, flan, openhermes, sharegpt, stackmathqa,
     numina. auto, only for files: by the columns of the first row on this machine, else text."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Only for formats other than text: where a row has other names, ours: theirs, such as
-    {prompt: question, response: answer}."""
-    preprocess: str | None = None
-    """Only for formats other than text: module:function or file.py:function, from a row as it is
-    read to one of the format, or to None for a row to leave out."""
-    tasks: list[str] = field(default_factory=list)
-    """Only for instructions: which of its tasks; none: all."""
-    rows: Annotated[int | None, Range(1, 10**8)] = None
-    """Only for instructions: rows to generate, held-out ones included; default 20000."""
+    columns: Annotated[
+        dict[str, str],
+        _SUPERVISED,
+        Unless("preprocess", why="which names them"),
+        Unless("name", INSTRUCTIONS),
+    ] = field(default_factory=dict)
+    """Other names of the columns, as {ours: theirs}: {prompt: question, response: answer}."""
+    preprocess: Annotated[str | None, _SUPERVISED, Unless("name", INSTRUCTIONS)] = None
+    """module:function or file.py:function that turns a row as it is read into a row of the format,
+    or into None to leave it out."""
+    tasks: Annotated[list[str], Only("name", INSTRUCTIONS)] = field(default_factory=list)
+    """Tasks of the generated chats; unset: all."""
+    rows: Annotated[int | None, Range(1, 10**8), Only("name", INSTRUCTIONS)] = None
+    """Rows to generate, with the held-out rows; default 20000."""
 
     _columns_seen: ClassVar[tuple[str, ...]] = ()  # of an own file's first row, by `settle`
-    _USED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "python_stdlib": (),
-        "files": ("text_column",),
-        "huggingface": ("dataset", "subset", "split", "text_column"),
-        "shards": ("split", "text_column", "remote", "local"),
-        INSTRUCTIONS: ("rows",),
-        "mixture": (),
-    }
 
     @property
     def is_supervised(self) -> bool:
@@ -147,14 +146,9 @@ class SourceConfig:
             yield from self._check_source(key)
 
     def _check_source(self, key: str) -> Iterator[str]:
-        fields = ("dataset", "subset", "split", "text_column", "remote", "local", "rows")
-        unused = [f for f in fields if f not in self._USED[self.name]]
-        yield from inert(key, self, unused, f"with name: {self.name}")
         yield from self._check_format(key)
         if self.name == "files" and not self.paths:
             yield f"{key}paths: files needs it; write a list of files, folders or globs"
-        if self.name != "files" and self.paths:
-            yield f"{key}paths: has no effect with name: {self.name}; remove it"
         if self.name == "huggingface" and self.dataset is None:
             yield f"{key}dataset: huggingface needs it; write a hub id or a local folder"
         if self.name == "shards" and self.remote is None and self.local is None:
@@ -165,19 +159,10 @@ class SourceConfig:
             yield f"{key}format: {self.format}; instructions are chat, preference or unpaired"
         if self.name == "python_stdlib" and self.is_supervised:
             yield f"{key}format: {self.format}, but python_stdlib is text; remove it"
-        if self.name != INSTRUCTIONS and self.tasks:
-            yield f"{key}tasks: has no effect with name: {self.name}; remove it"
         if self.format == AUTO:
             yield from self._check_auto(key)
-        if self.format not in (*FORMATS, *MAPPINGS):
-            return
-        if self.is_supervised:
-            yield from inert(key, self, ["text_column"], f"with format: {self.format}")
+        elif self.is_supervised and self.format in (*FORMATS, *MAPPINGS):
             yield from self._check_columns(key)
-        else:
-            yield from inert(key, self, ["preprocess"], "with format: text")
-            if self.columns:
-                yield f"{key}columns: has no effect with format: text; write text_column"
 
     def _check_auto(self, key: str) -> Iterator[str]:
         """Lines for a format that is left open where nothing decides it."""
@@ -197,8 +182,6 @@ class SourceConfig:
             if name not in self.columns_read:
                 read = ", ".join(self.columns_read)
                 yield f"{key}columns.{name}: rows of {self.format} have {read}; write ours: theirs"
-        if self.preprocess is not None and self.columns:
-            yield f"{key}columns: has no effect with preprocess, which names them; remove it"
         if self.preprocess is not None and not all(self.preprocess.rpartition(":")[::2]):
             yield f"{key}preprocess: {self.preprocess}; write module:function or file.py:function"
         if self.preprocess is not None and self.format in MAPPINGS:
@@ -206,9 +189,6 @@ class SourceConfig:
                 f"{key}preprocess: has no effect on format: {self.format}, which has a function of"
                 f" its own; write format: {MAPPINGS[self.format][0]}"
             )
-        if self.name == INSTRUCTIONS and (self.columns or self.preprocess):
-            field_ = "columns" if self.columns else "preprocess"
-            yield f"{key}{field_}: has no effect with name: {self.name}; remove it"
 
     def fill(self) -> None:
         """Write derived values in place."""

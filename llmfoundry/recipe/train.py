@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from llmfoundry.recipe.checks import check_duration, inert
+from llmfoundry.recipe.checks import check_duration
 from llmfoundry.recipe.data import PRETRAINED, TOKENIZERS, DataConfig, TokenizerConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.launch import LaunchConfig
@@ -24,7 +24,9 @@ from llmfoundry.recipe.schema import (
     PATH,
     ROWS,
     RUN_NAME,
+    Only,
     Range,
+    Unless,
     choice,
     out_of_bounds,
 )
@@ -80,17 +82,17 @@ class TrainRecipe:
     the products of blocks' dense linear layers in 8-bit floating point (torchao, extra lowp), on
     GPUs that have it and with compile: true; head, routers and experts stay bf16, and so do
     evaluation and export of what was saved. Estimates and plans count it as amp_bf16."""
-    fp8_recipe: Annotated[str | None, choice(FP8_RECIPES)] = None
-    """Only with precision: amp_fp8: what shares a scale. rowwise, the default: a row of an operand,
-    more exact; tensorwise: the whole of it, faster."""
-    fp8_emulate: bool | None = None
-    """Only with precision: amp_fp8: round to fp8 and compute in more, on any device, slowly: to try
-    the numerics. Default false."""
+    fp8_recipe: Annotated[str | None, choice(FP8_RECIPES), Only("precision", FP8)] = None
+    """Granularity of the scales. rowwise (the default): one scale per row of an operand, more
+    accurate. tensorwise: one scale per operand, faster."""
+    fp8_emulate: Annotated[bool | None, Only("precision", FP8)] = None
+    """Round to fp8 and compute in a wider dtype, slowly but on any device, to try the numerics.
+    Default false."""
     compile: bool = False
     """torch.compile each block: faster steps after a first one that takes a minute."""
-    compile_mode: Annotated[str | None, choice(COMPILE_MODES)] = None
-    """Only with compile: torch.compile's mode; "default" unless given. reduce-overhead and
-    max-autotune record CUDA graphs: on GPUs, without shards, one microbatch in a step."""
+    compile_mode: Annotated[str | None, choice(COMPILE_MODES), Only("compile")] = None
+    """Mode of torch.compile; default "default". reduce-overhead and max-autotune record CUDA
+    graphs, which require GPUs, no sharding, and one microbatch per step."""
     max_duration: str = "1ep"
     """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
     max_seq_len: Annotated[int, Range(2, 2**24, LENGTH)] = 2048
@@ -100,10 +102,16 @@ class TrainRecipe:
     device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Rows a process computes at a time; auto: as many as fit by the estimate. A step that runs out
     of memory continues with half, of a number too."""
-    auto_probe: Annotated[str, choice(("off", "on"))] = "off"
-    """Only with device_train_microbatch_size: auto. on: measure first, in a process beside each, by
-    real steps at the estimate and up, what fits; kept in data.cache_folder by recipe, code and
-    machine. off: it takes a start of the processes, and what does not fit costs one step since."""
+    auto_probe: Annotated[
+        str,
+        choice(("off", "on")),
+        Only("device_train_microbatch_size", "auto"),
+        Unless("compile_mode", GRAPH_MODES, why="whose steps have one microbatch"),
+    ] = "off"
+    """on: before the run, measure which microbatch fits. Each rank starts a process that takes real
+    steps at the estimated size and above. The result is cached in data.cache_folder by recipe, code
+    and machine. off: use the estimate, which saves one start of the processes; a microbatch that
+    does not fit costs one step."""
     device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Rows a process evaluates at a time; auto: as many as fit by the estimate."""
     device_loss_chunk_tokens: Annotated[int | None, Range(1, 2**24)] = None
@@ -126,10 +134,10 @@ class TrainRecipe:
     pause_at: str | None = None
     """Evaluate, save and end here, with status 0; the same command with a later one, or null, goes
     on as if it had not ended: the schedule is that of max_duration. Unset: run to the end."""
-    save_max_wait: Annotated[float | None, Range(0)] = None
-    """Only with save_async: seconds that training waits where the checkpoint before is still being
-    written when the next is due; then that one is left out and reported. Unset: 30. The end of a
-    run, and a signal, wait for as long as it takes."""
+    save_max_wait: Annotated[float | None, Range(0), Only("save_async")] = None
+    """Seconds that training waits if the previous checkpoint is still being written when the next
+    one is due; then the next one is skipped, which is reported. Unset: 30. The end of a run, and a
+    signal, wait as long as the write takes."""
     save_max_failures: Annotated[int, Range(1)] = 3
     """Saves that may fail in a row, each reported at once and retried at the next, until the run
     ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
@@ -138,8 +146,8 @@ class TrainRecipe:
     load_path: Annotated[str | None, PATH] = None
     """A checkpoint, or a run's folder, or the URL of one, or a version in MLflow's registry,
     models:/NAME@best, to start from where save_folder holds none."""
-    load_weights_only: bool | None = None
-    """Only with load_path: take its weights, and start at batch 0 with new optimizer and order."""
+    load_weights_only: Annotated[bool | None, Only("load_path")] = None
+    """Load only the weights, and start at batch 0 with a new optimizer state and data order."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The decoder (group model/)."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -215,9 +223,7 @@ class TrainRecipe:
         yield from self._check_across()
 
     def _check_fp8(self) -> Iterator[str]:
-        if self.precision != FP8:
-            yield from inert("", self, ["fp8_recipe", "fp8_emulate"], f"without precision: {FP8}")
-        elif self.parallel.tensor_parallel_degree != 1:
+        if self.precision == FP8 and self.parallel.tensor_parallel_degree != 1:
             yield (
                 f"precision: {FP8} does not know the sharded matrices of"
                 f" parallel.tensor_parallel_degree: {self.parallel.tensor_parallel_degree}; write"
@@ -226,9 +232,7 @@ class TrainRecipe:
 
     def _check_compile(self) -> Iterator[str]:
         mode = self.compile_mode
-        if mode is not None and not self.compile:
-            yield "compile_mode: has no effect without compile: true; remove it"
-        elif mode in GRAPH_MODES and not self.parallel.keeps_whole:
+        if self.compile and mode in GRAPH_MODES and not self.parallel.keeps_whole:
             key = next(name for name in (*AXES[1:], EXPERT) if getattr(self.parallel, name) != 1)
             yield (
                 f"compile_mode: {mode} replays CUDA graphs, whose weights may not move, and shards"
@@ -308,18 +312,6 @@ class TrainRecipe:
                 f"device_train_microbatch_size: {micro} rows, but a step has only"
                 f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
             )
-        if self.auto_probe == "on" and micro != "auto":
-            yield (
-                "auto_probe: on has no effect with a device_train_microbatch_size of"
-                f" {micro}; write auto for that, or remove auto_probe"
-            )
-        if self.auto_probe == "on" and self.compile_mode in GRAPH_MODES:
-            yield (
-                f"auto_probe: on has no effect with compile_mode: {self.compile_mode}, whose steps"
-                " have one microbatch; remove it"
-            )
-        if self.save_max_wait is not None and not self.save_async:
-            yield "save_max_wait: has no effect with save_async=false; remove it"
         if self.save_num_checkpoints_to_keep == 0:
             yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
         if self.registry.name is not None and not self.logger.mlflow:
@@ -328,8 +320,6 @@ class TrainRecipe:
                 " logger.mlflow: true, or remove it"
             )
         yield from self._check_store()
-        if self.load_path is None and self.load_weights_only is not None:
-            yield "load_weights_only: has no effect without load_path; remove it"
         if not self.data.holds_out() and self.eval.validation:
             yield (
                 "eval.validation: true, but nothing is held out; write eval.validation=false, or"

@@ -170,5 +170,5 @@ def test_sizes_that_are_settled_are_not_tried_again() -> None:
 
 
 def test_a_setting_without_effect_is_refused(place: Path) -> None:
-    with pytest.raises(UserError, match=r"^auto_probe: on has no effect with a device_train_micro"):
+    with pytest.raises(UserError, match=r"^auto_probe: has no effect with device_train_microba"):
         recipe(place, "device_train_microbatch_size=2")

@@ -237,7 +237,7 @@ def test_a_random_sweep_is_drawn_by_its_seed_and_more_of_it_goes_on(front: Front
             "sweep.how: 'rondom' is not a choice; did you mean",
         ),
         (["seed=1,2", "sweep=random"], "sweep.n: is missing"),
-        (["seed=1,2", "sweep.n=2"], "sweep.n: a grid has all points"),
+        (["seed=1,2", "sweep.n=2"], "sweep.n: has no effect with sweep.how: grid, only with"),
         (["seed=1,2", "sweep=random", "sweep.n=3"], "sweep.n: 3, but no more than 2 different"),
         (
             ["seed=1,2", "sweep=random", "sweep.n=2", "sweep.factor=2"],

@@ -241,11 +241,14 @@ def test_a_folder_of_something_else_is_refused(source: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("prepare.column=text", r"prepare\.column: has no effect with format: tokens"),
-        ("prepare.compression=zstd", r"prepare\.compression: has no effect with format: tokens"),
+        ("prepare.column=text", r"prepare\.column: has no effect with prepare\.format"),
+        ("prepare.compression=zstd", r"prepare\.compression: has no effect with prepare\.format"),
         ("prepare.format=arrow", r"prepare\.format: 'arrow' is not a choice"),
         ("prepare.size_limit=5000000000", r"prepare\.size_limit: .* less than 4 GiB"),
-        ("prepare.columns={a:str}", r"prepare\.columns: has no effect with format: tokens"),
+        (
+            "prepare.columns={a:str}",
+            r"prepare\.columns: has no effect with prepare\.format: tokens",
+        ),
         ("prepare.format=mds prepare.columns={a:int}", r"prepare\.columns\.a: 'int' is not a"),
         ("prepare.engine=spark", r"prepare\.engine: 'spark' is not a choice"),
     ],

@@ -1084,7 +1084,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path):
         ({"columns": {"promt": "q"}}, r"data.columns.promt: rows of prompt_response have prompt"),
         ({"preprocess": "mine"}, "data.preprocess: mine; write module:function"),
         ({"preprocess": "no_such_module:f"}, "data.preprocess: cannot import 'no_such_module'"),
-        ({"text_column": "x"}, "data.text_column: has no effect with format: prompt_response"),
+        ({"text_column": "x"}, "data.text_column: has no effect with data.format: prompt_resp"),
         ({"attend_across_documents": True}, "data.attend_across_documents: true lets answers see"),
         ({"deduplicate": "exact"}, "data.deduplicate: has no effect on supervised rows"),
         ({"format": "text", "supervised": {"loss": "sequences"}}, "data.supervised: has no effect"),

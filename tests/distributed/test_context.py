@@ -283,8 +283,8 @@ ULYSSES = ["parallel.context_parallel_method=ulysses", "model.d_model=48", "mode
         (
             TrainRecipe,
             ["parallel.context_parallel_method=ulysses"],
-            "parallel.context_parallel_method: has no effect with context_parallel_degree: 1;"
-            " remove it",
+            "parallel.context_parallel_method: has no effect with"
+            " parallel.context_parallel_degree: 1; remove it",
         ),
     ],
 )

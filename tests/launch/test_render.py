@@ -209,7 +209,7 @@ def test_secrets_are_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "line"),
     [
         (["nodes=2"], "launch.nodes: 2, and local is one machine; write launch=ssh, or 1"),
-        (["launch.queue=long"], "launch.queue: has no effect with target: local"),
+        (["launch.queue=long"], "launch.queue: has no effect with launch.target: local"),
         (["launch.env={HF_TOKEN: hf_x}"], "launch.env.HF_TOKEN: may be a secret"),
         (["launch.env={U: 'https://a:b@c'}"], "launch.env.U: may be a secret"),
         (["launch.target=slrum"], "launch.target: 'slrum' is not a choice; did you mean 'slurm'?"),

@@ -203,7 +203,7 @@ def test_a_run_that_has_ended_is_not_sent_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     {
-        ("prometheus_port",): "logger.prometheus_port: has no effect without prometheus: true",
+        ("prometheus_port",): "logger.prometheus_port: has no effect with logger.prometheus: f",
         ("prometheus", "prometheus_textfile"): "logger.prometheus_textfile: 'x.txt' does not end",
         ("prometheus", "prometheus_file", "prometheus_host"): (
             "logger.prometheus_host: has no effect without logger.prometheus_port"

@@ -102,7 +102,7 @@ def test_a_wrong_target_is_one_line_that_names_its_key(target: str) -> None:
 
 BUDGET = "parallel.activation_memory_budget"
 ELSEWHERE = {
-    (f"{KEY}=block",): f"{KEY}: has no effect with activation_checkpointing: none; remove it, or",
+    (f"{KEY}=block",): f"{KEY}: has no effect with parallel.activation_checkpointing: none, ",
     (f"{KEY}=block", WHOLE.replace("whole", "selective")): f"{KEY}: has no effect with",
     (f"{BUDGET}=0.5",): f"{BUDGET}: has no effect without compile: true; remove it",
     (f"{BUDGET}=0.1", "compile=true"): f"{BUDGET}: 0.1; below 0.15 a smaller budget takes more mem",

@@ -35,7 +35,7 @@ def problems(*words: str) -> list[str]:
 def test_what_the_folder_decides_is_not_written_beside_it(key: str, value: str) -> None:
     words = ("adapter.name=lora", f"adapter.{key}={value}")
     assert problems(*words) == []
-    why = "has no effect with pretrained, whose folder decides it; remove it"
+    why = "has no effect with adapter.pretrained, whose folder decides it; remove it"
     assert problems(*words, "adapter.pretrained=there") == [f"adapter.{key}: {why}"]
 
 
@@ -49,7 +49,8 @@ def test_what_training_decides_may_be() -> None:
 def test_keys_of_lora_without_it() -> None:
     found = problems(*[f"adapter.{key}={value}" for key, value in LORA.items()])
     assert set(found) == {
-        f"adapter.{key}: has no effect with name: none; remove it" for key in LORA
+        f"adapter.{key}: has no effect with adapter.name: none, only with lora; remove it"
+        for key in LORA
     }
 
 

@@ -150,7 +150,7 @@ def test_what_stands_in_a_recipe_is_removed_by_what_the_message_says(front: Fron
     errors = front(*words, schema=FinetuneRecipe).errors
     assert len(errors) == 2
     added = [line.split("add '")[1].rstrip("'") for line in errors]
-    assert added == ["~data.rows", "~data.tasks"]
+    assert added == ["~data.tasks", "~data.rows"]
     assert all(line.startswith(f"{SFT}:") for line in errors)
     assert front(*words, *added, schema=FinetuneRecipe).status == 0
     line = front(SFT, "data.text_column=x", schema=FinetuneRecipe).errors[0]

@@ -18,21 +18,20 @@ LINES = {
     "model.attn_config.sliding_window_size=0": "model.attn_config.sliding_window_size: 0; write -1",
     "model.attn_config.attn_pdrop=1": "model.attn_config.attn_pdrop: 1.0 is not a fraction",
     "model.attn_config.attn_logit_softcapping=0": "model.attn_config.attn_logit_softcapping: 0.0 m",
-    "model.attn_config.rope_hf_config={type: linear, factor: 2}": "model.attn_config.rope_hf_confi"
-    "g: has no effect without rope: true; remove it",
     f"{ROPE} model.attn_config.rope_hf_config.type=linaer": "model.attn_config.rope_hf_config.type:"
     " 'linaer' is not a choice; did you mean 'linear'?",
     f"{ROPE} model.attn_config.rope_hf_config.type=linear": "model.attn_config.rope_hf_config.facto"
     "r: type: linear needs it; write a number",
     f"{ROPE} model.attn_config.rope_hf_config.factor=2": "model.attn_config.rope_hf_config.factor:"
-    " has no effect with type: no_scaling",
+    " has no effect with model.attn_config.rope_hf_config.type: no_scaling; remove it",
     "model.attn_config={rope: true, rope_hf_config: {"
     f"{LLAMA3}, original_max_position_embeddings: 64}}}}": "model.attn_config.rope_hf_config.high_"
     "freq_factor: 1.0 must be greater than low_freq_factor (4.0)",
     "model.attn_config.attn_temperature_tuning={attn_scale: 1, floor_scale: 0}": "model.attn_config"
     ".attn_temperature_tuning.floor_scale: 0 is too small",
     "model.attn_config.attn_temperature_tuning.floor_scale=9": "model.attn_config.attn_temperature_"
-    "tuning.floor_scale: has no effect with attn_scale: 0; remove it",
+    "tuning.floor_scale: has no effect with model.attn_config.attn_temperature_tuning.attn_scale: 0"
+    "; remove it",
     "model={head_dim: 2, attn_config: {rope: true, rope_hf_config: {type: dynamic, factor: 2}}}": (
         "model.attn_config.rope_hf_config.type: dynamic needs a head_dim above 2"
     ),
@@ -69,14 +68,15 @@ LINES = {
     "rrides.overrides.near: is not in order and has no effect; remove it",
     "model.block_overrides={order: [{repeat: 24}]}": "model.block_overrides.order[0]: has both or",
     "precision=fp32 model.attn_config.attn_impl=flash": "model.attn_config.attn_impl: flash comput",
-    "compile_mode=default": "compile_mode: has no effect without compile: true; remove it",
+    "compile_mode=default": "compile_mode: has no effect with compile: false; remove it",
     "compile=true compile_mode=reduce-overhead parallel.data_parallel_shard_degree=8": "compile_mod"
     "e: reduce-overhead replays CUDA graphs, whose weights may not move, and shards (parallel.data_"
     "parallel_shard_degree: 8) are gathered anew for every block; write default or max-autotune-no",
     "compile=true compile_mode=max-autotune parallel.data_parallel_shard_degree=2": "compile_mode:"
     " max-autotune replays CUDA graphs",
     "compile=true compile_mode=fast": "compile_mode: 'fast' is not a choice",
-    "optimizer.momentum=0.9": "optimizer.momentum: has no effect without name: muon; remove it",
+    "optimizer.momentum=0.9": "optimizer.momentum: has no effect with optimizer.name: decoupled_ada"
+    "mw, only with muon; remove it",
     "optimizer={name: muon, momentum: 1}": "optimizer.momentum: 1.0; write a number in [0, 1)",
     "optimizer.disable_grad=['(']": "optimizer.disable_grad[0]: '(' is not a regular expression: m",
     "optimizer.param_groups=[{param_str_match: norm}]": "optimizer.param_groups[0].param_str_match:"
@@ -91,14 +91,16 @@ LINES = {
     "callbacks.watch={slow_rank: off, slow_rank_above: 2}": "callbacks.watch.slow_rank_above: has "
     "no effect with callbacks.watch.slow_rank: off; remove it",
     "callbacks.watch={loss_spike: off, gradient_spike: off, spike_window: 64}": "callbacks.watch."
-    "spike_window: has no effect with callbacks.watch.loss_spike, gradient_spike: off",
+    "spike_window: has no effect with callbacks.watch.loss_spike: off and callbacks.watch.gradient_"
+    "spike: off; remove it",
     "callbacks.watch={loss_spike: stop, gradient_spike: off, spikes_in_a_row: 3}": "callbacks."
-    "watch.spikes_in_a_row: has no effect without log or skip of callbacks.watch.loss_spike",
+    "watch.spikes_in_a_row: has no effect without callbacks.watch.loss_spike, callbacks.watch.gra"
+    "dient_spike or callbacks.watch.not_finite: log or skip; remove it",
     "callbacks.watch.interval=0": "callbacks.watch.interval: 0 is too small; write 1 or more",
     "callbacks.watch.slow_rank_above=1": "callbacks.watch.slow_rank_above: 1.0 must be greater",
     "callbacks.watch.spike_window=4": "callbacks.watch.spike_window: 4 is too small; write 8",
     "callbacks.gc_interval=-1": "callbacks.gc_interval: -1 is too small; write 0 or more",
-    "logger.wandb_project=x": "logger.wandb_project: has no effect without wandb: true; remove it",
+    "logger.wandb_project=x": "logger.wandb_project: has no effect with logger.wandb: false",
     "logger={wandb: true, wandb_mode: on}": "logger.wandb_mode: ",
 }
 
@@ -115,6 +117,15 @@ def problems(*words: str) -> tuple[str, ...]:
 def test_a_mistake_is_one_line_that_names_its_key(words: str) -> None:
     found = problems(*([words] if "{" in words else words.split(" ")))
     assert len(found) == 1 and found[0].startswith(LINES[words])
+
+
+def test_each_key_of_a_section_without_effect_has_a_line() -> None:
+    key, why = (
+        "model.attn_config.rope_hf_config",
+        "has no effect with model.attn_config.rope: false",
+    )
+    found = problems(f"{key}={{type: linear, factor: 2}}")
+    assert found == tuple(f"{key}.{name}: {why}; remove it" for name in ("type", "factor"))
 
 
 def test_cuda_graphs_without_shards_and_shards_without_them_are_served() -> None:

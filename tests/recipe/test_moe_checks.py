@@ -9,11 +9,13 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.model import MOE_KEYS, OTHER_MOE_NAMES, FFNConfig
+from llmfoundry.recipe.model import OTHER_MOE_NAMES, FFNConfig
 from llmfoundry.recipe.paths import YAMLS
+from llmfoundry.recipe.schema import Only, Schema
 from llmfoundry.recipe.train import TrainRecipe
 
 KEY = "model.ffn_config."
+MOE_KEYS = [name for name, key in Schema.of(FFNConfig).keys.items() if key.rule(Only)]
 LINES = {  # beside ffn_type: dmoe, moe_num_experts: 4
     "moe_top_k: 5": "moe_top_k: 5 is more than moe_num_experts (4); write at most that",
     "moe_top_k: 0": "moe_top_k: 0 is too small; write 1 or more",
@@ -28,10 +30,11 @@ LINES = {  # beside ffn_type: dmoe, moe_num_experts: 4
     "moe_lbl_scope: rows": "moe_lbl_scope: 'rows' is not a choice; did you mean 'row'?",
     "moe_zloss_weight: -1": "moe_zloss_weight: -1.0 must be greater than 0",
     "shared_expert_hidden_size: 0": "shared_expert_hidden_size: 0 is too small; write 1 or more",
-    "moe_bias_update_rate: 1": "moe_bias_update_rate: has no effect without moe_balancing: bias",
-    "moe_balancing: bias, moe_loss_weight: 1": "moe_loss_weight: has no effect with moe_balancing:"
-    " bias; remove it",
-    "moe_balancing: none, moe_lbl_scope: row": "moe_lbl_scope: has no effect with moe_balancing:",
+    "moe_bias_update_rate: 1": "moe_bias_update_rate: has no effect without model.ffn_config."
+    "moe_balancing: bias; remove it",
+    "moe_balancing: bias, moe_loss_weight: 1": "moe_loss_weight: has no effect with model.ffn_"
+    "config.moe_balancing: bias, only with loss; remove it",
+    "moe_balancing: none, moe_lbl_scope: row": "moe_lbl_scope: has no effect with model.ffn_co",
     "uniform_expert_assignment: true, moe_force_balance: true": "moe_force_balance: and uniform_exp"
     "ert_assignment exclude each other; set one of them to false",
 }
@@ -66,7 +69,7 @@ def test_a_key_of_experts_has_no_effect_without_them(key: str) -> None:
     types = {field.name: str(field.type) for field in dataclasses.fields(FFNConfig)}
     value = "true" if "bool" in types[key] else VALUES.get(key, "1")
     assert problems(f"{key}: {value}") == (
-        f"{KEY}{key}: has no effect without ffn_type: dmoe; remove it",
+        f"{KEY}{key}: has no effect with {KEY}ffn_type: mptmlp, only with dmoe; remove it",
     )
 
 

@@ -114,7 +114,7 @@ def test_inverse_square_root_with_its_cooldown() -> None:
 def test_a_schedules_setting_that_another_schedule_has_is_refused() -> None:
     config = ScheduleConfig(name="constant_with_warmup", alpha_f=0.1)
     (line,) = config.check()
-    assert line.startswith("schedule.alpha_f: has no effect with name: constant_with_warmup")
+    assert line.startswith("schedule.alpha_f: has no effect with schedule.name: constant_with")
     (line,) = ScheduleConfig(name="inv_sqrt_with_warmup").check()
     assert line.startswith("schedule.t_scale: inv_sqrt_with_warmup needs it")
 

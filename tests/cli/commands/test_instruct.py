@@ -117,12 +117,12 @@ def test_the_scripts_name_these_commands(base: Path) -> None:
         (
             "eval.py",
             ["eval.icl_fewshot_as_multiturn=true"],
-            "eval.icl_fewshot_as_multiturn: has no effect without icl_chat_template",
+            "eval.icl_fewshot_as_multiturn: has no effect without eval.icl_chat_template",
         ),
         (
             "eval.py",
             ["eval.icl_chat_template=none", "eval.icl_gen_prefix=A"],
-            "eval.icl_gen_prefix: has no effect with icl_chat_template: none",
+            "eval.icl_gen_prefix: has no effect with eval.icl_chat_template: none",
         ),
         ("eval.py", [], "eval.icl_chat_template: rows of count are conversations"),
         ("eval.py", ["eval.icl_chat_template=tokenizer"], "chat_template: the tokenizer has none"),
