@@ -111,7 +111,7 @@ def _tools(job: Job) -> list[str]:
         before, after = shlex.quote(f"{job.python} cannot start llmfoundry ("), f"); {instead}"
         last = "\"${why##*$'\\n'}\""
         lines += [
-            f"why=$({python} -c 'import llmfoundry.commands.supervise' 2>&1) ||"
+            f"why=$({python} -m llmfoundry supervise --help 2>&1) ||"
             f" {{ echo {before}{last}{shlex.quote(after)} >&2; exit 2; }}"
         ]
     if job.config.target == "ssh":
