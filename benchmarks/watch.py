@@ -121,9 +121,10 @@ class Inside:
 def inside() -> None:
     """Be scripts/train.py with these arguments, and print the share of rank 0's steps."""
     from llmfoundry.resilience.watch.watch import Watch
+    from llmfoundry.telemetry import SpanClock
     from llmfoundry.train import trainer
+    from llmfoundry.train.callbacks import StepTimes
     from llmfoundry.train.spikes import Guard, SpikeHandler
-    from llmfoundry.train.step_time import SpanClock, StepTimes
 
     measured = Inside()
     for owner, name in (

@@ -28,9 +28,9 @@ from llmfoundry.train.callbacks import (
     OptimizerMonitor,
     RuntimeEstimator,
     SpeedMonitor,
+    StepTimes,
 )
 from llmfoundry.train.profiler import MemorySnapshots, ProfileFiles, Tracer
-from llmfoundry.train.step_time import StepTimes
 from llmfoundry.train.trainer import Callback
 
 

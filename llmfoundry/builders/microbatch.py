@@ -48,7 +48,6 @@ from llmfoundry.distributed.collectives import (
 from llmfoundry.distributed.process_group import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER
 from llmfoundry.files import read_json, write_json
-from llmfoundry.heartbeat import BEATS
 from llmfoundry.ops.devices import total_host_memory
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.plan.fit import Fit
@@ -59,6 +58,7 @@ from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.parallel import EXPERT
 from llmfoundry.recipe.plugins import imported
 from llmfoundry.recipe.train import GRAPH_MODES, TrainRecipe
+from llmfoundry.telemetry import BEATS
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 
 FOLDER = "probes"

@@ -574,7 +574,7 @@ def build_checkpointer(
             tracker.console.warn,
             tracker.note,
             failed,
-            saved=partial(tracker.registry, task) if task is not None else lambda: None,
+            saved=partial(tracker.registry, task) if task is not None else None,
         ),
         saved=batch_of(found.folder) if found is not None and own else -1,
     )

@@ -68,15 +68,22 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.commit import FileSums
 from llmfoundry.distributed.mailbox import CollectiveError, Mailbox
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_write
+from llmfoundry.models.adapter import is_added, saved_names
+from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.devices import host_buffer
 from llmfoundry.ops.shard_layout import ShardLayout, Stacked, block_view, local_blocks
 
@@ -613,3 +620,23 @@ class Staging:
             places.append(flat.view(tensor.shape))
             begin += space
         return places
+
+
+def training_state(model: Decoder, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return all tensors of a run, by their names in a checkpoint."""
+    state = {"model": saved_state(model)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def saved_state(model: Decoder) -> dict[str, Any]:
+    """Return the tensors that a checkpoint holds of a model.
+
+    These are all tensors, or, of a model with an adapter, those that its base does not determine.
+    """
+    tensors = get_model_state_dict(model)
+    if not any(is_added(name) for name in tensors):
+        return tensors
+    names = set(saved_names(model))
+    return {name: tensor for name, tensor in tensors.items() if name in names}

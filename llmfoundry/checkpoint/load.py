@@ -49,7 +49,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -62,13 +61,15 @@ from llmfoundry.checkpoint.dcp import (
     holds_tensors,
     own_names,
     pass_on,
+    saved_state,
+    training_state,
 )
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.distributed.collectives import all_gather_object, all_reduce_min, on_rank0
 from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import read_guarded, read_json
-from llmfoundry.models.adapter import is_added, plain_name, saved_names
+from llmfoundry.models.adapter import is_added, plain_name
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops import torch_private
@@ -165,15 +166,6 @@ def _load_into(
     set_model_state_dict(model, loaded, options=_PARTS)
 
 
-def saved_state(model: Decoder) -> dict[str, Any]:
-    """What a checkpoint holds of a model: all, or of an adapted one what its base does not say."""
-    every = get_model_state_dict(model)
-    if not any(map(is_added, every)):
-        return every
-    kept = set(saved_names(model))
-    return {name: tensor for name, tensor in every.items() if name in kept}
-
-
 def load_training_state(
     checkpoint: Checkpoint, model: Decoder, optimizer: Optimizer, *, world: World
 ) -> None:
@@ -184,14 +176,6 @@ def load_training_state(
     set_model_state_dict(model, state["model"], options=_PARTS)
     moments = state["optimizer"] | {"param_groups": groups}
     set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
-
-
-def training_state(model: Decoder, optimizer: Optimizer | None) -> dict[str, Any]:
-    """All tensors of a run, by the names that they have in a checkpoint."""
-    state = {"model": saved_state(model)}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    return state
 
 
 _DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's words and advice

@@ -31,8 +31,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from llmfoundry.checkpoint.dcp import Staged, TensorFiles
-from llmfoundry.checkpoint.load import training_state
+from llmfoundry.checkpoint.dcp import Staged, TensorFiles, training_state
 from llmfoundry.checkpoint.retention import prune
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint
@@ -108,13 +107,13 @@ class Reports:
         failed: reports one that failed or was left out: after which batch, what happened, what is
             done; None: as `warn` does.
         saved: called on the main process at a resume, and once there is one more and older ones are
-            pruned.
+            pruned; None: nothing is called.
     """
 
     warn: Callable[[str], None]
     note: Callable[[str], None] = lambda line: None
     failed: Callable[[int, str, str], None] | None = None
-    saved: Callable[[], None] = lambda: None
+    saved: Callable[[], None] | None = None
 
 
 class Checkpointer:
@@ -278,7 +277,8 @@ class Checkpointer:
             prune(self._storage, self.saved, keep=policy.keep, choose_best=policy.choose_best)
         except (OSError, UserError) as error:
             self._reports.warn(f"save_folder: old checkpoints were not removed: {one_line(error)}")
-        self._reports.saved()
+        if self._reports.saved is not None:
+            self._reports.saved()
 
     def find(self, until: int) -> Checkpoint | None:
         """The newest complete checkpoint saved after at most so many steps; all call."""

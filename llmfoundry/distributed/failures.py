@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from llmfoundry.errors import RunFailure
 from llmfoundry.files import atomic_write
-from llmfoundry.heartbeat import FLIGHT, READER
 from llmfoundry.ops.torch_private import newest_messages
+from llmfoundry.telemetry import FLIGHT, READER
 
 # Seconds for the marks of others: they wait for the lost one too, but have not begun when we did.
 _AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llmfoundry.spans import span
+from llmfoundry.telemetry import span
 
 TENSOR = "tensor_parallel"  # the mesh's axis
 Range = tuple[int, int]  # from and to

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from llmfoundry.spans import span
+from llmfoundry.telemetry import span
 
 
 def has_avx512_bf16() -> bool:

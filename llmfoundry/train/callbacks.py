@@ -1,6 +1,7 @@
-"""Small observers of the training loop; `builders/callbacks.py` makes those of the recipe.
+"""Small observers of the training loop: speed, time of each span, memory, norms, samples and more.
 
-Every process has them, and calls each hook at the same batch, in the order of `Trainer.callbacks`.
+`builders/callbacks.py` makes those that the recipe names. Every process has the same callbacks, and
+calls each hook at the same batch, in the order of `Trainer.callbacks`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.ops.shard_layout import l2_norms
+from llmfoundry.ops.torch_private import watch_fsdp
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.logger import EarlyStopperConfig, GenerateConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS
+from llmfoundry.telemetry import OTHER, SPANS, SpanClock, observe_spans, span, stop_observing
 from llmfoundry.train.trainer import Callback, Trainer
 
 GIB = 2**30
@@ -66,6 +71,88 @@ class SpeedMonitor(Callback):
             metrics["throughput/device/mfu"] = device * self._flops / self._peak
         metrics["time/train"] = now
         metrics["time/val"] = trainer.eval_seconds
+
+
+REPORTED = (*SPANS, OTHER)  # time/val and time/checkpoint_blocking report pauses
+PREFIX = "time/step/"
+
+
+class StepTimes(Callback):
+    """time/step/*: seconds of a step by span (`SpanClock`), the mean since the last log.
+
+    `messages` is the time that the stream, or a CPU, waits for other processes, packs and unpacks
+    for them: in FSDP's hooks, at the end of DDP's backward pass, in expert and context parallelism,
+    and where losses, norms and signals are agreed upon. Communication that overlaps with
+    computation is not counted. Tensor parallelism communicates inside of DTensor's operators, and
+    compiled blocks inside of their graphs: both count as the forward and backward pass.
+    """
+
+    may_lag = True
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: that which computes."""
+        is_cuda = device.type == "cuda"
+        self._new_event = partial(torch.Event, device, enable_timing=True) if is_cuda else None
+        self._clock: SpanClock | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._since = 0  # batches at the last cut
+        self._steps: deque[int] = deque()  # of the pieces that are not yet taken
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin to count."""
+        self._undo = [watch_fsdp(partial(span, "messages")), self._watch_ddp(trainer.module)]
+        self.on_return(trainer)
+
+    def on_return(self, trainer: Trainer) -> None:
+        """Count anew."""
+        if self._clock is not None:
+            stop_observing(self._clock)
+        self._clock = SpanClock(self._new_event)
+        observe_spans(self._clock)
+        self._since = trainer.batch
+        self._steps.clear()
+
+    def measure(self, trainer: Trainer) -> dict[str, float | Tensor]:
+        """Nothing yet: the device has still to compute what is counted up to here."""
+        assert self._clock is not None
+        self._clock.cut()
+        self._steps.append(trainer.batch - self._since)
+        self._since = trainer.batch
+        return {}
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Add time/step/*."""
+        assert self._clock is not None
+        seconds, steps = self._clock.take(), self._steps.popleft()
+        metrics |= {f"{PREFIX}{name}": seconds.get(name, 0.0) / steps for name in REPORTED}
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Read what is there."""
+        assert self._clock is not None
+        self._clock.read_done()
+
+    def close(self) -> None:
+        """Stop counting."""
+        if self._clock is not None:
+            stop_observing(self._clock)
+        for undo in self._undo:
+            undo()
+        self._clock, self._undo = None, []
+
+    def _watch_ddp(self, module: nn.Module) -> Callable[[], None]:
+        """The backward pass of replicas ends with the first parameter's gradient.
+
+        What is left of it is the wait for gradients that are still being added up.
+        """
+        if not isinstance(module, DistributedDataParallel):
+            return lambda: None
+        first = next(p for p in module.parameters() if p.requires_grad)
+
+        def waits(_: Tensor) -> None:
+            if self._clock is not None and module.require_backward_grad_sync:
+                self._clock.turn("messages")
+
+        return first.register_post_accumulate_grad_hook(waits).remove
 
 
 class LRMonitor(Callback):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.packed_layout import IGNORE, Batch
-from llmfoundry.spans import span
+from llmfoundry.telemetry import span
 
 Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """From model and hidden states (B, T, D) to a sum, and sums of what is reported, by name."""

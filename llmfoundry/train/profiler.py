@@ -4,7 +4,7 @@
 to end: a file is there as a whole or not at all, and what could not be written is a line.
 
 `Tracer` (`profile.trace`) is torch.profiler on a schedule. It exists only while a cycle is under
-way, so that all other steps are those of a run without one. Spans (`llmfoundry/spans.py`) are
+way, so that all other steps are those of a run without one. Spans (`llmfoundry/telemetry.py`) are
 record_function's then, and the trace shows forward, backward, messages and the rest above PyTorch's
 own operations.
 
@@ -35,7 +35,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import one_line
 from llmfoundry.files import atomic_file, remove_partials
-from llmfoundry.heartbeat import STACKS
 from llmfoundry.ops.torch_private import (
     memory_history,
     memory_of_profile,
@@ -43,7 +42,7 @@ from llmfoundry.ops.torch_private import (
     record_memory,
 )
 from llmfoundry.recipe.logger import ProfileConfig
-from llmfoundry.spans import observe_spans, stop_observing
+from llmfoundry.telemetry import STACKS, observe_spans, stop_observing
 from llmfoundry.train.trainer import Callback, Trainer
 
 FOLDER = "profile"

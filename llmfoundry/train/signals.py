@@ -20,7 +20,7 @@ import torch.distributed as dist
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.exit_status import on_stops
-from llmfoundry.spans import span
+from llmfoundry.telemetry import span
 from llmfoundry.train.out_of_memory import OutOfMemory
 
 _SAME_REQUEST = 5.0

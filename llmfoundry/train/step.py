@@ -25,7 +25,7 @@ from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.recipe.optimizer import GradientClippingConfig
-from llmfoundry.spans import span
+from llmfoundry.telemetry import span
 from llmfoundry.train.objective import CROSS_ENTROPY, Look, Objective, sum_over_processes
 from llmfoundry.train.out_of_memory import release
 from llmfoundry.train.spikes import Guard

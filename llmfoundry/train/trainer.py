@@ -23,7 +23,6 @@ from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
-from llmfoundry.heartbeat import beat, in_callback
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.packed_layout import IGNORE, Batch
@@ -33,7 +32,7 @@ from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schedule import ScheduleConfig
-from llmfoundry.spans import span
+from llmfoundry.telemetry import beat, in_callback, span
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
 from llmfoundry.train.signals import StopSignal

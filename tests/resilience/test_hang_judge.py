@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llmfoundry.heartbeat import PHASES
 from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.judge import RankReading, judge, refine, waits_in_torch
 from llmfoundry.resilience.hang.monitor import COLLECT, END, WATCH, Hub, HubClient, HubServer
+from llmfoundry.telemetry import PHASES
 
 LIMITS = HangConfig()
 LIMITS.fill()

@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 
 from llmfoundry.events import read_events
-from llmfoundry.heartbeat import RECORDER, read_heartbeats
 from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS
 from llmfoundry.resilience.hang.monitor import Settings
+from llmfoundry.telemetry import RECORDER, read_heartbeats
 from tests.tiny import ENV, ROOT
 
 # A rank without PyTorch: each step waits for all others, as a sum over gradients does.
 RANK = """
 import os, sys, threading, time
 from pathlib import Path
-from llmfoundry.heartbeat import RECORDER, beat, in_callback, read_heartbeats
-from llmfoundry.heartbeat import start_heartbeat, stop_heartbeat
+from llmfoundry.telemetry import RECORDER, beat, in_callback, read_heartbeats
+from llmfoundry.telemetry import start_heartbeat, stop_heartbeat
 
 folder, rank, ranks, asleep = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 done = folder.parent / "done"

@@ -38,7 +38,7 @@ RUN = (
 import json, os, signal, sys, time
 from pathlib import Path
 from llmfoundry.exit_status import record_end
-from llmfoundry.heartbeat import beat, start_heartbeat, stop_heartbeat
+from llmfoundry.telemetry import beat, start_heartbeat, stop_heartbeat
 from llmfoundry.exit_status import resume_limits
 
 run = Path("run")

@@ -18,13 +18,13 @@ from torch.cuda import _memory_viz
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.logger import ProfileConfig
 from llmfoundry.train import profiler
+from llmfoundry.train.callbacks import StepTimes
 from llmfoundry.train.profiler import (
     MemorySnapshots,
     ProfileFiles,
     contents,
     out_of_memory_snapshot,
 )
-from llmfoundry.train.step_time import StepTimes
 from tests.tiny import write_recipe
 from tests.train.here import train_here
 

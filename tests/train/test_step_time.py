@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from llmfoundry.loggers.pages.run_time import run_parts, time_bar
 from llmfoundry.ops.torch_private import watch_fsdp
-from llmfoundry.spans import observe_spans, span, stop_observing
-from llmfoundry.train.step_time import PREFIX, REPORTED, SpanClock
+from llmfoundry.telemetry import SpanClock, observe_spans, span, stop_observing
+from llmfoundry.train.callbacks import PREFIX, REPORTED
 from tests.tiny import write_recipe
 from tests.train.here import train_here
 

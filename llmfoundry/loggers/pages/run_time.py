@@ -3,7 +3,7 @@
 `report` calls `goodput_tile` and `time_bar`. Goodput is a pure function of metrics.jsonl, which
 keeps the rows of steps that were not done again, and of the supervisor's events. Between two starts
 by hand time does not count. Where a clock was set during a run, the whole is right, and what is
-called starting or lost may be the other. Steps are divided by time/step/* (`train/step_time.py`);
+called starting or lost may be the other. Steps are divided by time/step/* (`train/callbacks.py`);
 evaluation and saving, which come between steps, have metrics of their own.
 """
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from llmfoundry.heartbeat import FLIGHT, STACKS, read_heartbeats, stacks_path
 from llmfoundry.resilience.hang.judge import STOPPED, RankReading, waits_in_torch
+from llmfoundry.telemetry import FLIGHT, STACKS, read_heartbeats, stacks_path
 
 _STACK_SECONDS, _SPY_SECONDS = 2.0, 10.0
 _OVER = ("dead", "zombie", "gone")

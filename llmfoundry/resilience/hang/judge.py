@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from llmfoundry.heartbeat import LEARNED, PHASES
 from llmfoundry.recipe.resilience import HangConfig
+from llmfoundry.telemetry import LEARNED, PHASES
 
 _FACTOR = 5.0  # times the longest step, as in NVIDIA's resiliency extension
 _LEAST, _LEAST_COMPILED = 30.0, 300.0  # seconds; a compiled block may be recompiled

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import add_event
-from llmfoundry.heartbeat import READER
 from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS, Ranks
 from llmfoundry.resilience.hang.judge import HangVerdict, RankReading, judge, refine
+from llmfoundry.telemetry import READER
 
 FOLDER = "hangs"
 """Below a run's folder: the stacks of those that hung."""

@@ -24,7 +24,11 @@ from llmfoundry.distributed.failures import keep_messages_in
 from llmfoundry.distributed.process_group import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_ranks
-from llmfoundry.heartbeat import (
+from llmfoundry.processes import start_module
+from llmfoundry.recipe.resilience import HangConfig
+from llmfoundry.resilience.hang.collect import PIPE, RECORDERS
+from llmfoundry.resilience.hang.monitor import FOLDER, Settings
+from llmfoundry.telemetry import (
     BEATS,
     FLIGHT,
     RECORDER,
@@ -32,10 +36,6 @@ from llmfoundry.heartbeat import (
     start_heartbeat,
     stop_heartbeat,
 )
-from llmfoundry.processes import start_module
-from llmfoundry.recipe.resilience import HangConfig
-from llmfoundry.resilience.hang.collect import PIPE, RECORDERS
-from llmfoundry.resilience.hang.monitor import FOLDER, Settings
 
 
 def keep_recorder(config: HangConfig) -> None:

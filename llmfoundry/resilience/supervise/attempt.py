@@ -27,9 +27,9 @@ import psutil
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.exit_status import DONE, ENDS_FOLDER, MEMORY, SAVED, ResumeLimits, read_ends
-from llmfoundry.heartbeat import BEATS, PHASES, read_heartbeats
 from llmfoundry.processes import is_alive, keep_children, kill_all
 from llmfoundry.resilience.supervise import slurm_nodes
+from llmfoundry.telemetry import BEATS, PHASES, read_heartbeats
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
 """In the environment of what a supervisor has started."""

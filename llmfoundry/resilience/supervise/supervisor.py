@@ -38,7 +38,6 @@ from llmfoundry.exit_status import (
     read_ranks,
 )
 from llmfoundry.files import LockedFile, try_lock
-from llmfoundry.heartbeat import memory_folder
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.redaction import public_override
@@ -58,6 +57,7 @@ from llmfoundry.resilience.supervise.decide import (
 from llmfoundry.resilience.supervise.exporter import Exporter, ExportTo
 from llmfoundry.resilience.supervise.nodes import Nodes, kernel_events
 from llmfoundry.resilience.supervise.notify import Reporter, print_stderr
+from llmfoundry.telemetry import memory_folder
 
 FOLDER = "supervise"
 """Below a run's folder: records of processes' ends, by attempt, and the check's report."""

@@ -1,9 +1,14 @@
-"""Heartbeats: the step and phase of a process, and since when, for the hang monitor.
+"""Telemetry of a process: the phase it is in (heartbeats), the part of a step it is in (spans).
 
-The training loop calls `beat` as it enters a phase; `resilience/hang` and the supervisor read the
-files. The idea: a heartbeat is one write of a short line to a file in memory (/dev/shm), a few
-microseconds, and whatever then blocks this process, the file can still be read. Times are
-CLOCK_MONOTONIC's: the same in all processes of a machine, and never set.
+The training loop calls `beat` when it enters a phase. A heartbeat is one write of a short line to a
+file in memory (/dev/shm), a few microseconds. `resilience/hang` and the supervisor read the files,
+whatever blocks this process. Times are CLOCK_MONOTONIC's, which is the same in all processes of a
+machine and is never set.
+
+The loop, the step and code that waits for other processes write `with span("forward"):`. Observers
+are notified: `SpanClock` adds up the time of each span (`train/callbacks.py` logs it), and
+`train/profiler.py` shows spans in traces. Without an observer a span costs two tests of an empty
+tuple, a quarter of a microsecond.
 """
 
 from __future__ import annotations
@@ -15,10 +20,11 @@ import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Protocol
 
 from llmfoundry.files import read_json
 
@@ -169,3 +175,146 @@ def _is_beat(found: Any) -> bool:
     if not isinstance(found, dict) or found.get("phase") not in PHASES:
         return False
     return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+
+
+SPANS = ("data", "forward", "backward", "messages", "optimizer", "logging")
+"""Of a step, in their order. messages: this process waits for what others send, or packs what it
+sends; within another span they do not count as that one's."""
+PAUSES = ("evaluation", "saving", "pause")
+"""Between steps; pause: samples are written, and traces."""
+OTHER = "other"
+"""What is in no span: callbacks, and the host's own work."""
+
+
+class SpanObserver(Protocol):
+    """Who is notified of spans; spans nest, and are entered and left by one thread at a time."""
+
+    def enter(self, name: str) -> None:
+        """A span begins."""
+
+    def leave(self) -> None:
+        """The span that began last ends."""
+
+
+_observers: tuple[SpanObserver, ...] = ()  # of this process
+
+
+class span:
+    """A context that is the span `name`, one of SPANS or PAUSES."""
+
+    __slots__ = ("_name", "_notified")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._notified = _observers  # they may change within
+        for observer in self._notified:
+            observer.enter(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for observer in reversed(self._notified):
+            observer.leave()
+
+
+def observe_spans(observer: SpanObserver) -> None:
+    """From the next span on notify `observer` too."""
+    global _observers
+    _observers = (*_observers, observer)
+
+
+def stop_observing(observer: SpanObserver) -> None:
+    """Notify it of no further span, only of the ends of those that it knows."""
+    global _observers
+    _observers = tuple(other for other in _observers if other is not observer)
+
+
+class TimedEvent(Protocol):
+    """What a clock needs of torch.Event(device, enable_timing=True)."""
+
+    def record(self) -> None:
+        """Be done when the stream comes to here."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds until a later one that is done."""
+
+
+class SpanClock:
+    """Adds up the time of each span, from one cut to the next.
+
+    A mark is set wherever a span begins or ends. The time between two marks belongs to the
+    innermost span, so the parts add up to the whole. On a CPU, marks are wall-clock times. On a
+    GPU, they are CUDA events of the computing stream, which are read later, so the host never
+    waits: a span then lasts as long as the stream computes what was launched in it, or is idle.
+    """
+
+    def __init__(self, new_event: Callable[[], TimedEvent] | None = None) -> None:
+        """Begin to count, in no span; `new_event` makes events of a device, None: wall clock."""
+        self._new_event = new_event
+        self._spare: list[TimedEvent] = []  # those that were read
+        self._open = [OTHER]
+        self._marks: deque[tuple[str, Any, bool]] = deque()  # what ended where; whether it is a cut
+        self._seconds: dict[str, float] = {}
+        self._ended: deque[dict[str, float]] = deque()  # between cuts, not yet taken
+        self._last = self._now()
+
+    def enter(self, name: str) -> None:
+        """A span begins."""
+        self._mark()
+        self._open.append(name)
+
+    def leave(self) -> None:
+        """The span that began last ends."""
+        self._mark()
+        self._open.pop()
+
+    def turn(self, name: str) -> None:
+        """The rest of the span that is under way is another's."""
+        self._mark()
+        self._open[-1] = name
+
+    def cut(self) -> None:
+        """End what `take` returns in one piece."""
+        self._mark(is_cut=True)
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each span from one cut to the next; the device has computed up to there."""
+        while not self._ended:
+            self._read()
+        return self._ended.popleft()
+
+    def read_done(self) -> None:
+        """Read the marks that the device has come to: their events are used again."""
+        while self._marks and (self._new_event is None or self._marks[0][1].query()):
+            self._read()
+
+    def _mark(self, *, is_cut: bool = False) -> None:
+        self._marks.append((self._open[-1], self._now(), is_cut))
+
+    def _now(self) -> Any:
+        if self._new_event is None:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else self._new_event()
+        event.record()
+        return event
+
+    def _read(self) -> None:
+        name, mark, is_cut = self._marks.popleft()
+        if self._new_event is None:
+            passed = mark - self._last
+        else:
+            passed = self._last.elapsed_time(mark) / 1e3
+            self._spare.append(self._last)
+        self._seconds[name] = self._seconds.get(name, 0.0) + passed
+        self._last = mark
+        if is_cut:
+            self._ended.append(self._seconds)
+            self._seconds = {}
