@@ -279,14 +279,15 @@ def run_table(runs: Sequence[ComparedRun], beside: Path) -> Markup:
 
 
 def parallel_coordinates(runs: Sequence[ComparedRun]) -> Markup:
-    """The keys that were swept, or in which the recipes differ, against what decides."""
+    """Draw the keys of a sweep against the result; nothing where fewer than two keys were swept."""
     found = verdict(runs)
     known = {n: run for n, run in enumerate(runs) if run.settings}
-    keys, swept = differing(runs), _swept([*known.values()])
-    if found is None or not (keys or swept):
+    swept = _swept([*known.values()])
+    swept_keys = [*next(iter(swept.values()), {})]
+    if found is None or len(swept_keys) < 2:
         return Markup()
-    settings = {n: run.settings | swept.get(run.name, {}) for n, run in known.items()}
-    shown = [*next(iter(swept.values()), keys)][:MOST_AXES]
+    settings = {n: run.settings | swept[run.name] for n, run in known.items()}
+    shown = swept_keys[:MOST_AXES]
     values = [run.last(found.metric) for run in known.values()]
     axes = [coordinates.key_axis(key, [settings[n].get(key, "") for n in known]) for key in shown]
     words = {
@@ -300,7 +301,7 @@ def parallel_coordinates(runs: Sequence[ComparedRun]) -> Markup:
         )
         for (n, run), value in zip(known.items(), values, strict=True)
     }
-    hidden = len({*keys} - {*shown})
+    hidden = len({*differing(runs)} - {*shown})
     more = f"; {hidden} more keys below" if hidden else ""
     hint = "a line is a run, the best is bold, dashed: no finite end" + more
     result = coordinates.result_axis(COLUMNS[found.metric], values)

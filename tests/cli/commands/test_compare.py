@@ -335,33 +335,42 @@ def test_who_is_best_is_said_plainly(
 
 
 def test_keys_are_drawn_against_the_result(tmp_path: Path) -> None:
-    for name, lr, loss in (("a", "1e-4", 3.0), ("b", "1e-3", 2.0), ("c", "1e-2", math.nan)):
-        write_run(tmp_path / name, [loss], lr=lr)
+    for seed, lr, loss in ((1, "1e-4", 3.0), (2, "1e-3", 2.0), (3, "1e-2", math.nan)):
+        write_run(tmp_path / f"optimizer.lr={lr},seed={seed}", [loss], lr=lr)
     html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
     drawn = re.findall(r'<g class="one (\w*)" data-words="(.*?)".*?points="(.*?)"', html, re.DOTALL)
-    assert [kind for kind, _, _ in drawn] == ["", "lost", "best"], "the best lies above"
+    assert [kind for kind, _, _ in drawn] == ["lost", "", "best"], "the best lies above"
     places = {words.split("\n")[0]: points for _, words, points in drawn}
     assert places == {  # a logarithmic axis: 1e-3 is in the middle; the least loss is at the bottom
-        "a": "0.00,94.00 100.00,6.00",
-        "b, best": "0.00,50.00 100.00,94.00",
-        "c": "0.00,6.00 100.00,-2.00",  # above all that ended with a number
+        "optimizer.lr=1e-4,seed=1": "0.00,94.00 50.00,94.00 100.00,6.00",
+        "optimizer.lr=1e-3,seed=2, best": "0.00,50.00 50.00,50.00 100.00,94.00",
+        # above all that ended with a number
+        "optimizer.lr=1e-2,seed=3": "0.00,6.00 50.00,6.00 100.00,-2.00",
     }
     assert ">not finite</span>" in html
-    assert "optimizer.lr: 1e-3\nloss, training: 2.0000\nfinished" in drawn[2][1]
+    assert "optimizer.lr: 1e-3\nseed: 2\nloss, training: 2.0000\nfinished" in drawn[2][1]
 
 
-def test_two_axes_leave_no_empty_room_and_what_was_swept_is_drawn(tmp_path: Path) -> None:
+def test_axes_leave_no_empty_room_and_what_was_swept_is_drawn(tmp_path: Path) -> None:
     """The last axis has labels to its right alone; a key that follows from another has no axis."""
-    for value, loss in (("1e-3", 3.0), ("1e-2", 2.0)):
-        folder = write_run(tmp_path / f"optimizer.lr={value},model=a", [loss], lr=value)
+    for seed, value, loss in ((1, "1e-3", 3.0), (2, "1e-2", 2.0)):
+        name = f"optimizer.lr={value},model=a,seed={seed}"
+        folder = write_run(tmp_path / name, [loss], lr=value)
         with (folder / "recipe.yaml").open("a") as file:
             file.write(f"scheduler: {{warmup: {value}}}\n")
     html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
     axes = re.findall(r'<div class="axis" style="left:(.*?)%;width:(.*?)%"><b>(.*?)</b>', html)
     names = [re.sub(r"<.*?>", "", name) for *_, name in axes]
-    assert names == ["optimizer.lr", "loss, training"]
-    assert [width for _, width, _ in axes] == ["100.0", "0"]
+    assert names == ["optimizer.lr", "seed", "loss, training"]
+    assert [width for _, width, _ in axes] == ["50.0", "50.0", "0"]
     assert "more keys below" in html
+
+
+def test_one_swept_key_needs_no_axes(tmp_path: Path) -> None:
+    for value, loss in (("1e-3", 3.0), ("1e-2", 2.0)):
+        write_run(tmp_path / f"optimizer.lr={value},model=a", [loss], lr=value)
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    assert 'class="axis"' not in html and "best:" in html
 
 
 @pytest.mark.parametrize(
