@@ -107,7 +107,7 @@ def _tools(job: Job) -> list[str]:
     instead = "write launch.environment=FOLDER, which has bin/python"
     lacks = shlex.quote(f"{job.python} is not there; {instead}")
     lines = [f"command -v {python} > /dev/null || {{ echo {lacks} >&2; exit 2; }}"]
-    if job.python != sys.executable:  # it may be of another version, or another environment
+    if job.config.target == "ssh" or job.python != sys.executable:  # of another version, perhaps
         before, after = shlex.quote(f"{job.python} cannot start llmfoundry ("), f"); {instead}"
         last = "\"${why##*$'\\n'}\""
         lines += [

@@ -15,6 +15,7 @@ target alone is asked. No PyTorch.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -66,6 +67,7 @@ _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
 _LONGEST = 2**24  # bytes of a line; of a longer one a part
 _ASKED = 16  # targets at a time
 _LOOK_S, _HARD_S = 1.0, 20.0
+_ASK_S = 5.0  # between two questions to a scheduler or a host, which many may ask
 _SKEW_S = 300.0  # by which another machine's clock may be behind this one
 _QUIET_S = 600.0  # without a sign, after which a run of another machine counts as dead
 _TRAINED = re.compile(rb'"time/train": ?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)')
@@ -503,13 +505,14 @@ def follow(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
         lines, is_timed = TARGETS[record.target].logs(record, follow=True), record.nodes > 1
     else:
         lines, is_timed = _recorded(place), False
-    has_ended = False
+    has_ended, asked = False, -math.inf
     for source, line in lines:
         if (source, line) != SILENCE:
             yield source, timed(line)[1] if is_timed else line
         elif has_ended:  # silent since: all of it has come
             return
-        else:
+        elif time.monotonic() - asked >= _pause(record):
+            asked = time.monotonic()
             has_ended = state_of(place).state not in UNDER_WAY
 
 
@@ -606,8 +609,13 @@ def stop(
                 f"{show(found)}: was asked to save and end, and is {after.state} after"
                 f" {timeout:.0f} s; look again, or write now=true"
             )
-        time.sleep(0.2)
+        time.sleep(min(_pause(record), max(0.1, deadline - time.monotonic())))
     return after
+
+
+def _pause(record: LaunchRecord | None) -> float:
+    """Seconds between two looks at a run, which may be questions to its target."""
+    return 0.2 if record is None or record.target == "local" else _ASK_S
 
 
 @contextmanager

@@ -8,6 +8,7 @@ bad machine costs an attempt and not the job. Slurm counts no requeues: the scri
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -36,6 +37,9 @@ _CLUSTER = "cluster"
 """In a record's `where`: the cluster of several that has the job; missing: the default one."""
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
 _ENDS_ITSELF = ("COMPLETED", "FAILED")  # of others, such as TIMEOUT, the status is Slurm's
+_SILENT_SECONDS = 60.0
+_silent: dict[str, float] = {}
+"""When a cluster's squeue last gave no answer: of hundreds of jobs only a few wait for one."""
 _NO_LONGER_KNOWN = TargetState(ENDED, "Slurm no longer knows the job")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 
@@ -141,11 +145,17 @@ def state(record: LaunchRecord) -> TargetState:
     """What Slurm says of it; of a job that it has forgotten its accounts, if it has any."""
     if not record.job:
         return TargetState(UNKNOWN, "was not submitted")
+    cluster = record.where.get(_CLUSTER, "")
+    if time.monotonic() - _silent.get(cluster, -math.inf) < _SILENT_SECONDS:
+        return TargetState(UNKNOWN, "squeue: gave no answer about another job; try again later")
     words = ["--noheader", f"--jobs={record.job}", "--format=%T|%r|%N"]
     try:
         found = _QUEUED.search(ask([*_client("squeue", record), *words]))
         if found:
             return _in_queue(*found.groups())
+    except NoAnswerError as error:
+        _silent[cluster] = time.monotonic()
+        return TargetState(UNKNOWN, str(error))
     except UserError as error:
         if _FORGOTTEN not in str(error):
             return TargetState(UNKNOWN, str(error))

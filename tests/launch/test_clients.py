@@ -87,6 +87,31 @@ def test_what_squeue_prints_around_its_answer_ends_no_listing(
     assert found.state == state and found.reason.startswith(reason), found
 
 
+def test_hundreds_of_jobs_do_not_each_wait_for_a_scheduler_that_hangs(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake("squeue", "sleep 60")
+    monkeypatch.setattr(slurm, "ask", lambda words, **more: client.ask(words, seconds=1.0))
+    monkeypatch.setattr(slurm, "_silent", {})
+    began = time.monotonic()
+    reasons = {slurm.state(SLURM).reason for _ in range(20)}
+    assert time.monotonic() - began < 10
+    assert reasons == {
+        "squeue: no answer within 1 s; try again",
+        "squeue: gave no answer about another job; try again later",
+    }
+
+
+def test_a_scheduler_is_not_asked_several_times_a_second(fake: Fake, tmp_path: Path) -> None:
+    """By one stop that waits, or one person who follows: clusters limit such questions."""
+    fake("squeue", f"echo >> {tmp_path}/asked; echo 'RUNNING|None|n1'")
+    fake("scancel", "true")
+    write(tmp_path, replace(SLURM, where={"log": f"{tmp_path}/log"}))
+    with pytest.raises(UserError, match="is waiting after 3 s"):
+        runs.stop(tmp_path.name, tmp_path.parent, timeout=3)
+    assert (tmp_path / "asked").read_text().count("\n") <= 6
+
+
 def test_a_job_that_slurm_and_its_accounts_have_forgotten_has_ended(fake: Fake) -> None:
     fake("squeue", FORGOTTEN)
     fake("scontrol", FORGOTTEN)
