@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from email.message import Message
 from html.parser import HTMLParser
 from pathlib import Path
@@ -403,17 +403,10 @@ def _s3_login(
         return None
     boto3 = import_optional("boto3", f"{address.kind}:// without keys", extra="s3")
     session = boto3.Session(profile_name=profile)
-    keys = session.get_credentials()  # ~/.aws, single sign-on, roles, the machine's
-    if keys is None:
+    if session.get_credentials() is None:  # ~/.aws, single sign-on, roles, the machine's
         raise import_optional("botocore.exceptions", address.kind).NoCredentialsError
-
-    def provide() -> dict[str, Any]:
-        now = keys.get_frozen_credentials()  # renewed where they end soon
-        ends = datetime.now(timezone.utc) + timedelta(minutes=5)
-        login = {"access_key_id": now.access_key, "secret_access_key": now.secret_key}
-        return {**login, "token": now.token, "expires_at": ends}
-
-    made.provider = provide
+    auth = import_optional("obstore.auth.boto3", address.kind)
+    made.provider = auth.Boto3CredentialProvider(session, ttl=timedelta(minutes=5))
     return session
 
 
@@ -472,15 +465,11 @@ def _google_login(made: _Settings, path: Path) -> None:
         made.config["application_credentials"] = str(path)
         return
     auth = import_optional("google.auth", f"{path}: {kind}", package="google-auth")
-    web = import_optional("google.auth.transport.requests", str(path), package="requests")
+    import_optional("google.auth.transport.requests", str(path), package="requests")
     scopes = ["https://www.googleapis.com/auth/devstorage.read_write"]
     login, _ = auth.load_credentials_from_file(str(path), scopes=scopes)
-
-    def provide() -> dict[str, Any]:
-        login.refresh(web.Request())
-        return {"token": login.token, "expires_at": login.expiry.replace(tzinfo=timezone.utc)}
-
-    made.provider = provide
+    provider = import_optional("obstore.auth.google", str(path))
+    made.provider = provider.GoogleCredentialProvider(login)
 
 
 def _azure(address: Address) -> _Settings:
