@@ -33,8 +33,8 @@ from benchmarks import harness
 from llmfoundry.gauntlet.models.own_decoder import score_requests
 from llmfoundry.gauntlet.models.tree import grow
 from llmfoundry.gauntlet.questions import Request
+from llmfoundry.hf.config_keys import write_settings
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
-from llmfoundry.hf.write_config import write_settings
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import Problem, build

@@ -294,7 +294,7 @@ def read_model(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = Non
         where = "model.config_overrides." if overrides else f"{checkpoint}: model."
         raise UserError(*(f"{where}{line}" for line in lines))
     if isinstance(config, HFModelConfig):
-        from llmfoundry.hf.read_config import check_layers
+        from llmfoundry.hf.config_keys import check_layers
 
         check_layers(config.hf_config)
     if isinstance(config, HFModelConfig) and config.code and os.environ.get(TRUST) != "1":
@@ -332,7 +332,7 @@ def open_folder(
     Raises:
         UserError: neither can hold it; or the one that was asked for cannot.
     """
-    from llmfoundry.hf.read_config import check_layers
+    from llmfoundry.hf.config_keys import check_layers
     from llmfoundry.hf.read_folder import read_folder_config
 
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():

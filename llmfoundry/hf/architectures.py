@@ -1,9 +1,9 @@
 """transformers' architectures that some of our settings express exactly: one table, both ways.
 
-`write_config.py` picks the one to export to, and turns a `model` section into config.json's keys by
-its entry; `read_config.py` turns them back. A setting is written as a `Field`, a `Fixed` key or not
-at all, where the class can be nothing else (`Need`). Whatever none of an entry's parts names must
-be `OFF`, so a setting that is new in the recipe is refused until an entry takes it up.
+`choose_architecture.py` picks the class to export to. `config_keys.py` turns a `model` section into
+config.json's keys by its entry, and back. A setting is a `Field`, a `Fixed` key, or a `Need`, which
+is not written because the class can be nothing else. A setting that no part of an entry names must
+be `OFF`, so an export refuses a new setting of the recipe until an entry takes it up.
 
 transformers ignores keys that it does not know, and several that it does (an MPT always has ALiBi
 with exponent 8, whatever its config.json sets); so an entry claims only what its class was read,

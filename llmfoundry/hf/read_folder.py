@@ -23,8 +23,8 @@ from torch import Tensor
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import AGAIN, MOST_BYTES, read_object, read_object_if_there
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
+from llmfoundry.hf.config_keys import check_layers, read_settings, said_biases, unread
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, foundry_map
-from llmfoundry.hf.read_config import check_layers, read_settings, said_biases, unread
 from llmfoundry.hf.safetensors_file import SafetensorsFile
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.models.decoder import Decoder

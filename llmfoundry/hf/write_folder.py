@@ -37,11 +37,12 @@ from llmfoundry.files import (
 from llmfoundry.hf.architectures import DOCUMENT_START, OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
+from llmfoundry.hf.choose_architecture import choose_architecture, remarks, unkept
+from llmfoundry.hf.config_keys import write_settings
 from llmfoundry.hf.read_folder import FLOATS as DTYPES
 from llmfoundry.hf.read_folder import SAFETENSORS
 from llmfoundry.hf.safetensors_file import Layout, write_tensor
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
-from llmfoundry.hf.write_config import choose_architecture, remarks, unkept, write_settings
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.lazy_tensors import LazyTensor, Read, by_source, lazy, same
 from llmfoundry.recipe.model import ModelConfig

@@ -11,7 +11,7 @@ from transformers import DbrxForCausalLM
 
 from benchmarks.contenders import SIZES, dbrx
 from benchmarks.harness import RECIPE
-from llmfoundry.hf.write_config import write_settings
+from llmfoundry.hf.config_keys import write_settings
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.model import ModelConfig

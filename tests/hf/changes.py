@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
-from llmfoundry.hf.write_config import get
+from llmfoundry.hf.config_keys import get
 from llmfoundry.recipe.attention import AttentionOverride, RopeConfig, TemperatureConfig
 from llmfoundry.recipe.model import FFNConfig, ModelConfig
 from tests.hf.random_models import CASES, HEADS, stack

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.read_config import read_settings
+from llmfoundry.hf.choose_architecture import choose_architecture
+from llmfoundry.hf.config_keys import read_settings
 from llmfoundry.hf.read_folder import from_hf
-from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.models.decoder import Decoder
 
 GIVEN: dict[str, Any] = json.loads((Path(__file__).parent / "foundry_logits.json").read_text())

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import ACTIVATIONS
+from llmfoundry.hf.choose_architecture import choose_architecture
+from llmfoundry.hf.config_keys import write_settings
 from llmfoundry.hf.read_folder import from_hf
-from llmfoundry.hf.write_config import choose_architecture, write_settings
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.model import ACTIVATIONS as OURS
 from llmfoundry.recipe.model import ModelConfig

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import ANYTHING, ARCHITECTURES, REQUIRED
+from llmfoundry.hf.layer_keys import FLOOR, SCALE
 from llmfoundry.hf.open_class import load_config
 from llmfoundry.hf.read_folder import from_hf
-from llmfoundry.hf.write_config import FLOOR, SCALE
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import ROWS, logits, rewrite, written
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryConfig
 from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
-from llmfoundry.hf.read_config import read_settings
+from llmfoundry.hf.choose_architecture import choose_architecture, unkept
+from llmfoundry.hf.config_keys import get, read_settings, write_settings
 from llmfoundry.hf.read_folder import from_hf
-from llmfoundry.hf.write_config import choose_architecture, get, unkept, write_settings
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import build, to_dict
 from tests.hf.changes import (

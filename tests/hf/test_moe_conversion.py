@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import ARCHITECTURES
+from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.read_folder import from_hf
-from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.models.decoder import Decoder
 from tests.hf.random_models import (
     BARE,

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
+from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.read_folder import from_hf
-from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import build
 from llmfoundry.recipe.yaml_file import read_yaml

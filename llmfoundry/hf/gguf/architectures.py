@@ -26,7 +26,7 @@ from llmfoundry.hf.architectures import (
     Need,
     is_mixture,
 )
-from llmfoundry.hf.write_config import choose_architecture
+from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.recipe.attention import RopeConfig
 from llmfoundry.recipe.model import ModelConfig
 

@@ -20,9 +20,9 @@ from llmfoundry.bounded import first_to_match, match_all, run_bounded
 from llmfoundry.errors import UserError
 from llmfoundry.files import read_object
 from llmfoundry.hf.architectures import OWN, is_mixture
+from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.expert_names import ExpertNames
 from llmfoundry.hf.tensor_names import MAPS, Rule, layers, swap_pairs
-from llmfoundry.hf.write_config import choose_architecture
 from llmfoundry.recipe.model import ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

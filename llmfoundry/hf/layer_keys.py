@@ -1,0 +1,211 @@
+"""Settings that may differ between layers, in config.json and back: windows, rotation, temperature.
+
+`config_keys.py` calls `read_layers` and `write_layers`; `choose_architecture.py` calls
+`missed_layers`, which finds what an architecture has no key for. config.json describes every layer
+in a list, a recipe describes the common case and `block_overrides`. A layer's kind (`LayerKind`) is
+the step between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from llmfoundry.hf.architectures import FULL, SLIDING, Architecture, Windows, read_nope
+from llmfoundry.recipe.attention import (
+    DEFAULT,
+    AttentionOverride,
+    BlockOverride,
+    BlockOverridesConfig,
+    BlockRun,
+    LayerConfig,
+    TemperatureConfig,
+)
+from llmfoundry.recipe.model import ModelConfig
+
+NEO = {"global": FULL, "local": SLIDING}
+"""GPT-Neo's names of layers."""
+TUNING = "attn_config.attn_temperature_tuning"
+FLOOR, SCALE = 8192, 0.1  # Llama 4's tuning where config.json has none
+Tuning = tuple[int, float]  # floor_scale, attn_scale
+LayerKind = tuple[int, bool, Tuning | None]
+"""Of a layer: its window (-1: none), whether it rotates, its temperature tuning."""
+
+
+def write_layers(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """Keys for what may differ between layers: rotation, temperature, windows."""
+    layers = config.layers()
+    written: dict[str, Any] = {}
+    if architecture.nope:
+        written["no_rope_layers"] = [int(layer.rotary) for layer in layers]
+    if architecture.tuned:
+        tunings = [layer.temperature for layer in layers if layer.temperature]
+        floor, scale = tunings[0] if tunings else (FLOOR, 0.0)
+        written |= {"attn_temperature_tuning": True, "floor_scale": floor, "attn_scale": scale}
+    if architecture.windows is None:
+        return written
+    sizes = [layer.window for layer in layers]
+    return written | _write_windows(architecture.windows, sizes, config.max_seq_len or 1)
+
+
+def _write_windows(windows: Windows, sizes: Sequence[int], longest: int) -> dict[str, Any]:
+    size = max(sizes) + 1 or None
+    types = [FULL if window < 0 else SLIDING for window in sizes]
+    if windows.key == "attention_types":
+        kinds = {theirs: kind for kind, theirs in NEO.items()}
+        runs = [[[kinds[kind]], len(list(run))] for kind, run in groupby(types)]
+        return {"attention_types": runs, "window_size": size or longest}
+    if not windows.sizes:
+        return {"layer_types": types}
+    written: dict[str, Any] = {"sliding_window": size or (longest if windows.always else None)}
+    if windows.key == "layer_types":
+        written["layer_types"] = types
+    if windows.switch:
+        written["use_sliding_window"] = size is not None
+    return written
+
+
+def read_layers(
+    written: Mapping[str, Any], architecture: Architecture, n_layers: int, problems: list[str]
+) -> dict[str, Any]:
+    """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
+    sizes = _read_windows(written, architecture.windows, n_layers, problems)
+    rotary = [architecture.partial_rotary is not None] * n_layers
+    found: dict[str, Any] = {}
+    if architecture.nope:
+        rotary = read_nope(written, n_layers, problems)
+        found |= {"attn_config.rope": any(rotary), "attn_config.nope": not any(rotary)}
+    tuning = _read_tuning(written) if architecture.tuned else None
+    kinds = [
+        (size, rotates, None if rotates else tuning)
+        for size, rotates in zip(sizes, rotary, strict=True)
+    ]
+    return found | _overrides(kinds)
+
+
+def _read_tuning(written: Mapping[str, Any]) -> Tuning | None:
+    scale = written.get("attn_scale", SCALE)
+    on = written.get("attn_temperature_tuning", True) and scale
+    return (written.get("floor_scale", FLOOR), scale) if on else None
+
+
+def _read_windows(
+    written: Mapping[str, Any], windows: Windows | None, n_layers: int, problems: list[str]
+) -> list[int]:
+    """The window of every layer."""
+    none, given = [-1] * n_layers, list(written.get("layer_types") or [])
+    neo = windows is not None and windows.key == "attention_types"
+    types = _read_neo(written) if neo else given or _types(written, windows, n_layers)
+    key = "attention_types" if neo else "layer_types"
+    known = [FULL] if windows is not None and not windows.sizes else [FULL, SLIDING]
+    strange = sorted(set(types) - set(known))
+    if strange:
+        problems.append(f"config.json: {key} {strange[0]!r}; the decoder has {', '.join(known)}")
+        return none
+    passed_over = windows is None or windows.key == "sliding_window"  # as transformers does
+    if len(types) != n_layers or (passed_over and types != _types(written, windows, n_layers)):
+        problems.append(f"config.json: {key} do not fit the model's layers")
+        return none
+    if windows is None or SLIDING not in types:
+        return none
+    if windows.switch and not written.get("use_sliding_window", False):
+        problems.append("config.json: use_sliding_window false, but layer_types has windows")
+    name = "window_size" if neo else "sliding_window"
+    size = written.get(name, windows.default)
+    if not isinstance(size, int) or size < 2:
+        problems.append(f"config.json: {name} {size}; the decoder's windows begin at 2")
+        return none
+    return [size - 1 if kind == SLIDING else -1 for kind in types]
+
+
+def _types(written: Mapping[str, Any], windows: Windows | None, n_layers: int) -> list[str]:
+    """Every layer's kind where config.json does not list them."""
+    if windows is None:
+        return [FULL] * n_layers
+    has_size = written.get("sliding_window", windows.default) is not None
+    on = not windows.switch or (written.get("use_sliding_window", False) and has_size)
+    if windows.key == "sliding_window":
+        return [SLIDING if on and has_size else FULL] * n_layers
+    if windows.types is None or not on:
+        return [FULL] * n_layers
+    return windows.types(written, n_layers)
+
+
+def _read_neo(written: Mapping[str, Any]) -> list[str]:
+    """GPT-Neo's runs of kinds, each with how often it is repeated."""
+    runs = written.get("attention_types") or [[["global", "local"], 12]]
+    return [NEO.get(kind, kind) for kinds, count in runs for kind in kinds * count]
+
+
+def _overrides(kinds: list[LayerKind]) -> dict[str, Any]:
+    """Settings and block_overrides of layers of these kinds."""
+    rotates = any(rotary for _, rotary, _ in kinds)
+    base = max(set(kinds), key=lambda kind: (kind[1], kind[0] == -1, kinds.count(kind)))
+    found: dict[str, Any] = {"attn_config.sliding_window_size": base[0]}
+    if base[2] is not None:
+        found[TUNING] = TemperatureConfig(*base[2])
+    if len(set(kinds)) == 1:
+        return found
+    overrides = {
+        _override_name(kind, base): BlockOverride(
+            AttentionOverride(
+                sliding_window_size=None if kind[0] == base[0] else kind[0],
+                nope=True if rotates and not kind[1] else None,
+                attn_temperature_tuning=TemperatureConfig(*kind[2]) if kind[2] else None,
+            )
+        )
+        for kind in dict.fromkeys(kinds)
+        if kind != base
+    }
+    names = groupby(_override_name(kind, base) for kind in kinds)
+    runs = [BlockRun(name=name, repeat=len(list(run))) for name, run in names]
+    found["block_overrides"] = BlockOverridesConfig(runs, overrides)
+    return found
+
+
+def _override_name(kind: LayerKind, base: LayerKind) -> str:
+    if kind == base:
+        return DEFAULT
+    window, rotary, _ = kind
+    words = ["full" if window < 0 else "sliding"] * (window != base[0])
+    return "_".join([*words, *["nope"] * (rotary != base[1])])
+
+
+def missed_layers(
+    config: ModelConfig, layers: Sequence[LayerConfig], architecture: Architecture
+) -> dict[str, str]:
+    """Return settings of layers that prevent an export, each with what it must be."""
+    musts = {"attn_config.sliding_window_size": _missed_window(layers, architecture.windows)}
+    rotates = all(layer.rotary for layer in layers)
+    if config.attn_config.rope and not architecture.nope and not rotates:
+        musts["attn_config.nope"] = "nope: false in every layer"
+    if any(layer.kv_from != index for index, layer in enumerate(layers)):
+        musts["attn_config.reuse_kv_layer_idx"] = "no reuse_kv_layer_idx"
+    musts[f"{TUNING}.attn_scale"] = _missed_tuning(layers, architecture)
+    musts = {key: must for key, must in musts.items() if must}
+    if musts and config.block_overrides is not None and config.block_overrides.order:
+        return {"block_overrides": ", ".join(musts.values())}
+    return musts
+
+
+def _missed_window(layers: Sequence[LayerConfig], windows: Windows | None) -> str:
+    sizes = {layer.window for layer in layers}
+    if (windows is None or not windows.sizes) and sizes != {-1}:
+        return "sliding_window_size: -1 in every layer"
+    if windows is not None and windows.key == "sliding_window" and len(sizes) > 1:
+        return "the same sliding_window_size in every layer"
+    if len(sizes - {-1}) > 1:
+        return "one sliding_window_size, or -1, in every layer"
+    return ""
+
+
+def _missed_tuning(layers: Sequence[LayerConfig], architecture: Architecture) -> str:
+    if not architecture.tuned:
+        tuned = any(layer.temperature for layer in layers)
+        return "attn_temperature_tuning.attn_scale: 0 in every layer" if tuned else ""
+    rotary = {layer.temperature for layer in layers if layer.rotary} - {None}
+    others = {layer.temperature for layer in layers if not layer.rotary}
+    if rotary or len(others) > 1:
+        return "attn_temperature_tuning in the layers that do not rotate, the same in all of them"
+    return ""

@@ -1,0 +1,103 @@
+"""Rotary positions in config.json: base of the frequencies and their scaling, both ways.
+
+`config_keys.py` calls `read_rope` and `write_rope`. transformers from 5.0 on keeps all of it in
+`rope_parameters`; older versions have `rope_theta` and `rope_scaling`. Both are written, and where
+a file has both they must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmfoundry.hf.architectures import Architecture
+from llmfoundry.recipe.attention import LLAMA3_KEYS, ROPE_TYPES, RopeConfig
+from llmfoundry.recipe.model import ModelConfig
+
+ROPES = ("rope_parameters", "rope_scaling")
+COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+"""Keys of both sections that every type of scaling may have."""
+
+
+def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """The keys for transformers from 5.0 on, and those that older readers know."""
+    theta, scaling = config.attn_config.rope_theta, config.attn_config.rope_hf_config
+    theta = architecture.theta if theta is None else theta  # None where no layer rotates
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling.type != "no_scaling":
+        given = {key: getattr(scaling, key) for key in ("factor", *LLAMA3_KEYS)}
+        given = {key: value for key, value in given.items() if value is not None}
+        rope = {"rope_type": scaling.type, **given}
+    written: dict[str, Any] = {"rope_theta": theta}
+    if scaling.type != "no_scaling":
+        written["rope_scaling"] = dict(rope)
+    if architecture.partial_rotary != 1.0:
+        rope["partial_rotary_factor"] = written["partial_rotary_factor"] = 1.0
+    return written | {"rope_parameters": {**rope, "rope_theta": theta}}
+
+
+def read_rope(
+    written: Mapping[str, Any], architecture: Architecture, problems: list[str]
+) -> dict[str, Any]:
+    """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
+    # transformers takes rope_scaling before rope_parameters, and folds theta into either
+    new, old = written.get("rope_parameters") or {}, written.get("rope_scaling") or {}
+    said = {**new, **old}
+    _check_agree(new, old, problems)
+    share = said.get("partial_rotary_factor", written.get("partial_rotary_factor"))
+    share = architecture.partial_rotary if share is None else share
+    if share != 1.0:
+        problems.append(
+            f"config.json: partial_rotary_factor {share}; the decoder's rotary turns the whole head"
+        )
+    return {
+        "attn_config.rope_theta": _read_theta(written, said, architecture.theta, problems),
+        "attn_config.rope_hf_config": _read_scaling(said, problems),
+    }
+
+
+def _check_agree(new: Mapping[str, Any], old: Mapping[str, Any], problems: list[str]) -> None:
+    kinds = [said.get("rope_type", said.get("type")) for said in (new, old) if said]
+    kinds = [kind for kind in kinds if kind is not None]
+    differing = [key for key in new if key in old and new[key] != old[key]]
+    if len(set(kinds)) > 1 or differing:
+        key = differing[0] if differing else "rope_type"
+        problems.append(
+            f"config.json: rope_parameters and rope_scaling disagree about {key}; write the one"
+            " it was trained with in both"
+        )
+
+
+def _read_scaling(said: Mapping[str, Any], problems: list[str]) -> RopeConfig:
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind == "default":
+        kind = "no_scaling"
+    if kind not in ROPE_TYPES:
+        can = ", ".join(("default", *ROPE_TYPES[1:]))
+        problems.append(f"config.json: rope_type {kind!r}; the decoder has only {can}")
+        return RopeConfig()
+    wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(kind, ("factor",))
+    for key in sorted(said.keys() - COMMON - set(wanted)):
+        if said[key] is not None:
+            problems.append(f"config.json: rope_parameters.{key}; the decoder has nothing like it")
+    for key in wanted:
+        if said.get(key) is None:
+            problems.append(f"config.json: rope_parameters.{key} is missing; {kind} needs it")
+    return RopeConfig(type=kind, **{key: said.get(key) for key in wanted})
+
+
+def _read_theta(
+    written: Mapping[str, Any], said: Mapping[str, Any], default: float, problems: list[str]
+) -> float:
+    """The base of the rotary frequencies."""
+    attn = written.get("attn_config")
+    places = {
+        "rope_parameters.rope_theta": said.get("rope_theta"),
+        "rope_theta": written.get("rope_theta"),
+        "attn_config.rope_theta": attn.get("rope_theta") if isinstance(attn, dict) else None,
+    }
+    thetas = {key: theta for key, theta in places.items() if theta is not None}
+    if len({float(theta) for theta in thetas.values()}) > 1:
+        each = ", ".join(f"{key} {theta}" for key, theta in thetas.items())
+        problems.append(f"config.json: {each} disagree; write the one it was trained with in all")
+    return float(next(iter(thetas.values()), default))
