@@ -58,6 +58,7 @@ import numpy as np
 from benchmarks import contenders
 from benchmarks.contenders import EOS, SAMPLE_TOKENS, SAMPLES, samples
 from benchmarks.harness import interleaved, over_rounds, ratio, table, write
+from llmfoundry.builders.callbacks import MAKERS
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.storage import Storage
@@ -76,6 +77,7 @@ from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.resilience.watch.watch import watch
 from llmfoundry.train.step import train_step
 from llmfoundry.train.trainer import Trainer
 
@@ -433,6 +435,7 @@ def wait(words: list[str]) -> None:
         recipe = load(TrainRecipe, path, overrides)
         with join(recipe.parallel) as world:
             tracker = Tracker(with_defaults(recipe), Path(folder), is_main=world.is_main)
+            MAKERS["watch"] = watch
             trainer, _ = build_trainer(recipe, world, tracker, Storage(Path(folder)))
             with closing(BatchPrefetcher(trainer.loader, 0)) as batches:
                 rows = wait_rows(trainer, batches)

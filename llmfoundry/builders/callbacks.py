@@ -18,6 +18,7 @@ from llmfoundry.inference.requests import Request, Sampling
 from llmfoundry.inference.text import stream_text
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.counts import peak_flops, trained_flops_per_token
+from llmfoundry.recipe.choice_table import load_code
 from llmfoundry.recipe.logger import CALLBACKS
 from llmfoundry.train.callbacks import (
     EarlyStopper,
@@ -37,9 +38,10 @@ from llmfoundry.train.trainer import Callback
 def build_callbacks(job: Job) -> list[Callback]:
     """Those that the recipe asks for, in the order in which they are called."""
     config = job.recipe.callbacks
-    found: list[Callback] = [
-        CALLBACKS[name].load()(job, **(config.plugins.get(name) or {})) for name in config.chosen()
-    ]
+    found: list[Callback] = []
+    for name in config.chosen():
+        make = load_code(CALLBACKS[name].make, MAKERS.get(name))
+        found.append(make(job, **(config.plugins.get(name) or {})))
     return [*found, *profilers(job)]  # last, so that a step's other callbacks are in its trace
 
 
@@ -115,6 +117,21 @@ SLOTS = 8
 """Samples drawn at a time at most, and of no more tokens than a microbatch has."""
 Sample = tuple[str, ...]
 """Prompt and what was written; of validation rows also what was expected."""
+
+
+MAKERS: dict[str, Callable[..., Callback]] = {
+    "speed_monitor": speed_monitor,
+    "step_times": step_times,
+    "lr_monitor": lr_monitor,
+    "optimizer_monitor": optimizer_monitor,
+    "memory_monitor": memory_monitor,
+    "runtime_estimator": runtime_estimator,
+    "generate": generate_samples,
+    "early_stopper": early_stopper,
+    "gc_interval": garbage_collection,
+}
+"""The code of the entries of CALLBACKS that come with the project. `watch` is of a package above
+this one; who trains adds it (`cli/commands/train.py`)."""
 
 
 def build_samples(job: Job) -> Callable[[int], list[Sample]]:

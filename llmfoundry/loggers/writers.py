@@ -18,7 +18,14 @@ from llmfoundry.loggers.background_queue import (
     milliseconds,
 )
 from llmfoundry.loggers.environment import environment
+from llmfoundry.recipe.choice_table import load_code
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
+
+_TARGETS = {
+    name: f"llmfoundry.loggers.{name}_logger:{name}_target"
+    for name in ("mlflow", "tensorboard", "wandb", "trackio", "prometheus")
+}
+"""The code of the entries of LOGGERS that come with the project; each imports its own package."""
 
 
 def make_writers(
@@ -51,7 +58,8 @@ def stores(
 
 def make_target(name: str, config: LoggerConfig, folder: Path) -> LogTarget:
     """The place of a name in LOGGERS that a section with its defaults chooses."""
-    target: LogTarget = LOGGERS[name].load()(config, folder, **(config.plugins.get(name) or {}))
+    make = load_code(LOGGERS[name].make, _TARGETS.get(name))
+    target: LogTarget = make(config, folder, **(config.plugins.get(name) or {}))
     return target
 
 

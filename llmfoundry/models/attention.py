@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
-from llmfoundry.models.layers import Linear
+from llmfoundry.models.layers import Linear, norm_maker
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec, alibi_slopes
 from llmfoundry.ops.attention.select import attend
 from llmfoundry.ops.packed_layout import PackedLayout, at
-from llmfoundry.recipe.attention import NORMS, LayerConfig
+from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
 KeysValues = tuple[Tensor, Tensor]  # (B, S, KV, hd) each, as attention takes them
@@ -164,7 +164,7 @@ class Attention(nn.Module):
         self.k_ln: nn.Module | None = None
         if attn.qk_ln or attn.qk_gn:
             assert attn.norm_type and attn.norm_eps, "the recipe was not filled"
-            norm = partial(NORMS[attn.norm_type].load(), eps=attn.norm_eps, bias=bias)
+            norm = partial(norm_maker(attn.norm_type), eps=attn.norm_eps, bias=bias)
             q_norm, k_norm = (config.head_dim,) * 2 if attn.qk_gn else (q_width, kv_width)
             self.q_ln = norm(q_norm)
             self.k_ln = norm(k_norm) if self.owns_kv else None

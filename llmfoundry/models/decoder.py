@@ -30,7 +30,7 @@ from llmfoundry.models.attention import (
     rotary_table,
 )
 from llmfoundry.models.kv_cache import PlacedCache, SlotCache
-from llmfoundry.models.layers import FFNS, Embedding, Linear
+from llmfoundry.models.layers import FFNS, Embedding, Linear, norm_maker
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import Routed, Routing, over_layers
@@ -39,7 +39,7 @@ from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.attention import NORMS, LayerConfig
+from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class Block(nn.Module):
         self, config: ModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
     ) -> None:
         super().__init__()
-        norm, bias = NORMS[config.norm_type].load(), not config.no_bias
+        norm, bias = norm_maker(config.norm_type), not config.no_bias
         self.pdrop = config.resid_pdrop
         self.norm_1 = norm(config.d_model, eps=config.norm_eps, bias=bias)
         self.attn = Attention(config, index, layer, is_reused=is_reused)
@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, i, layer, is_reused=i in reused) for i, layer in enumerate(self.layers)
         )
-        norm = NORMS[config.norm_type].load()
+        norm = norm_maker(config.norm_type)
         self.norm_f = norm(config.d_model, eps=config.norm_eps, bias=not config.no_bias)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)

@@ -20,6 +20,8 @@ from llmfoundry.ops import nf4
 from llmfoundry.ops.activations import from_text, to_text
 from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.ops.shard_layout import full_tensor
+from llmfoundry.recipe.attention import NORMS
+from llmfoundry.recipe.choice_table import load_code
 from llmfoundry.recipe.model import ModelConfig
 
 
@@ -133,6 +135,18 @@ class RMSNorm(nn.Module):
 
 low_precision_layernorm = partial(LayerNorm, low_precision=True)
 low_precision_rmsnorm = partial(RMSNorm, low_precision=True)
+_NORMS: dict[str, Callable[..., nn.Module]] = {
+    "layernorm": LayerNorm,
+    "rmsnorm": RMSNorm,
+    "low_precision_layernorm": low_precision_layernorm,
+    "low_precision_rmsnorm": low_precision_rmsnorm,
+}
+"""The code of the entries of NORMS that come with the project."""
+
+
+def norm_maker(name: str) -> Callable[..., nn.Module]:
+    """Return what makes a norm of `model.norm_type`, called with (width, *, eps, bias)."""
+    return load_code(NORMS[name].make, _NORMS.get(name))
 
 
 class FFN(nn.Module):

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SOFTCAP, limit
 from llmfoundry.recipe.checks import divides, inert, nearest, set_defaults
-from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable
+from llmfoundry.recipe.choice_table import SHIPPED, ChoiceRecord, ChoiceTable
 from llmfoundry.recipe.schema import (
     FRACTION,
     POSITIVE,
@@ -33,15 +33,14 @@ class NormType(ChoiceRecord):
     """A kind of norm: `make(width, eps=, bias=)`, whose `weight` begins as 1 and `bias` as 0."""
 
 
-_NORMS = "llmfoundry.models.layers"
 NORMS = ChoiceTable(
     "model.norm_type",
     NormType,
     {
-        "layernorm": NormType(f"{_NORMS}:LayerNorm"),
-        "rmsnorm": NormType(f"{_NORMS}:RMSNorm"),
-        "low_precision_layernorm": NormType(f"{_NORMS}:low_precision_layernorm"),
-        "low_precision_rmsnorm": NormType(f"{_NORMS}:low_precision_rmsnorm"),
+        "layernorm": NormType(SHIPPED),
+        "rmsnorm": NormType(SHIPPED),
+        "low_precision_layernorm": NormType(SHIPPED),
+        "low_precision_rmsnorm": NormType(SHIPPED),
     },
 )
 ATTN_IMPLS = ("auto", *LIMITS)

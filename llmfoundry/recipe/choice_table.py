@@ -14,7 +14,7 @@ import importlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import nearest, not_a_choice, set_defaults
@@ -22,6 +22,10 @@ from llmfoundry.recipe.checks import nearest, not_a_choice, set_defaults
 T = TypeVar("T")
 REQUIRED = "???"
 """In place of a key's default: there is none."""
+SHIPPED = "shipped"
+"""In place of a record's code: the package above that builds the entry has it, by its name."""
+Code: TypeAlias = "Callable[..., Any] | str"
+"""A function; or where it is, "package.module:function", imported when it is needed; or SHIPPED."""
 
 
 class Origin(NamedTuple):
@@ -98,17 +102,12 @@ def _of_a_plugin() -> str:
 class ChoiceRecord:
     """What every table's records have."""
 
-    make: Callable[..., Any] | str
-    """What makes it; a text is where that is, "package.module:function", imported when it is
-    needed, so that a recipe is checked without torch."""
+    make: Code
+    """What makes it. Recipes are checked without torch, so SHIPPED in most of our own records."""
     meaning: str = field(default="", kw_only=True)
     """A sentence for --help."""
     keys: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     """Settings that it takes, each with its default or REQUIRED."""
-
-    def load(self) -> Callable[..., Any]:
-        """What makes it."""
-        return load_named(self.make) if isinstance(self.make, str) else self.make
 
     def own_keys(self, section: Any) -> dict[str, Any]:
         """Those of its settings that are no fields of the section, which has them as kwargs."""
@@ -124,9 +123,13 @@ class ChoiceRecord:
         section.kwargs = own | section.kwargs
 
 
-def load_named(place: str) -> Callable[..., Any]:
-    """What "package.module:function" names."""
-    module, _, name = place.partition(":")
+def load_code(code: Code, shipped: Code | None = None) -> Callable[..., Any]:
+    """Return the function of a record's field; `shipped` is what SHIPPED stands for."""
+    if code == SHIPPED and shipped is not None:
+        code = shipped
+    if not isinstance(code, str):
+        return code
+    module, _, name = code.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return loaded
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.checks import check_duration, inert, set_defaults
-from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, check_plugins, settings_of
+from llmfoundry.recipe.choice_table import (
+    SHIPPED,
+    ChoiceRecord,
+    ChoiceTable,
+    check_plugins,
+    settings_of,
+)
 from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.recipe.schema import (
     NEW_TOKENS,
@@ -44,20 +50,20 @@ LOGGERS = ChoiceTable(
     LoggerType,
     {
         "mlflow": LoggerType(
-            "llmfoundry.loggers.mlflow_logger:mlflow_target",
+            SHIPPED,
             keys={"tracking_uri": "sqlite:///runs/mlflow.db", "experiment_name": "llmfoundry"},
         ),
-        "tensorboard": LoggerType("llmfoundry.loggers.tensorboard_logger:tensorboard_target"),
+        "tensorboard": LoggerType(SHIPPED),
         "wandb": LoggerType(
-            "llmfoundry.loggers.wandb_logger:wandb_target",
+            SHIPPED,
             keys={"wandb_mode": "online", "wandb_project": "llmfoundry", "wandb_entity": None},
         ),
         "trackio": LoggerType(
-            "llmfoundry.loggers.trackio_logger:trackio_target",
+            SHIPPED,
             keys={"trackio_project": "llmfoundry"},
         ),
         "prometheus": LoggerType(
-            "llmfoundry.loggers.prometheus_logger:prometheus_target",
+            SHIPPED,
             keys={
                 "prometheus_port": 9464,  # of OpenTelemetry's exporter
                 "prometheus_host": "127.0.0.1",
@@ -221,29 +227,24 @@ class CallbackType(ChoiceRecord):
     """Whether the section asks for it; unset, of a plugin's: where `plugins` names it."""
 
 
-def _callback(name: str, is_on: Callable[[CallbacksConfig], bool]) -> CallbackType:
-    return CallbackType(f"llmfoundry.builders.callbacks:{name}", is_on=is_on)
+def _callback(is_on: Callable[[CallbacksConfig], bool]) -> CallbackType:
+    return CallbackType(SHIPPED, is_on=is_on)
 
 
 CALLBACKS = ChoiceTable(
     "callbacks.plugins",
     CallbackType,
     {  # in the order in which they are called; the early stopper after all that measure something
-        "watch": CallbackType(
-            "llmfoundry.resilience.watch.watch:watch",
-            is_on=lambda config: config.watch.has_rounds,
-        ),
-        "speed_monitor": _callback("speed_monitor", lambda config: config.speed_monitor),
-        "step_times": _callback("step_times", lambda config: config.step_times),
-        "lr_monitor": _callback("lr_monitor", lambda config: config.lr_monitor),
-        "optimizer_monitor": _callback("optimizer_monitor", lambda c: c.optimizer_monitor),
-        "memory_monitor": _callback("memory_monitor", lambda config: config.memory_monitor),
-        "runtime_estimator": _callback("runtime_estimator", lambda c: c.runtime_estimator),
-        "generate": _callback("generate_samples", lambda config: config.generate.is_on),
-        "early_stopper": _callback(
-            "early_stopper", lambda config: config.early_stopper.metric is not None
-        ),
-        "gc_interval": _callback("garbage_collection", lambda config: config.gc_interval > 0),
+        "watch": _callback(lambda config: config.watch.has_rounds),
+        "speed_monitor": _callback(lambda config: config.speed_monitor),
+        "step_times": _callback(lambda config: config.step_times),
+        "lr_monitor": _callback(lambda config: config.lr_monitor),
+        "optimizer_monitor": _callback(lambda c: c.optimizer_monitor),
+        "memory_monitor": _callback(lambda config: config.memory_monitor),
+        "runtime_estimator": _callback(lambda c: c.runtime_estimator),
+        "generate": _callback(lambda config: config.generate.is_on),
+        "early_stopper": _callback(lambda config: config.early_stopper.metric is not None),
+        "gc_interval": _callback(lambda config: config.gc_interval > 0),
     },
 )
 _SHIPPED_CALLBACKS = set(CALLBACKS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import inert
-from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, check_settings
+from llmfoundry.recipe.choice_table import SHIPPED, ChoiceRecord, ChoiceTable, Code, check_settings
 from llmfoundry.recipe.schema import POSITIVE, Only, Range, choice, out_of_bounds
 
 MOMENTS = ("bf16", "int8")
@@ -27,10 +27,10 @@ class OptimizerType(ChoiceRecord):
     """In the metric lr-<title>/group0; unset: the entry's name."""
     change: Callable[[OptimizerConfig], dict[str, Any]] = field(default=lambda _: {}, kw_only=True)
     """Arguments of a group that are not the settings as they are written."""
-    split: str = field(default="", kw_only=True)
-    """What splits a group for it, "package.module:function"; unset: nothing does."""
-    narrow: str = field(default="", kw_only=True)
-    """What is made in its place where the section names `moments`, "package.module:function"."""
+    split: Code | None = field(default=None, kw_only=True)
+    """What splits a group for it; unset: nothing does."""
+    narrow: Code | None = field(default=None, kw_only=True)
+    """What is made in its place where the section names `moments`."""
     multiplies: bool = field(default=False, kw_only=True)
     """Its update has matrix products: it takes their `dtype`, that of the recipe's precision."""
 
@@ -47,30 +47,28 @@ def _by_first_lr(config: OptimizerConfig) -> dict[str, Any]:
     return {"weight_decay": config.weight_decay / config.lr}
 
 
-_BUILT = "llmfoundry.train.optim"
-_NARROW = f"{_BUILT}.low_precision:LowPrecisionAdamW"
 _ADAM = {"betas": [0.9, 0.95], "eps": 1e-8}
 OPTIMIZERS = ChoiceTable(
     "optimizer.name",
     OptimizerType,
     {
         "decoupled_adamw": OptimizerType(
-            f"{_BUILT}.optimizers:fused_adamw",
+            SHIPPED,
             meaning="weights shrink by weight_decay * lr / (first lr) (Composer).",
             keys=_ADAM,
             change=_by_first_lr,
-            narrow=_NARROW,
+            narrow=SHIPPED,
             title="DecoupledAdamW",
         ),
         "adamw": OptimizerType(
-            f"{_BUILT}.optimizers:fused_adamw",
+            SHIPPED,
             meaning="weights shrink by weight_decay * lr (Loshchilov and Hutter, 2019).",
             keys=_ADAM,
-            narrow=_NARROW,
+            narrow=SHIPPED,
             title="AdamW",
         ),
         "decoupled_lionw": OptimizerType(
-            f"{_BUILT}.optimizers:DecoupledLionW",
+            SHIPPED,
             meaning="the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw.",
             keys={"betas": [0.9, 0.99]},
             moments=1,
@@ -78,12 +76,12 @@ OPTIMIZERS = ChoiceTable(
             title="DecoupledLionW",
         ),
         "muon": OptimizerType(
-            f"{_BUILT}.muon:Muon",
+            SHIPPED,
             meaning="orthogonal updates (Jordan et al., 2024) for the blocks' matrices, scaled to"
             " AdamW's size (Liu et al., 2025) so that one lr serves both; AdamW for embeddings,"
             " head, norms and biases.",
             keys={**_ADAM, "momentum": 0.95},
-            split=f"{_BUILT}.optimizers:muon_parts",
+            split=SHIPPED,
             multiplies=True,
             title="Muon",
         ),

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import check_duration
-from llmfoundry.recipe.choice_table import REQUIRED, ChoiceRecord, ChoiceTable, check_settings
+from llmfoundry.recipe.choice_table import (
+    REQUIRED,
+    SHIPPED,
+    ChoiceRecord,
+    ChoiceTable,
+    check_settings,
+)
 from llmfoundry.recipe.schema import FRACTION, Only, choice, out_of_bounds
 
 
@@ -16,24 +22,23 @@ class ScheduleType(ChoiceRecord):
     """A kind of schedule: `make(config, clock, since)` is the factor, `since` the warm-up's end."""
 
 
-_BUILT = "llmfoundry.train.optim.schedule"
 SCHEDULES = ChoiceTable(
     "schedule.name",
     ScheduleType,
     {
         "cosine_with_warmup": ScheduleType(
-            f"{_BUILT}:cosine",
+            SHIPPED,
             meaning="half a cosine to alpha_f at t_max.",
             keys={"t_max": "1dur", "alpha_f": 0.1},
         ),
         "linear_decay_with_warmup": ScheduleType(
-            f"{_BUILT}:linear",
+            SHIPPED,
             meaning="a line to alpha_f at t_max.",
             keys={"t_max": "1dur", "alpha_f": 0.0},
         ),
-        "constant_with_warmup": ScheduleType(f"{_BUILT}:constant", meaning="1."),
+        "constant_with_warmup": ScheduleType(SHIPPED, meaning="1."),
         "inv_sqrt_with_warmup": ScheduleType(
-            f"{_BUILT}:inverse_sqrt",
+            SHIPPED,
             meaning="one over the root of time, then a line over the last t_cooldown.",
             keys={
                 "t_scale": REQUIRED,
@@ -43,7 +48,7 @@ SCHEDULES = ChoiceTable(
             },
         ),
         "warmup_stable_decay": ScheduleType(
-            f"{_BUILT}:stable_decay",
+            SHIPPED,
             meaning="1, then a line to alpha_f over the last t_cooldown (Hu et al., 2024).",
             keys={"t_cooldown": "0.2dur", "alpha_f": 0.0},
         ),

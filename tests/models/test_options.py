@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.models.decoder import Block, Decoder
+from llmfoundry.models.layers import norm_maker
 from llmfoundry.ops.loss import labelled_places
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.attention import NORMS
 from tests.models.test_decoder import SETTINGS, make_config, make_model, random_tokens
 
 REUSED = ("overrides", "overrides-chain", "overrides-unlike")  # layers share keys and values
@@ -121,9 +121,7 @@ def test_a_fraction_of_the_gradient_reaches_the_embeddings() -> None:
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_low_precision_norms_compute_in_autocasts_dtype(kind: str) -> None:
     x = torch.randn(50, 96, generator=torch.Generator().manual_seed(4)) * 3 + 1
-    norms = [
-        NORMS[name].load()(96, eps=1e-5, bias=True) for name in (kind, f"low_precision_{kind}")
-    ]
+    norms = [norm_maker(name)(96, eps=1e-5, bias=True) for name in (kind, f"low_precision_{kind}")]
     for norm in norms:
         for parameter in norm.parameters():
             parameter.data = torch.linspace(-1, 2, 96)

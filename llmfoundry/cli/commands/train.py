@@ -7,6 +7,7 @@ import re
 import sys
 from itertools import islice
 
+from llmfoundry.builders.callbacks import MAKERS
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.pretrained import resolve
@@ -32,9 +33,11 @@ from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.resilience.hang.start_monitor import keep_recorder, monitored
+from llmfoundry.resilience.watch.watch import watch
 from llmfoundry.terminal import outlast_full_disks
 from llmfoundry.train.trainer import PAUSED, Trainer
 
+MAKERS["watch"] = watch  # of a package above builders
 GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds
 
 

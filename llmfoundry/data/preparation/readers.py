@@ -48,7 +48,7 @@ from llmfoundry.data.preparation.input_files import (
 )
 from llmfoundry.data.preparation.parquet import cut_parquet, parquet_rows
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable
+from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, load_code
 from llmfoundry.recipe.data import DataConfig, n_bytes
 from llmfoundry.recipe.source import glob_matches, hidden_part, is_hidden
 
@@ -152,7 +152,7 @@ class FileReader:
         source = replace(self._input(span), seen=seen, on_bad_row=on_bad_row)
         kind = file_type(source.name)
         assert kind is not None, source.name
-        for row, text in kind.load()(source, self._column):
+        for row, text in load_code(kind.make)(source, self._column):
             yield source.name, row, text
 
     def _input(self, span: Span) -> Input:

@@ -1,8 +1,9 @@
 """`Watch`: times steps, lets processes compare their times, and reports what is unusual.
 
-`recipe/logger.py` names it. The idea: every `interval` steps each process adds one row of numbers
-to an all-gather that is started after one step and read after the next, so that nobody waits for
-it; all judge the same table by the same rule (`anomalies.py`), and act at the same step.
+`cli/commands/train.py` makes it a callback. The idea: every `interval` steps each process adds one
+row of numbers to an all-gather that is started after one step and read after the next, so that
+nobody waits for it; all judge the same table by the same rule (`anomalies.py`), and act at the same
+step.
 """
 
 from __future__ import annotations

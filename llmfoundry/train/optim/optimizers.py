@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import adapted_layers, is_added
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.choice_table import load_named
+from llmfoundry.recipe.choice_table import Code, load_code
 from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig, ParamGroupConfig
 
 Named: TypeAlias = dict[str, nn.Parameter]
@@ -59,7 +59,7 @@ def build_optimizer(
         UserError: a group matches nothing that is left to it, or a value of it has no effect.
     """
     kind, groups = OPTIMIZERS[config.name], []
-    split = load_named(kind.split) if kind.split else _whole
+    split = load_code(kind.split, _SPLITS.get(config.name)) if kind.split else _whole
     sections = (
         part
         for settings, parameters in _sections(model, config)
@@ -81,9 +81,10 @@ def new_optimizer(
     """The optimizer that a filled section names, over parameters or groups of them."""
     kind = OPTIMIZERS[config.name]
     values = kind.values(config) | ({"dtype": matmul_dtype} if kind.multiplies else {})
-    make = kind.load()
-    if config.moments is not None:
-        make, values = load_named(kind.narrow), {"moments": config.moments} | values
+    make = load_code(kind.make, _MAKERS.get(config.name))
+    if config.moments is not None and kind.narrow:
+        make = load_code(kind.narrow, _NARROW.get(config.name))
+        values = {"moments": config.moments} | values
     optimizer: torch.optim.Optimizer = make(parameters, **values)
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # as PyTorch's fused ones do
     if not skips and not hasattr(type(optimizer), "found_inf"):
@@ -248,3 +249,15 @@ class DecoupledLionW(torch.optim.Optimizer):
 def fused_adamw(parameters: Groups, **values: Any) -> torch.optim.Optimizer:
     """AdamW, or decoupled AdamW, by PyTorch's fused kernel."""
     return torch.optim.AdamW(parameters, **values, fused=True)
+
+
+_MAKERS: dict[str, Code] = {
+    "decoupled_adamw": fused_adamw,
+    "adamw": fused_adamw,
+    "decoupled_lionw": DecoupledLionW,
+    "muon": "llmfoundry.train.optim.muon:Muon",
+}
+"""The code of the entries of OPTIMIZERS that come with the project."""
+_SPLITS: dict[str, Code] = {"muon": muon_parts}
+_LOW_PRECISION = "llmfoundry.train.optim.low_precision:LowPrecisionAdamW"
+_NARROW: dict[str, Code] = dict.fromkeys(("decoupled_adamw", "adamw"), _LOW_PRECISION)

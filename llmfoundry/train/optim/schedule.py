@@ -10,18 +10,24 @@ import math
 from collections.abc import Callable
 
 from llmfoundry.recipe.checks import Clock
+from llmfoundry.recipe.choice_table import load_code
 from llmfoundry.recipe.schedule import SCHEDULES, ScheduleConfig
 
 
 def build_schedule(config: ScheduleConfig, clock: Clock) -> Callable[[int], float]:
     """The factor on the peak learning rate by the step's number, from 0; `config` is filled."""
-    warmup, after = clock.batches(config.t_warmup), SCHEDULES[config.name].load()
+    warmup, after = clock.batches(config.t_warmup), _function(config.name)
 
     def factor(batch: int) -> float:
         time = batch + 1
         return time / warmup if time < warmup else after(config, clock, time - warmup)
 
     return factor
+
+
+def _function(name: str) -> Callable[[ScheduleConfig, Clock, float], float]:
+    """The factor after the warm-up, of one of SCHEDULES."""
+    return load_code(SCHEDULES[name].make, FUNCTIONS.get(name))
 
 
 def cosine(config: ScheduleConfig, clock: Clock, since: float) -> float:
@@ -74,3 +80,13 @@ def _share_cooled(config: ScheduleConfig, clock: Clock, since: float) -> float:
     cooldown = clock.batches(config.t_cooldown)
     left = clock.total - clock.batches(config.t_warmup) - since
     return min(1.0, max(0.0, 1 - left / max(cooldown, 1e-9)))
+
+
+FUNCTIONS = {
+    "cosine_with_warmup": cosine,
+    "linear_decay_with_warmup": linear,
+    "constant_with_warmup": constant,
+    "inv_sqrt_with_warmup": inverse_sqrt,
+    "warmup_stable_decay": stable_decay,
+}
+"""The code of the entries of SCHEDULES that come with the project."""
