@@ -68,7 +68,7 @@ class SweepConfig:
     """One in this many points continues, for this many times as long. 3: Li et al. (2018)."""
 
     def check(self) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds("sweep.", self)
         if self.how == "random" and self.n is None:
             yield "sweep.n: is missing; write how many points are drawn, such as sweep.n=8"
@@ -101,7 +101,7 @@ class SweepRecipe:
     """Which points (sweep=random is sweep.how=random)."""
 
     def check(self) -> Iterator[str]:
-        """Every problem."""
+        """Yield an error line for each problem."""
         yield from self.sweep.check()
 
 

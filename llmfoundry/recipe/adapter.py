@@ -1,7 +1,8 @@
 """The `model` and `adapter` sections of a fine-tuning recipe.
 
-Whose weights a run begins with, and how they are held; and a few added parameters that train in
-place of the model's own. Names are peft's, whose files are read and written.
+`PretrainedConfig` names the model to start from and how its weights are stored. `AdapterConfig`
+describes the few added parameters that train in place of the model's parameters. Names are those of
+peft, whose files are read and written.
 """
 
 from __future__ import annotations
@@ -30,38 +31,40 @@ QUANTIZATIONS = ("none", "nf4")
 
 @dataclass
 class PretrainedConfig:
-    """A trained model to start from; its own files say what shape it has."""
+    """A pretrained model to start from; its files determine its shape."""
 
     name: Annotated[str, choice(HOLDERS)] = "auto"
-    """mpt_causal_lm: the project's decoder. hf_causal_lm: the class of transformers. auto: the
-    decoder where it expresses the model exactly, else the class; the run says which."""
+    """mpt_causal_lm: the project's decoder. hf_causal_lm: the transformers class. auto: the decoder
+    if it expresses the model exactly, else the class; the log reports the choice."""
     pretrained: Annotated[str | None, PATH] = None
-    """A run's folder, a checkpoint's, a Hugging Face folder (config.json and safetensors), a
+    """A run's folder, a checkpoint's folder, a Hugging Face folder (config.json and safetensors), a
     registered version (models:/NAME@best), or a hub id."""
     revision: str | None = None
-    """Only for a hub id: a branch, tag or commit."""
+    """A branch, tag or commit. Only with a hub id."""
     trust_remote_code: bool = False
-    """Run the Python code that the folder or hub repository brings; off: it is refused."""
+    """Run the Python code of the folder or hub repository. Off: a model with such code is
+    refused."""
     config_overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the model's own configuration to change: of config.json, or, for a run, of its
-    recipe's model section. A key that it does not have is an error."""
+    """Changes to the configuration of the model: keys of config.json, or for a run, of its recipe's
+    model section. An unknown key is an error."""
     resize_embeddings: bool = False
-    """Add rows to embedding and head where the tokenizer has more tokens, also those that
-    `tokenizer.chat_template` adds. Beside an adapter, both train whole then; off: that is an error.
-    """
+    """Add rows to embedding and head if the tokenizer has more tokens, including those that
+    `tokenizer.chat_template` adds. With an adapter, embedding and head then train in full. Off:
+    additional tokens are an error."""
     attn_impl: Annotated[
         str | None, choice(ATTN_IMPLS, "transformers' attn_implementation", ANY_TEXT)
     ] = None
-    """How attention is computed: a backend of the decoder (auto, sdpa, flex, varlen, flash, flash3,
-    torch),
-    or transformers' attn_implementation (eager, sdpa, flash_attention_2, …); unset: the fastest."""
+    """Attention implementation: a backend of the decoder (auto, sdpa, flex, varlen, flash, flash3,
+    torch), or transformers' attn_implementation (eager, sdpa, flash_attention_2, …); unset: the
+    fastest."""
     quantize: Annotated[str, choice(QUANTIZATIONS)] = "none"
-    """nf4: keep the frozen matrices in 4 bits (QLoRA, Dettmers et al., 2023); needs an adapter."""
+    """nf4: store the frozen matrices in 4 bits (QLoRA, Dettmers et al., 2023), which requires an
+    adapter."""
     double_quantize: Annotated[bool | None, Only("quantize", "nf4")] = None
     """Store the scales of nf4 in 8 bits, which saves 0.4 bits per weight; unset: true."""
 
     def check(self, key: str = "model.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.pretrained is None:
             yield (
@@ -81,7 +84,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass
 class AdapterConfig:
-    """Low-rank matrices beside frozen ones (LoRA, Hu et al., 2021)."""
+    """Low-rank matrices added to frozen weights (LoRA, Hu et al., 2021)."""
 
     REMOVED: ClassVar[dict[str, str]] = dict.fromkeys(
         ("num_virtual_tokens", "prompt_tuning_init", "prompt_tuning_init_text"), _NO_PROMPTS
@@ -90,7 +93,8 @@ class AdapterConfig:
         str,
         choice(ADAPTERS, reasons={"prompt_tuning": _NO_PROMPTS, "prefix_tuning": _NO_PROMPTS}),
     ] = "none"
-    """none: all parameters train. lora: low-rank matrices, on hf_causal_lm by peft (extra)."""
+    """none: all parameters train. lora: low-rank matrices train; models of hf_causal_lm use peft
+    (extra)."""
     pretrained: Annotated[str | None, PATH, _LORA] = None
     """A folder in peft's format, or a registered model (models:/NAME@best), with the adapter to
     continue. It decides what is adapted and how."""
@@ -126,14 +130,16 @@ class AdapterConfig:
     and head are added to the list where `tokenizer.chat_template` adds tokens."""
 
     def check(self, key: str = "adapter.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.name == "lora" and not self.target_modules and self.target_modules is not None:
             yield f"{key}target_modules: names nothing; write all-linear, or names such as Wqkv"
 
     def fill(self) -> None:
-        """Write derived values in place."""
-        if self.name == "lora" and self.pretrained is not None:  # whose folder says the rest
+        """Resolve defaults in place."""
+        if (
+            self.name == "lora" and self.pretrained is not None
+        ):  # whose folder decides all other settings
             set_defaults(self, lora_dropout=0.0, lora_plus_ratio=1.0)
         elif self.name == "lora":
             set_defaults(

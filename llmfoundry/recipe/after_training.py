@@ -1,9 +1,9 @@
-"""Recipes of what takes a run: eval, convert, generate, chat, serve, track, compare, runs.
+"""Recipes of scripts that use a run: eval, convert, generate, chat, serve, track, compare, runs.
 
 All but track.py, compare.py and runs.py take a `checkpoint`: a run's folder (its newest complete
-checkpoint) or one checkpoint's folder, or the URL of one, such as s3://bucket/runs/mine, or a
-version in MLflow's registry, such as models:/NAME@best (`builders/registry.py`); all but convert.py
-a model from elsewhere too (`builders/open_model.py`).
+checkpoint), a checkpoint's folder, the URL of one, such as s3://bucket/runs/mine, or a version in
+MLflow's registry, such as models:/NAME@best (`builders/registry.py`). All but convert.py also take
+models from other sources (`builders/open_model.py`).
 """
 
 from __future__ import annotations
@@ -53,42 +53,44 @@ def _is_here(output: str | None) -> Iterator[str]:
 
 @dataclass
 class EvalRecipe:
-    """Evaluate checkpoints as their runs would, and models from elsewhere."""
+    """Evaluation of checkpoints, as their runs would do it, and of other models."""
 
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """A run's folder, or one checkpoint's, or the URL of one."""
+    """A run's folder, a checkpoint's folder, or the URL of either."""
     models: Annotated[list[str], PATH] = field(default_factory=list)
-    """Models beside it, each of: a run's or a checkpoint's folder or URL; an adapter's folder, as
-    peft saves it; a folder that transformers saved, or hf:OWNER/NAME on the hub; ADDRESS#MODEL, an
-    OpenAI-compatible server, such as http://localhost:8000/v1#my-model, or chat:ADDRESS#MODEL, for
-    generation tasks."""
+    """Models to evaluate in addition. Each is a run's or a checkpoint's folder or URL; an adapter's
+    folder in peft's format; a folder that transformers saved, or hf:OWNER/NAME on the hub; or
+    ADDRESS#MODEL, an OpenAI-compatible server, such as http://localhost:8000/v1#my-model, or
+    chat:ADDRESS#MODEL, for generation tasks."""
     output: Annotated[str | None, PATH] = None
-    """Where results.json, rows.jsonl and gauntlet.html go; unset: beside the checkpoint's run,
-    eval/<batch>/, for others runs/<name>/eval/."""
+    """Folder of results.json, rows.jsonl and gauntlet.html; unset: eval/<batch>/ in the run's
+    folder, for other models runs/<name>/eval/."""
     precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
+    """fp32, amp_bf16 or bf16; unset: the run's precision, for other models fp32."""
     device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
-    """Rows evaluated at a time."""
+    """Sequences evaluated at a time."""
     eval: EvalConfig | None = None
-    """What is measured (group eval/); unset: what the run measured, of models beside it too."""
+    """What is evaluated (group eval/); unset: what the run evaluated, also for additional
+    models."""
     logger: LoggerConfig | None = None
-    """Where metrics go as well (group logger/), and what links them with a registered version;
-    unset: MLflow where the run's went, or where models:/NAME was found; for others nowhere."""
+    """Where metrics are also logged (group logger/), and linked with a registered version; unset:
+    the MLflow store of the run, or of models:/NAME; for other models none."""
     registry: RegistryPlace = field(default_factory=RegistryPlace)
-    """Where models:/NAME@alias is found."""
+    """MLflow store for models:/NAME@alias."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
-    """For models without a run: where tokenized prompts are kept."""
+    """Folder of tokenized prompts, for models without a run."""
     plugins: list[str] = field(default_factory=list)
-    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+    """Python files or modules that the model or its data needs. The plugins of its recipe are not
+    imported."""
 
     def all_models(self) -> list[str]:
-        """`checkpoint` and `models`."""
+        """Return `checkpoint` and `models` as one list."""
         return [*([self.checkpoint] if self.checkpoint is not None else []), *self.models]
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         yield from _is_here(self.output)
         if not self.models:
@@ -103,27 +105,28 @@ class EvalRecipe:
             yield from self.eval.check()
 
     def fill(self) -> None:
-        """Nothing is derived before the checkpoint is read."""
+        """Do nothing: the defaults depend on the checkpoint."""
 
 
 @dataclass
 class ConvertRecipe:
-    """Turn a checkpoint into another format, or a Hugging Face model into a checkpoint."""
+    """Conversion of a checkpoint to another format, or of a Hugging Face model to a checkpoint."""
 
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """What to read: a run's folder or one checkpoint's, or the URL of one; with from=hf a hub id or
-    its folder."""
+    """The input: a run's folder, a checkpoint's folder, or the URL of either; with from=hf a hub id
+    or a Hugging Face folder."""
     to: Annotated[str | None, choice(EXPORTS)] = None
-    """Format to write: hf, a folder that transformers loads, an adapter merged into its base; gguf,
-    the same as a file for llama.cpp and what is built on it; or peft, an adapter alone, for the hf
-    folder of its base."""
+    """Format to write. hf: a folder that transformers loads, with an adapter merged into its base.
+    gguf: the same as a file for llama.cpp and the tools that build on it. peft: only the adapter,
+    for the hf folder of its base."""
     from_: Annotated[str | None, choice(FORMATS)] = None
-    """Format to read, written `from`: hf; the output is then a run's folder of ours, or with
-    to=gguf a file of that."""
+    """Format to read, written `from`: hf. The output is then a run's folder, or with to=gguf a GGUF
+    file."""
     output: Annotated[str | None, PATH] = None
-    """The folder to write; must not exist, or be empty. With to=gguf a file, NAME.gguf."""
+    """The folder to write, which must not exist or must be empty. With to=gguf a file,
+    NAME.gguf."""
     dtype: Annotated[str | None, choice(DTYPES), Only("to", ("hf", "gguf"))] = None
     """dtype of the written weights: fp32, bf16, fp16, or for gguf q8_0 (8 bits, with a scale for
     every 32 numbers). Unset: bf16 if the base is quantized, else fp32."""
@@ -138,12 +141,13 @@ class ConvertRecipe:
     """stacked, as peft's target_parameters, or separate, an adapter for each expert, because
     engines disagree on the stacked layout. Default stacked."""
     registry: ExportRegistry = field(default_factory=ExportRegistry)
-    """Where models:/NAME@alias is found, and what the export is called there."""
+    """MLflow store for models:/NAME@alias, and the registered name of the export."""
     plugins: list[str] = field(default_factory=list)
-    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+    """Python files or modules that the model or its data needs. The plugins of its recipe are not
+    imported."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
         yield from _is_here(self.output)
@@ -160,54 +164,56 @@ class ConvertRecipe:
             yield f"output: {self.output} is one file with to=gguf; write output=NAME.gguf"
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.to == "peft":
             self.adapter_experts = self.adapter_experts or "stacked"
 
 
 @dataclass
 class DrawRecipe:
-    """What a model that writes is asked with, whether it continues a text or answers."""
+    """Settings of text generation, for continuing a text and for answering."""
 
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """A run's folder, or one checkpoint's, or the URL of one; an adapter's folder, as peft saves
-    it; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
+    """A run's folder, a checkpoint's folder, or the URL of either; an adapter's folder in peft's
+    format; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
     max_new_tokens: Annotated[int, NEW_TOKENS] = 128
-    """Length of what is written, in tokens, unless its end comes first."""
+    """Maximum length of the generated text in tokens."""
     temperature: Annotated[float, TEMPERATURE] = 0.8
-    """0 takes the likeliest token; more is more random."""
+    """Sampling temperature. 0: always the most likely token."""
     top_k: Annotated[int | None, Range(1), Only("temperature")] = None
     """Sample from the k most likely tokens only."""
     top_p: Annotated[float | None, TOP_P, Only("temperature")] = None
     """Nucleus sampling: sample from the most likely tokens that together reach this probability; 1:
     from all. Default 0.9."""
     seed: Annotated[int, Range(0)] = 17
-    """Seed of the draws."""
+    """Seed of the random number generator."""
     precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
+    """fp32, amp_bf16 or bf16; unset: the run's precision, for other models fp32."""
     kv_cache: bool = True
-    """Keep keys and values of earlier tokens; false computes them again each time (slow)."""
+    """Cache keys and values of earlier tokens. false: recompute them for every token, which is
+    slow."""
     registry: RegistryPlace = field(default_factory=RegistryPlace)
-    """Where models:/NAME@alias is found."""
+    """MLflow store for models:/NAME@alias."""
     plugins: list[str] = field(default_factory=list)
-    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+    """Python files or modules that the model or its data needs. The plugins of its recipe are not
+    imported."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         yield from _needs_checkpoint(self.checkpoint)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.temperature > 0:
             set_defaults(self, top_p=DEFAULT_TOP_P)
 
 
 @dataclass
 class GenerateRecipe(DrawRecipe):
-    """Continue a prompt with a checkpoint's model, or answer a message."""
+    """Continuation of a prompt with a model, or the answer to a message."""
 
     prompt: Annotated[str, Unless("message")] = ""
     """Text to continue."""
@@ -219,7 +225,7 @@ class GenerateRecipe(DrawRecipe):
     """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's template."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from super().check()
         if self.message is not None and not self.message.strip():
             yield "message: is empty; write the user's message"
@@ -227,14 +233,14 @@ class GenerateRecipe(DrawRecipe):
 
 @dataclass
 class ChatRecipe(DrawRecipe):
-    """Talk with a checkpoint's model on a terminal, or by lines of standard input."""
+    """Conversation with a model on a terminal, or by lines of standard input."""
 
     max_new_tokens: Annotated[int, NEW_TOKENS] = 512
-    """Longest answer, in tokens."""
+    """Maximum length of an answer in tokens."""
     system: str | None = None
-    """The system's message; /system changes it."""
+    """The system message; the command /system changes it."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
-    """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's own."""
+    """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's template."""
 
 
 _PORTS = Range(0, 65535, "there are no more ports")
@@ -246,52 +252,55 @@ _SECONDS = Range(above=0, most=86_400, why="it is a day")
 
 @dataclass
 class ServeRecipe:
-    """Serve a model over HTTP, as OpenAI's clients ask."""
+    """HTTP server with OpenAI's API."""
 
     FOLDER_KEY: ClassVar[str] = "checkpoint"
 
     checkpoint: Annotated[str | None, PATH] = None
-    """A run's folder, or one checkpoint's, or the URL of one; an adapter's folder, as peft saves
-    it; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
+    """A run's folder, a checkpoint's folder, or the URL of either; an adapter's folder in peft's
+    format; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
     host: str = "127.0.0.1"
-    """The address to listen at: this machine alone may ask. 0.0.0.0, or any other that is not of
-    this machine alone, needs api_key_env."""
+    """Address to listen on. The default accepts requests of this machine only. 0.0.0.0, or any
+    other address that is reachable from outside, requires api_key_env."""
     port: Annotated[int, _PORTS] = 8000
-    """The port to listen at; 0: any that is free, which is printed."""
+    """Port to listen on; 0: any free port, which is printed."""
     api_key_env: str | None = None
     """Name of the environment variable with the key that clients must send (Authorization: Bearer
-    KEY), at least 16 characters; unset: none is asked for."""
+    KEY), at least 16 characters; unset: no key is required."""
     model_name: str | None = None
-    """What clients call the model; unset: the checkpoint as it was written."""
+    """Name of the model in the API; unset: the checkpoint as written."""
     slots: Annotated[int, _SLOTS] = 16
-    """Answers written at the same time; keys and values of slots x max_seq_len tokens are kept."""
+    """Number of answers generated at the same time. The KV cache holds slots x max_seq_len
+    tokens."""
     max_seq_len: Annotated[int | None, TOKENS] = None
-    """Tokens of a prompt and its answer together; unset: the model's own."""
+    """Maximum length of prompt and answer together, in tokens; unset: the model's."""
     max_new_tokens: Annotated[int | None, NEW_TOKENS] = None
-    """Tokens that one answer may have; unset: as many as max_seq_len leaves."""
+    """Maximum length of an answer in tokens; unset: limited only by max_seq_len."""
     max_answers: Annotated[int, Range(1, 2**14, "each waits in the queue")] = 128
-    """Answers to one request: its prompts times n."""
+    """Maximum number of answers to one request: its prompts times n."""
     max_waiting: Annotated[int, _WAITING] = 256
-    """Answers that may wait for a slot, of all clients; more are refused (429)."""
+    """Maximum number of answers that wait for a slot, over all clients; further requests are
+    rejected (429)."""
     max_body_mib: Annotated[float, Range(above=0, most=1024, why="it is held in memory")] = 4.0
-    """MiB that a request's body may have; larger ones are refused (413)."""
+    """Maximum size of a request body in MiB; larger requests are rejected (413)."""
     timeout: Annotated[float, _SECONDS] = 600.0
-    """Seconds that a request may take, with the time that it waits (504)."""
+    """Timeout of a request in seconds, including the time that it waits (504)."""
     drain_timeout: Annotated[float, _SECONDS] = 30.0
-    """Seconds that requests under way may still take after SIGTERM or Ctrl-C."""
+    """Seconds for requests in progress to finish after SIGTERM or Ctrl-C."""
     precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's own, for others fp32."""
+    """fp32, amp_bf16 or bf16; unset: the run's precision, for other models fp32."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
-    """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's own."""
+    """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's template."""
     access_log: bool = False
-    """A line on stderr for each request: client, path and status."""
+    """Log client, path and status of each request on stderr."""
     registry: RegistryPlace = field(default_factory=RegistryPlace)
-    """Where models:/NAME@alias is found."""
+    """MLflow store for models:/NAME@alias."""
     plugins: list[str] = field(default_factory=list)
-    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+    """Python files or modules that the model or its data needs. The plugins of its recipe are not
+    imported."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         if self.checkpoint is None:
             yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
@@ -312,7 +321,7 @@ class ServeRecipe:
         return is_loopback(self.host)
 
     def read_key(self) -> str | None:
-        """What clients must send; None: nothing.
+        """Return the key that clients must send; None if none is required.
 
         Raises:
             UserError: the variable is not set, or holds no key.
@@ -334,24 +343,26 @@ class ServeRecipe:
         return key
 
     def fill(self) -> None:
-        """Nothing is derived before the checkpoint is read."""
+        """Do nothing: the defaults depend on the checkpoint."""
 
 
 @dataclass
 class TrackRecipe:
-    """Send what a run's metrics.jsonl has to MLflow and the other stores that lack it."""
+    """Backfill of MLflow and other stores from the metrics.jsonl of a run."""
 
     FOLDER_KEY: ClassVar[str] = "run"
 
     run: Annotated[str | None, PATH] = None
-    """The run's folder or URL; it must have ended, as a running one sends its values itself."""
+    """The run's folder or URL. The run must have ended, because a running one sends its values
+    itself."""
     logger: LoggerConfig | None = None
-    """Where to (group logger/); unset: as in the run's own recipe."""
+    """The destination (group logger/); unset: the logger section of the run's recipe."""
     plugins: list[str] = field(default_factory=list)
-    """Python files or modules that what is opened here needs; its own recipe's are not imported."""
+    """Python files or modules that the model or its data needs. The plugins of its recipe are not
+    imported."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         if self.run is None:
             yield "run: is required; write run=runs/NAME, a run's folder"
@@ -359,24 +370,25 @@ class TrackRecipe:
             yield from self.logger.check()
 
     def fill(self) -> None:
-        """Nothing is derived before the run's recipe is read."""
+        """Do nothing: the defaults depend on the run's recipe."""
 
 
 @dataclass
 class CompareRecipe:
-    """Lay runs over one another on a page, and print their last numbers."""
+    """Comparison of runs on one page, with their last numbers."""
 
     FOLDERS_KEY: ClassVar[str] = "runs"
 
     runs: list[str] = field(default_factory=list)
-    """Folders of runs; one that holds runs stands for all of these. They may be under way."""
+    """Folders of runs, or folders that contain runs. The runs may be in progress."""
     output: Annotated[str | None, PATH] = None
-    """The page; unset: index.html in the one folder that holds runs, else compare.html here."""
+    """The page; unset: index.html in the folder that contains the runs, else compare.html in the
+    working folder."""
     follow: bool = False
-    """Write the page anew every 15 seconds until no run is under way; a browser reloads it."""
+    """Update the page every 15 seconds until no run is in progress; a browser reloads it."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         if not self.runs:
             yield "runs: is empty; write folders of runs, such as runs/a runs/b, or runs for all"
@@ -384,7 +396,7 @@ class CompareRecipe:
             yield "runs: a name is empty; write folders of runs, such as runs/a runs/b"
 
     def fill(self) -> None:
-        """Nothing is derived."""
+        """Do nothing: every default is a constant."""
 
 
 VERBS = ("list", "describe", "logs", "follow", "stop", "serve")
@@ -392,7 +404,7 @@ VERBS = ("list", "describe", "logs", "follow", "stop", "serve")
 
 @dataclass
 class RunsRecipe:
-    """What runs do now, wherever they were launched."""
+    """Status of runs, wherever they were launched, and actions on them."""
 
     FOLDERS_KEY: ClassVar[str] = "words"
     _OF: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -404,22 +416,22 @@ class RunsRecipe:
     }
 
     words: list[str] = field(default_factory=list)
-    """A verb, and runs: names below `folder`, or folders. Of list and serve none."""
+    """A verb, and runs: names below `folder`, or folders. list and serve take no runs."""
     folder: Annotated[str, PATH] = "runs"
-    """The folder of runs."""
+    """The folder that contains the runs."""
     format: Annotated[str, choice(("text", "json"))] = "text"
-    """Of list and describe."""
+    """Output format of list and describe."""
     now: bool = False
-    """stop: end at once, without saving; false: save and end."""
+    """With stop: end at once, without saving. false: save and end."""
     timeout: Annotated[float, Range(0, 1e6)] = 600.0
-    """stop: seconds to wait for the end."""
+    """With stop: seconds to wait for the end of the run."""
     port: Annotated[int, Range(1, 65_535)] = 9465
-    """serve: of the metrics for Prometheus; a run's own is 9464."""
+    """With serve: port of the Prometheus metrics; the port of a run is 9464."""
     host: str = "127.0.0.1"
-    """serve: the address to listen at; 0.0.0.0: all of this machine's."""
+    """With serve: address to listen on; 0.0.0.0: all addresses of this machine."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         verb, names = (self.words or [""])[0], self.words[1:]
         if verb not in VERBS:
@@ -438,4 +450,4 @@ class RunsRecipe:
                     yield from inert_change("", self, [key], why)
 
     def fill(self) -> None:
-        """Nothing is derived."""
+        """Do nothing: every default is a constant."""

@@ -1,8 +1,8 @@
 """The `model.attn_config` and `model.block_overrides` sections.
 
-Kinds of heads, positions, numerical guards and backends; and the layers that differ from the
-model's own settings. `layer_configs` expands these, one `LayerConfig` a block, which is all that
-the decoder asks.
+Attention heads, positions, numerical guards and backends, and layers that differ from the settings
+of the model. `layer_configs` expands both sections into one `LayerConfig` per block, which is all
+that the decoder reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_atte
 
 @dataclass(frozen=True)
 class NormType(ChoiceRecord):
-    """A kind of norm: `make(width, eps=, bias=)`, whose `weight` begins as 1 and `bias` as 0."""
+    """A norm: `make(width, eps=, bias=)`; `weight` is initialized to 1, `bias` to 0."""
 
 
 NORMS = ChoiceTable(
@@ -52,7 +52,7 @@ WINDOW = Range(-1, 2**31 - 1)
 
 @dataclass
 class RopeConfig:
-    """How rotary frequencies are stretched beyond the length that they were trained for."""
+    """Scaling of the rotary frequencies beyond the sequence length of pretraining."""
 
     type: Annotated[str, choice(ROPE_TYPES)] = "no_scaling"
     """no_scaling; linear: positions are divided by factor (Chen et al., 2023); dynamic: theta grows
@@ -68,7 +68,7 @@ class RopeConfig:
     """The sequence length of pretraining; required."""
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, are missing, or have no effect."""
+        """Yield an error line for each invalid, missing or ineffective value."""
         if (yield from out_of_bounds(key, self)):
             return
         required = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}
@@ -80,12 +80,12 @@ class RopeConfig:
             yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
 
 
-FLOOR_SCALE = 8192  # Llama 4's
+FLOOR_SCALE = 8192  # as in Llama 4
 
 
 @dataclass
 class TemperatureConfig:
-    """Queries sharpened with their position, as Llama 4 does in layers without positions."""
+    """Attention temperature by query position, as in Llama 4's layers without positions."""
 
     floor_scale: Annotated[int | None, Range(1), Only("attn_scale")] = None
     """Number of consecutive positions that share a factor; default 8192."""
@@ -94,18 +94,18 @@ class TemperatureConfig:
     floor_scale)). 0: off."""
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.attn_scale:
             set_defaults(self, floor_scale=FLOOR_SCALE)
 
 
 @dataclass
 class AttentionConfig:
-    """Attention: kinds of heads, positions, numerical guards."""
+    """Attention: heads, positions, numerical guards."""
 
     attn_type: Annotated[str, choice(ATTN_TYPES)] = "multihead_attention"
     """multihead_attention, multiquery_attention (one key-value head), or grouped_query_attention
@@ -154,7 +154,7 @@ class AttentionConfig:
     """Attention temperature that depends on the position of the query."""
 
     def check(self, key: str, n_heads: int) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         if (yield from out_of_bounds(key, self)):
             return
         if self.attn_type == "grouped_query_attention":
@@ -171,7 +171,7 @@ class AttentionConfig:
         yield from self._check_positions(key)
 
     def check_impl(self, key: str, head_dim: int) -> Iterator[str]:
-        """A line where the backend that is named cannot serve these options."""
+        """Yield an error line if the attention backend does not support these options."""
         if self.attn_impl in LIMITS:
             options = [name for name in (ALIBI, SOFTCAP, DROPOUT) if getattr(self, name)]
             reason = limit(self.attn_impl, options, head_dim)
@@ -186,11 +186,11 @@ class AttentionConfig:
         yield from self.rope_hf_config.check(f"{key}rope_hf_config.")
 
     def derived_kv_heads(self, n_heads: int) -> int | None:
-        """Key-value heads that the attention type alone decides."""
+        """Return the number of key-value heads that follows from the attention type; else None."""
         return {"multihead_attention": n_heads, "multiquery_attention": 1}.get(self.attn_type)
 
     def fill(self, n_heads: int, norm_type: str, norm_eps: float) -> None:
-        """Write derived values in place; the norm is the model's."""
+        """Resolve defaults in place; the norm is the model's."""
         set_defaults(self, kv_n_heads=self.derived_kv_heads(n_heads))
         if self.qk_ln or self.qk_gn:
             set_defaults(self, norm_type=norm_type, norm_eps=norm_eps)
@@ -202,7 +202,7 @@ class AttentionConfig:
 
 
 def check_window(key: str, size: int | None) -> Iterator[str]:
-    """A window is a positive number of tokens, or -1 for all."""
+    """Check that a window is a positive number of tokens, or -1 for all."""
     if size == 0:
         yield f"{key}: {size}; write -1 (all earlier tokens) or a number of tokens"
 
@@ -212,7 +212,7 @@ DEFAULT = "default"
 
 @dataclass
 class AttentionOverride:
-    """What one kind of layer does otherwise; unset: as model.attn_config says."""
+    """Settings of one kind of layer; unset keys have the values of model.attn_config."""
 
     sliding_window_size: Annotated[int | None, WINDOW] = None
     """A token attends to itself and this many tokens before it; -1: to all."""
@@ -225,7 +225,7 @@ class AttentionOverride:
     """Attention temperature that depends on the position of the query."""
 
     def check(self, key: str, attn: AttentionConfig) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         if self.attn_temperature_tuning is not None:
@@ -250,7 +250,7 @@ class BlockOverride:
 
 @dataclass
 class BlockRun:
-    """One kind of layer, or a sequence of runs, repeated."""
+    """One kind of layer, or a sequence of runs, with a number of repetitions."""
 
     name: str | None = None
     """default, or a key of block_overrides.overrides."""
@@ -262,7 +262,7 @@ class BlockRun:
 
 @dataclass
 class BlockOverridesConfig:
-    """Layers that differ: kinds by name, and the order in which they are stacked."""
+    """Kinds of layers by name, and the order in which they are stacked."""
 
     order: list[BlockRun] = field(default_factory=list)
     """From the first block to the last: {name: local, repeat: 3}, or {order: [...], repeat: 2}."""
@@ -270,7 +270,7 @@ class BlockOverridesConfig:
     """The settings of each named kind of layer."""
 
     def check(self, key: str, attn: AttentionConfig, n_layers: int) -> Iterator[str]:
-        """Lines for kinds that do not exist or fit, and for an order of another length."""
+        """Yield an error line for each unknown kind, and for an order of the wrong length."""
         if DEFAULT in self.overrides:
             yield f"{key}overrides.{DEFAULT}: the name of the model's own settings; write another"
         for name, override in self.overrides.items():
@@ -289,7 +289,7 @@ class BlockOverridesConfig:
         sources = self.sources(names)
         wrong: dict[str, str] = {}
         for index, name in enumerate(names):
-            if name not in wrong:  # a line a kind is enough
+            if name not in wrong:  # one line for each kind is enough
                 wrong.update((name, line) for line in self._check_reuse(key, names, index, sources))
         yield from wrong.values()
 
@@ -318,13 +318,13 @@ class BlockOverridesConfig:
             yield f"{where}: {back} from layer {index} is before the first"
 
     def names(self) -> list[str]:
-        """The kind of every layer, in order."""
+        """Return the kind of every layer, in order."""
         return list(_expand(self.order))
 
     def sources(self, names: list[str]) -> list[int]:
-        """The layer whose keys and values each layer uses in the end; its own number without reuse.
+        """Return the layer whose keys and values each layer uses, or its own number without reuse.
 
-        Negative where that would lie before the first.
+        The number is negative if that layer would lie before the first.
         """
         found: list[int] = []
         for index, name in enumerate(names):
@@ -339,13 +339,13 @@ class BlockOverridesConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ between layers.
+    """Settings that may differ between layers.
 
     Attributes:
-        window: a token sees itself and this many tokens before it; -1: all.
+        window: a token attends to itself and this many tokens before it; -1: to all.
         rotary: whether queries and keys are rotated.
-        kv_from: the layer whose keys and values are used; its own number where they are its own.
-        temperature: floor_scale and attn_scale of the queries' sharpening; None: none.
+        kv_from: the layer whose keys and values are used; the layer's own number without reuse.
+        temperature: floor_scale and attn_scale of the attention temperature; None: off.
     """
 
     window: int
@@ -357,7 +357,7 @@ class LayerConfig:
 def layer_configs(
     attn: AttentionConfig, overrides: BlockOverridesConfig | None, n_layers: int
 ) -> list[LayerConfig]:
-    """The settings of every layer of a checked model."""
+    """Return the settings of every layer of a checked model."""
     if overrides is None or not overrides.order:
         overrides = BlockOverridesConfig(order=[BlockRun(DEFAULT, repeat=n_layers)])
     names, found = overrides.names(), []
@@ -378,7 +378,7 @@ def layer_configs(
 
 
 def _length(runs: list[BlockRun]) -> int:
-    """Layers of some runs, without making them."""
+    """Return the number of layers of some runs, without expanding them."""
     return sum(run.repeat * (1 if run.order is None else _length(run.order)) for run in runs)
 
 

@@ -1,7 +1,8 @@
-"""The recipes of scripts that work before a run, or on its plan.
+"""Recipes of the scripts that prepare, inspect, plan, launch and check a run.
 
 prepare_data.py, inspect_data.py, plan.py, launch.py and check.py take a training recipe with keys
-of their own (check.py none as well); fetch_eval_data.py and migrate.py have a few keys.
+of their own; check.py also works without one. fetch_eval_data.py and migrate.py have a few keys
+only.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _OF_TOKENS = (Only("column", ("tokens", None)), Unless("columns"))
 
 @dataclass
 class PrepareConfig:
-    """What to make of the text that `data` names, and where."""
+    """What to prepare from the text that `data` names, and where."""
 
     output: Annotated[str | None, PATH] = None
-    """A folder here or at a URL (s3:// gs:// az:// …), for train/, validation/, manifest.json and
-    tokenizer/. Unset: data.cache_folder, where training finds it."""
+    """A folder on this machine or at a URL (s3:// gs:// az:// …) for train/, validation/,
+    manifest.json and tokenizer/. Unset: data.cache_folder, where training finds it."""
     format: Annotated[str, choice(PREPARED_FORMATS)] = "tokens"
-    """tokens: a stream of ids, cut into rows of any length when it is read. mds: the shards of
-    mosaicml-streaming, which LLM Foundry trains on."""
+    """tokens: a stream of token ids, split into sequences of any length when it is read. mds:
+    shards of mosaicml-streaming, which LLM Foundry also reads."""
     column: Annotated[str | None, choice(COLUMNS), Only("format", "mds")] = None
     """tokens: sequences of token ids. text: one document per sample, unchanged. Unset: tokens."""
     columns: Annotated[dict[str, str], Only("format", "mds")] = field(default_factory=dict)
@@ -58,19 +59,19 @@ class PrepareConfig:
     compression: Annotated[str | None, Only("format", "mds")] = None
     """Compression of the shards, such as zstd or gz:9 (also br, bz2, snappy); unset: none."""
     hashes: list[str] = field(default_factory=lambda: ["sha1"])
-    """Hashes of each shard in the index, so that readers detect damage: sha1, xxh3_64 …"""
+    """Hashes of each shard in the index, with which readers detect damage: sha1, xxh3_64 …"""
     size_limit: Annotated[int, Range(1, 2**32 - 1, "a shard has less than 4 GiB")] = 1 << 26
-    """Bytes of a shard, before compression; 64 MiB is Streaming's."""
+    """Size of a shard in bytes before compression; 64 MiB is Streaming's default."""
     licence: Annotated[str | None, Only("output")] = None
     """License of the text, as free text for the manifest."""
     source: Annotated[str | None, Only("output")] = None
     """Source of the text, as free text for the manifest."""
     engine: Annotated[str, choice(ENGINES)] = "local"
-    """local: processes of this machine (data.num_workers). ray: a Ray cluster, the one that
-    RAY_ADDRESS names (extra: ray)."""
+    """local: processes on this machine (data.num_workers). ray: the Ray cluster at RAY_ADDRESS
+    (extra ray)."""
 
     def check(self, key: str = "prepare.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from self._check_columns(key)
         yield from out_of_bounds(key, self)
         if self.output is None and self.format != "tokens":
@@ -87,7 +88,7 @@ class PrepareConfig:
             yield f"{key}column: and columns exclude each other; remove one"
 
     def fill(self, *, max_seq_len: int) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.format == "mds" and not self.columns:
             set_defaults(self, column="tokens")
         if self.column == "tokens":
@@ -96,19 +97,19 @@ class PrepareConfig:
 
 @dataclass
 class PrepareRecipe(TrainRecipe):
-    """A training recipe whose text is prepared and no more."""
+    """A training recipe whose text is prepared, without training."""
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
-    """What to make of the text."""
+    """What to prepare, and where."""
 
     def settle(self) -> None:
-        """Take rows of a format that is left open for documents, or for columns to be kept."""
+        """Resolve `format: auto` to text, for documents and for columns that are kept."""
         for source in (self.data, *self.data.streams.values()):
             source.format = TEXT if source.format == AUTO else source.format
         super().settle()
 
     def check(self) -> Iterator[str]:
-        """Every problem of the recipe, a line each."""
+        """Yield an error line for each problem of the recipe."""
         # Nothing is evaluated here: text that is held out by this is not there before it.
         yield from (line for line in super().check() if not line.startswith("eval.validation:"))
         yield from self.prepare.check()
@@ -130,7 +131,7 @@ class PrepareRecipe(TrainRecipe):
             )
 
     def fill(self) -> None:
-        """Write derived values in place; call after `check` found nothing."""
+        """Resolve defaults in place; call it after `check` has yielded no line."""
         if self.prepare.columns:  # data/preparation/columns.py: columns_of
             columns = (f"{n}:json" if k == "json" else n for n, k in self.prepare.columns.items())
             self.data.text_column = ",".join(columns)
@@ -142,25 +143,25 @@ class PrepareRecipe(TrainRecipe):
 
 @dataclass
 class InspectRecipe(TrainRecipe):
-    """What a training run reads at some time: every key of its recipe, and these."""
+    """The data that a training run reads at some time: every key of its recipe, and these."""
 
     at: str = "0ba"
-    """The time from the run's start, a duration: 1e9tok, 0.8dur, 500ba; the step that it falls in
-    is shown."""
+    """The time from the start of the run, as a duration: 1e9tok, 0.8dur, 500ba. The step at this
+    time is shown."""
     n: Annotated[int, Range(0)] = 4
-    """Rows of that step to show, at most; 0: none."""
+    """Maximum number of sequences of the step to show; 0: none."""
     json: bool = False
-    """Print lines of JSON, one for each row, stream and phase, in place of tables."""
+    """Print JSON lines for sequences, streams and phases in place of tables."""
 
     def check(self) -> Iterator[str]:
-        """Every problem of the recipe, a line each."""
+        """Yield an error line for each problem of the recipe."""
         yield from check_duration("at", self.at)
         yield from super().check()
 
 
 @dataclass
 class InspectFinetuneRecipe(FinetuneRecipe, InspectRecipe):
-    """What a fine-tuning run reads at some time: every key of its recipe, and these."""
+    """The data that a fine-tuning run reads at some time: every key of its recipe, and these."""
 
 
 PLAN_FORMATS = ("text", "json")
@@ -168,28 +169,28 @@ PLAN_FORMATS = ("text", "json")
 
 @dataclass
 class PlanRecipe(TrainRecipe):
-    """What a training run would take on other hardware: every key of its recipe, and these."""
+    """The plan of a training run on other hardware: every key of its recipe, and these."""
 
     hardware: str = "8xh100"
-    """How many GPUs and which: 8xh100, 64xa100-80gb, 72xgb200, or a file of your own GPU's numbers,
-    64xmy-gpu.yaml (keys of `recipe/hardware.py`, `like: h100` for those left out)."""
+    """Number and kind of GPUs: 8xh100, 64xa100-80gb, 72xgb200, or a file with the numbers of your
+    GPU, 64xmy-gpu.yaml (keys of `recipe/hardware.py`; `like: h100` for missing keys)."""
     tokens: Annotated[float | None, Range(1, 1e18)] = None
-    """Tokens that the run trains on, 1e12; unset: those of max_duration."""
+    """Training tokens, such as 1e12; unset: the tokens of max_duration."""
     price: Annotated[float | None, Range(above=0)] = None
-    """What a GPU costs an hour, in any currency; unset: no money is computed."""
+    """Price of a GPU per hour, in any currency; unset: no cost is computed."""
     failures: Annotated[float | None, Range(above=0)] = None
-    """GPU-hours from one failure that stops a run to the next; unset: none is expected. Llama 3's
-    run on 16,384 H100 had one in 50,000 (Dubey et al., 2024, table 5)."""
+    """Mean GPU-hours between failures that stop a run; unset: no failures. Llama 3's run on 16,384
+    H100 had one per 50,000 GPU-hours (Dubey et al., 2024, table 5)."""
     layouts: Annotated[int, Range(0, 1000)] = 8
-    """Layouts to show, the fastest first; 0: the recipe's own alone, none is searched."""
+    """Number of layouts to show, fastest first; 0: only the recipe's layout, without a search."""
     gpu_check: Annotated[str | None, PATH] = None
-    """A gpu-check.json of such a GPU (`make gpu-check`), whose measured speeds replace the data
-    sheet's; unset: gpu-check/gpu-check.json, where that measured the same GPU."""
+    """A gpu-check.json of the same GPU (`make gpu-check`), whose measured speeds replace those of
+    the data sheet; unset: gpu-check/gpu-check.json, if it is from the same GPU."""
     format: Annotated[str, choice(PLAN_FORMATS)] = "text"
     """text, or json: one object, for programs."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         try:
             hardware = Hardware.parse(self.hardware, "hardware")
         except UserError as error:
@@ -205,7 +206,7 @@ class PlanRecipe(TrainRecipe):
 
 @dataclass
 class PlanFinetuneRecipe(FinetuneRecipe, PlanRecipe):
-    """What a fine-tuning run would take on other hardware: every key of its recipe, and these."""
+    """The plan of a fine-tuning run on other hardware: every key of its recipe, and these."""
 
 
 @dataclass
@@ -213,14 +214,14 @@ class LaunchRecipe(TrainRecipe):
     """A training run for scripts/launch.py: every key of its recipe, and these."""
 
     nodes: Annotated[int | None, Range(1, 100_000)] = None
-    """launch.nodes."""
+    """Short form of launch.nodes."""
     gpus_per_node: Annotated[int | None, Range(0, 1024)] = None
-    """launch.gpus_per_node."""
+    """Short form of launch.gpus_per_node."""
     dry_run: bool = False
-    """Print the target's object, and submit nothing."""
+    """Print the object of the target without submitting it."""
 
     def settle(self) -> None:
-        """Move the short keys into their section."""
+        """Move the short keys into the launch section."""
         for name in ("nodes", "gpus_per_node"):
             if getattr(self, name) is not None:
                 setattr(self.launch, name, getattr(self, name))
@@ -228,7 +229,7 @@ class LaunchRecipe(TrainRecipe):
         super().settle()
 
     def check(self) -> Iterator[str]:
-        """Every problem of the recipe, a line each."""
+        """Yield an error line for each problem of the recipe."""
         yield from super().check()
         yield from self.launch.check_launch()
         if self.launch.target == "skypilot" and not self.dry_run:
@@ -261,45 +262,45 @@ CHECK_LEVELS = ("full", "quick")
 
 @dataclass
 class CheckRecipe:
-    """Check this machine, or all that a launcher started it on, without a run's recipe."""
+    """A check of this machine, or of all machines of a launcher, without a run's recipe."""
 
     FOLDER: ClassVar[str] = "check"
 
     level: Annotated[str, choice(CHECK_LEVELS)] = "full"
-    """full, or quick: without products, memory bandwidth and pairs."""
+    """full, or quick: without matrix multiplications, memory bandwidth and pairs."""
     output: Annotated[str, PATH] = "check"
     """The folder of check.json and check.html."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How many processes (nproc_per_node); its degrees do not matter here."""
+    """The number of processes (nproc_per_node); the degrees have no effect here."""
     health_check: HealthCheckConfig = field(default_factory=HealthCheckConfig)
-    """What is looked at, and the limits."""
+    """The checks and their limits."""
     plugins: list[str] = field(default_factory=list)
-    """Python files or modules; imported before anything is checked."""
+    """Python files or modules that are imported before anything is checked."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         yield from self.parallel.check()
         yield from self.health_check.check()
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         self.parallel.fill()
 
 
 @dataclass
 class CheckRunRecipe(TrainRecipe):
-    """Check machines for a training run: every key of its recipe, and these."""
+    """A check of machines for a training run: every key of its recipe, and these."""
 
     level: Annotated[str, choice(CHECK_LEVELS)] = "full"
-    """full, or quick: without products, memory bandwidth and pairs."""
+    """full, or quick: without matrix multiplications, memory bandwidth and pairs."""
     output: Annotated[str, PATH] = "check"
     """The folder of check.json and check.html."""
 
 
 @dataclass
 class CheckFinetuneRecipe(FinetuneRecipe, CheckRunRecipe):
-    """Check machines for a fine-tuning run: every key of its recipe, and these."""
+    """A check of machines for a fine-tuning run: every key of its recipe, and these."""
 
 
 Checked = CheckRecipe | CheckRunRecipe
@@ -307,25 +308,25 @@ Checked = CheckRecipe | CheckRunRecipe
 
 @dataclass
 class FetchRecipe:
-    """Bring the rows that a gauntlet's tasks read into a folder."""
+    """Fetching of the rows that the tasks of a gauntlet read."""
 
     gauntlet: Annotated[str | None, PATH] = None
-    """A gauntlet file whose tasks' rows to fetch; unset: eval/gauntlets/v0.3.yaml."""
+    """A gauntlet file whose rows to fetch; unset: eval/gauntlets/v0.3.yaml."""
     tasks: Annotated[list[str], Unless("gauntlet")] = field(default_factory=list)
     """Labels of tasks in eval/tasks/, in place of a gauntlet."""
     from_foundry: Annotated[str | None, PATH] = None
-    """Link to the files of a clone of https://github.com/mosaicml/llm-foundry: keep it. Rows are
-    exactly those of published results."""
+    """A clone of https://github.com/mosaicml/llm-foundry, whose files are linked: keep it. The rows
+    are exactly those of published results."""
     from_hub: bool = False
-    """Take rows from the Hugging Face hub; some tasks differ there, and these are reported."""
+    """Take the rows from the Hugging Face hub. Some tasks differ there, and are reported."""
     output: Annotated[str | None, PATH] = None
-    """Folder to fill; unset: eval/local_data of the repository, or of the working folder where only
-    the wheel is installed: the shipped gauntlets look there."""
+    """Folder for the rows; unset: eval/local_data of the repository, or of the working folder if
+    only the wheel is installed. The shipped gauntlets look there."""
     table: Annotated[str, PATH] = "eval/fetch.yaml"
-    """What is known of each file: rows, checksum, data set on the hub."""
+    """Table of known files: rows, checksum, data set on the hub."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         if (self.from_foundry is None) != self.from_hub:
             yield (
@@ -334,28 +335,29 @@ class FetchRecipe:
             )
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.gauntlet is None and not self.tasks:
             self.gauntlet = "eval/gauntlets/v0.3.yaml"
 
 
 @dataclass
 class MigrateRecipe:
-    """Make a recipe of an LLM Foundry file."""
+    """Conversion of an LLM Foundry file into a recipe."""
 
     FILE_KEY: ClassVar[str] = "theirs"
 
     theirs: Annotated[str | None, PATH] = None
-    """LLM Foundry's YAML: pretraining, fine-tuning, evaluation, tasks or categories, or MCLI's."""
+    """LLM Foundry's YAML file: pretraining, fine-tuning, evaluation, tasks or categories, or an
+    MCLI file."""
     output: Annotated[str | None, PATH] = None
     """The recipe to write, which must not exist; unset: the same name in the working folder, with
-    -migrated behind it where that is taken. Tasks of the file's own go beside it,
+    the suffix -migrated if that exists. Tasks of the file are written next to it, as
     NAME-gauntlet.yaml."""
     overwrite: bool = False
-    """Write over a file that is there."""
+    """Overwrite an existing file."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         yield from out_of_bounds("", self)
         if self.theirs is None:
             yield "theirs: is required; write the path of LLM Foundry's YAML"
@@ -363,4 +365,4 @@ class MigrateRecipe:
             yield f"output: {self.output} is no recipe's name; write {self.output}.yaml"
 
     def fill(self) -> None:
-        """Nothing is derived."""
+        """Do nothing: every default is a constant."""

@@ -1,7 +1,7 @@
-"""The `tokenizer` and `data` sections: which text, in which mixture and order, read as what.
+"""The `tokenizer` and `data` sections: text, mixtures, order, and the form of training examples.
 
-`data.filter` leaves documents out, each counted; `data.supervised` says how rows of prompts and
-answers become tokens and labels. What one source of text is says `source.py`.
+`data.filter` drops documents and counts them by rule. `data.supervised` defines how examples of
+prompts and answers become tokens and labels. A single source of text is defined in `source.py`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ PRETRAINED = "pretrained"
 
 @dataclass
 class TokenizerConfig:
-    """One of a few kinds; every kind is saved in Hugging Face's format inside the run."""
+    """The tokenizer; every kind is saved in Hugging Face's format in the run's folder."""
 
     name: Annotated[str, choice((*TOKENIZERS, PRETRAINED))] = "train"
-    """train (byte-level BPE on the recipe's own corpus), bytes, huggingface, tiktoken; in
-    fine-tuning also pretrained: that of model.pretrained."""
+    """train (byte-level BPE, trained on the recipe's corpus), bytes, huggingface, tiktoken. In
+    fine-tuning also pretrained: the tokenizer of model.pretrained."""
     vocab_size: Annotated[
         int | None, Range(257, 2**22, "as many merges are learned and kept"), Only("name", "train")
     ] = None
@@ -62,19 +62,20 @@ class TokenizerConfig:
     encoding: Annotated[str | None, Only("name", "tiktoken")] = None
     """An encoding (cl100k_base) or the name of a model (gpt-4); default gpt-4."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
-    """How messages become a text: zephyr, which fits any tokenizer; chatml, llama3, mpt; a model's
-    own text with marks around what is learned, qwen2.5, qwen3, phi3, phi3.5, gemma, gemma3,
-    mistral, deepseek-v3, deepseek-r1, glm4, gpt-oss; or a Jinja file. Unset: the tokenizer's."""
+    """Template that renders messages as text. zephyr fits any tokenizer; also chatml, llama3, mpt.
+    Published templates with marks around the assistant's tokens: qwen2.5, qwen3, phi3, phi3.5,
+    gemma, gemma3, mistral, deepseek-v3, deepseek-r1, glm4, gpt-oss. Or a Jinja file. Unset: the
+    tokenizer's template."""
     trust_chat_template: bool = False
-    """Only with chat_template: a file: run it without bounds on time and memory, in the training
-    processes themselves. For your own templates; those of others run in a child process with
-    bounds."""
+    """Render the template without limits on time and memory, in the training processes. Only with a
+    file as chat_template. Use it for your own templates; an untrusted template runs in a child
+    process with limits."""
     split_special_tokens: bool = True
-    """Read a special token in a text, such as <|endoftext|>, as its plain characters. Off: as that
-    token, as transformers and LLM Foundry do; any text can then contain one."""
+    """Tokenize a special token in a text, such as <|endoftext|>, as plain characters. Off: as the
+    special token, as transformers and LLM Foundry do; then any text can contain special tokens."""
 
     def check(self, key: str = "tokenizer.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.chat_template in (None, *CHAT_TEMPLATES):
             yield from inert_change(
@@ -84,7 +85,7 @@ class TokenizerConfig:
             yield f"{key}path: huggingface needs it; write a folder with tokenizer.json or a hub id"
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.name == "train":
             set_defaults(self, vocab_size=8192, train_bytes=20_000_000)
         if self.name == "tiktoken":
@@ -93,34 +94,36 @@ class TokenizerConfig:
 
 @dataclass
 class FilterConfig:
-    """Rules that a document must pass; unset ones let everything through.
+    """Rules that a document must pass; unset rules pass every document.
 
-    The four published sets are for English web pages, as datatrove implements them (extra:
-    filters). They decide on whole documents and change no text.
+    The four published rule sets are for English web pages, as implemented by datatrove (extra
+    filters). They select whole documents and change no text.
     """
 
     min_chars: Annotated[int | None, Range(2)] = None
-    """Leave out documents of fewer characters; one is what every document has."""
+    """Drop documents with fewer characters. Every document has at least one."""
     max_chars: Annotated[int | None, Range(1)] = None
-    """Leave out documents of more characters."""
+    """Drop documents with more characters."""
     min_words: Annotated[int | None, Range(2)] = None
-    """Leave out documents of fewer words; words are what white space separates."""
+    """Drop documents with fewer words, separated by white space."""
     max_words: Annotated[int | None, Range(1)] = None
-    """Leave out documents of more words."""
+    """Drop documents with more words."""
     gopher_quality: bool = False
-    """Gopher's rules of quality (arXiv:2112.11446, A.1.1): 50 to 100,000 words of 3 to 10 letters
-    on average, few symbols, bullets and ellipses, at least two stop words."""
+    """Gopher's quality rules (arXiv:2112.11446, A.1.1): 50 to 100,000 words, 3 to 10 letters per
+    word on average, few symbols, bullets and ellipses, at least two stop words."""
     gopher_repetition: bool = False
-    """Gopher's rules of repetition (its table A1): lines, paragraphs and n-grams that repeat."""
+    """Gopher's repetition rules (table A1 of the same paper): limits on repeated lines, paragraphs
+    and n-grams."""
     c4: bool = False
-    """C4's rules for pages (arXiv:1910.10683, 2.2): at least five sentences in its good lines, no
-    curly bracket, no lorem ipsum. Its bad lines stay in the text, its list of bad words is out."""
+    """C4's rules for pages (arXiv:1910.10683, 2.2): at least five sentences in lines that pass, no
+    curly bracket, no lorem ipsum. Lines that fail stay in the text, and the list of bad words is
+    not used."""
     fineweb: bool = False
-    """FineWeb's rules (arXiv:2406.17557, 3.6): lines that end in punctuation, few short ones, few
-    repeated ones."""
+    """FineWeb's rules (arXiv:2406.17557, 3.6): most lines end in punctuation, few lines are short,
+    few are repeated."""
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, contradict each other, or have no effect."""
+        """Yield an error line for each invalid, conflicting or ineffective value."""
         if (yield from out_of_bounds(key, self)):
             return
         yield from at_least(f"{key}max_chars", self.max_chars, self.min_chars or 1)
@@ -136,7 +139,7 @@ class FilterConfig:
                 )
 
     def _check_min_words(self, key: str, chars: int) -> Iterator[str]:
-        """`chars` is what so many words and the spaces between them take at least."""
+        """Check limits against `chars`, the smallest size of min_words words with spaces."""
         if self.max_chars is not None and chars > self.max_chars:
             yield (
                 f"{key}min_words: {self.min_words} words take {chars} characters, more than"
@@ -161,47 +164,49 @@ _AT_LEAST = re.compile(r"length>=([1-9]\d{0,8})")
 
 @dataclass
 class SupervisedConfig:
-    """Only matters for sources whose format is not text."""
+    """Supervised examples; used by sources whose format is not text."""
 
     target_prompts: Annotated[str, choice(("none", "all"), "length>=N", _AT_LEAST)] = "none"
-    """Prompts that are learned too: none, all, or length>=N (those of N tokens or more)."""
+    """Prompts in the loss: none, all, or length>=N (prompts of N tokens or more)."""
     target_responses: Annotated[str, choice(RESPONSES)] = "all"
-    """Answers of a conversation that are learned: all, or the last alone. LLM Foundry's default is
-    last; a conversation then teaches a fraction of what it costs."""
+    """Assistant turns of a conversation in the loss: all, or only the last. LLM Foundry's default
+    is last, which uses a fraction of the tokens that are computed."""
     chat_eos: Annotated[str, choice(CHAT_EOS)] = "auto"
-    """The end-of-text token behind a conversation. auto: only where its last turn does not end as
-    the template ends turns, or with another special token; white space is left out. always: where
-    its last token is another, as LLM Foundry does: <|im_end|>, a line break and <|endoftext|> may
-    follow each other. Templates that mark their answers end them themselves."""
+    """End-of-text token after a conversation. auto: appended only if the last turn ends neither as
+    the template ends turns nor with another special token; white space does not count. always:
+    appended if the last token differs, as in LLM Foundry, so that <|im_end|>, a line break and
+    <|endoftext|> may follow each other. Published templates with marks end conversations
+    themselves."""
     packing: Annotated[str, choice(PACKINGS)] = "best_fit"
-    """best_fit: several rows share one of max_seq_len, apart from each other. off: each is padded
-    to max_seq_len; for kto the row before it stands in the padding, not learned: its answer is what
-    a prompt is compared with."""
+    """best_fit: several examples share a sequence of max_seq_len tokens and do not attend to each
+    other. off: each example is padded to max_seq_len; for kto the previous example takes the place
+    of the padding, outside the loss, because its answer is the mismatched one for the prompt."""
     packing_window: Annotated[int, Range(1, 2**24, "their lengths are sorted in memory")] = 8192
-    """Rows, in a seeded order, that are packed with each other."""
+    """Number of examples, in a seeded order, that are packed together."""
     loss: Annotated[str, choice(LOSSES)] = "tokens"
-    """tokens: the mean over all learned tokens of a step. sequences: the mean over its rows of each
-    row's mean, so that a short answer weighs as much as a long one."""
+    """tokens: the mean over all tokens in the loss of a step. sequences: the mean over examples of
+    the mean of each example, so that short and long answers have equal weight."""
     too_long: Annotated[str, choice(TOO_LONG)] = "truncate"
-    """Rows of more than max_seq_len tokens, which of preference are both answers, each with the
-    prompt: truncate (the end is cut), drop, or error."""
+    """Action on examples longer than max_seq_len; a preference example has both answers, each with
+    the prompt. truncate (drop the end), drop, or error."""
     nothing_learned: Annotated[str, choice(NOTHING_LEARNED)] = "error"
-    """Rows in which no token is learned, also because of truncation: error, or drop."""
+    """Action on examples without a token in the loss, also because of truncation: error, or
+    drop."""
     bad_rows: Annotated[str, choice(BAD_ROWS)] = "error"
-    """Rows that cannot be used: not JSON, not of the format, refused by the chat template. All are
-    counted by what is wrong with them in one pass. error: the run ends with a line for each reason
-    and the first places of each. drop: they are left out, with a line and an event for each
-    reason."""
+    """Action on rows that cannot be used: invalid JSON, a wrong format, or a row that the chat
+    template rejects. One pass counts all of them by cause. error: the run ends with a line for each
+    cause and its first locations. drop: they are left out, with a log line and an event for each
+    cause."""
     drop_duplicates: bool = False
-    """Leave out rows that repeat another exactly; they are counted either way."""
+    """Drop examples that repeat another example exactly. They are counted in any case."""
 
     def check(self, key: str = "data.supervised.") -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)
 
     @property
     def shortest_target_prompt(self) -> float:
-        """Tokens from which on a prompt is learned; infinity: never."""
+        """Length in tokens from which prompts are in the loss; infinity: never."""
         match = _AT_LEAST.fullmatch(self.target_prompts)
         if match:
             return int(match[1])
@@ -218,17 +223,18 @@ _FACTOR = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 @dataclass
 class PhaseConfig:
-    """From some point of the run on, other proportions: a curriculum."""
+    """Other proportions from a point of the run on, for a curriculum."""
 
     at: str = "???"
-    """When it begins, a duration from the run's start: 0.8dur, 1e12tok."""
+    """Begin of the phase, as a duration from the start of the run: 0.8dur, 1e12tok."""
     proportions: Annotated[dict[str, float], Range(0)] = field(default_factory=dict)
-    """Each stream's part of the rows from there on; one that is not named has none."""
+    """Each stream's share of the sequences from this point on; a stream without a share is not
+    used."""
 
 
 @dataclass
 class DataConfig(SourceConfig):
-    """One source, or a mixture of several, in an order that no number of machines changes."""
+    """A source, or a mixture of several, in an order independent of the number of ranks."""
 
     IMPLIES: ClassVar[dict[str, tuple[str, str]]] = {
         "paths": ("files", "files"),
@@ -236,12 +242,12 @@ class DataConfig(SourceConfig):
         "remote": ("shards", "mds"),
         "local": ("shards", "mds"),
     }
-    """Keys that name a source: its name, and the choice of data/ that such a key makes."""
+    """Keys that imply a source: its name, and the file of the group data/ that the key selects."""
 
     name: Annotated[str, choice((*SOURCES, "mixture"))] = "python_stdlib"
-    """python_stdlib: sources of the running Python, tests left out. files, huggingface: documents.
-    shards: MDS or token shards. instructions: generated chats with exact answers. mixture: several
-    of these, below data.streams."""
+    """python_stdlib: the source files of the running Python, without tests. files, huggingface:
+    documents. shards: MDS or token shards. instructions: generated chats with exact answers.
+    mixture: several of these, in data.streams."""
     streams: Annotated[dict[str, StreamConfig], Only("name", "mixture")] = field(
         default_factory=dict
     )
@@ -249,74 +255,82 @@ class DataConfig(SourceConfig):
     phases: Annotated[list[PhaseConfig], Only("name", "mixture")] = field(default_factory=list)
     """Other proportions from certain points of the run on, in order."""
     batching_method: Annotated[str, choice(BATCHING)] = "stratified"
-    """Only for mixture. stratified: every batch has every stream's part, to within one row.
-    per_stream: a batch is of one stream."""
+    """Used with data.name=mixture. stratified: every batch has each stream's share, to within one
+    sequence. per_stream: each batch comes from one stream."""
     validation_fraction: Annotated[float, FRACTION] = 0.02
-    """Share of a corpus' documents held out, chosen by their content's hash, so it never moves; of
-    few documents the ends of the longest, that share of all text."""
+    """Share of the documents of a corpus that is held out. Documents are chosen by a hash of their
+    content, so that the choice never changes. Of a corpus with few documents, the ends of the
+    longest ones are held out, with the same share of the text."""
     validation: StreamConfig | None = None
-    """Held-out text of its own: shards, where the text comes from shards (remote, local, split).
-    For supervised rows any source, of their format. Nothing else is held out then."""
+    """Separate validation data: shards, if the training text comes from shards (remote, local,
+    split); for supervised examples any source, with their format. Then no training data is held
+    out."""
     attend_across_documents: bool = False
-    """Let packed documents see each other. Off: each attends to itself alone."""
+    """Let the documents of a sequence attend to each other. Off: each document attends only to
+    itself."""
     shuffle: bool = True
-    """Visit rows in a new pseudo-random order each epoch; off: in the source's order."""
+    """Visit sequences in a new pseudo-random order each epoch. Off: in the order of the source."""
     shuffle_block_size: Annotated[int, Range(1, 2**32)] = 1 << 18
-    """Rows that are shuffled among each other, from shards in random order: larger mixes better,
-    smaller needs fewer shards at a time. 262144 is Streaming's."""
+    """Number of sequences that are shuffled together, from shards in random order. A larger block
+    mixes better, a smaller one needs fewer shards at a time. 262144 is Streaming's default."""
     packing_ratio: Annotated[
         float | str, Range(above=0, most=2**20), choice(("auto",), "a number of documents")
     ] = "auto"
-    """Only matters for text that is tokenized while training: mean number of documents that are
-    joined to fill a row; auto: estimated from the first documents."""
+    """Used for text that is tokenized during training: mean number of documents that are joined to
+    fill a sequence. auto: estimated from the first documents."""
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
-    """How rows of prompts and answers become tokens and labels."""
+    """How examples of prompts and answers become tokens and labels."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Only for rows of messages: what the chat template reads beside them, such as
-    {enable_thinking: false} or {tools: [...]}. Saved in the tokenizer's template, so that chat.py,
-    generate.py and exports render with the same; a row's own tools and chat_template_kwargs win."""
+    """Variables of the chat template, for examples of messages: {enable_thinking: false} or {tools:
+    [...]}. They are saved in the tokenizer's template, so that chat.py, generate.py and exports
+    render with the same values. The tools and chat_template_kwargs of an example take
+    precedence."""
     eos_token_id: Annotated[int | None, TOKEN_ID] = None
-    """Only for MDS tokens: the id that ends each document of a row. Unset: the tokenizer's."""
+    """Used with MDS tokens: the token id that ends each document of a sequence. Unset: the
+    tokenizer's."""
     bos_token_id: Annotated[int | None, TOKEN_ID] = None
-    """Only for MDS tokens: the id that begins each document; in place of eos_token_id."""
+    """Used with MDS tokens: the token id that begins each document, in place of eos_token_id."""
     token_encoding_type: Annotated[str, choice(TOKEN_TYPES)] = "int64"
-    """Only matters for MDS columns of bytes: the integers that they hold."""
+    """Used with MDS columns of bytes: the integer type of the token ids."""
     allow_changed: list[str] = field(default_factory=list)
-    """Streams (or `data`) whose shards may differ from those the resumed run began with."""
+    """Streams (or `data`) whose shards may differ from the shards with which the resumed run
+    began."""
     filter: FilterConfig = field(default_factory=FilterConfig)
-    """Which documents of a corpus to leave out."""
+    """Rules that select the documents of a corpus."""
     deduplicate: Annotated[str, choice(DEDUPLICATION)] = "none"
-    """Leave out documents of a corpus that repeat another: none, exact, or minhash (nearly equal;
-    extra: filters)."""
+    """Drop documents of a corpus that repeat another: none, exact, or minhash (near duplicates;
+    extra filters)."""
     max_row_size: str = "1gb"
-    """Bytes that a row, a page or a whole text file of a corpus may have, unpacked. What is larger
-    is refused, so that no small compressed file fills the memory."""
+    """Largest size in bytes of a row, a page or a text file of a corpus, uncompressed. A larger one
+    is an error, so that no small compressed file fills the memory."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
-    """Where trained tokenizers, token shards and copies of remote shards are kept."""
+    """Folder of trained tokenizers, token shards and the local shard cache."""
     cache_limit: str | None = None
-    """Bytes that copies of remote shards may take, such as 500gb; the least recently used go."""
+    """Largest size of the local shard cache, such as 500gb; the least recently used shards are
+    deleted."""
     prefetch: str = "2gb"
-    """How far ahead remote shards are fetched, in bytes."""
+    """Bytes of remote shards that are downloaded in advance."""
     download_retry: Annotated[int, Range(0, 1000)] = 5
-    """Retries after a temporary failure, such as a lost connection."""
+    """Retries after a transient error, such as a lost connection."""
     download_timeout: Annotated[float, Range(above=0, most=86_400, why="a day")] = 60.0
-    """Seconds within which 256 kB, or the end of a file, must arrive; else a request has failed."""
+    """Seconds within which the next 256 kB, or the rest of a file, must arrive; otherwise the
+    request has failed."""
     requests_per_second: Annotated[float | None, Range(above=0, most=1e6)] = None
-    """Most requests that a machine sends to a remote store; unset: no limit."""
+    """Largest rate of requests from a machine to a remote store; unset: no limit."""
     validate_hash: bool = True
-    """Compare the hashes that an index gives with each file once, when it is first opened."""
+    """Verify each file against the hashes of the index when it is first opened."""
     storage_options: dict[str, Any] = field(default_factory=dict)
-    """Rights and addresses of stores, by protocol: {s3: {endpoint_url: https://...}}, in the names
-    of obstore or of fsspec's file systems."""
+    """Credentials and endpoints of object stores, by protocol: {s3: {endpoint_url: https://...}},
+    with the names of obstore or fsspec."""
     num_workers: Annotated[int | None, Range(1, 1024, PROCESSES)] = None
-    """Processes that prepare a corpus; unset: one per core."""
+    """Number of processes that prepare a corpus; unset: one per core."""
     loader_workers: Annotated[int, Range(0, 256, PROCESSES)] = 0
-    """Processes of each rank that make batches; 0: it does so itself, in a thread."""
+    """Number of processes per rank that build batches; 0: the rank builds them in a thread."""
     prefetch_factor: Annotated[int, Range(1, 1024, "each batch is held in memory")] = 2
-    """Batches made ahead, by each of the loader_workers."""
+    """Number of batches that each loader worker builds in advance."""
 
     def settle(self) -> None:
-        """Find formats that are left open."""
+        """Resolve formats that are `auto`."""
         super().settle()
         for stream in self.streams.values():
             stream.settle()
@@ -325,11 +339,11 @@ class DataConfig(SourceConfig):
         if self.validation.name == "shards" and self.validation.paths:  # of which shards has none
             self.validation.name = "files"
         if self._is_supervised_alone() and self.validation.format == AUTO:
-            self.validation.format = TEXT  # unless it names one, that of `data`: see `fill`
+            self.validation.format = TEXT  # `fill` replaces it by the format of `data`
         self.validation.settle()
 
     def check(self, key: str = "data.") -> Iterator[str]:
-        """Lines for values that cannot be, contradict each other, or have no effect."""
+        """Yield an error line for each invalid, conflicting or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.name not in (*SOURCES, "mixture"):
             return
@@ -435,26 +449,26 @@ class DataConfig(SourceConfig):
                 yield f"{key}{name}: {text!r} is not a size; write a number and kb, mb, gb or tb"
 
     def formats(self) -> Iterator[tuple[str, str]]:
-        """The key of each source's format, and its format."""
+        """Yield the key and the value of each source's format."""
         if not self.streams:
             yield "data.format", self.format
         for name, stream in self.streams.items():
             yield f"data.streams.{name}.format", stream.format
 
     def holds_out(self) -> bool:
-        """Whether there is held-out text: a corpus' own part, or shards of it."""
+        """Return whether there is validation data: a part of a corpus, or separate data."""
         if self.validation is not None:
             return True
         sources: list[SourceConfig] = [*self.streams.values()] if self.streams else [self]
         return self.validation_fraction > 0 and any(s.is_read_whole for s in sources)
 
     def alone(self, stream: SourceConfig) -> DataConfig:
-        """The data section in which `stream` is the only source."""
+        """Return the data section in which `stream` is the only source."""
         own = {f.name: getattr(stream, f.name) for f in fields(SourceConfig)}
         return replace(self, streams={}, phases=[], validation=None, **own)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         super().fill()
         for stream in self.streams.values():
             stream.fill()
@@ -462,7 +476,7 @@ class DataConfig(SourceConfig):
             self._fill_validation(self.validation)
 
     def _fill_validation(self, validation: StreamConfig) -> None:
-        """Held-out rows have the format of those to train on, unless they name one."""
+        """Give validation data the format of the training data, unless it names one."""
         if self._is_supervised_alone() and not validation.is_supervised:
             validation.format = self.format
             validation.columns = validation.columns or dict(self.columns)
@@ -471,7 +485,7 @@ class DataConfig(SourceConfig):
 
 
 def n_bytes(size: str) -> int:
-    """Bytes of a size that `check` has passed: 1.5gb is 1_500_000_000."""
+    """Return the bytes of a size that `check` has accepted: 1.5gb is 1_500_000_000."""
     match = _SIZE.fullmatch(size.strip())
     assert match is not None, size
     return int(float(match[1]) * _FACTOR[match[2].lower()])

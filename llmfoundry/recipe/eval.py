@@ -1,4 +1,4 @@
-"""The `eval` section: what is measured at every eval_interval and by scripts/eval.py."""
+"""The `eval` section: what is evaluated every eval_interval and by scripts/eval.py."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EvalConfig:
     """Beginning of every answer in a conversation, which the model continues; unset: none."""
 
     def check(self, key: str = "eval.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.icl_max_fraction is not None and not 0 < self.icl_max_fraction < 1:
             yield (

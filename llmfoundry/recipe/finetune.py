@@ -1,4 +1,7 @@
-"""`FinetuneRecipe`: a training run that begins with someone's weights. `scripts/finetune.py`."""
+"""`FinetuneRecipe`: a training run that starts from pretrained weights.
+
+`scripts/finetune.py` reads one. `is_finetuning` decides which of the two kinds a recipe is.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,25 @@ def _pretrained_tokenizer() -> TokenizerConfig:
 
 @dataclass
 class FinetuneRecipe(TrainRecipe):
-    """Every key of a training run, but for the model, which is there already, and these."""
+    """Every key of a training run except the shape of the model, and the keys of fine-tuning."""
 
     FOLDER: ClassVar[str] = "finetune"
     NOT_GROUPS: ClassVar[tuple[str, ...]] = ("model",)
 
     model: PretrainedConfig = field(default_factory=PretrainedConfig)  # type: ignore[assignment]
-    """The model to begin with."""
+    """The pretrained model."""
     tokenizer: TokenizerConfig = field(default_factory=_pretrained_tokenizer)
-    """The tokenizer (group tokenizer/); unset: the model's own."""
+    """The tokenizer (group tokenizer/); default: the model's."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    """What trains in place of the model's own parameters."""
+    """An adapter that trains in place of the model's parameters."""
     freeze: Annotated[list[str], Only("adapter.name", "none")] = field(default_factory=list)
     """Names of modules that do not train: wte, "blocks.0-3", "*.attn"; each must match. An adapter
     freezes all other parameters anyway."""
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    """Learning from pairs of answers."""
+    """Learning from preferences between answers."""
 
     def check(self) -> Iterator[str]:
-        """Every problem of the recipe, a line each."""
+        """Yield an error line for each problem of the recipe."""
         yield from super().check()
         yield from self.adapter.check()
         yield from self.preference.check()
@@ -74,7 +77,7 @@ class FinetuneRecipe(TrainRecipe):
             yield "load_path: has no effect here; write the checkpoint as model.pretrained"
 
     def _check_context(self) -> Iterator[str]:
-        """What needs whole rows in each process."""
+        """Check for settings that need full sequences on each rank."""
         degree, whole = self.parallel.context_parallel_degree, ""
         if self.preference.name != "none":
             whole = f"preference.name: {self.preference.name} compares answers of whole rows"
@@ -85,7 +88,7 @@ class FinetuneRecipe(TrainRecipe):
             )
 
     def _check_model_across(self) -> Iterator[str]:
-        """What the model's own files decide is checked once they are read."""
+        """Yield nothing: the model is checked when its files are read."""
         return iter(())
 
     def fill(self) -> None:
@@ -95,7 +98,7 @@ class FinetuneRecipe(TrainRecipe):
         self.preference.fill()
 
     def _fill_model(self) -> None:
-        """Nothing is known yet."""
+        """Do nothing: the shape of the model is unknown until its files are read."""
 
 
 def load_run(path: str | Path) -> TrainRecipe:

@@ -1,10 +1,10 @@
-"""What kinds of GPU compute, hold, move and send, and how many of which a user means.
+"""Data sheets of GPUs, and the hardware that a user names.
 
-`GPUS` is the one table of data sheets: MFU (`models/counts.py`), the machine check's floors
-(`resilience/check/`) and the plan of a run (`plan/seconds.py`) read it. 8xh100, 512xa100-80gb,
-128x80gb, 64xmy-gpu.yaml are what `--dry-run=HARDWARE` and `hardware=` of scripts/plan.py take. A
-file describes GPUs that the table lacks: keys of `Gpu`, `like: h100` for those left out, and
-`gpus: 64` where the command line does not say how many.
+`GPUS` is the one table of data sheets. MFU (`models/counts.py`), the limits of the machine check
+(`resilience/check/`) and the plan of a run (`plan/seconds.py`) read it. `--dry-run=HARDWARE` and
+`hardware=` of scripts/plan.py take 8xh100, 512xa100-80gb, 128x80gb or 64xmy-gpu.yaml. A file
+describes GPUs that are missing in the table: keys of `Gpu`, `like: h100` for the other keys, and
+`gpus: 64` if the command line names no number.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ _SHARE = Range(above=0, most=1)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by its maker's data sheet; `reached` and `attention` are measurements."""
+    """One GPU, by its data sheet; `reached` and `attention` are measurements."""
 
     tflops: Annotated[float, _RATE] = 0.0
-    """TFLOP/s of dense products in bfloat16 (in fp16 where there is no bfloat16)."""
+    """TFLOP/s of dense matrix multiplications in bfloat16 (in fp16 without bfloat16 support)."""
     fp8_tflops: Annotated[float, _RATE] = 0.0
-    """TFLOP/s of dense products in 8 bits; 0: it has none."""
+    """TFLOP/s of dense matrix multiplications in 8 bits; 0: not supported."""
     memory_gb: Annotated[float, _RATE] = 0.0
-    """GB (10^9 bytes) of memory; of several sizes the least."""
+    """Memory in GB (10^9 bytes); the smallest of several sizes."""
     memory_gb_s: Annotated[float, _RATE] = 0.0
-    """GB/s of that memory."""
+    """Memory bandwidth in GB/s."""
     link_gb_s: Annotated[float, _RATE] = 0.0
-    """GB/s to the other GPUs of its node, in one direction: NVLink, Infinity Fabric, else PCIe."""
+    """GB/s to the other GPUs of the node, in one direction: NVLink, Infinity Fabric, else PCIe."""
     network_gb_s: Annotated[float, _RATE] = 0.0
-    """GB/s to other nodes, in one direction: its share of the node's network cards."""
+    """GB/s to other nodes, in one direction: a GPU's share of the network cards of its node."""
     multiprocessors: Annotated[int, Range(1, 4096)] = 100
-    """Its multiprocessors: a product that leaves some without a tile is slower."""
+    """Number of multiprocessors. A matrix multiplication with too few tiles for all of them is
+    slower."""
     reached: Annotated[float, _SHARE] = 0.75
-    """Share of tflops that the fastest product reaches. Measured on A100, H100, H200, GH200, B200,
-    GB200, MI300X and MI325X (S. Bekman, Machine Learning Engineering, table of maximum achievable
-    matmul FLOPS, 2024 to 2025); of the others a guess."""
+    """Share of tflops that the fastest matrix multiplication reaches. Measured on A100, H100, H200,
+    GH200, B200, GB200, MI300X and MI325X (S. Bekman, Machine Learning Engineering, table of maximum
+    achievable matmul FLOPS, 2024 to 2025); a guess for other GPUs."""
     sustained: Annotated[float, _SHARE] = 0.75
-    """Share of `reached` that large products reach within a training step. Fitted, once for Ampere
-    and once for Hopper, to three rows of LLM Foundry's table each (`benchmarks/published.py`);
-    of the others Hopper's."""
+    """Share of `reached` that large matrix multiplications sustain within a training step. Fitted,
+    once for Ampere and once for Hopper, to three rows of LLM Foundry's table each
+    (`benchmarks/published.py`); other GPUs use Hopper's value."""
     attention: Annotated[float, _SHARE] = 0.4
-    """Share of tflops that FlashAttention 2 reaches over long rows, forward and backward, with 128
-    numbers a head (Dao, 2023, figures 4 to 7: 190 of 312 on A100, 335 of 989 on H100); of the
-    others a guess."""
+    """Share of tflops that FlashAttention 2 reaches on long sequences, forward and backward, with
+    head dimension 128 (Dao, 2023, figures 4 to 7: 190 of 312 on A100, 335 of 989 on H100); a guess
+    for other GPUs."""
     node: Annotated[int, Range(1, 4096)] = 8
-    """GPUs that `link_gb_s` connects."""
+    """Number of GPUs that `link_gb_s` connects."""
     switched: bool = False
-    """Whether that link is NVLink through switches, whose speed is checked before runs."""
+    """Whether the link is NVLink with switches, whose speed is checked before runs."""
 
 
 # fmt: off
@@ -105,13 +106,13 @@ CUT_DOWN = {"Laptop", "MIG", "D"}  # words of parts that have the name but not t
 
 
 def known_gpu(device_name: str) -> str | None:
-    """The key of GPUS for a device of PyTorch's; None where it is not in the table."""
+    """Return the key of GPUS for PyTorch's name of a device; None if it is not in the table."""
     words = set(re.split(r"[\s/-]+", device_name))
     return None if words & CUT_DOWN else _most_words(words)
 
 
 def named_gpu(text: str) -> str | None:
-    """The key of GPUS that a user names: h100, H100-PCIe, a100-80gb, rtx-4090; None: no such."""
+    """Return the key of GPUS that a user names: h100, H100-PCIe, a100-80gb, rtx-4090; else None."""
     plain = text.lower().replace("a100-40", "a100-40gb").replace("a100-80", "a100-80gb")
     words = set(re.split(r"[\s_-]+", plain.replace("gbgb", "gb"))) - _MAKERS
     same = (key for key in GPUS if set(key.lower().split()) == words)
@@ -119,7 +120,7 @@ def named_gpu(text: str) -> str | None:
 
 
 def short_name(key: str) -> str:
-    """How a user writes a key of GPUS."""
+    """Return a key of GPUS as users write it."""
     return key.lower().replace(" ", "-")
 
 
@@ -141,9 +142,9 @@ class Hardware:
     """GPUs for which a run is planned.
 
     Attributes:
-        gpus: their number.
-        gpu: what each does; of 128x80gb no more is known than its memory.
-        name: how the user named the kind.
+        gpus: the number of GPUs.
+        gpu: the data sheet; for 128x80gb only the memory is known.
+        name: the kind, as the user wrote it.
     """
 
     gpus: int
@@ -152,20 +153,20 @@ class Hardware:
 
     @property
     def memory(self) -> int:
-        """Bytes of each."""
+        """Memory of a GPU in bytes."""
         return int(self.gpu.memory_gb * 10**9)
 
     @property
     def is_timed(self) -> bool:
-        """Whether enough is known to compute seconds."""
+        """Whether the data sheet suffices to compute times."""
         return min(self.gpu.tflops, self.gpu.memory_gb_s, self.gpu.link_gb_s) > 0
 
     @staticmethod
     def parse(text: str, key: str) -> Hardware:
-        """What `text`, the value of `key`, means.
+        """Return the hardware that `text`, the value of `key`, names.
 
         Raises:
-            UserError: it is written otherwise, or no such kind is known.
+            UserError: the text is malformed, or names an unknown GPU.
         """
         match = _COUNTED.fullmatch(text)
         count, kind = (int(match[1]), match[2]) if match else (None, text)
@@ -186,7 +187,7 @@ class Hardware:
 
 
 def _advice(kind: str, count: int | None) -> str:
-    """What to write in place of what is no hardware."""
+    """Return the clause that says what to write in place of an unknown name."""
     names = [short_name(name) for name in GPUS]
     write = "; write how many GPUs and which: 8xh100, 64xa100-80gb, 128x80gb (memory alone)"
     if count is None:
@@ -195,7 +196,7 @@ def _advice(kind: str, count: int | None) -> str:
 
 
 def _read(path: str, key: str, count: int | None) -> Hardware:
-    """Of a file of the user's."""
+    """Read the data sheet in a user's file."""
     file = find_file(path, key)
     values = read_yaml(file)
     like, gpus = values.pop("like", None), values.pop("gpus", None)
@@ -228,7 +229,7 @@ def _wrong_count(gpus: Any) -> list[str]:
 
 
 def _missing(gpu: Gpu, gpus: Any) -> list[str]:
-    """Keys without which neither memory nor seconds of so many can be computed."""
+    """Return an error line for each key that is missing to compute memory and times."""
     needed = ["tflops", "memory_gb", "memory_gb_s", "link_gb_s"]
     if isinstance(gpus, int) and gpus > gpu.node:
         needed.append("network_gb_s")

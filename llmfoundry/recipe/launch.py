@@ -1,8 +1,8 @@
 """The `launch` section: where `scripts/launch.py` starts a run, and on what.
 
-Training itself does not read it, so that a recipe with one trains as without. The idea: one section
-for all targets; an `Only` rule of a key names the targets that have it. A key that the target does
-not have is an error, because it would have no effect.
+Training does not read it, so that a recipe trains in the same way with and without it. One section
+serves all targets; an `Only` rule of a key names the targets that have it. A key that the target
+lacks is an error, because it would have no effect.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _REFUSED_OPTION = (
 
 @dataclass
 class LaunchConfig:
-    """Where scripts/launch.py starts the run, under a supervisor; no effect on the run itself."""
+    """Where scripts/launch.py starts the run, under a supervisor; it does not affect training."""
 
     target: Annotated[str, choice(TARGETS)] = "local"
     """local: this machine, in the background. ssh: machines that your ssh reaches. slurm: a job of
-    sbatch. kubernetes: a Job, JobSet or TrainJob, by kubectl. skypilot: only printed, for sky."""
+    sbatch. kubernetes: a Job, JobSet or TrainJob, by kubectl. skypilot: the task is only printed,
+    for sky."""
     nodes: Annotated[int | None, _NODES] = None
     """Number of machines; unset: 1, or all hosts. Several machines need a save_folder that all of
     them reach: a shared file system, or a URL."""
@@ -61,9 +62,9 @@ class LaunchConfig:
     """Port of the first machine to which the processes of the other machines connect; unset:
     29400."""
     workdir: str | None = None
-    """The folder in which the run is started, from which its relative paths are meant, save_folder
-    too; made where it is missing. Unset: this one (on ssh the same path there), on kubernetes and
-    skypilot the image's."""
+    """The folder on the machine in which the run starts, created if it is missing. Relative paths,
+    save_folder included, refer to it. Unset: the current folder (on ssh the same path there); on
+    kubernetes and skypilot the image's."""
     environment: Annotated[str | None, Only("target", ("local", "ssh", "slurm", "skypilot"))] = None
     """A folder on the machine with bin/python, such as a venv; unset: this Python's on local and
     slurm, else the python of the PATH."""
@@ -71,13 +72,15 @@ class LaunchConfig:
     """A container image with llmfoundry (the repository's Dockerfile builds one). kubernetes
     requires it; slurm starts processes in it by pyxis; skypilot takes it as docker:IMAGE."""
     setup: list[str] = field(default_factory=list)
-    """Lines of bash that run first on each machine (slurm: on the first): module load cuda."""
+    """Lines of bash that run first on each machine (on slurm only on the first): module load
+    cuda."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables, {NCCL_DEBUG: WARN}; they are written into files, so no secrets."""
+    """Environment variables, {NCCL_DEBUG: WARN}. They are written into files, so they must not be
+    secrets."""
     secrets: list[str] = field(default_factory=list)
-    """Names of variables with secrets, [HF_TOKEN], never their values. local, slurm: inherited from
-    this shell. ssh: sent through ssh's standard input. kubernetes: keys of the Secret `secret`.
-    skypilot: sky's secrets, of its shell."""
+    """Names of environment variables with secrets, [HF_TOKEN], never their values. local, slurm:
+    inherited from this shell. ssh: sent through ssh's standard input. kubernetes: keys of the
+    Secret `secret`. skypilot: sky's secrets, from its shell."""
     secret: Annotated[str | None, Only("target", "kubernetes")] = None
     """The Kubernetes Secret that has `secrets`; unset: llmfoundry, as `kubectl create secret
     generic llmfoundry --from-env-file=FILE` creates it."""
@@ -125,7 +128,7 @@ class LaunchConfig:
     all others into ~/.ssh/config). slurm: #SBATCH lines, ["--constraint=h100"]."""
 
     def check(self, key: str = "launch.") -> Iterator[str]:
-        """Lines for values that cannot be, or that the target does not have."""
+        """Yield an error line for each invalid value, and for each key that the target lacks."""
         if (yield from out_of_bounds(key, self)):
             return
         yield from self._check_variables(key)
@@ -156,7 +159,7 @@ class LaunchConfig:
                     yield f"{key}options[{number}]: {_REFUSED_OPTION.format(name)}"
 
     def check_launch(self, key: str = "launch.") -> Iterator[str]:
-        """Lines for what is missing where the run is launched; another command needs none of it."""
+        """Yield an error line for each missing setting; only scripts/launch.py requires them."""
         several = (self.nodes or 1) > 1
         if self.target == "local" and several:
             yield f"{key}nodes: {self.nodes}, and local is one machine; write launch=ssh, or 1"
@@ -176,7 +179,7 @@ class LaunchConfig:
             yield f"{key}resources: names no GPU; write {key}resources.accelerators=H100"
 
     def in_containers(self, folder: str) -> bool:
-        """Whether a folder lies within containers, or rented machines, and goes with them."""
+        """Return whether a folder is inside a container or rented machine, and lost with it."""
         if self.target not in ("kubernetes", "skypilot") or "://" in folder:
             return False
         paths = [mount.rpartition(":")[2].rstrip("/") for mount in self.mounts]
@@ -198,7 +201,7 @@ class LaunchConfig:
                 yield f"{key}secrets: {name} is in {key}env too; remove it there"
 
     def _check_texts(self, key: str) -> Iterator[str]:
-        """No text may begin another line of a script, or pass for an option of a client."""
+        """Check that no text can start a new line of a script, or be taken for an option."""
         for name, text in self._values():
             if not isinstance(text, str):
                 continue
@@ -210,7 +213,7 @@ class LaunchConfig:
                 yield f"{key}{name}: is empty; remove it"
 
     def _values(self) -> Iterator[tuple[str, Any]]:
-        """Every value, those of lists and mappings one by one, and its key."""
+        """Yield the name and the value of every setting, with each item of lists and mappings."""
         for name, value in vars(self).items():
             if isinstance(value, list):
                 yield from ((f"{name}[{number}]", each) for number, each in enumerate(value))
@@ -220,7 +223,7 @@ class LaunchConfig:
                 yield name, value
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         is_cluster = self.target in ("slurm", "kubernetes", "skypilot")
         set_defaults(self, nodes=max(1, len(self.hosts)))
         if is_cluster:
@@ -243,10 +246,10 @@ class LaunchConfig:
 
 
 def ssh_problems(key: str, options: list[str]) -> Iterator[str]:
-    """Lines for options of ssh that could start programs here, or are none.
+    """Yield an error line for options of ssh that could start programs, and for invalid ones.
 
-    A run's folder records them, and folders are copied from others: ProxyCommand or -F in one would
-    be a program that listing runs starts.
+    A run's folder records these options, and folders are copied from other people. With
+    ProxyCommand or -F in a folder, listing runs would start a program.
     """
     words = iter(options)
     for word in words:

@@ -1,7 +1,7 @@
 """The `logger`, `callbacks` and `profile` sections.
 
-What a run reports, to whom, and how often; traces of steps, and snapshots of memory, in
-save_folder/profile.
+Where metrics are logged, which observers run, and traces of steps and memory snapshots in
+save_folder/profile. `LOGGERS` and `CALLBACKS` are the tables that plugins extend.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from llmfoundry.redaction import public
 
 WANDB_MODES = ("online", "offline")
 STOP_MODES = ("min", "max")
-DEFAULT_TOP_P = 0.9  # the last tenth, of thousands of tokens, is where small models' garbage lies
+DEFAULT_TOP_P = 0.9  # the rest is thousands of unlikely tokens, which spoil samples of small models
 Plugins = dict[str, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class LoggerType(ChoiceRecord):
-    """A place for metrics: `make(config, run_folder)`, a plugin's with its settings, a LogTarget.
+    """A destination of metrics, a LogTarget.
 
-    Those that come with the project have a field of their name in the section, and `keys` beside
-    it; a plugin's are under `plugins`.
+    Its constructor is called as `make(config, run_folder)`, for a plugin with its settings. A
+    logger of the project has a field of its name in the section, and `keys` next to it; a plugin's
+    logger is under `plugins`.
     """
 
 
@@ -77,7 +78,7 @@ _SHIPPED_LOGGERS = set(LOGGERS)
 
 @dataclass
 class LoggerConfig:
-    """Beside the console, metrics.jsonl and report.html, which every run writes."""
+    """Loggers in addition to the console, metrics.jsonl and report.html, which are always on."""
 
     mlflow: bool = True
     """Log parameters, metrics, tags and the recipe to MLflow."""
@@ -116,7 +117,7 @@ class LoggerConfig:
     """Loggers that plugins add, each with its settings: {my_logger: {path: x}}."""
 
     def check(self, key: str = "logger.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self._has_no_port:
             yield from inert(key, self, ["prometheus_host"], f"without {key}prometheus_port")
@@ -129,11 +130,11 @@ class LoggerConfig:
 
     @property
     def _has_no_port(self) -> bool:
-        """Whether Prometheus gets a file alone."""
+        """Whether Prometheus only gets a text file."""
         return self.prometheus_textfile is not None and self.prometheus_port is None
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         has_no_port = self._has_no_port
         for name in _SHIPPED_LOGGERS & {*self.chosen()}:
             for key, default in LOGGERS[name].keys.items():
@@ -143,16 +144,16 @@ class LoggerConfig:
         self.plugins = {**settings_of(self.plugins, LOGGERS)}
 
     def chosen(self) -> list[str]:
-        """The names of the loggers that are on."""
+        """Return the names of the loggers that are on."""
         return [name for name in LOGGERS if getattr(self, name, False)] + [*self.plugins]
 
 
 @dataclass
 class GenerateConfig:
-    """Samples during training, shown on the console and kept in the report."""
+    """Text samples during training, on the console and in the report."""
 
     OFF: ClassVar[dict[str, Any]] = {}
-    """What `generate: false` or null stands for: no prompts."""
+    """The values for `generate: false` or null: no prompts."""
 
     prompts: list[str] = field(default_factory=list)
     """Prompts to continue; none: no samples."""
@@ -171,26 +172,26 @@ class GenerateConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to continue or to answer."""
+        """Whether there is a prompt to continue or to answer."""
         return bool(self.prompts or self.from_validation)
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         yield from check_duration(f"{key}interval", self.interval)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.temperature > 0:
             set_defaults(self, top_p=DEFAULT_TOP_P)
 
 
 @dataclass
 class EarlyStopperConfig:
-    """Ends a run whose metric has stopped improving; the last state is saved as at any end."""
+    """Early stopping on a metric; the last state is saved as at any end of a run."""
 
     OFF: ClassVar[dict[str, Any]] = {}
-    """What `early_stopper: false` or null stands for: no metric."""
+    """The values for `early_stopper: false` or null: no metric."""
 
     metric: str | None = None
     """Name of a metric in metrics.jsonl, such as metrics/eval/LanguageCrossEntropy; unset: never
@@ -204,27 +205,28 @@ class EarlyStopperConfig:
     """Smallest change that counts as improvement, in the unit of the metric; default 0."""
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.metric is not None:
             set_defaults(self, mode=better_way(self.metric), patience=3, min_delta=0.0)
 
 
 def better_way(metric: str) -> str:
-    """Whether smaller values of a metric are better (min) or greater ones (max), by its name."""
+    """Return min or max: whether smaller or larger values of a metric are better, by its name."""
     small = ("loss", "CrossEntropy", "Perplexity", "bits_per_byte")
     return "min" if any(word in metric for word in small) else "max"
 
 
 @dataclass(frozen=True)
 class CallbackType(ChoiceRecord):
-    """An observer of the loop: `make(job)`, a plugin's with its settings, a train.Callback."""
+    """An observer of the loop, a train.Callback: `make(job)`, for a plugin with its settings."""
 
     is_on: Callable[[CallbacksConfig], bool] | None = field(default=None, kw_only=True)
-    """Whether the section asks for it; unset, of a plugin's: where `plugins` names it."""
+    """Whether the section enables the callback. Unset for a plugin's callback, which is on if
+    `plugins` names it."""
 
 
 def _callback(is_on: Callable[[CallbacksConfig], bool]) -> CallbackType:
@@ -234,7 +236,7 @@ def _callback(is_on: Callable[[CallbacksConfig], bool]) -> CallbackType:
 CALLBACKS = ChoiceTable(
     "callbacks.plugins",
     CallbackType,
-    {  # in the order in which they are called; the early stopper after all that measure something
+    {  # in calling order; the early stopper comes after all callbacks that measure something
         "watch": _callback(lambda config: config.watch.has_rounds),
         "speed_monitor": _callback(lambda config: config.speed_monitor),
         "step_times": _callback(lambda config: config.step_times),
@@ -252,7 +254,7 @@ _SHIPPED_CALLBACKS = set(CALLBACKS)
 
 @dataclass
 class CallbacksConfig:
-    """Small observers of the training loop; false or an empty list switches one off."""
+    """Observers of the training loop; false or an empty list switches one off."""
 
     speed_monitor: bool = True
     """Log throughput, and model FLOPs utilization (MFU) if the peak of the device is known."""
@@ -285,7 +287,7 @@ class CallbacksConfig:
     """Callbacks that plugins add, each with its settings: {my_callback: {every: 10}}."""
 
     def check(self, key: str = "callbacks.") -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)
         yield from self.watch.check(f"{key}watch.")
         yield from self.early_stopper.check(f"{key}early_stopper.")
@@ -293,14 +295,14 @@ class CallbacksConfig:
         yield from check_plugins(key, self.plugins, CALLBACKS, _SHIPPED_CALLBACKS)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         self.watch.fill()
         self.early_stopper.fill()
         self.generate.fill()
         self.plugins = {**settings_of(self.plugins, CALLBACKS)}
 
     def chosen(self) -> list[str]:
-        """The names of the callbacks that are on, in the order in which they are called."""
+        """Return the names of the callbacks that are on, in calling order."""
         shipped = [name for name, kind in CALLBACKS.items() if kind.is_on and kind.is_on(self)]
         return [*shipped, *self.plugins]
 
@@ -318,9 +320,10 @@ _FILES: dict[str, Any] = {"max_gib": 4.0}
 
 @dataclass
 class ProfileConfig:
-    """Where time and memory go within a step, by PyTorch's own tools; off unless asked for.
+    """Profiling of steps and memory with PyTorch's tools; off by default.
 
-    Steps of a schedule are counted from the first one of each process: those compile and connect.
+    Steps of the schedule are counted from the first step of each process, which compiles and
+    connects.
     """
 
     trace: bool = False
@@ -368,7 +371,7 @@ class ProfileConfig:
     reported. Default 4."""
 
     def check(self, key: str = "profile.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if isinstance(self.ranks, list):
             if not self.ranks:
@@ -377,7 +380,7 @@ class ProfileConfig:
                 yield f"{key}ranks: {self.ranks} has a negative number; ranks begin at 0"
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.trace:
             set_defaults(self, **_SCHEDULE, **_CONTENT)
         if self.memory_snapshot:
@@ -387,9 +390,9 @@ class ProfileConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is to be written."""
+        """Whether any profile is written."""
         return self.trace or self.memory_snapshot
 
     def has_rank(self, rank: int) -> bool:
-        """Whether a process is among those chosen, of the filled section."""
+        """Whether a rank is profiled; the defaults must be resolved."""
         return self.ranks == ALL_RANKS or (isinstance(self.ranks, list) and rank in self.ranks)

@@ -1,10 +1,9 @@
-"""The `model` section: the decoder's shape, with LLM Foundry's key names.
+"""The `model` section: the shape of the decoder, with LLM Foundry's key names.
 
-A field whose default is None is either derived (the docstring says from what) or belongs to a
-setting that is off: giving it a value then is an error, because it would have no effect. The keys
-of a mixture of experts have LLM Foundry's and megablocks' names where the meaning is theirs, and
-stand flat beside the other keys of the layer, as there. `HFModelConfig` is the shape of a model
-that a class of transformers computes.
+A field whose default is None is either derived from other keys, as its text says, or belongs to a
+setting that is off. The keys of a mixture of experts have the names of LLM Foundry and megablocks
+if their meaning is the same, and are in the same section as the other keys of the layer.
+`HFModelConfig` describes a model of a transformers class.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class FFNConfig:
 
     @property
     def active_share(self) -> float:
-        """Share of the experts that a token visits; 1 where there are none to choose from."""
+        """Share of the experts that process a token; 1 for a dense layer."""
         if self.ffn_type != "dmoe":
             return 1.0
         assert self.moe_top_k and self.moe_num_experts, "the recipe was not filled"
@@ -144,21 +143,21 @@ class FFNConfig:
 
     @property
     def activation(self) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of the activation, however it was written."""
+        """Name and arguments of the activation function."""
         if isinstance(self.ffn_act_fn, str):
             return self.ffn_act_fn, {}
         arguments = dict(self.ffn_act_fn)
         return str(arguments.pop("name", "")), arguments
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         if (yield from out_of_bounds(key, self)):
             return
         yield from self._check_moe(key)
         yield from self._check_activation(f"{key}ffn_act_fn")
 
     def _check_moe(self, key: str) -> Iterator[str]:
-        """Of the mixture's keys."""
+        """Check the keys of a mixture of experts."""
         if self.ffn_type == "dmoe":
             yield from self._check_router(key)
 
@@ -193,7 +192,7 @@ class FFNConfig:
                 yield f"{key}.{argument}: {value!r} is not a number"
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.ffn_type != "dmoe":
             return
         set_defaults(self, moe_top_k=1, mlp_type="mlp", moe_balancing="loss", moe_impl="grouped_mm")
@@ -221,7 +220,7 @@ NONLINEARITIES = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
 
 @dataclass
 class InitConfig:
-    """How weights start."""
+    """Weight initialization."""
 
     name: Annotated[str, choice(INITS)] = "kaiming_normal_"
     """kaiming_normal_, kaiming_uniform_ (He et al., 2015); xavier_normal_, xavier_uniform_ (Glorot
@@ -256,7 +255,7 @@ class InitConfig:
     (true, the default) or by a number."""
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         kaiming, xavier = self.name.startswith("kaiming"), self.name.startswith("xavier")
         if not (xavier or (kaiming and self.init_nonlinearity == "leaky_relu")):
@@ -279,7 +278,7 @@ class InitConfig:
             yield from above(f"{key}emb_init_uniform_lim", limits, 0)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.name == "baseline_":
             set_defaults(self, init_std=0.02)
         if self.name.startswith("kaiming"):
@@ -310,11 +309,13 @@ class ModelConfig:
     head_dim: Annotated[int | None, Range(1, 2**16)] = None
     """Width of one head; unset: d_model / n_heads."""
     expansion_ratio: Annotated[float | None, Range(above=0, most=2**16)] = None
-    """Inner width of the feed-forward layer over d_model; 4 unless ffn_hidden_size is given."""
+    """Inner width of the feed-forward layer divided by d_model; default 4, unless ffn_hidden_size
+    is set."""
     vocab_size: Annotated[int | None, Range(1, 2**31 - 1, "ids have 32 bits")] = None
-    """Rows of the embedding; unset: the tokenizer's size, rounded up to a multiple of 64."""
+    """Number of embedding rows; unset: the tokenizer's size, rounded up to a multiple of 64."""
     max_seq_len: Annotated[int | None, TOKENS] = None
-    """Longest row; unset: the recipe's max_seq_len. More only widens learned positions."""
+    """Longest sequence; unset: the recipe's max_seq_len. A larger value only adds learned position
+    embeddings."""
     learned_pos_emb: bool | None = None
     """A learned vector for each position; unset: true unless alibi or rope is on."""
     no_bias: bool = False
@@ -336,22 +337,22 @@ class ModelConfig:
     final_logit_softcapping: Annotated[float | None, POSITIVE] = None
     """Logits become c * tanh(logits / c) (Gemma 2), after logit_scale; unset: no cap."""
     emb_pdrop: Annotated[float, FRACTION] = 0.0
-    """Dropout on the embeddings, while training."""
+    """Dropout probability of the embeddings during training."""
     resid_pdrop: Annotated[float, FRACTION] = 0.0
-    """Dropout on what each layer adds to the residual stream, while training."""
+    """Dropout probability of each layer's output to the residual stream during training."""
     embedding_fraction: float = 1.0
-    """Share of the gradient that reaches the embeddings (Ding et al., 2021; 1: all)."""
+    """Share of the gradient that reaches the embeddings (Ding et al., 2021); 1: all of it."""
     attn_config: AttentionConfig = field(default_factory=AttentionConfig)
     """Attention."""
     ffn_config: FFNConfig = field(default_factory=FFNConfig)
     """Feed-forward layer."""
     init_config: InitConfig = field(default_factory=InitConfig)
-    """Initialisation."""
+    """Initialization."""
     block_overrides: BlockOverridesConfig | None = None
-    """Layers that differ from the settings above; unset: all are alike."""
+    """Layers that differ from the settings above; unset: all layers are alike."""
 
     def check(self, key: str = "model.") -> Iterator[str]:
-        """Lines for values that cannot be, contradict each other, or have no effect."""
+        """Yield an error line for each invalid, conflicting or ineffective value."""
         if (yield from out_of_bounds(key, self)):
             return
         if not 0 < self.embedding_fraction <= 1:
@@ -404,11 +405,11 @@ class ModelConfig:
             yield f"{key}expansion_ratio: {ratio} * d_model ({self.d_model}) is not a whole number"
 
     def fill(self, *, max_seq_len: int | None = None, vocab_size: int | None = None) -> None:
-        """Write derived values in place, so that a saved recipe specifies all that was used.
+        """Resolve defaults in place, so that a saved recipe specifies every value.
 
         Args:
-            max_seq_len: the recipe's row length.
-            vocab_size: the tokenizer's size, once it is known.
+            max_seq_len: the recipe's sequence length.
+            vocab_size: the tokenizer's size, if it is known.
         """
         attn = self.attn_config
         if self.ffn_config.ffn_hidden_size is None:
@@ -424,7 +425,7 @@ class ModelConfig:
             set_defaults(self, vocab_size=-(-vocab_size // 64) * 64)
 
     def layers(self) -> list[LayerConfig]:
-        """What each block's attention does; the model must be checked."""
+        """Return the settings of each block's attention; the model must be checked."""
         return layer_configs(self.attn_config, self.block_overrides, self.n_layers)
 
 
@@ -438,16 +439,19 @@ class HFModelConfig(ModelConfig):
     name: str = HF_CAUSAL_LM
     """Always hf_causal_lm."""
     hf_config: dict[str, Any] = field(default_factory=dict)
-    """config.json, with what config_overrides changed."""
+    """The contents of config.json, with the changes of config_overrides."""
     hf_attn_impl: str | None = None
-    """transformers' attn_implementation; unset: its own choice, sdpa where the class has it."""
+    """transformers' attn_implementation; unset: its default, which is sdpa if the class supports
+    it."""
     code: str | None = None
-    """The folder whose own Python code makes the class, trusted by trust_remote_code; else none."""
+    """The folder whose Python code defines the class, which trust_remote_code permits; else
+    none."""
     hf_parameters: int = 0
-    """Parameters, a tied head counted once."""
+    """Number of parameters; a tied head is counted once."""
     hf_matrices: int = 0
-    """Of these the elements of matrices that a token meets, of experts those that it visits."""
+    """Number of elements in the matrices that process a token; of experts, only the selected ones
+    count."""
 
     def check(self, key: str = "model.") -> Iterator[str]:
-        """Nothing: transformers has read it."""
+        """Yield nothing: transformers has checked it."""
         return iter(())

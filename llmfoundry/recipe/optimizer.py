@@ -1,4 +1,8 @@
-"""The `optimizer` and `gradient_clipping` sections."""
+"""The `optimizer` and `gradient_clipping` sections.
+
+`OPTIMIZERS` is the table of optimizers; the checks, `--help`, the memory estimate and
+`train/optim/optimizers.py` read the same record.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,35 @@ from llmfoundry.recipe.choice_table import SHIPPED, ChoiceRecord, ChoiceTable, C
 from llmfoundry.recipe.schema import POSITIVE, Only, Range, choice, out_of_bounds
 
 MOMENTS = ("bf16", "int8")
-LEAST_BLOCKED = 4096  # values of a matrix whose moments are worth int8, as bitsandbytes has it
-MOST_BLOCK = 256  # values that share a scale; torchao has the same
+LEAST_BLOCKED = 4096  # smallest matrix with int8 optimizer state, in elements; as in bitsandbytes
+MOST_BLOCK = 256  # values that share a scale; as in torchao
 CLIPPING_TYPES = ("norm", "value", "adaptive")
 
 
 @dataclass(frozen=True)
 class OptimizerType(ChoiceRecord):
-    """A kind of optimizer: `make(parameters or groups, **values)`, as torch.optim's classes."""
+    """A kind of optimizer.
+
+    Its constructor is called as `make(parameters or groups, **values)`, like the classes of
+    torch.optim.
+    """
 
     moments: int = field(default=2, kw_only=True)
-    """Numbers that it keeps of a weight, for the estimate of memory."""
+    """Number of optimizer-state values per weight, for the memory estimate."""
     title: str = field(default="", kw_only=True)
-    """In the metric lr-<title>/group0; unset: the entry's name."""
+    """Name in the metric lr-<title>/group0; unset: the name of the entry."""
     change: Callable[[OptimizerConfig], dict[str, Any]] = field(default=lambda _: {}, kw_only=True)
-    """Arguments of a group that are not the settings as they are written."""
+    """Function that returns the arguments of a group that differ from the section's settings."""
     split: Code | None = field(default=None, kw_only=True)
-    """What splits a group for it; unset: nothing does."""
+    """Function that splits the parameters of a group; unset: no split."""
     narrow: Code | None = field(default=None, kw_only=True)
-    """What is made in its place where the section names `moments`."""
+    """Constructor that is used if the section sets `moments`."""
     multiplies: bool = field(default=False, kw_only=True)
-    """Its update has matrix products: it takes their `dtype`, that of the recipe's precision."""
+    """Whether the update computes matrix multiplications. It then takes a `dtype` for them, which
+    follows the recipe's precision."""
 
     def values(self, config: OptimizerConfig) -> dict[str, Any]:
-        """The arguments of a group whose settings, filled, are `config`."""
+        """Return the arguments of a group with the resolved settings `config`."""
         names = ["lr", *(key for key in self.keys if hasattr(config, key)), "weight_decay"]
         values = {name: getattr(config, name) for name in names} | config.kwargs
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -43,7 +52,7 @@ class OptimizerType(ChoiceRecord):
 
 
 def _by_first_lr(config: OptimizerConfig) -> dict[str, Any]:
-    """Composer's decay, which is AdamW's divided by the first learning rate."""
+    """Return Composer's weight decay: AdamW's, divided by the initial learning rate."""
     return {"weight_decay": config.weight_decay / config.lr}
 
 
@@ -54,7 +63,7 @@ OPTIMIZERS = ChoiceTable(
     {
         "decoupled_adamw": OptimizerType(
             SHIPPED,
-            meaning="weights shrink by weight_decay * lr / (first lr) (Composer).",
+            meaning="AdamW with weight decay weight_decay * lr / optimizer.lr (Composer).",
             keys=_ADAM,
             change=_by_first_lr,
             narrow=SHIPPED,
@@ -62,14 +71,14 @@ OPTIMIZERS = ChoiceTable(
         ),
         "adamw": OptimizerType(
             SHIPPED,
-            meaning="weights shrink by weight_decay * lr (Loshchilov and Hutter, 2019).",
+            meaning="AdamW with weight decay weight_decay * lr (Loshchilov and Hutter, 2019).",
             keys=_ADAM,
             narrow=SHIPPED,
             title="AdamW",
         ),
         "decoupled_lionw": OptimizerType(
             SHIPPED,
-            meaning="the sign of a running mean (Chen et al., 2023), decay as decoupled_adamw.",
+            meaning="Lion (Chen et al., 2023), with the weight decay of decoupled_adamw.",
             keys={"betas": [0.9, 0.99]},
             moments=1,
             change=lambda config: {"initial_lr": config.lr},
@@ -77,9 +86,9 @@ OPTIMIZERS = ChoiceTable(
         ),
         "muon": OptimizerType(
             SHIPPED,
-            meaning="orthogonal updates (Jordan et al., 2024) for the blocks' matrices, scaled to"
-            " AdamW's size (Liu et al., 2025) so that one lr serves both; AdamW for embeddings,"
-            " head, norms and biases.",
+            meaning="orthogonalized updates (Jordan et al., 2024) for the matrices of the blocks,"
+            " scaled to the size of AdamW's updates (Liu et al., 2025) so that one lr serves both;"
+            " AdamW for embeddings, head, norms and biases.",
             keys={**_ADAM, "momentum": 0.95},
             split=SHIPPED,
             multiplies=True,
@@ -91,7 +100,7 @@ OPTIMIZERS = ChoiceTable(
 
 @dataclass
 class ParamGroupConfig:
-    """Parameters that the optimizer treats otherwise; unset: as in the optimizer section."""
+    """A group of parameters with other settings; unset keys have the values of the section."""
 
     param_str_match: str = ""
     """A regular expression that is searched for in parameter names. A parameter belongs to the
@@ -106,7 +115,7 @@ class ParamGroupConfig:
     """The eps of the group."""
 
     def check(self, key: str, optimizer: str) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from check_regex(f"{key}param_str_match", self.param_str_match)
         values = (self.lr, self.weight_decay, self.betas, self.eps)
         if all(value is None for value in values):
@@ -120,7 +129,7 @@ class ParamGroupConfig:
 
 @dataclass
 class OptimizerConfig:
-    """How gradients become updates."""
+    """How gradients become weight updates."""
 
     name: Annotated[str, choice(OPTIMIZERS)] = "decoupled_adamw"
     """The update rule. Both kinds of AdamW run PyTorch's fused kernel."""
@@ -152,7 +161,7 @@ class OptimizerConfig:
     """Settings of an optimizer that a plugin adds."""
 
     def check(self, key: str = "optimizer.") -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)
         yield from check_betas(f"{key}betas", self.betas)
         if self.momentum is not None and not 0 <= self.momentum < 1:
@@ -166,24 +175,24 @@ class OptimizerConfig:
             yield from check_regex(f"{key}disable_grad[{index}]", pattern)
 
     def fill(self) -> None:
-        """Write derived values in place."""
-        if self.name in OPTIMIZERS:  # of a run with a plugin that is not here, who knows
+        """Resolve defaults in place."""
+        if self.name in OPTIMIZERS:  # unknown if the plugin of a run is not imported
             OPTIMIZERS[self.name].fill(self)
 
     def moment_bytes(self, weight: int) -> float:
-        """Bytes of all moments of a weight of `weight` bytes, for the estimate of memory."""
+        """Return the bytes of optimizer state per weight of `weight` bytes."""
         each = {None: float(weight), "bf16": 2.0, "int8": 1 + 4 / MOST_BLOCK}[self.moments]
         return OPTIMIZERS[self.name].moments * each
 
 
 def check_betas(key: str, betas: list[float] | None) -> Iterator[str]:
-    """Two numbers in [0, 1)."""
+    """Check that betas are two numbers in [0, 1)."""
     if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
         yield f"{key}: {list(betas)}; write two numbers in [0, 1), such as [0.9, 0.95]"
 
 
 def check_regex(key: str, pattern: str) -> Iterator[str]:
-    """A regular expression that matches something."""
+    """Check that a regular expression is valid and not empty."""
     if not pattern:
         yield f"{key}: is empty; write a regular expression, such as norm"
     try:
@@ -194,7 +203,7 @@ def check_regex(key: str, pattern: str) -> Iterator[str]:
 
 @dataclass
 class GradientClippingConfig:
-    """A bound on the gradient, applied once for all parameters before the optimizer."""
+    """Gradient clipping, applied once to all parameters before the optimizer step."""
 
     clipping_type: Annotated[str, choice(CLIPPING_TYPES)] = "norm"
     """norm: scale the gradient so that its global L2 norm is at most clipping_threshold. value:
@@ -205,5 +214,5 @@ class GradientClippingConfig:
     """The limit. Infinity (.inf) turns clipping off."""
 
     def check(self, key: str = "gradient_clipping.") -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)

@@ -1,10 +1,11 @@
-"""The `parallel` section: how one model and one batch are spread over processes.
+"""The `parallel` section: how a model and a batch are distributed over processes.
 
-First how each block's activations wait for the backward pass: an `ActivationMemory`, which
-`distributed/activation_checkpoint.py` carries out and `plan/` counts. The target's grammar is LLM
-Foundry's (`models/utils/act_ckpt.py` there): names of parts, each perhaps with a range of blocks.
-Then the section itself; last what a model cannot be spread over: checked with the recipe, and
-again once -1 is known.
+The file has three parts. First, which activations of a block are kept for the backward pass:
+`ActivationMemory`, which `distributed/activation_checkpoint.py` implements and `plan/` counts. The
+grammar of `activation_checkpointing_target` is LLM Foundry's (`models/utils/act_ckpt.py` there):
+names of parts, each with an optional range of blocks. Second, the section `ParallelConfig`. Third,
+`limits`: which degrees a model supports. They are checked with the recipe, and again when the
+degree -1 is resolved.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from llmfoundry.recipe.schema import (
 
 BLOCK, EXPERTS = "block", "experts"
 PARTS = (BLOCK, "attention", "feed_forward", "norm", EXPERTS)
-"""What recomputation may start anew from: a block's input, or that of a part of it."""
+"""Units of recomputation: a block, or a part of it, is recomputed from its input."""
 INSIDE = {EXPERTS: "feed_forward"}
-"""Parts that lie in another; all lie in the block."""
+"""Parts that are inside another part. All parts are inside the block."""
 FOUNDRY = {  # LLM Foundry's names of modules, in lower case
     "mptblock": (BLOCK,),
     "norm_attn_norm": ("attention", "norm"),
@@ -59,14 +60,14 @@ BUDGET = Range(0, 1, "1 keeps what torch.compile keeps without a budget")
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """How the activations of each block are kept, all decided.
+    """The resolved choice of activations that each block keeps.
 
     Attributes:
-        checkpointing: what the backward pass computes again: none, selective or whole.
-        targets: of whole: by block, what of PARTS is computed again; nothing of it is kept but its
-            inputs. Empty sets else.
-        compression: none, or of FORMATS: in what form saved tensors wait.
-        budget: torch.compile's activation_memory_budget; None: it has none.
+        checkpointing: what the backward pass recomputes: none, selective or whole.
+        targets: with whole, the members of PARTS that are recomputed, by block. Only the inputs of
+            these parts are kept. Otherwise empty sets.
+        compression: none, or one of COMPRESSED_FORMATS: the format of saved tensors.
+        budget: torch.compile's activation_memory_budget; None: no budget.
     """
 
     checkpointing: str
@@ -75,49 +76,51 @@ class ActivationMemory:
     budget: float | None = None
 
     def recomputes(self, block: int, part: str) -> bool:
-        """Whether `part` of a block is recomputed, by itself or in what it lies in."""
+        """Return whether `part` of a block is recomputed, by itself or as a part of another."""
         chosen = self.targets[block]
         return not chosen.isdisjoint({part, BLOCK, INSIDE.get(part, part)})
 
 
 def read_targets(written: Any, n_layers: int | None, key: str) -> tuple[frozenset[str], ...]:
-    """The parts recomputed of each block.
+    """Return the recomputed parts of each block.
 
     Args:
-        written: a name, a list of names, or {name: range}; None: all of every block.
-        n_layers: blocks of the model; None: not known yet, and no number is too large.
+        written: a name, a list of names, or {name: range}; None: the whole of every block.
+        n_layers: number of blocks of the model; None: unknown, and no block number is too large.
         key: the dotted key, for messages.
 
     Raises:
-        ValueError: a line for people: an unknown name, a range that is none, a block that there is
-            not, or two targets of which one lies in the other.
+        ValueError: with an error line: an unknown name, an invalid range, a missing block, or two
+            overlapping targets.
     """
     count = MOST_LAYERS if n_layers is None else n_layers
     if written is None:
         return (frozenset({BLOCK}),) * count
-    ranges = written if isinstance(written, dict) else dict.fromkeys(_listed(written, key), None)
+    # A name without a range stands for all blocks.
+    has_ranges = isinstance(written, dict)
+    ranges = written if has_ranges else dict.fromkeys(_listed(written, key), None)
     if not ranges:
         raise ValueError(f"{key}: names nothing; write block, or remove it")
-    named: list[dict[str, str]] = [{} for _ in range(count)]
-    for name, where in ranges.items():
-        is_all = not isinstance(written, dict)
-        blocks = range(count) if is_all else _blocks(where, count, f"{key}.{name}")
+    # For each block, the recomputed parts with the name that the user wrote.
+    recomputed: list[dict[str, str]] = [{} for _ in range(count)]
+    for name, block_range in ranges.items():
+        blocks = _blocks(block_range, count, f"{key}.{name}") if has_ranges else range(count)
         for part in _parts(str(name), key):
             for block in blocks:
-                _add(named[block], part, str(name), f"{key}: block {block}")
-    return tuple(frozenset(parts) for parts in named)
+                _add(recomputed[block], part, str(name), f"{key}: block {block}")
+    return tuple(frozenset(parts) for parts in recomputed)
 
 
 def _listed(written: Any, key: str) -> list[str]:
     names = [written] if isinstance(written, str) else list(written)
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice is not None:
-        raise ValueError(f"{key}: {twice} stands there twice; write it once")
+    duplicate = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if duplicate is not None:
+        raise ValueError(f"{key}: {duplicate} is listed twice; write it once")
     return names
 
 
 def _parts(name: str, key: str) -> tuple[str, ...]:
-    """Ours of a name of ours or of LLM Foundry's."""
+    """Translate a name, ours or LLM Foundry's, into our names."""
     lower = name.lower()
     if lower in PARTS:
         return (lower,)
@@ -127,48 +130,48 @@ def _parts(name: str, key: str) -> tuple[str, ...]:
     return FOUNDRY[lower]
 
 
-def _add(named: dict[str, str], part: str, name: str, where: str) -> None:
-    """Note that `name` has a part of one block recomputed; `named` has those before it."""
-    for other, by in named.items():
+def _add(recomputed: dict[str, str], part: str, name: str, where: str) -> None:
+    """Add `part` to the recomputed parts of one block, under the name that the user wrote."""
+    for other, by in recomputed.items():
         inside = (part in INSIDE and INSIDE[part] == other) or INSIDE.get(other) == part
         if part == other or BLOCK in (part, other) or inside:
             raise ValueError(
                 f"{where} is in the ranges of {by} and {name}, which overlap; give each a range of"
                 " its own, or remove one"
             )
-    named[part] = name
+    recomputed[part] = name
 
 
 def _blocks(where: Any, count: int, key: str) -> list[int]:
-    """Block numbers of a range, as LLM Foundry's `get_target_block_list` reads it.
+    """Return the block numbers of a range, as LLM Foundry's `get_target_block_list` does.
 
-    There numbers behind the last block are dropped: of first-n and the like they are here, too,
-    which may be meant for a deeper model; a number by itself is not.
+    LLM Foundry drops numbers after the last block. We drop them for first-n and the like, which may
+    be written for a deeper model. A single number that does not exist is an error.
     """
     elements = where if isinstance(where, list) else [where]
-    found: set[int] = set()
+    blocks: set[int] = set()
     for element in elements:
         if isinstance(element, str):
             for word in element.replace(" ", "").split(","):
-                found |= set(_word(word, count, key))
+                blocks |= set(_word(word, count, key))
         elif not isinstance(element, int) or isinstance(element, bool):
             raise ValueError(f"{key}: {element!r} is no range of blocks; write {RANGES}")
         elif isinstance(where, list):
             if not 0 <= element < count:
                 raise ValueError(f"{key}: there is no block {element}; write 0 to {count - 1}")
-            found.add(element)
-        else:
-            found |= set(range(min(element, count)))
-    if not found:
+            blocks.add(element)
+        else:  # the first so many blocks
+            blocks |= set(range(min(element, count)))
+    if not blocks:
         raise ValueError(f"{key}: {where} is no block of {count}; write {RANGES}, or remove it")
-    return sorted(found)
+    return sorted(blocks)
 
 
 def _word(word: str, count: int, key: str) -> range:
-    """The blocks of first-n, middle-n, last-n or range-i-j, of `count`."""
+    """Return the blocks of first-n, middle-n, last-n or range-i-j, of `count` blocks."""
     kind, *numbers = word.split("-")
-    wanted = {"first": 1, "middle": 1, "last": 1, "range": 2}.get(kind)
-    if len(numbers) != wanted or not all(map(_is_number, numbers)):
+    n_expected = {"first": 1, "middle": 1, "last": 1, "range": 2}.get(kind)
+    if len(numbers) != n_expected or not all(map(_is_number, numbers)):
         raise ValueError(f"{key}: {word!r} is no range of blocks; write {RANGES}")
     n, *end = map(int, numbers)
     last = count - 1
@@ -176,7 +179,7 @@ def _word(word: str, count: int, key: str) -> range:
         return range(min(n, count))
     if kind == "last":
         return range(max(count - n, 0), count)
-    if kind == "middle":  # as there, with the last block's number, not the count
+    if kind == "middle":  # LLM Foundry uses the last block's number, not the count
         start = max(last // 2 - n // 2, 0)
         return range(start, min(start + n, count))
     return range(min(n, count), min(end[0], count))
@@ -187,12 +190,12 @@ def _is_number(text: str) -> bool:
 
 
 RECOMPUTED = ("none", "selective", "whole")
-"""What is computed again in the backward pass, the least first."""
+"""Levels of activation checkpointing, in order of recomputed operations."""
 RECOMPUTATION = choice((*RECOMPUTED, "auto"), "true or false")
 
 
 def recomputation(value: bool | str) -> str:
-    """One of RECOMPUTED, or auto, as `parallel.activation_checkpointing` says it: true is whole."""
+    """Return the level of activation checkpointing as a word; true stands for whole."""
     return {True: "whole", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -202,29 +205,29 @@ AXES = (
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
-"""The mesh's dimensions, the outermost first: adjacent ranks work most closely together."""
+"""Dimensions of the device mesh, outermost first: adjacent ranks communicate most."""
 EXPERT = "expert_parallel_degree"
 CONTEXT_METHODS = ("ulysses", "all_gather")
 NCCL, GLOO = "nccl", "gloo"
 NODE = 8
-"""Processes of a node where no launcher says how many: GPUs of most."""
+"""Processes per node if no launcher sets LOCAL_WORLD_SIZE: the usual number of GPUs."""
 
 
 def node_size() -> int:
-    """Processes of this node: LOCAL_WORLD_SIZE from torchrun or `distributed.launch`, or NODE."""
+    """Return the processes per node: LOCAL_WORLD_SIZE from the launcher, or NODE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or NODE
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Processes along each dimension of the mesh, none of them -1.
+    """The size of each dimension of the device mesh, with -1 resolved.
 
     Attributes:
-        replicate: copies of the model (DDP; with the others HSDP).
-        shard: processes over which weights are cut (FSDP2); each reads rows of its own.
-        context: processes that share each row's tokens; weights are cut over them too.
-        tensor: processes that share each matrix of the dense layers.
-        expert: processes that share the experts; they are borrowed from shard, context and tensor.
+        replicate: model replicas (DDP; with the other dimensions HSDP).
+        shard: ranks over which FSDP2 shards the weights; each reads different sequences.
+        context: ranks that share the tokens of each sequence; FSDP2 shards weights over them too.
+        tensor: ranks that share each matrix of the dense layers.
+        expert: ranks that share the experts, a divisor of shard * context * tensor.
     """
 
     replicate: int = 1
@@ -235,53 +238,54 @@ class Degrees:
 
     @property
     def world(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def data(self) -> int:
-        """Shares of a batch's rows."""
+        """Number of ranks that read different sequences."""
         return self.replicate * self.shard
 
     @property
     def weights(self) -> int:
-        """Over how many processes FSDP cuts what is not an expert's."""
+        """Number of ranks over which FSDP shards all weights except those of experts."""
         return self.shard * self.context
 
     @property
     def copy_size(self) -> int:
-        """Processes of one copy of the model, over which the experts are laid out anew."""
+        """Number of ranks of one replica, over which the experts are distributed."""
         return self.shard * self.context * self.tensor
 
     @property
     def expert_shard(self) -> int:
-        """Over how many processes FSDP cuts the experts of one expert-parallel process."""
+        """Number of ranks over which FSDP shards the experts of one expert-parallel rank."""
         return self.copy_size // self.expert
 
     @property
     def is_replicas(self) -> bool:
-        """Whether every process holds the whole model: DDP, or one process."""
+        """Whether every process holds the full model: DDP, or one process."""
         return self.copy_size == 1
 
 
 @dataclass
 class ParallelConfig:
-    """Degrees of the device mesh: the product of all but the experts' is the number of processes.
+    """Degrees of the device mesh, whose product without the expert degree is the process count.
 
-    Replicas alone are DDP, shards alone FSDP2, both HSDP. Experts borrow their processes from
-    shard, context and tensor: expert_parallel_degree divides the product of these three.
+    Replicas alone are DDP, shards alone FSDP2, and both together HSDP. Experts are distributed over
+    the ranks of the other dimensions: expert_parallel_degree divides the product of the shard,
+    context and tensor degrees.
     """
 
     nproc_per_node: Annotated[int | None, Range(1, 1024, PROCESSES)] = None
-    """Processes that `python scripts/train.py` starts; unset: one per local GPU, one on a CPU.
-    Under torchrun or Slurm, these decide."""
+    """Number of processes that `python scripts/train.py` starts; unset: one per local GPU, one on a
+    CPU. Under torchrun or Slurm the launcher decides, and this key is ignored."""
     data_parallel_replicate_degree: Annotated[int, Range(-1, 2**20)] = -1
-    """Copies of the model; -1, of one degree: all processes that the others leave."""
+    """Number of model replicas (DDP). -1: all remaining processes; only one degree can be -1."""
     data_parallel_shard_degree: Annotated[int, Range(-1, 2**20)] = 1
-    """Processes over which one copy is cut (FSDP2), each with rows of its own."""
+    """Number of ranks over which FSDP2 shards one replica. Each rank reads different sequences."""
     context_parallel_degree: Annotated[int, Range(-1, 2**20)] = 1
-    """Processes that share the tokens of each row, for rows that one has no memory for; weights are
-    cut over them as over the shard degree's."""
+    """Number of ranks that share the tokens of each sequence, for sequences that do not fit on one
+    GPU. FSDP2 also shards the weights over these ranks."""
     context_parallel_method: Annotated[
         str | None, choice(CONTEXT_METHODS), Unless("context_parallel_degree", 1)
     ] = None
@@ -291,12 +295,13 @@ class ParallelConfig:
     one from each end of the sequence, so that the work is balanced. Unset: ulysses if the degree
     divides the heads, else all_gather."""
     tensor_parallel_degree: Annotated[int, Range(-1, 2**20)] = 1
-    """Processes that share each matrix of attention, dense feed-forward layers, embedding and head
-    (Shoeybi et al., 2019), and between these the row's tokens (Korthikanti et al., 2022)."""
+    """Number of ranks over which the matrices of attention, dense feed-forward layers, embedding
+    and head are sharded (Shoeybi et al., 2019), with sequence parallelism between these layers
+    (Korthikanti et al., 2022)."""
     expert_parallel_degree: Annotated[int, Range(-1, 2**20)] = 1
-    """Processes that share the experts of a layer: tokens travel to them and back. -1: as many as
-    divide both a node and one copy of the model, so that tokens stay inside a node; a larger degree
-    is reported with its cost."""
+    """Number of ranks over which the experts of a layer are distributed; an all-to-all sends tokens
+    to their experts and back. -1: the largest degree that divides a node and one replica, so that
+    tokens stay inside a node. A larger degree is possible, and its cost is reported."""
     reshard_after_forward: Annotated[bool | None, Unless((*AXES[1:], EXPERT), 1)] = None
     """Free the weights of a block after its forward pass and gather them again for the backward
     pass; default true. False keeps them: faster, more memory."""
@@ -306,11 +311,11 @@ class ParallelConfig:
     communication, but until then every rank holds the gradients of the whole model, 4 bytes per
     parameter."""
     activation_checkpointing: Annotated[bool | str, RECOMPUTATION] = "none"
-    """What the backward pass computes again in place of keeping it. none; selective: all but the
-    results of matrix products, attention and experts, at half the memory; whole (or true): blocks,
-    from their inputs: a third more work, a fraction of the memory; auto: of these, with as many
-    rows as fit, what makes the shortest step by the plan; where the GPU's speed is not known, the
-    least that fits."""
+    """Activations that the backward pass recomputes. none: no recomputation. selective: everything
+    except the results of matrix multiplications, attention and experts, for half the memory. whole
+    (or true): full activation checkpointing, from the input of each block, for a third more compute
+    and a fraction of the memory. auto: the level with the shortest planned step, with the largest
+    microbatch that fits; if the speed of the GPU is unknown, the lowest level that fits."""
     activation_checkpointing_target: Annotated[
         str | list[str] | dict[str, Any] | None, Only("activation_checkpointing", ("whole", True))
     ] = None
@@ -320,26 +325,27 @@ class ParallelConfig:
     included), a list of numbers, or a combination: {attention: "first-2, last-2", feed_forward:
     [3]}."""
     activation_compression: Annotated[str, choice(COMPRESSIONS)] = "none"
-    """In what form activations wait for the backward pass. none: as they are; int8: 8-bit integers,
-    128 values sharing a scale; fp8: 8-bit floating point (e4m3), on GPUs of compute capability 8.9
-    and above. Gradients change by about one per cent; what weighs and normalizes stays exact. auto:
-    none or int8, whichever makes the shorter step by the plan, together with what
-    activation_checkpointing: auto stands for."""
+    """Format in which activations are stored for the backward pass. none: unchanged. int8: 8-bit
+    integers with a scale per 128 values. fp8: 8-bit floating point (e4m3), on GPUs of compute
+    capability 8.9 and above. Gradients change by about one per cent; weights and norm inputs stay
+    exact. auto: none or int8, whichever gives the shorter planned step together with
+    activation_checkpointing: auto."""
     activation_memory_budget: Annotated[float | None, BUDGET] = None
-    """Only with compile: share of what torch.compile would keep of a block's activations that it
-    keeps; it computes the rest again, the cheapest first. 1: all; at least 0.15."""
+    """Only with compile=true. Share of the activations of a block that torch.compile keeps, of
+    those that it would keep without a budget; it recomputes the rest, cheapest first. 1: all; the
+    minimum is 0.15."""
     dist_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
-    """Seconds that a collective may wait for other processes."""
+    """Timeout of collectives in seconds."""
     rendezvous_timeout: Annotated[int, Range(1, 31_536_000, "a year")] = 600
-    """Seconds within which all processes must have met at MASTER_ADDR, as they start."""
+    """Timeout of the rendezvous at MASTER_ADDR in seconds, when the processes start."""
 
     dist_backend: Annotated[str | None, choice((NCCL, GLOO))] = None
-    """What carries collectives between GPUs. Unset: nccl, one process a GPU. gloo copies each
-    message through the host's memory: many times slower, but several processes may share a GPU, to
-    try a layout on fewer GPUs than it has processes. On CPUs it is gloo in any case."""
+    """Backend of collectives between GPUs. Unset: nccl, with one process per GPU. gloo copies every
+    message through host memory and is many times slower, but several processes may share a GPU,
+    which allows testing a layout on fewer GPUs than it has processes. CPUs always use gloo."""
 
     def check(self, key: str = "parallel.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         values = {name: getattr(self, name) for name in (*AXES, EXPERT)}
         for name, value in values.items():
@@ -366,7 +372,7 @@ class ParallelConfig:
             )
 
     def activation_memory(self, n_layers: int) -> ActivationMemory:
-        """How the activations of `n_layers` blocks are kept; nothing in it is auto any more."""
+        """Return the activations that `n_layers` blocks keep; `auto` must be resolved."""
         level = recomputation(self.activation_checkpointing)
         assert level in RECOMPUTED and self.activation_compression != "auto", "auto was not decided"
         targets: tuple[frozenset[str], ...] = (frozenset(),) * n_layers
@@ -378,16 +384,16 @@ class ParallelConfig:
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether every process holds the whole model, however many there are."""
+        """Whether every process holds the full model, however many processes there are."""
         return all(getattr(self, name) == 1 for name in (*AXES[1:], EXPERT))
 
     @property
     def written_degrees(self) -> Degrees:
-        """The degrees as they are written; 1 in place of -1, which waits for the processes."""
+        """The degrees as the user wrote them, with 1 in place of -1."""
         return Degrees(*(max(1, getattr(self, name)) for name in (*AXES, EXPERT)))
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         self.activation_checkpointing = recomputation(self.activation_checkpointing)
         if self.keeps_whole:
             return
@@ -397,10 +403,10 @@ class ParallelConfig:
             self.reduce_scatter_each_microbatch = True
 
     def degrees(self, world_size: int) -> Degrees:
-        """The degrees of so many processes, -1 worked out.
+        """Return the degrees for a number of processes, with -1 resolved.
 
         Raises:
-            UserError: they do not fit; names the nearest that do.
+            UserError: the degrees do not fit; the message names the nearest ones that do.
         """
         values = [getattr(self, name) for name in AXES]
         rest = math.prod(value for value in values if value != -1)
@@ -423,7 +429,7 @@ class ParallelConfig:
         return Degrees(replicate, shard, context, tensor, expert)
 
     def _does_not_fit(self, world_size: int) -> str:
-        """Blames the last degree that was written, and names what fits in its place."""
+        """Return an error line for the last degree that the user set, with one that fits."""
         written = {name: getattr(self, name) for name in AXES}
         blamed = next((name for name in (*AXES[:0:-1], AXES[0]) if written[name] > 1), AXES[0])
         others = math.prod(v for name, v in written.items() if name != blamed and v != -1)
@@ -440,18 +446,18 @@ class ParallelConfig:
 
 
 def _nearest(value: int, options: list[int]) -> str:
-    """The options next below and next above, or the one that there is."""
+    """Name the options next below and next above a value."""
     below, above = [n for n in options if n < value], [n for n in options if n > value]
     return " or ".join(str(n) for n in (below[-1:] + above[:1]))
 
 
 def limits(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> Iterator[str]:
-    """Lines for degrees that this model cannot have, with the nearest that it can.
+    """Yield an error line for each degree that this model does not support.
 
     Args:
-        model: filled or not; what is not known yet is not compared.
+        model: with or without resolved defaults; unknown values are not compared.
         parallel: the section.
-        degrees: its degrees as written, or of all processes.
+        degrees: the degrees as written, or those of all processes.
     """
     yield from _recomputed(model, parallel)
     if isinstance(model, HFModelConfig):
@@ -466,7 +472,7 @@ def limits(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> It
 
 
 def _recomputed(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Of `activation_checkpointing_target`: blocks and parts that the model has not."""
+    """Check that the model has the blocks and parts of activation_checkpointing_target."""
     key = "parallel.activation_checkpointing_target"
     written = parallel.activation_checkpointing_target
     if written is None:
@@ -479,15 +485,15 @@ def _recomputed(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     parts = frozenset[str]().union(*targets)
     if isinstance(model, HFModelConfig) and parts != {BLOCK}:
         yield (
-            f"{key}: {', '.join(sorted(parts - {BLOCK}))}, but the model is of a class of"
-            " transformers' own, of which blocks alone are known; write block"
+            f"{key}: {', '.join(sorted(parts - {BLOCK}))}, but the model is a transformers class,"
+            " of which only whole blocks are known; write block"
         )
     elif EXPERTS in parts and model.ffn_config.ffn_type != "dmoe":
         yield f"{key}: the model has no experts; write feed_forward"
 
 
 def compiled_limits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Lines for what cannot be done to the activations of this model where it is compiled."""
+    """Yield an error line for activation settings that torch.compile does not support."""
     again = recomputation(parallel.activation_checkpointing)
     if again != "whole" or parallel.activation_compression == "none":
         return
@@ -510,8 +516,8 @@ def _transformers(degrees: Degrees) -> Iterator[str]:
         degree = getattr(degrees, key.removesuffix("_parallel_degree"))
         if degree > 1:
             yield (
-                f"parallel.{key}: {degree}, but the model is of a class of transformers' own, which"
-                " FSDP alone cuts; write 1, and data_parallel_shard_degree: -1"
+                f"parallel.{key}: {degree}, but the model is a transformers class, which only FSDP"
+                " shards; write 1, and data_parallel_shard_degree: -1"
             )
 
 
@@ -537,7 +543,7 @@ def _context(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> 
 
 
 def context_method(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> str:
-    """How attention sees whole rows that processes share: the method written, or the default."""
+    """Return the context-parallel method: as written, or the default for these degrees."""
     if parallel.context_parallel_method is not None:
         return parallel.context_parallel_method
     heads = model.n_heads // degrees.tensor
@@ -561,9 +567,9 @@ def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
 
 
 def tensor_adapters(adapter: str, quantize: str, degrees: Degrees) -> Iterator[str]:
-    """Lines for what fine-tuning adds to a model whose matrices processes would share."""
+    """Yield an error line for fine-tuning settings that tensor parallelism does not support."""
     key, instead = "parallel.tensor_parallel_degree", "write 1, and data_parallel_shard_degree: -1"
     if degrees.tensor > 1 and adapter != "none":
-        yield f"{key}: {degrees.tensor}, but an adapter's layers are not cut; {instead}"
+        yield f"{key}: {degrees.tensor}, but an adapter's layers are not sharded; {instead}"
     if degrees.tensor > 1 and quantize != "none":
-        yield f"{key}: {degrees.tensor}, but matrices in 4 bits are not cut; {instead}"
+        yield f"{key}: {degrees.tensor}, but 4-bit matrices are not sharded; {instead}"

@@ -1,4 +1,4 @@
-"""The `preference` section: learning which of two answers is better."""
+"""The `preference` section: learning from preferences between answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmfoundry.recipe.schema import POSITIVE, Only, Range, choice, out_of_bound
 from llmfoundry.recipe.source import AUTO, SourceConfig
 
 FORMATS = {"dpo": "preference", "kto": "unpaired", "orpo": "preference", "simpo": "preference"}
-"""The format of the rows that each method reads."""
+"""The format of the examples that each method reads."""
 METHODS = ("none", "dpo", "kto", "orpo", "simpo")
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 REFERENCES = ("auto", "precompute", "adapter")
@@ -33,20 +33,20 @@ _DEFAULTS: dict[str, dict[str, float | str]] = {
 
 
 def _instead(given: str) -> str:
-    """The method that reads rows of a format."""
+    """Return the setting whose method reads examples of a format."""
     methods = [name for name, format in FORMATS.items() if format == given]
     return f"preference.name: {' or '.join(methods) or 'none'}"
 
 
 @dataclass
 class PreferenceConfig:
-    """What is minimised on preference rows; `none`: the cross-entropy of supervised rows."""
+    """The preference loss; `none`: the cross-entropy of supervised examples."""
 
     name: Annotated[str, choice(METHODS)] = "none"
     """none, dpo (Rafailov et al., 2023), kto (unpaired; Ethayarajh et al., 2024), orpo (Hong et
-    al., 2024), simpo (Meng et al., 2024). orpo and simpo need no reference model. Rows are
-    data.format: preference, whose two answers share a row of max_seq_len, each with the prompt; for
-    kto unpaired."""
+    al., 2024), simpo (Meng et al., 2024). orpo and simpo need no reference model. The data has
+    data.format: preference, and both answers of an example, each with the prompt, share a sequence
+    of max_seq_len tokens; for kto the format is unpaired."""
     loss: Annotated[str | None, choice(DPO_LOSSES), Only("name", "dpo")] = None
     """sigmoid, ipo (Azar et al., 2023) or hinge (SLiC); default sigmoid."""
     beta: Annotated[float | None, POSITIVE, Only("name")] = None
@@ -68,13 +68,13 @@ class PreferenceConfig:
     precompute."""
 
     def check(self, key: str = "preference.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.label_smoothing and self.loss in ("ipo", "hinge"):
             yield f"{key}label_smoothing: has no effect with loss: {self.loss}; remove it"
 
     def check_data(self, data: DataConfig) -> Iterator[str]:
-        """Lines for rows that the method does not read, and settings that would change answers."""
+        """Yield an error line for data that the method does not read or that changes answers."""
         sources: dict[str, SourceConfig] = {"data.": data}
         if data.streams:
             sources = {f"data.streams.{name}.": stream for name, stream in data.streams.items()}
@@ -116,6 +116,6 @@ class PreferenceConfig:
             )
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.name in _DEFAULTS:
             set_defaults(self, **_DEFAULTS[self.name])

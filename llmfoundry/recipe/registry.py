@@ -1,7 +1,7 @@
-"""The `registry` section: versions of a registered model, kept in MLflow.
+"""The `registry` section: versions of a registered model in MLflow.
 
-Of a training run (`RegistryConfig`), of a script that reads versions (`RegistryPlace`), and of one
-that writes them (`ExportRegistry`).
+`RegistryConfig` belongs to a training run, `RegistryPlace` to a script that reads versions, and
+`ExportRegistry` to a script that writes versions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from llmfoundry.recipe.logger import STOP_MODES, better_way
 from llmfoundry.recipe.schema import Only, choice, out_of_bounds
 
 VERSION = "models:/"
-"""What the name of a version begins with."""
+"""Prefix of the name of a version."""
 CROSS_ENTROPY = "metrics/eval/LanguageCrossEntropy"
 _NAME = re.compile(r"[\w.-][\w. -]{0,199}")
 
 
 def name_problem(name: str) -> str | None:
-    """Why no registered model of ours can have a name, and what to write; None: it can."""
+    """Return why a registered model cannot have this name, and what to write; None if it can."""
     if _NAME.fullmatch(name):
         return None
     return f"{name!r} can be no model's name; write letters, digits, '.', '-' and '_' alone"
@@ -33,20 +33,20 @@ class BestConfig:
     """Which version of a registered model has the alias `best`."""
 
     metric: str | None = None
-    """A metric's name as metrics.jsonl has it, measured at a checkpoint's own step, such as
-    icl/metrics/eval_gauntlet/core_average; unset: metrics/eval/LanguageCrossEntropy where held-out
-    text is measured."""
+    """Name of a metric in metrics.jsonl that is measured at the step of the checkpoint, such as
+    icl/metrics/eval_gauntlet/core_average; unset: metrics/eval/LanguageCrossEntropy if validation
+    text is evaluated."""
     mode: Annotated[str | None, choice(STOP_MODES)] = None
-    """min: smaller is better; max: greater is. Unset: min for losses, perplexity and bits per byte,
-    max for all else."""
+    """min: smaller is better; max: larger is better. Unset: min for losses, perplexity and bits per
+    byte, max for all other metrics."""
 
 
 @dataclass
 class RegistryConfig:
-    """Each checkpoint of a run becomes a version of a registered model, where MLflow has the run.
+    """Each checkpoint of a run becomes a version of a registered model in MLflow.
 
-    Its weights stay where they are. `models:/NAME@best`, `models:/NAME/latest` and `models:/NAME/3`
-    are then names of checkpoints.
+    The weights stay in the checkpoint. `models:/NAME@best`, `models:/NAME/latest` and
+    `models:/NAME/3` are then names of checkpoints.
     """
 
     name: str | None = None
@@ -55,7 +55,7 @@ class RegistryConfig:
     """Which of the compared versions is the best. The best checkpoint of a run is not pruned."""
 
     def check(self, key: str = "registry.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         yield from out_of_bounds(f"{key}best.", self.best)
         if self.name is not None and (problem := name_problem(self.name)):
@@ -64,7 +64,7 @@ class RegistryConfig:
             yield f"{key}best.metric: is empty; write a metric's name, such as {CROSS_ENTROPY}"
 
     def fill(self, *, has_validation: bool) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.name is not None and has_validation:
             set_defaults(self.best, metric=CROSS_ENTROPY)
         if self.best.metric is not None:
@@ -73,24 +73,24 @@ class RegistryConfig:
 
 @dataclass
 class RegistryPlace:
-    """Where versions of registered models are found."""
+    """The store of registered models."""
 
     uri: str | None = None
-    """MLflow's store, such as http://HOST:5000; unset: MLFLOW_REGISTRY_URI or MLFLOW_TRACKING_URI
-    of the environment, else sqlite:///runs/mlflow.db."""
+    """MLflow's store, such as http://HOST:5000; unset: the environment variable MLFLOW_REGISTRY_URI
+    or MLFLOW_TRACKING_URI, else sqlite:///runs/mlflow.db."""
 
 
 @dataclass
 class ExportRegistry(RegistryPlace):
-    """Where an export becomes a version."""
+    """The registered model that receives an export."""
 
     name: str | None = None
-    """The registered model that the export becomes a version of; unset: of none."""
+    """The registered model of which the export becomes a version; unset: none."""
     upload: Annotated[bool | None, Only("name")] = None
     """Also copy the export to MLflow's artifacts; default false."""
 
     def check(self, key: str = "registry.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.name is not None and (problem := name_problem(self.name)):
             yield f"{key}name: {problem}"

@@ -1,7 +1,8 @@
 """The `health_check`, `hang`, `supervise` sections and `callbacks.watch`.
 
-Whether GPUs, machines and links are sound before a run begins; when a process counts as hanging;
-anomalies that a run detects in itself; what is done when it ends before it is complete.
+`health_check` tests GPUs, machines and links before a run. `hang` defines when a process counts as
+hung. `callbacks.watch` detects anomalies during a run. `supervise` restarts a run that ends before
+it is complete.
 """
 
 from __future__ import annotations
@@ -19,48 +20,54 @@ from llmfoundry.redaction import public
 
 BEFORE_RUN = ("none", "quick", "full")
 CHECKED_UNITS = ("auto", "processes", "nodes")
-_SIZE = re.compile(r"[0-9]{0,9}\.?[0-9]{1,9} ?[kmgt]?b", re.IGNORECASE)  # what n_bytes takes
-_LARGEST = 64 * 10**9  # bytes of a payload: no device has more to spare
+_SIZE = re.compile(
+    r"[0-9]{0,9}\.?[0-9]{1,9} ?[kmgt]?b", re.IGNORECASE
+)  # the form that n_bytes parses
+_LARGEST = 64 * 10**9  # bytes of a payload; no device has more free memory
 
 
 @dataclass
 class HealthCheckConfig:
-    """What scripts/check.py looks at, and whether a run looks before it begins.
+    """The checks of scripts/check.py, and whether a run performs them before it begins.
 
-    Quick: GPU counters (NVML), the kernel's log, every path of the recipe, clocks, limits, shared
-    memory, versions. Full: also products, memory bandwidth, and all-reduces between all pairs.
+    Quick: GPU counters (NVML), the kernel log, every path of the recipe, clocks, limits, shared
+    memory, versions. Full: in addition matrix multiplications, memory bandwidth, and all-reduces
+    between all pairs.
     """
 
     before_run: Annotated[str, choice(BEFORE_RUN)] = "none"
-    """none, quick (seconds) or full (burn_seconds and the pairs); a run does not begin where
-    anything is bad, and ends with status 3."""
+    """none, quick (seconds) or full (burn_seconds, and the pairs). If the check finds a fault, the
+    run does not begin and ends with status 3."""
     kernel_log: Annotated[str | None, PATH] = None
-    """A file with the kernel's messages; unset: /dev/kmsg, dmesg or journalctl, whichever this user
-    may read."""
+    """A file with the kernel's messages; unset: the first of /dev/kmsg, dmesg and journalctl that
+    this user may read."""
     kernel_log_hours: Annotated[float, Range(above=0, most=1e6)] = 24.0
-    """How far back the kernel's messages count; what was mended before is no fault now."""
+    """Age in hours up to which kernel messages count. Older messages may describe repaired
+    faults."""
     min_free_disk: str = "10gb"
-    """Bytes that must be free where the run writes."""
+    """Free disk space that the run's folder requires."""
     max_clock_skew: Annotated[float, Range(above=0, most=1e6)] = 1.0
-    """Seconds by which a machine's clock may differ from the others'."""
+    """Largest difference in seconds between the clock of a machine and the clocks of the other
+    machines."""
     burn_seconds: Annotated[float, Range(above=0, most=86_400, why="a day")] = 10.0
-    """How long products are computed on every device at one time. 10 s finds slow and wrong
-    devices; heat shows after 60 to 300."""
+    """Seconds of matrix multiplications on all devices at the same time. 10 s find slow and faulty
+    devices; overheating shows after 60 to 300 s."""
     pairs_of: Annotated[str, choice(CHECKED_UNITS)] = "auto"
-    """What is paired for all-reduces: processes, or nodes with all their processes; auto: nodes
-    where there are several, else processes."""
+    """Unit of the pairwise all-reduces: processes, or nodes with all their processes. auto: nodes
+    if there are several, else processes."""
     pair_rounds: Annotated[int | None, Range(1, 2**20)] = None
-    """Rounds of the tournament; unset: all, in which each meets each (one fewer than there are)."""
+    """Number of rounds of pairwise all-reduces; unset: all rounds, in which each unit meets every
+    other unit (one fewer than there are units)."""
     payloads: list[str] = field(default_factory=list)
     """Sizes of the all-reduces; unset: [64kb, 64mb, 1gb] on GPUs, [4kb, 256kb, 4mb] on CPUs."""
     min_bus_bandwidth: Annotated[float | None, Range(above=0, most=1e6)] = None
-    """GB/s that pairs of nodes must reach with the largest payload; unset: only pairs among
-    themselves are compared."""
+    """Smallest bus bandwidth between nodes with the largest payload, in GB/s; unset: pairs are only
+    compared with each other."""
     timeout: Annotated[float, Range(above=0, most=86_400, why="a day")] = 60.0
-    """Seconds after which a process, a path or a pair that does not answer is given up on."""
+    """Timeout in seconds of a process, a path or a pair."""
 
     def check(self, key: str = "health_check.") -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)
         sizes = {"min_free_disk": self.min_free_disk}
         sizes |= {f"payloads[{n}]": size for n, size in enumerate(self.payloads)}
@@ -71,7 +78,7 @@ class HealthCheckConfig:
                 yield f"{key}{name}: {size} cannot be sent at once; write 4b to 64gb"
 
     def fill(self) -> None:
-        """Nothing is derived before the devices are known."""
+        """Do nothing: the defaults depend on the devices."""
 
 
 HANG_MONITORS = ("auto", "on", "off")
@@ -81,14 +88,14 @@ HANG_SECONDS = Range(1, 31_536_000, "a year")
 
 @dataclass
 class HangConfig:
-    """A monitor process on each machine that detects which rank hangs.
+    """A monitor process on each machine that detects hung ranks.
 
-    It reports the phase, keeps stacks in the run's folder (hangs/), and ends the processes. Without
-    it a hang ends the run after parallel.dist_timeout seconds.
+    It reports the phase, saves stacks in the run's folder (hangs/), and kills the processes.
+    Without it a hang ends the run after parallel.dist_timeout seconds.
     """
 
     monitor: Annotated[str, choice(HANG_MONITORS)] = "auto"
-    """on, off, or auto: where a run has several processes, or a supervisor."""
+    """on, off, or auto: on if a run has several processes, or a supervisor."""
     action: Annotated[str | None, choice(HANG_ACTIONS), Only("monitor")] = None
     """end: kill the processes after their stacks are saved, so that torchrun or the supervisor
     restarts them (the default). report: only report."""
@@ -114,11 +121,11 @@ class HangConfig:
     """Delay after which the log reports that processes wait for another one; default 60."""
 
     def check(self, key: str = "hang.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.monitor == "off":
             return
         self.action = self.action or "end"
@@ -145,18 +152,13 @@ MACHINE_ACTIONS = ("off", "log", "stop")
 LOG_ACTIONS = ("off", "log")
 _SPIKES = ("loss_spike", "gradient_spike")
 _ACTED_UPON = (*_SPIKES, "not_finite")
-_ROUNDS = (
-    "slow_rank",
-    "mfu_drop",
-    "data_wait",
-    "gpu",
-)  # events that must repeat for several rounds
+_ROUNDS = ("slow_rank", "mfu_drop", "data_wait", "gpu")  # events that must repeat in later rounds
 _MOST = Range(0, 2**31, "no run has as many steps")
 
 
 @dataclass
 class WatchConfig:
-    """Anomalies that a run detects in itself, and its actions.
+    """Anomalies that a run detects, and the actions that it takes.
 
     By default it only logs: each event is a line on the console and in save_folder/events.jsonl.
     """
@@ -165,17 +167,18 @@ class WatchConfig:
         ("loss_spike", "gradient_spike", "slow_rank", "mfu_drop", "data_wait", "stall", "gpu"),
         "off",
     )
-    """What `watch: false` or null stands for; a loss that is not finite is always acted upon."""
+    """The values for `watch: false` or null; a loss that is not finite always has an action."""
 
     loss_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
-    """What to do about a step whose loss is spike_deviations above the mean of those before it: log
-    it; skip: skip its update; roll_back: go back to a checkpoint, and skip the batches since; stop:
-    end the run, with exit status 93."""
+    """Action on a loss spike, a step whose loss is spike_deviations above the mean of the previous
+    steps. log: report it. skip: skip the update. roll_back: go back to a checkpoint, and skip the
+    batches since then. stop: end the run with exit status 93."""
     gradient_spike: Annotated[str, choice(SPIKE_ACTIONS)] = "log"
-    """The same of the gradient's norm, by its logarithm, and at least five times the mean: smaller
-    ones are normal with small batches, and clipping handles them."""
+    """The same action on a spike of the gradient norm, measured on its logarithm. The norm must
+    also be at least five times the mean, because smaller spikes are normal with small batches and
+    are handled by clipping."""
     not_finite: Annotated[str, choice(NOT_FINITE_ACTIONS)] = "stop"
-    """What to do about a step whose loss or gradient is not finite, which never is an update."""
+    """Action on a step whose loss or gradient is not finite. Its update is never applied."""
     spike_window: Annotated[int, Range(8, 2**16, "each is kept on the device"), Only(_SPIKES)] = 128
     """Number of steps for the mean and the deviation; no spike is detected before half of them are
     done. OLMo-core uses the same default."""
@@ -195,28 +198,28 @@ class WatchConfig:
     """How many times in a row the run may go back without passing the furthest spike; then it ends.
     Default 3."""
     slow_rank: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
-    """What to do about a process that computes, or waits for data, longer than the others: log
-    names it and its machine; stop: save, and end the run with exit status 75."""
+    """Action on a process that computes, or waits for data, longer than the other processes. log:
+    report the process and its machine. stop: save, and end the run with exit status 75."""
     slow_rank_above: Annotated[float, Range(above=1, most=1e6), Only("slow_rank")] = 1.2
     """Factor above the median of all processes. The process must also be an outlier (z-score above
     3.5) among at least four processes."""
     mfu_drop: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
-    """What to do about a model FLOPs utilisation below that of the run's own earlier intervals on
-    the same devices (by time, so also where the peak is not known). Evaluation, saving, compilation
-    and waiting for data do not count."""
+    """Action on a model FLOPs utilization (MFU) below that of earlier intervals of the run on the
+    same devices. Step time is compared, so the peak of the device need not be known. Evaluation,
+    saving, compilation and waiting for data do not count."""
     mfu_drop_below: Annotated[float, Range(above=0, below=1), Only("mfu_drop")] = 0.85
     """Factor of the median of the earlier intervals."""
     data_wait: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
-    """What to do about steps that wait longer for their batch than in earlier intervals."""
+    """Action on steps that wait longer for their batch than in earlier intervals."""
     data_wait_above: Annotated[float, Range(above=0, below=1), Only("data_wait")] = 0.1
     """Share of a step. It must also be twice the share of the earlier intervals."""
     stall: Annotated[str, choice(MACHINE_ACTIONS)] = "log"
-    """What to do about logged steps that took stall_above seconds longer than usual."""
+    """Action on logged steps that take stall_above seconds longer than usual."""
     stall_above: Annotated[float, Range(above=0, most=1e6), Only("stall")] = 30.0
     """Seconds. The delay must also be at least ten usual steps."""
     gpu: Annotated[str, choice(LOG_ACTIONS)] = "log"
-    """What to do about XIDs, throttling and lost GPUs, by NVML (package nvidia-ml-py);
-    temperature and power are metrics then. Nothing without a GPU."""
+    """Action on XIDs, throttling and lost GPUs, reported by NVML (package nvidia-ml-py).
+    Temperature and power are then logged as metrics. No effect without a GPU."""
     interval: Annotated[int, Range(1, 2**31), Only((*_ROUNDS, "stall"))] = 100
     """Batches between two rounds in which all processes share their times, by one small
     asynchronous all-gather."""
@@ -225,22 +228,22 @@ class WatchConfig:
     because single rounds vary by chance."""
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if "roll_back" in (self.loss_spike, self.gradient_spike, self.not_finite):
             set_defaults(self, roll_back_steps=100, roll_back_skip=100, roll_back_most=3)
 
     @property
     def sees_spikes(self) -> bool:
-        """Whether losses and norms are compared with those before."""
+        """Whether losses and gradient norms are compared with those of previous steps."""
         return self.loss_spike != "off" or self.gradient_spike != "off"
 
     @property
     def has_rounds(self) -> bool:
-        """Whether processes share their times."""
+        """Whether processes share their step times."""
         names = (self.slow_rank, self.mfu_drop, self.data_wait, self.stall, self.gpu)
         return any(name != "off" for name in names)
 
@@ -248,69 +251,74 @@ class WatchConfig:
 RESTART_CHECKS = ("off", "quick", "full")
 WEBHOOK_FORMS = ("slack", "discord", "teams", "json")
 EXCLUDE = "{exclude}"
-"""In `launch`: the machines to leave out, with commas between."""
+"""In `launch`: the excluded machines, separated by commas."""
 NODES = "{nodes}"
-"""In `launch`: how many machines of the Slurm job are left."""
+"""In `launch`: the number of machines left in the Slurm job."""
 _FIELD = re.compile(r"\{[^{}]*\}")
 
 
 @dataclass
 class SuperviseConfig:
-    """A process around the run that starts it, finds why it ended, and decides on a restart."""
+    """A process that starts the run, finds out why it ended, and decides on a restart."""
 
     enabled: bool = False
-    """Supervise a run of scripts/train.py or finetune.py; scripts/supervise.py does in any case."""
+    """Supervise a run of scripts/train.py or finetune.py; scripts/supervise.py always does."""
     no_progress: Annotated[int, Range(1, 1000)] = 3
-    """Attempts in a row without a newer checkpoint, whatever the cause, after which it gives up
-    (exit status 93)."""
+    """Attempts in a row without a newer checkpoint, whatever the cause, after which the supervisor
+    gives up (exit status 93)."""
     max_restarts: Annotated[int, Range(0, 1000)] = 3
-    """Restarts after failures of one kind since the last newer checkpoint; at most 1 where a loss
-    was not finite and 2 where the cause is unknown."""
+    """Restarts after failures of one kind since the last new checkpoint. At most 1 if a loss was
+    not finite, and at most 2 if the cause is unknown."""
     max_restarts_per_day: Annotated[int, Range(0, 100_000)] = 24
-    """Restarts within 24 hours, whatever the cause and though each attempt leaves a newer
-    checkpoint, after which it gives up (exit status 93). 16,384 GPUs had about 8 a day."""
+    """Restarts within 24 hours, whatever the cause and even if each attempt saves a newer
+    checkpoint, after which the supervisor gives up (exit status 93). 16,384 GPUs had about 8 per
+    day."""
     min_goodput: Annotated[float, Range(0, below=1)] = 0.25
-    """The smallest share of the last 24 hours in steps that a checkpoint has kept: below it gives
-    up (93), after at least five attempts and an hour; 0: no limit."""
+    """Smallest goodput over the last 24 hours: the share of time spent in steps that a checkpoint
+    has saved. Below it the supervisor gives up (exit status 93), after at least five attempts and
+    an hour. 0: no limit."""
     vanished_seconds: Annotated[float, Range(0, 86_400, "a day")] = 60.0
-    """How long a checkpoint that was there after the last attempt may be missing before the next
-    start, as a file system is mounted late; then it ends with 93 and says what has vanished."""
+    """How long a checkpoint of the last attempt may be missing before the next start, because file
+    systems may be mounted late. After that the supervisor reports it and ends with exit status
+    93."""
     store_seconds: Annotated[float, Range(0, 31_536_000, "a year")] = 3600.0
-    """How long to wait before a start for a store of checkpoints that does not answer, with pauses
-    up to 300 s; then it ends with 1."""
+    """How long to wait before a start for a checkpoint store that does not answer, with pauses of
+    up to 300 s. After that the supervisor ends with exit status 1."""
     prometheus_port: Annotated[int | None, Range(1, 65_535)] = None
-    """Serve the supervisor's own state for Prometheus here, at the address of
-    logger.prometheus_host; unset: with logger.prometheus_port a hundred ports after that."""
+    """Port that serves the state of the supervisor for Prometheus, at the address
+    logger.prometheus_host. Unset: logger.prometheus_port plus 100, if that is set."""
     prometheus_textfile: str | None = None
-    """The same in a file NAME.prom for node-exporter; unset: with logger.prometheus_textfile in
-    the same folder, as NAME-supervisor.prom. It stays after the end, with the exit status."""
+    """A file NAME.prom with the same state for node-exporter. Unset: NAME-supervisor.prom in the
+    folder of logger.prometheus_textfile, if that is set. The file remains after the end, with the
+    exit status."""
     wait_seconds: Annotated[float, Range(0, 86_400, "a day")] = 2.0
-    """Pause before a restart; twice as long after each attempt without progress, 300 s at most."""
+    """Pause before a restart; it doubles after each attempt without progress, up to 300 s."""
     confirm: Annotated[str, choice(RESTART_CHECKS)] = "quick"
-    """How suspected machines are checked before the next start: off, quick or full, as
-    scripts/check.py does."""
+    """Check of suspected machines before the next start: off, quick or full, as in
+    scripts/check.py."""
     act: Annotated[bool, Only("confirm")] = False
     """Whether machines that the check finds bad are drained (Slurm) or cordoned (Kubernetes), and
     left out of the next start. false: they are only reported, and the run restarts on the same
     machines."""
     launch: list[str] = field(default_factory=list)
-    """Words before `scripts/train.py RECIPE ...`, as [srun, -K, "--nodes={nodes}",
-    "--exclude={exclude}", python]; unset: this machine alone. {nodes}: how many machines of the
-    Slurm job are left, so that it continues with fewer; a number: so many, and others are spare. A
-    word with {exclude} is omitted while there is none to leave out."""
+    """Words before `scripts/train.py RECIPE ...`, such as [srun, -K, "--nodes={nodes}",
+    "--exclude={exclude}", python]; unset: start on this machine. {nodes}: the number of machines
+    left in the Slurm job, so that it continues with fewer; a fixed number leaves the other machines
+    as spares. A word with {exclude} is omitted if no machine is excluded."""
     requeue: bool = False
-    """Whether a Slurm job that is to resume later or elsewhere (exit status 75) requeues itself
-    (scontrol requeue), with `act` without machines found bad; not after SIGINT, a person's. false:
-    whoever has started it does."""
+    """Whether a Slurm job that ends with exit status 75 (resume later or elsewhere) requeues itself
+    (scontrol requeue), with `act` without the machines found bad. It does not after SIGINT, which
+    comes from a person. false: whatever started the job restarts it."""
     webhook: str | None = None
-    """A URL that gets every decision as a line; it is a secret: write ${oc.env:SLACK_WEBHOOK}."""
+    """A URL to which every decision is posted as a line. It is a secret: write
+    ${oc.env:SLACK_WEBHOOK}."""
     webhook_form: Annotated[str | None, choice(WEBHOOK_FORMS), Only("webhook")] = None
     """Format of the request. slack: {"text": ...}, as for Mattermost, Rocket.Chat and Google Chat;
     discord; teams: an adaptive card; json: the text and the whole event. Unset: by the host of the
     URL, else slack."""
 
     def check(self, key: str = "supervise.") -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)
         if self.webhook is not None and not _is_url(self.webhook):
             yield f"{key}webhook: is not a URL; write one that begins with https://"

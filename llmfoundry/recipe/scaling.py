@@ -1,7 +1,7 @@
-"""`ScalingRecipe`: a grid of small runs of one training recipe, and what to predict from them.
+"""`ScalingRecipe`: a grid of small runs of one training recipe, and a prediction from them.
 
-`scripts/scaling.py` reads one. The idea: a point of the grid is the base recipe with a width and a
-number of tokens; depth, heads, batch and learning rate follow from these by the stated rules.
+`scripts/scaling.py` reads one. A point of the grid is the base recipe with a width and a number of
+tokens; depth, heads, batch size and learning rate follow from these two by explicit rules.
 """
 
 from __future__ import annotations
@@ -34,48 +34,49 @@ DECIDED = {
     "model.d_model": "sizes",
     **dict.fromkeys(("model.n_layers", "model.n_heads", "model.head_dim"), "rules"),
 }
-"""Keys of the base recipe that are not its own here, and the key here that decides them."""
+"""Keys of the base recipe that a scaling recipe decides, and the key that decides each."""
 MOST_RUNS = 1000
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)(h?)", re.IGNORECASE)
 
 
 @dataclass
 class PowerRule:
-    """A number that grows as a power of another: value * (x / at) ** exponent."""
+    """A number that is a power of another one: value * (x / at) ** exponent."""
 
     value: Annotated[float | None, POSITIVE] = None
-    """The number where x is `at`; unset: the base recipe's."""
+    """The number at x = `at`; unset: the base recipe's number."""
     by: Annotated[str, choice(QUANTITIES)] = "compute"
-    """What x is: counted FLOPs of the run, parameters (active), tokens, or width."""
+    """The quantity x: compute (FLOPs of the run), parameters (active), tokens, or width."""
     at: Annotated[float | None, POSITIVE] = None
-    """Where the number is `value`; unset: the least x of the grid."""
+    """The x at which the number is `value`; unset: the smallest x of the grid."""
     exponent: Annotated[float | None, Range(-4, 4)] = None
-    """The power; 0: the same everywhere."""
+    """The exponent; 0: a constant."""
 
     def number(self, x: float) -> float:
-        """The rule's number at x; filled."""
+        """Return the rule's number at x; the defaults must be resolved."""
         assert self.value is not None and self.at is not None and self.exponent is not None
         return float(self.value * (x / self.at) ** self.exponent)
 
 
 @dataclass
 class RulesConfig:
-    """How a point's keys follow from its width and tokens."""
+    """How the settings of a point follow from its width and tokens."""
 
     aspect_ratio: Annotated[float | None, POSITIVE] = None
-    """Width over layers; unset: the base recipe's. The loss hardly depends on it between 20 and
-    100 (Kaplan et al., 2020, figure 5)."""
+    """Width divided by the number of layers; unset: the base recipe's. The loss hardly depends on
+    it between 20 and 100 (Kaplan et al., 2020, figure 5)."""
     head_dim: Annotated[int | None, Range(1, 4096)] = None
-    """Width of a head, of which sizes are multiples; unset: the base recipe's. Key-value heads and
-    the feed-forward layer keep the base recipe's ratio."""
+    """Width of a head, of which sizes must be multiples; unset: the base recipe's. Key-value heads
+    and the feed-forward layer keep the ratios of the base recipe."""
     lr: PowerRule = field(default_factory=PowerRule)
-    """Of optimizer.lr; by default compute ** -0.125 (DeepSeek LLM, 2024, arXiv 2401.02954, section
-    3.1). Under muP write {by: width, exponent: -1}."""
+    """Rule of optimizer.lr; by default compute ** -0.125 (DeepSeek LLM, 2024, arXiv 2401.02954,
+    section 3.1). Under muP write {by: width, exponent: -1}."""
     batch_tokens: PowerRule = field(default_factory=PowerRule)
-    """Of the tokens of a step, rounded to whole rows; by default compute ** 0.3271 (the same)."""
+    """Rule of the tokens per step, rounded to full sequences; by default compute ** 0.3271 (same
+    source)."""
 
     def check(self, key: str = "rules.") -> Iterator[str]:
-        """Lines for values that cannot be."""
+        """Yield an error line for each invalid value."""
         yield from out_of_bounds(key, self)
         yield from out_of_bounds(f"{key}lr.", self.lr)
         yield from out_of_bounds(f"{key}batch_tokens.", self.batch_tokens)
@@ -83,22 +84,22 @@ class RulesConfig:
 
 @dataclass
 class HeldOutConfig:
-    """A larger point, which is predicted before it is run, and not fitted."""
+    """A larger point that is predicted before it is run, and is not part of the fit."""
 
     size: Annotated[int, WIDTH] = 0
-    """Its width; is required."""
+    """Width of the point; required."""
     tokens: Annotated[float, Range(1, 1e15)] = 0.0
-    """Its tokens; is required."""
+    """Tokens of the point; required."""
 
 
 @dataclass
 class ScalingRecipe:
-    """Sizes times tokens of one recipe, the law of their loss, and what it predicts."""
+    """Model sizes and token counts of one recipe, the law of their loss, and its predictions."""
 
     FOLDER: ClassVar[str] = "scaling"
 
     base: Annotated[str | None, PATH] = None
-    """The training recipe: a file, or a shipped one's name."""
+    """The training recipe: a file, or the name of a shipped recipe."""
     overrides: Annotated[list[str], Unless("fit")] = field(default_factory=list)
     """Settings of the base recipe for all points, as on its command line: [tokenizer=bytes,
     logger=none]."""
@@ -117,50 +118,55 @@ class ScalingRecipe:
     )
     """FLOPs of each run, in place of tokens, so that sizes compare at equal compute (isoFLOP)."""
     lr_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
-    """Learning rates of each point, times the rule's; the best one is fitted, and its trend."""
+    """Learning rates of each point, as factors of the rule's. The fit uses the best one, and its
+    trend."""
     batch_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
-    """Batches of each point, times the rule's; the best one is fitted, and its trend."""
+    """Batch sizes of each point, as factors of the rule's. The fit uses the best one, and its
+    trend."""
     seeds: Annotated[list[Annotated[int, Range(0)]], Unless("fit")] = field(default_factory=list)
     """Seeds of each point, a run for each; unset: the base recipe's."""
     held_out: Annotated[HeldOutConfig | None, Unless("fit")] = None
     """A larger run that tests the law."""
     rules: RulesConfig = field(default_factory=RulesConfig)
-    """How depth, heads, batch and learning rate follow."""
+    """How depth, heads, batch size and learning rate follow from width and tokens."""
     output: Annotated[str, PATH] = "runs/scaling"
-    """The experiment's folder: points/, a run's folder each; scaling.json, points.csv and
-    scaling.html."""
+    """The folder of the experiment: points/ with a run's folder for each point, scaling.json,
+    points.csv and scaling.html."""
     workers: Annotated[int | None, Range(1, MOST_RUNS), Unless("fit")] = None
     """Number of runs at a time, which share the cores of this machine. Unset: 1, or all if they are
     launched on slurm or kubernetes, which queue them."""
     launch: Annotated[LaunchConfig | None, Unless("fit")] = None
-    """Where each point is launched as a run of its own (launch=slurm), in place of processes here:
-    keys of a training recipe's launch. This machine and those that train need a file system in
-    common, with `output` at the same path. Ctrl-C leaves the runs alone."""
+    """Launch each point as a run of its own (launch=slurm) instead of a process on this machine,
+    with the keys of a training recipe's launch section. This machine and the training machines need
+    a shared file system, with `output` at the same path. Ctrl-C does not stop the runs."""
     fit: Annotated[str | None, PATH] = None
     """A CSV file of existing runs, in place of base, with columns parameters (N), tokens (D) or
     flops (C), loss, and optionally family and held_out."""
     parameters: Annotated[str, choice(COUNTED)] = "active"
-    """What the law's N counts: active (what a token meets: of experts those it visits), total, or
-    non_embedding (active, without embeddings and an untied head)."""
+    """Parameters that count as the law's N: active (parameters that process a token, with the
+    selected experts only), total, or non_embedding (active, without embeddings and an untied
+    head)."""
     bootstrap: Annotated[int, Range(20, 10_000)] = 200
-    """Sets of runs, drawn with replacement, behind each interval (80 %)."""
+    """Number of bootstrap samples of the runs for the confidence intervals (80 %)."""
     budget: str | None = None
-    """What to predict the best model for: FLOPs, 1e21, or hours of a GPU of `hardware`, 1000h."""
+    """Compute budget for which the best model is predicted: FLOPs, 1e21, or hours of a GPU of
+    `hardware`, 1000h."""
     extrapolate: Annotated[bool, Only("budget")] = False
     """Predict at more than 100 times the compute of the largest fitted run. The prediction is
     marked."""
     hardware: Annotated[str | None, Unless("fit")] = None
-    """GPUs that the time of points and of the budget is planned for, 8xh100, as scripts/plan.py
-    has them; unset: times are those of runs that are done."""
+    """GPUs for which the time of points and of the budget is planned, such as 8xh100, as in
+    scripts/plan.py; unset: times are those of finished runs."""
     price: Annotated[float | None, POSITIVE, Unless("fit")] = None
-    """What a GPU, or without `hardware` this machine, costs an hour, in any currency."""
+    """Price per hour of a GPU, or without `hardware` of this machine, in any currency."""
     flops_per_second: Annotated[float | None, POSITIVE, Unless("fit")] = None
-    """What this machine reaches, for the plan before a run is done; `hardware` has its own."""
+    """Speed of this machine, for the plan before a run is finished; `hardware` has speeds of its
+    own."""
     plugins: list[str] = field(default_factory=list)
-    """Python files or modules, imported before anything is checked."""
+    """Python files or modules that are imported before anything is checked."""
 
     def check(self) -> Iterator[str]:
-        """Every problem, a line each."""
+        """Yield an error line for each problem."""
         if (yield from out_of_bounds("", self)):
             return
         if (self.base is None) == (self.fit is None):
@@ -240,22 +246,22 @@ class ScalingRecipe:
 
     @property
     def target(self) -> str:
-        """Where the points are launched; empty: they are processes of this machine."""
+        """Launch target of the points; empty: processes on this machine."""
         return "" if self.launch is None else self.launch.target
 
     @property
     def budget_flops(self) -> float:
-        """The budget, where it is FLOPs."""
+        """The budget in FLOPs; it must not be in hours."""
         return float(self.budget or 0)
 
     @property
     def budget_hours(self) -> float:
-        """Hours of a GPU in the budget; 0: it is FLOPs."""
+        """GPU hours of the budget; 0 if the budget is in FLOPs."""
         text = (self.budget or "").strip().lower()
         return float(text[:-1]) if text.endswith("h") else 0.0
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         for rule, exponent in ((self.rules.lr, -0.125), (self.rules.batch_tokens, 0.3271)):
             if rule.exponent is None:
                 rule.exponent = exponent

@@ -1,4 +1,7 @@
-"""The `schedule` section: the learning rate over the run."""
+"""The `schedule` section: the learning rate over the run.
+
+`SCHEDULES` is the table of schedules; `train/optim/schedule.py` computes them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ from llmfoundry.recipe.schema import FRACTION, Only, choice, out_of_bounds
 
 @dataclass(frozen=True)
 class ScheduleType(ChoiceRecord):
-    """A kind of schedule: `make(config, clock, since)` is the factor, `since` the warm-up's end."""
+    """A kind of schedule.
+
+    `make(config, clock, since)` returns the factor on the learning rate; `since` is the end of the
+    warm-up.
+    """
 
 
 SCHEDULES = ChoiceTable(
@@ -28,18 +35,19 @@ SCHEDULES = ChoiceTable(
     {
         "cosine_with_warmup": ScheduleType(
             SHIPPED,
-            meaning="half a cosine to alpha_f at t_max.",
+            meaning="a half cosine that falls to alpha_f at t_max.",
             keys={"t_max": "1dur", "alpha_f": 0.1},
         ),
         "linear_decay_with_warmup": ScheduleType(
             SHIPPED,
-            meaning="a line to alpha_f at t_max.",
+            meaning="a linear decay to alpha_f at t_max.",
             keys={"t_max": "1dur", "alpha_f": 0.0},
         ),
-        "constant_with_warmup": ScheduleType(SHIPPED, meaning="1."),
+        "constant_with_warmup": ScheduleType(SHIPPED, meaning="a constant factor of 1."),
         "inv_sqrt_with_warmup": ScheduleType(
             SHIPPED,
-            meaning="one over the root of time, then a line over the last t_cooldown.",
+            meaning="one over the square root of time, then a linear decay over the last"
+            " t_cooldown.",
             keys={
                 "t_scale": REQUIRED,
                 "t_cooldown": "0.2dur",
@@ -49,7 +57,7 @@ SCHEDULES = ChoiceTable(
         ),
         "warmup_stable_decay": ScheduleType(
             SHIPPED,
-            meaning="1, then a line to alpha_f over the last t_cooldown (Hu et al., 2024).",
+            meaning="1, then a linear decay to alpha_f over the last t_cooldown (Hu et al., 2024).",
             keys={"t_cooldown": "0.2dur", "alpha_f": 0.0},
         ),
     },
@@ -59,7 +67,7 @@ _TIMES = ("t_max", "t_cooldown", "t_scale")
 
 @dataclass
 class ScheduleConfig:
-    """A factor on the peak learning rate as a pure function of time."""
+    """The factor on the peak learning rate, a pure function of time."""
 
     name: Annotated[str, choice(SCHEDULES)] = "cosine_with_warmup"
     """The curve after the linear warm-up."""
@@ -85,7 +93,7 @@ class ScheduleConfig:
     """Settings of a schedule that a plugin adds."""
 
     def check(self, key: str = "schedule.") -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         yield from out_of_bounds(key, self)
         if self.name not in SCHEDULES:
             return
@@ -100,6 +108,6 @@ class ScheduleConfig:
         yield from check_settings(f"{key}kwargs.", self.kwargs, kind.own_keys(self))
 
     def fill(self) -> None:
-        """Write derived values in place."""
-        if self.name in SCHEDULES:  # of a run with a plugin that is not here, who knows
+        """Resolve defaults in place."""
+        if self.name in SCHEDULES:  # unknown if the plugin of a run is not imported
             SCHEDULES[self.name].fill(self)

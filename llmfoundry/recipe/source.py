@@ -1,9 +1,8 @@
-"""One source of training text: a corpus of documents, or shards that were prepared.
+"""One source of training text: a corpus of documents, or prepared shards.
 
-The `data` section is one by itself; with `name: mixture` it has several, below `data.streams`.
-`format: auto` is decided while a recipe is read, by the columns of one's own files' first row, so
-that all that depends on it is checked before anything starts. Only files of this machine are
-looked into.
+The `data` section is a single source; with `name: mixture` it has several, in `data.streams`.
+`format: auto` is resolved when a recipe is read, by the columns of the first row of local files, so
+that all dependent keys are checked before anything starts. Remote files are not read.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ SOURCES = (*CORPORA, "shards", INSTRUCTIONS)
 AUTO = "auto"
 TEXT = "text"
 FORMATS = (TEXT, "prompt_response", "chat", "preference", "unpaired")
-"""What rows are: a document; a prompt and an answer; messages; a prompt with a chosen and a
+"""Formats of rows: a document; a prompt and an answer; messages; a prompt with a chosen and a
 rejected answer; a prompt with an answer and whether it is desirable."""
 COMPARED = ("preference", "unpaired")
-"""Formats whose answers are compared: each row's last answer alone is learned."""
+"""Formats of preference data: only the last answer of each example is in the loss."""
 _RENDERED = ("tools", "chat_template_kwargs")  # of rows of messages
 COLUMNS = {
     "prompt_response": ("prompt", "response", "completion", *_RENDERED),
@@ -43,7 +42,7 @@ COLUMNS = {
     "preference": ("prompt", "chosen", "rejected", *_RENDERED),
     "unpaired": ("prompt", "completion", "label", *_RENDERED),
 }
-"""What a row of each format may have."""
+"""Columns that a row of each format may have."""
 MAPPINGS = {
     "alpaca": ("prompt_response", ("instruction", "input", "output", "text")),
     "dolly": ("prompt_response", ("instruction", "input", "output", "context", "response")),
@@ -54,19 +53,19 @@ MAPPINGS = {
     "stackmathqa": ("chat", ("Q", "A")),
     "numina": ("chat", ("messages",)),
 }
-"""Published formats of supervised rows: what each is read as, and the columns that it may have."""
+"""Published formats of supervised data: the format that each maps to, and its columns."""
 _SUPERVISED = Unless("format", TEXT)
 _SHOWN = 300  # characters of a file's column names
 
 
 @dataclass
 class SourceConfig:
-    """Where text comes from."""
+    """A source of text."""
 
     name: Annotated[str, choice(SOURCES)] = "python_stdlib"
-    """python_stdlib (sources of the running Python, tests left out), files, huggingface, shards
-    (MDS or token shards), or instructions (generated chats with exact answers); the data section
-    has mixture too."""
+    """python_stdlib (the source files of the running Python, without tests), files, huggingface,
+    shards (MDS or token shards), or instructions (generated chats with exact answers). The data
+    section has mixture, too."""
     paths: Annotated[list[str], PATH, Only("name", "files")] = field(default_factory=list)
     """Files, folders or globs of .txt .md .py .jsonl .csv .parquet .warc.wet, text formats also as
     .gz or .zst, on this machine or at a URL (s3:// gs:// hf:// https:// …). Formats other than
@@ -91,10 +90,10 @@ class SourceConfig:
     a folder below data.cache_folder."""
 
     format: Annotated[str, choice((*FORMATS, *MAPPINGS, AUTO))] = TEXT
-    """What a row is. text: a document to continue. prompt_response: prompt, and response or
-    completion. chat: messages. preference: prompt, chosen, rejected. unpaired: prompt, completion,
-    label. Or a published set's: alpaca, dolly, p3, flan, openhermes, sharegpt, stackmathqa,
-    numina. auto, only for files: by the columns of the first row on this machine, else text."""
+    """Format of a row. text: a document. prompt_response: prompt, and response or completion. chat:
+    messages. preference: prompt, chosen, rejected. unpaired: prompt, completion, label. Formats of
+    published data sets: alpaca, dolly, p3, flan, openhermes, sharegpt, stackmathqa, numina. auto,
+    for files: by the columns of the first row if the file is on this machine, else text."""
     columns: Annotated[
         dict[str, str],
         _SUPERVISED,
@@ -114,21 +113,21 @@ class SourceConfig:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether some tokens of its rows are learned and others are not."""
+        """Whether some tokens of an example are outside the loss."""
         return self.format not in (TEXT, AUTO)
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether it is read from end to end before training, and so can hold out a part."""
+        """Whether the source is read completely before training, so that a part can be held out."""
         return self.name != "shards" or self.is_supervised
 
     @property
     def columns_read(self) -> tuple[str, ...]:
-        """What a row of its format may have."""
+        """Columns that a row of the format may have."""
         return MAPPINGS[self.format][1] if self.format in MAPPINGS else COLUMNS[self.format]
 
     def settle(self) -> None:
-        """Find the format of files' rows, where it is left open and they are there."""
+        """Resolve `format: auto` by the first row of the files, if they exist."""
         if self.format != AUTO or self.name != "files" or self.preprocess is not None:
             return
         columns = [] if self.text_column is not None else columns_of_rows(self.paths)
@@ -141,7 +140,7 @@ class SourceConfig:
         self._columns_seen = (*columns,)  # type: ignore[misc]
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, or have no effect."""
+        """Yield an error line for each invalid or ineffective value."""
         if self.name in SOURCES:
             yield from self._check_source(key)
 
@@ -165,7 +164,7 @@ class SourceConfig:
             yield from self._check_columns(key)
 
     def _check_auto(self, key: str) -> Iterator[str]:
-        """Lines for a format that is left open where nothing decides it."""
+        """Yield an error line for `format: auto` if nothing determines the format."""
         if self.name != "files":
             yield f"{key}format: auto looks at rows of files; with name: {self.name} write which"
         elif self.preprocess is not None:
@@ -191,7 +190,7 @@ class SourceConfig:
             )
 
     def fill(self) -> None:
-        """Write derived values in place."""
+        """Resolve defaults in place."""
         if self.format == AUTO:
             self.format = TEXT
         if self.name in ("files", "huggingface") and not self.is_supervised:
@@ -204,29 +203,30 @@ class SourceConfig:
 
 @dataclass
 class StreamConfig(SourceConfig):
-    """A source within a mixture. Either all streams have a proportion, or none has."""
+    """A source in a mixture. Either all streams have a proportion, or none."""
 
     name: Annotated[str, choice(SOURCES)] = "shards"
     """shards (MDS or token shards), python_stdlib, files, or huggingface."""
     format: Annotated[str, choice((*FORMATS, *MAPPINGS, AUTO))] = AUTO
-    """What a row is, as data.format. auto: by the columns of the first row of files on this
+    """Format of a row, as in data.format. auto: by the columns of the first row of files on this
     machine, else text."""
     proportion: Annotated[float | None, Range(0)] = None
-    """Its part of the rows, in proportion to the other streams'."""
+    """Share of the sequences, relative to the proportions of the other streams."""
     repeat: Annotated[float | None, Range(0, 2**20)] = None
-    """How often an epoch of the mixture goes through it; 0.5: half of it an epoch; 1 where it is
-    unset. Excludes proportion and choose."""
+    """How many times an epoch of the mixture passes over the stream; 0.5: over half of it. Default
+    1. Excludes proportion and choose."""
     choose: Annotated[int | None, Range(0, 2**48)] = None
-    """How many of its rows an epoch of the mixture has. Excludes proportion and repeat."""
+    """Number of the stream's sequences in an epoch of the mixture. Excludes proportion and
+    repeat."""
 
     def settle(self) -> None:
-        """As of a source alone; text where nothing shows another format."""
+        """Resolve `format: auto` as for a single source; the fallback is text."""
         super().settle()
         if self.format == AUTO and not self._columns_seen:
             self.format = TEXT
 
     def check(self, key: str) -> Iterator[str]:
-        """Lines for values that cannot be, contradict each other, or have no effect."""
+        """Yield an error line for each invalid, conflicting or ineffective value."""
         yield from out_of_bounds(key, self)
         yield from super().check(key)
         given = [f for f in ("proportion", "repeat", "choose") if getattr(self, f) is not None]
@@ -236,7 +236,7 @@ class StreamConfig(SourceConfig):
 
 @contextmanager
 def under_key(key: str) -> Iterator[None]:
-    """Name keys below `key` in the errors of what reads a stream as if it were `data`."""
+    """Replace `data` by `key` in the errors of code that reads a stream as if it were `data`."""
     names = "|".join(field.name for field in fields(SourceConfig))
     ours = re.compile(rf"(?<![\w./-])data\.(?=(?:{names})\b)")
     try:
@@ -247,7 +247,7 @@ def under_key(key: str) -> Iterator[None]:
         raise
 
 
-SIGNATURES = (  # the first whose columns are all there
+SIGNATURES = (  # the first entry whose columns all exist is the format
     ("preference", ("chosen", "rejected")),
     ("unpaired", ("prompt", "completion", "label")),
     ("prompt_response", ("prompt", "response")),
@@ -264,9 +264,9 @@ _MOST_FILES = 1000  # of a folder or a glob
 
 
 def columns_of_rows(paths: list[str]) -> list[str] | None:
-    """The columns of the first row that is found at `data.paths`; None: nothing is there yet.
+    """Return the columns of the first row of `data.paths`; None if no file exists.
 
-    Empty: the files hold documents, or cannot be looked into, such as those at a URL.
+    The list is empty if the files hold documents, or cannot be read here, such as files at a URL.
     """
     if any("://" in name for name in paths):
         return []
@@ -277,36 +277,36 @@ def columns_of_rows(paths: list[str]) -> list[str] | None:
         try:
             names = _COLUMNS[path.suffix.lower()](path)
         except (OSError, ValueError, ImportError, RecursionError, csv.Error):
-            continue  # whoever reads all of its rows says what is wrong with it
+            continue  # the error is reported when all rows are read
         if names:
             return names
     return [] if files else None
 
 
 def format_of(columns: list[str]) -> str | None:
-    """The format that rows of these columns have; None: none that is known."""
+    """Return the format of rows with these columns; None if no format matches."""
     named = {*columns}
     return next((name for name, needed in SIGNATURES if named.issuperset(needed)), None)
 
 
 def is_hidden(name: str, *, is_folder: bool) -> bool:
-    """Whether a file or a folder is read only where it is named; the rule of `datasets`."""
+    """Return whether a file or folder is only read if it is named; the rule of `datasets`."""
     return name.startswith(".") or (is_folder and name.startswith("__"))
 
 
 def hidden_part(path: str, named: str) -> str:
-    """The part of `path` up to a hidden file or folder that `named` does not name; "": none.
+    """Return the part of `path` up to a hidden file or folder that `named` does not name; else "".
 
     Args:
-        path: a file or a folder; that of a folder ends with a slash.
-        named: the folder or the glob that it was found by, which may name hidden ones itself.
+        path: a file or a folder; a folder ends with a slash.
+        named: the folder or glob that the user wrote, which may name hidden files itself.
     """
     expected, hidden = _hidden_parts(named), _hidden_parts(path)
     return hidden[len(expected)] if len(hidden) > len(expected) else ""
 
 
 def _hidden_parts(path: str) -> list[str]:
-    """Each part of a path up to a hidden file or folder."""
+    """Return each prefix of a path that ends in a hidden file or folder."""
     names = path.split("/")
     last = len(names) - 1
     return [

@@ -1,4 +1,8 @@
-"""`TrainRecipe`: all that a training run is. `scripts/train.py` reads one."""
+"""`TrainRecipe`: all settings of a training run.
+
+`scripts/train.py` reads one. Each section checks its own keys; `TrainRecipe.check` adds conflicts
+between sections.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,11 @@ PRECISIONS = ("fp32", "amp_bf16", "bf16", "amp_fp8")
 FP8_RECIPES = ("rowwise", "tensorwise")
 FP8 = PRECISIONS[-1]
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes that record CUDA graphs
 GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 
-# Fields and sections that do not change what is learnt: where files are, what is logged, how it is
-# computed. Model and tokenizer may not change at all (builders.resume.run_identity).
+# Fields and sections that do not influence the result of training: file locations, logging, layout.
+# Model and tokenizer may not change at all (builders.resume.run_identity).
 NOT_LEARNT = re.compile(
     r"(plugins|run_name|pause_at|save_\w+|load_\w+|autoresume|deterministic|compile|compile_mode|device_\w+"
     r"|auto_probe"
@@ -57,31 +61,34 @@ NOT_LEARNT = re.compile(
 
 @dataclass
 class TrainRecipe:
-    """One training run; the same file serves a laptop and a cluster."""
+    """A training run; the same file serves a laptop and a cluster."""
 
     run_name: Annotated[str | None, RUN_NAME] = None
     """Name of the run; unset: the recipe file's name."""
     save_folder: Annotated[str, PATH] = "runs/${run_name}"
     """The run's folder: recipe.yaml, metrics.jsonl, report.html, tokenizer, checkpoints. Or a URL,
-    s3://bucket/runs/${run_name} (gs, az, oci too), asked as data.storage_options, download_retry
-    and download_timeout say: the run then works in save_local_folder, and the store follows."""
+    s3://bucket/runs/${run_name} (also gs, az, oci): the run then works in save_local_folder, and
+    uploads its files. data.storage_options, download_retry and download_timeout apply to the
+    store."""
     save_local_folder: Annotated[str | None, PATH] = None
-    """Only with a URL as save_folder: the folder of each machine below which the run works, before
-    files are sent; unset: runs/ in data.cache_folder."""
+    """Used with a URL as save_folder: the folder on each machine below which the run works before
+    files are uploaded; unset: runs/ in data.cache_folder."""
     save_local_copies: Annotated[int, Range(0, 1000)] = 0
-    """Only with a URL as save_folder: newest checkpoints that stay on the machines' own disks too,
-    so that a restart reads from the store no more than what lost machines had written."""
+    """Used with a URL as save_folder: number of newest checkpoints that also stay on the disks of
+    the machines, so that a restart only downloads what lost machines had written."""
     seed: Annotated[int, Range(0)] = 17
-    """Decides initial weights, the order of samples and every random draw."""
+    """Seed of the initial weights, the data order and every random number."""
     deterministic: bool = False
-    """Only deterministic kernels (slower on a GPU; a CPU is deterministic either way)."""
+    """Use only deterministic kernels, which are slower on a GPU. A CPU is deterministic in any
+    case."""
     precision: Annotated[str, choice(PRECISIONS)] = "amp_bf16"
-    """amp_bf16: matrix products in bfloat16, weights and sums in fp32; a CPU without bfloat16
-    instructions computes in fp32, and says so. fp32: everything. bf16: the weights, gradients and
-    optimizer too are bfloat16: half the memory, small updates are lost. amp_fp8: as amp_bf16, with
-    the products of blocks' dense linear layers in 8-bit floating point (torchao, extra lowp), on
-    GPUs that have it and with compile: true; head, routers and experts stay bf16, and so do
-    evaluation and export of what was saved. Estimates and plans count it as amp_bf16."""
+    """amp_bf16: matrix multiplications in bfloat16, weights and sums in fp32; a CPU without
+    bfloat16 instructions computes in fp32, which is logged. fp32: all computation in fp32. bf16:
+    also weights, gradients and optimizer state in bfloat16, for half the memory, but small updates
+    are lost. amp_fp8: as amp_bf16, with the dense linear layers of the blocks in 8-bit floating
+    point (torchao, extra lowp), on GPUs that support it and with compile: true. Head, routers and
+    experts stay bf16, and so do evaluation and export. Estimates and plans count amp_fp8 as
+    amp_bf16."""
     fp8_recipe: Annotated[str | None, choice(FP8_RECIPES), Only("precision", FP8)] = None
     """Granularity of the scales. rowwise (the default): one scale per row of an operand, more
     accurate. tensorwise: one scale per operand, faster."""
@@ -89,19 +96,21 @@ class TrainRecipe:
     """Round to fp8 and compute in a wider dtype, slowly but on any device, to try the numerics.
     Default false."""
     compile: bool = False
-    """torch.compile each block: faster steps after a first one that takes a minute."""
+    """Compile each block with torch.compile: steps are faster after a first step that takes a
+    minute."""
     compile_mode: Annotated[str | None, choice(COMPILE_MODES), Only("compile")] = None
     """Mode of torch.compile; default "default". reduce-overhead and max-autotune record CUDA
     graphs, which require GPUs, no sharding, and one microbatch per step."""
     max_duration: str = "1ep"
     """Length of the run, a duration: 100ba, 2e9tok, 1ep."""
     max_seq_len: Annotated[int, Range(2, 2**24, LENGTH)] = 2048
-    """Tokens in a row."""
+    """Length of a sequence in tokens."""
     global_train_batch_size: Annotated[int, ROWS] = 256
-    """Rows in one optimizer step, over all processes."""
+    """Sequences per optimizer step, over all ranks."""
     device_train_microbatch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
-    """Rows a process computes at a time; auto: as many as fit by the estimate. A step that runs out
-    of memory continues with half, of a number too."""
+    """Sequences that a rank processes at a time. auto: as many as fit according to the memory
+    estimate. A step that runs out of memory continues with half of it, also if the size is a
+    number."""
     auto_probe: Annotated[
         str,
         choice(("off", "on")),
@@ -113,39 +122,43 @@ class TrainRecipe:
     and machine. off: use the estimate, which saves one start of the processes; a microbatch that
     does not fit costs one step."""
     device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
-    """Rows a process evaluates at a time; auto: as many as fit by the estimate."""
+    """Sequences that a rank evaluates at a time; auto: as many as fit according to the memory
+    estimate."""
     device_loss_chunk_tokens: Annotated[int | None, Range(1, 2**24)] = None
-    """Tokens whose logits the loss holds at a time, at most 12 bytes for each token and row of the
-    vocabulary; unset: 2 GiB of fp32 logits on a GPU, 8,192 tokens at most; 256 or more on a CPU."""
+    """Number of tokens whose logits the loss holds at a time, at up to 12 bytes per token and
+    vocabulary entry. Unset: 2 GiB of fp32 logits and at most 8,192 tokens on a GPU; 256 or more
+    tokens on a CPU."""
     eval_interval: str = "500ba"
-    """How often to evaluate; the end of the run always is. 0ba: only the end."""
+    """Interval of evaluations; a run is always evaluated at its end. 0ba: only at the end."""
     eval_first: bool = False
-    """Evaluate before the first step too."""
+    """Also evaluate before the first step."""
     log_interval: str = "1ba"
-    """How often to print a line and write metrics; the loss is the mean since the last line."""
+    """Interval of log lines and metrics; the loss is the mean since the last line."""
     save_interval: str = "1000ba"
-    """How often to save a checkpoint; the end of the run always is. 0ba: only the end."""
+    """Interval of checkpoints; a run always saves one at its end. 0ba: only at the end."""
     save_num_checkpoints_to_keep: Annotated[int, Range(-1)] = -1
-    """Newest checkpoints to keep; -1: all."""
+    """Number of newest checkpoints to keep; -1: all."""
     save_overwrite: bool = False
-    """Start over in a folder that holds a run already, deleting its checkpoints and metrics."""
+    """Start over in a folder that contains a run, and delete its checkpoints and metrics."""
     save_async: bool = True
     """Write a checkpoint in the background while training continues."""
     pause_at: str | None = None
-    """Evaluate, save and end here, with status 0; the same command with a later one, or null, goes
-    on as if it had not ended: the schedule is that of max_duration. Unset: run to the end."""
+    """Evaluate, save and end at this time, with status 0. The same command with a later time, or
+    null, continues as if the run had not ended; the schedule is that of max_duration. Unset: run to
+    the end."""
     save_max_wait: Annotated[float | None, Range(0), Only("save_async")] = None
     """Seconds that training waits if the previous checkpoint is still being written when the next
     one is due; then the next one is skipped, which is reported. Unset: 30. The end of a run, and a
     signal, wait as long as the write takes."""
     save_max_failures: Annotated[int, Range(1)] = 3
-    """Saves that may fail in a row, each reported at once and retried at the next, until the run
-    ends; so it does when its last save fails. 3: a disk that is full for a while costs nothing."""
+    """Number of failed saves in a row after which the run ends. Each failure is reported at once,
+    and the next save tries again; a failure of the last save ends the run, too. With 3, a disk that
+    is full for a while costs nothing."""
     autoresume: bool = True
-    """Resume from the newest complete checkpoint in save_folder, where there is one."""
+    """Resume from the newest complete checkpoint in save_folder, if there is one."""
     load_path: Annotated[str | None, PATH] = None
-    """A checkpoint, or a run's folder, or the URL of one, or a version in MLflow's registry,
-    models:/NAME@best, to start from where save_folder holds none."""
+    """A checkpoint, a run's folder, a URL of either, or a version in MLflow's registry,
+    models:/NAME@best, from which to start if save_folder has no checkpoint."""
     load_weights_only: Annotated[bool | None, Only("load_path")] = None
     """Load only the weights, and start at batch 0 with a new optimizer state and data order."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -157,39 +170,40 @@ class TrainRecipe:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer (group optimizer/)."""
     gradient_clipping: GradientClippingConfig = field(default_factory=GradientClippingConfig)
-    """The bound on the gradient."""
+    """Gradient clipping."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate over time (group schedule/)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The spread over processes (group parallel/)."""
+    """The distribution over processes (group parallel/)."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """What is measured (group eval/)."""
+    """Evaluation (group eval/)."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    """Where it is recorded (group logger/)."""
+    """Where metrics are logged (group logger/)."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
-    """What its checkpoints are called in MLflow's model registry."""
+    """The registered model in MLflow of which checkpoints become versions."""
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
-    """Observers of the loop."""
+    """Observers of the training loop."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """Traces of steps, and snapshots of memory."""
+    """Traces of steps and snapshots of memory."""
     health_check: HealthCheckConfig = field(default_factory=HealthCheckConfig)
-    """Whether machines are looked at first."""
+    """Checks of machines before the run."""
     hang: HangConfig = field(default_factory=HangConfig)
-    """When a process hangs, and what is done."""
+    """Detection of hung processes."""
     supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
-    """What starts the run again."""
+    """Restarts after failures."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    """Where scripts/launch.py starts it (group launch/)."""
+    """Where scripts/launch.py starts the run (group launch/)."""
     plugins: list[str] = field(default_factory=list)
-    """Python files, my_file.py, or modules, my_package.module, imported before anything is checked;
-    they add optimizers, schedules, callbacks, loggers, norms, task types and kinds of files."""
+    """Python files, my_file.py, or modules, my_package.module, that are imported before anything is
+    checked. They add optimizers, schedules, callbacks, loggers, norms, task types and file
+    types."""
 
     def settle(self) -> None:
-        """Decide what the recipe leaves to what is there, before it is checked."""
+        """Resolve settings that depend on existing files, before the recipe is checked."""
         self.data.settle()
 
     def check(self) -> Iterator[str]:
-        """Every problem of the recipe, a line each, sections and then what crosses them."""
+        """Yield an error line for each problem: sections first, then conflicts between them."""
         yield from out_of_bounds("", self)
         yield from check_duration(
             "max_duration", self.max_duration, allow_dur=False, allow_zero=False
@@ -257,10 +271,10 @@ class TrainRecipe:
 
     @property
     def cuts_within_blocks(self) -> bool:
-        """Whether FSDP has units within a block, whose hooks no graph has: layers with experts.
+        """Whether FSDP has units within a block, which prevents the compilation of the block.
 
-        Those that processes share, and all beside matrices that they share; of a model that is not
-        opened yet (fine-tuning) only the former are known.
+        These are experts that are distributed over ranks, and all experts under tensor parallelism.
+        The experts of a model whose files are not read yet (fine-tuning) are unknown.
         """
         known = isinstance(self.model, ModelConfig)
         mixed = known and self.model.ffn_config.ffn_type == "dmoe"
@@ -270,7 +284,7 @@ class TrainRecipe:
         )
 
     def _check_model_across(self) -> Iterator[str]:
-        """What the model and the rest of the recipe must agree on."""
+        """Check the model against the rest of the recipe."""
         found = [*limits(self.model, self.parallel, self.parallel.written_degrees)]
         yield from found
         if self.compile and not found:
@@ -327,7 +341,7 @@ class TrainRecipe:
             )
 
     def _check_store(self) -> Iterator[str]:
-        """What a run at a URL has, and another has not."""
+        """Check settings that depend on whether the run's folder is a URL."""
         scheme, separator, place = self.save_folder.partition("://")
         if separator and not place.strip("/"):
             yield f"save_folder: {self.save_folder} names no bucket; write {scheme}://BUCKET/FOLDER"
@@ -345,19 +359,19 @@ class TrainRecipe:
             )
 
     def early_stop_unseen(self) -> bool:
-        """Whether the early stopper waits for a metric that nothing measures."""
+        """Return whether the metric of the early stopper is never measured."""
         metric = self.callbacks.early_stopper.metric
         return (
             metric is not None and metric.startswith("metrics/eval/") and not self.eval.validation
         )
 
     def training_settings(self) -> dict[str, Any]:
-        """Every setting of a filled recipe that changes what is learnt, by its dotted key."""
+        """Return every setting that influences the result of training, by its dotted key."""
         settings = flat(asdict(self))
         return {key: value for key, value in settings if not NOT_LEARNT.fullmatch(key)}
 
     def fill(self) -> None:
-        """Write derived values in place; call after `check` found nothing."""
+        """Resolve defaults in place; call it after `check` has yielded no line."""
         self._fill_model()
         self.tokenizer.fill()
         self.data.fill()

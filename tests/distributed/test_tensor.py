@@ -256,8 +256,8 @@ def test_tokens_that_travel_in_bf16_are_about_as_exact_as_one_process(tmp_path: 
                 *("adapter.name=lora", "model.quantize=nf4", "model.pretrained=runs/none"),
                 "parallel.tensor_parallel_degree=2",
             ],
-            "parallel.tensor_parallel_degree: 2, but an adapter's layers are not cut; write 1, and"
-            " data_parallel_shard_degree: -1",
+            "parallel.tensor_parallel_degree: 2, but an adapter's layers are not sharded; write 1,"
+            " and data_parallel_shard_degree: -1",
         ),
     ],
 )

@@ -68,7 +68,7 @@ WRONG = {  # of a model of 2 layers
     "{block: first-2, attention: last-1}": "block 1 is in the ranges of block and attention, which",
     "[experts,feed_forward]": "block 0 is in the ranges of experts and feed_forward, which overlap",
     "[norm,norm_attn_norm]": "block 0 is in the ranges of norm and norm_attn_norm, which overlap",
-    "[attention,attention]": "attention stands there twice; write it once",
+    "[attention,attention]": "attention is listed twice; write it once",
     "atention": "atention is no part of a block; did you mean 'attention'?; write block, attention",
     "{atention: 1}": "atention is no part of a block; did you mean 'attention'?; write block, atte",
     "{attention: [2]}": "attention: there is no block 2; write 0 to 1",
