@@ -154,11 +154,7 @@ def register_saved(
             when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
             client.set_model_version_tag(name, str(version.version), Tag.PRUNED, when)
     new = [w for w in saved if not any(w.match(version.tags) for version in before)]
-    mlflow_run = client.get_run(session.run_id)
-    experiment = mlflow_run.info.experiment_id
-    if any(model.name == name for model in client.search_registered_models(f"name = '{name}'")):
-        new = [w for w in new if not _was_registered(client, experiment, name, w)]
-    made = [(w, register(client, name, w, mlflow_run, experiment)) for w in new]
+    made = _register_new(session, name, new) if new else []
     best = settle_best(client, name) if made or before else None
     for weights, version in made:
         saved_as = Path(weights.address).name
@@ -169,6 +165,19 @@ def register_saved(
             f"registry.best: {by}, but the best of {name} is by {best.tags[Tag.BY]}, and stays;"
             " write that, or another registry.name"
         )
+
+
+def _register_new(
+    session: MlflowSession, name: str, weights: Iterable[Weights]
+) -> list[tuple[Weights, Any]]:
+    """Register weights that have no version; those whose version was deleted are left out."""
+    client = session.client
+    run = client.get_run(session.run_id)
+    experiment = run.info.experiment_id
+    models = client.search_registered_models(f"name = '{name}'")
+    if any(model.name == name for model in models):
+        weights = [w for w in weights if not _was_registered(client, experiment, name, w)]
+    return [(w, register(client, name, w, run, experiment)) for w in weights]
 
 
 def _saved_weights(run: Storage, best: BestConfig, run_name: str) -> list[Weights]:

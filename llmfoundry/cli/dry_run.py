@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
 from llmfoundry.builders.open_model import check_model, is_adapter, is_hugging_face
@@ -137,6 +138,8 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
     recipe.precision = served_precision(recipe.precision, world, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
     check_layout(recipe, world)
+    if recipe.tokenizer.name == "train":
+        learning_corpus(recipe.data)
     if hardware is None:
         check_workers(recipe.data, world)
         check_kernels(recipe, world.device)

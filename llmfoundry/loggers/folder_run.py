@@ -22,7 +22,7 @@ class FolderRun:
     """The id in a file such as runs/mine/mlflow_run_id, and the folder that it was given to.
 
     Attributes:
-        file: holds the id; beside it `.<name>.folder` holds the path of the folder.
+        file: holds the id; beside it `<name>.folder` holds the path of the folder.
         id: of the run; empty: the folder has none.
         copied_from: the id of the original folder's run, if this folder is a copy; else empty.
     """
@@ -66,7 +66,7 @@ class FolderRun:
 
 
 def _folder_file(file: Path) -> Path:
-    return file.with_name(f".{file.name}.folder")
+    return file.with_name(f"{file.name}.folder")
 
 
 def _is_copy(file: Path, run_id: str, original: Path) -> bool:

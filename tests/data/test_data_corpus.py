@@ -246,6 +246,8 @@ def test_fingerprint_follows_content_and_not_the_way_it_is_named(tmp_path: Path)
 CASES: dict[str, tuple[str, bytes, str]] = {
     "UTF-8": ("a.txt", b"ab\xff", r"a\.txt: byte 2 \(0xff\) is not utf-8: invalid start byte"),
     "UTF-8 after a mark": ("a.md", b"\xef\xbb\xbfab\xff", r"a\.md: byte 5 \(0xff\) is not utf-8"),
+    "UTF-16": ("a.txt", "ab".encode("utf-16"), r"a\.txt: it is UTF-16, by its byte-order mark"),
+    "UTF-16 without a mark": ("a.txt", "ab".encode("utf-16-le"), r"50% of its bytes are zero, as"),
     "source": ("a.py", b"x = 1\ny = 2\n# \xe4\n", r"a\.py: byte 14 \(0xe4\) is not utf-8"),
     "source's head": ("a.py", b"# \xe4\n", r"a\.py: byte 2 \(0xe4\) is not utf-8"),
     "unknown coding": ("a.py", b"# coding: klingon\n", r"a\.py: unknown encoding.*klingon"),
@@ -287,6 +289,7 @@ CASES: dict[str, tuple[str, bytes, str]] = {
     ),
     "suffix": ("a.doc", b"x", r"data\.paths: .*a\.doc: cannot read \.doc files; convert .*\.jsonl"),
     "empty": ("a.txt", b"", r"data\.paths: holds no text"),
+    "empty csv": ("a.csv", b"", r"data\.paths: holds no text"),
     "blank": ("a.jsonl", b'{"text": " \\n"}\n\n', r"data\.paths: holds no text"),
 }
 

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.preparation.partition import content_hash
+from llmfoundry.data.text import bpe
 from llmfoundry.data.text.bpe import byte_alphabet, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -321,3 +322,13 @@ def test_pre_tokenizer_splits_long_numbers() -> None:
     assert isinstance(backend.pre_tokenizer, pre_tokenizers.Sequence)
     words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("1234567")]
     assert words == ["123", "456", "7"]
+
+
+def test_a_long_word_is_learned_from_in_parts() -> None:
+    """Of one word of 65,536 letters the library would learn for 18 s."""
+    words = "a short text, 1234 and " + "x" * 20_000 + " " * 1000 + "-" * 513
+    assert "".join(bpe._with_short_words([words])) == words
+    learned = train_backend([words], 400, progress=False).get_vocab()
+    assert max(map(len, learned)) == bpe._LONGEST_WORD
+    short = [("y" * bpe._LONGEST_WORD + " 12 ") * 3, ""]
+    assert [*bpe._with_short_words(short)] == short

@@ -238,7 +238,7 @@ def test_a_signal_is_handled_while_a_store_is_silent(s3: FaultyS3) -> None:
     store = Store(f"s3://{BUCKET}/data", FetchOptions(timeout=60.0))
 
     def end() -> None:
-        assert s3.started.wait(20)
+        assert s3.started.wait(240)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def stop(*_: object) -> None:

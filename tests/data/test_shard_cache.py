@@ -155,7 +155,7 @@ def test_four_processes_download_each_file_once(s3: FaultyS3, tmp_path: Path) ->
 def test_what_a_killed_process_began_is_done_by_the_next(s3: FaultyS3, tmp_path: Path) -> None:
     s3.faults["data/s/0"] = ("trickle", 1)
     with killed_after(start_anew("read_one", tmp_path)) as kill:
-        assert s3.started.wait(20)
+        assert s3.started.wait(240)  # a busy machine starts slowly
         folder = opened(tmp_path)
         part = next((tmp_path / "cache").rglob(f"0{PART}"))
         assert try_lock(part) is None

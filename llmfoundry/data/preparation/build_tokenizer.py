@@ -25,7 +25,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer, no_end_of
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 
-_VERSION = 2  # of what is learned from a corpus; raised when the sample or the trainer changes
+_VERSION = 3  # of what is learned from a corpus; raised when the sample or the trainer changes
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool) -> Tokenizer:

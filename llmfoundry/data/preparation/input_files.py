@@ -212,6 +212,8 @@ def decode(name: str, data: bytes, encoding: str = "utf-8", *, is_start: bool = 
     except UnicodeDecodeError as error:
         byte = error.object[error.start : error.start + 1].hex()
         where = f"byte {skipped + error.start} (0x{byte})"
+        if is_start and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            where = f"it is UTF-16, by its byte-order mark: {where}"
         raise UserError(
             f"{name}: {where} is not {encoding}: {error.reason}; convert the file to UTF-8"
         ) from error

@@ -56,6 +56,7 @@ from llmfoundry.recipe.source import glob_matches, hidden_part, is_hidden
 _NOT_STDLIB = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 )
+_HEAD = 4096  # bytes of a text file by which its encoding is judged
 _HIDDEN_SHOWN = 3  # names of what is hidden
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
 # Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
@@ -402,7 +403,14 @@ def readable_kinds(text_column: str | None) -> str:
 
 
 def _text(source: Input, text_column: str) -> Rows:
-    yield None, decode(source.name, source.whole())
+    data = source.whole()
+    text, head = decode(source.name, data), data[:_HEAD]
+    if head.count(0) > len(head) // 4:  # English in UTF-16 is also valid UTF-8
+        raise UserError(
+            f"{source.name}: {head.count(0) / len(head):.0%} of its bytes are zero, as in UTF-16;"
+            " convert the file to UTF-8"
+        )
+    yield None, text
 
 
 def _python(source: Input, text_column: str) -> Rows:
@@ -502,6 +510,8 @@ def _csv(source: Input, text_column: str) -> Rows:
     rows = csv.reader(lines(), strict=True)
     try:
         names = next(rows, [])
+        if not names:  # an empty file, as of the other kinds
+            return
         check_columns(f"{source.name}:1", text_column, names)
         while True:
             number, size = rows.line_num + 1, 0

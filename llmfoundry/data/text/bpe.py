@@ -6,6 +6,8 @@ character (GPT-2's alphabet), so that any text is encoded and decoded without lo
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +22,12 @@ END_OF_TEXT = "<|endoftext|>"
 WORDS = (
     r"(?i:'(?:s|t|re|ve|m|ll|d))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# The trainer's time grows with the square of a word's length: DNA on one line is one word.
+_LONGEST_WORD = 256  # characters
+_LONG_WORD = re.compile(
+    r"[^\W\d_]{%(n)d,}|\s{%(n)d,}|(?:[^\w\s]|_){%(n)d,}" % {"n": _LONGEST_WORD + 1}
 )
 
 
@@ -43,8 +51,9 @@ def bytes_backend(end_of_text: str = END_OF_TEXT) -> Tokenizer:
 def train_backend(texts: list[str], vocab_size: int, *, progress: bool) -> Tokenizer:
     """Learn merges until `vocab_size` tokens, the end of text among them.
 
-    A text with too few repeated pairs gives fewer tokens.
+    A text with too few repeated pairs gives fewer tokens. Longer words are learned from in parts.
     """
+    texts = list(_with_short_words(texts))
     backend = _backend(models.BPE(), WORDS)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -55,6 +64,17 @@ def train_backend(texts: list[str], vocab_size: int, *, progress: bool) -> Token
     )
     backend.train_from_iterator(texts, trainer, length=len(texts))
     return backend
+
+
+def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts; one that holds a long word ends within it, and the rest is the next one."""
+    for text in texts:
+        start = 0
+        for word in _LONG_WORD.finditer(text):
+            for end in range(word.start() + _LONGEST_WORD, word.end(), _LONGEST_WORD):
+                yield text[start:end]
+                start = end
+        yield text[start:]
 
 
 def tiktoken_backend(encoding: Any) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -139,6 +140,16 @@ def test_what_a_run_refuses_its_dry_run_refuses(
     got = capsys.readouterr()
     assert why in got.err and got.out == ""
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_tokenizer_that_would_learn_from_chats_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    words = ["data=files", f"data.paths=[{tmp_path}/chats.jsonl]", "eval=off"]
+    assert dry(TrainRecipe, "train:train", QUICKSTART, *words) == 2
+    assert "tokenizer.name: train learns from documents" in capsys.readouterr().err
 
 
 def test_models_that_are_not_there_are_refused_and_hub_ids_are_not_fetched(
