@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Callable
@@ -215,6 +216,16 @@ def test_a_folder_of_hidden_files_alone_is_named_as_such(tmp_path: Path) -> None
     (tmp_path / "__pycache__").mkdir()
     with pytest.raises(UserError, match=r"no file matches .*left out \(__pycache__\); to read one"):
         read(tmp_path / "*")
+
+
+def test_a_name_that_is_not_utf8_is_refused_and_a_hidden_one_is_spelled(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / os.fsdecode(b".\xff")).write_text("")
+    corpus = Corpus(DataConfig(name="files", paths=[str(tmp_path)]))
+    assert corpus.hidden == [f"{tmp_path}/.\\udcff"]
+    (tmp_path / os.fsdecode(b"b\xff.txt")).write_text("text")
+    with pytest.raises(UserError, match=r"/b\\udcff\.txt: this path is not UTF-8; rename it"):
+        read(tmp_path)
 
 
 def test_paths_keep_the_order_written_and_globs_are_sorted(tmp_path: Path) -> None:

@@ -68,7 +68,13 @@ class InputFile:
 
     @classmethod
     def here(cls, path: Path) -> InputFile:
-        """A file of this machine."""
+        """A file of this machine.
+
+        Raises:
+            UserError: it cannot be read, or its path cannot be written down.
+        """
+        if path_text(str(path)) != str(path):
+            raise UserError(f"{path_text(str(path))}: this path is not UTF-8; rename it")
         with read_errors(path):
             status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -191,6 +197,11 @@ class Input:
             del chunk, last  # before the next is made: a small file may unpack to much
         if size:
             yield b"".join(rest) if size <= self.longest else b"", size
+
+
+def path_text(path: str) -> str:
+    r"""A path as text: bytes that are not UTF-8 are spelled as \udcff."""
+    return path.encode(errors="backslashreplace").decode()
 
 
 @contextmanager

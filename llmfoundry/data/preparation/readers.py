@@ -41,6 +41,7 @@ from llmfoundry.data.preparation.input_files import (
     Input,
     InputFile,
     as_file,
+    path_text,
     decode,
     file_names,
     ignore,
@@ -282,7 +283,7 @@ def _named_files(config: DataConfig) -> FoundFiles:
         raise UserError(f"data.paths: no readable file in {config.paths}; it reads {reads}{more}")
     named = {os.path.realpath(os.path.expanduser(name)) for name in config.paths} | {*config.paths}
     unnamed = {path for path in hidden if path not in named and os.path.realpath(path) not in named}
-    return FoundFiles(list(files.values()), ignored, sorted(unnamed))
+    return FoundFiles(list(files.values()), ignored, sorted(map(path_text, unnamed)))
 
 
 def _matches(
