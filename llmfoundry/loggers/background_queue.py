@@ -11,6 +11,7 @@ was written while no process of the run was there is sent too.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmfoundry.command_text import command_line
+from llmfoundry.errors import disk_full
 from llmfoundry.events import is_restart, names_in, read_events
 from llmfoundry.loggers.console import short_count
 from llmfoundry.loggers.metrics_file import find_lacking, milliseconds
@@ -128,10 +130,17 @@ class LogTarget:
     has_registry: bool = False
 
 
+_MAX_RETRIES = re.compile(r"(.*): Max retries exceeded .*?\(Caused by \w+\((.*)\)\)")
+_BEFORE_REASON = re.compile(r"[)>]: |>, |\w+\((?:\d+, )?(?=['\"])")  # the object that failed
+_QUOTES = re.compile(r"^['\"]|['\"]\)?$")
+
+
 def describe(error: Exception) -> str:
     """The first line of an error, without passwords, at most 200 characters."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    text = text.split(": Max retries exceeded")[0]  # what follows repeats the address
+    if found := _MAX_RETRIES.fullmatch(text):  # urllib3's, which ends with the reason
+        reason = _BEFORE_REASON.split(found[2])[-1]
+        text = f"{_QUOTES.sub('', reason)}: {found[1]}"
     return public(text if len(text) <= 200 else text[:197] + "...")
 
 
@@ -354,7 +363,7 @@ class BackgroundWriter:
             nonlocal failed
             failed = failures
             self._problem = describe(error)
-            if isinstance(error, _PERMANENT) or self._target.is_permanent(error):
+            if _is_permanent(error) or self._target.is_permanent(error):
                 self._refuse(what)
                 raise _GivenUpError from error
             if failures == 2:  # one failure may be a lock of a moment
@@ -424,6 +433,8 @@ class BackgroundWriter:
         ]
         if cut_off or not self._is_ended:
             missing.append("the end of the run")
+        elif self._session is None and not missing:
+            missing.append("the run")
         if not self._target.is_store:
             return
         self.has_all = not (missing or self._refusals)
@@ -449,6 +460,12 @@ def _request(
         return partial(session.upload, first), first.name
     points = [item for item in items if isinstance(item, MetricPoint)]
     return partial(session.send, points), f"{len(points)} metric values"
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether an error would come again: a file that cannot be read is no outage of the place."""
+    names_file = isinstance(error, OSError) and error.filename is not None
+    return isinstance(error, _PERMANENT) or (names_file and not disk_full(error))
 
 
 def _is_point(item: Item) -> bool:

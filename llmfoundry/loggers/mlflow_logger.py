@@ -185,7 +185,7 @@ def find_experiment(client: Any, uri: str, experiment: str) -> str:
     """The id of the experiment of a name, which is made where there is none.
 
     Raises:
-        RuntimeError: it was deleted.
+        RuntimeError: it was deleted, or there is no MLflow.
     """
     database, location = sqlite_path(uri), None
     if database is not None:
@@ -197,6 +197,8 @@ def find_experiment(client: Any, uri: str, experiment: str) -> str:
     if found is None:
         number = client.create_experiment(experiment, artifact_location=location)
         found = client.get_experiment(number)
+    if not found.experiment_id:
+        raise RuntimeError("its answer names no experiment: what is at this address is not MLflow")
     if found.lifecycle_stage == "deleted":
         raise RuntimeError(
             f"experiment '{experiment}' was deleted; restore it (mlflow experiments restore"

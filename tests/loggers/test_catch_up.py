@@ -22,7 +22,7 @@ import pytest
 from llmfoundry.cli.commands.track import track
 from llmfoundry.errors import UserError
 from llmfoundry.loggers import background_queue as writer_module
-from llmfoundry.loggers.background_queue import BackgroundWriter, LogTarget, RunFacts
+from llmfoundry.loggers.background_queue import BackgroundWriter, LogTarget, RunFacts, Task
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker
@@ -238,6 +238,33 @@ def test_a_place_that_takes_steps_in_order_is_said_to_lack_what_its_queue_had_no
     writer.close()
     assert got == list(range(1, 11)) and not writer.has_all
     assert any("W lacks 5 metric values" in line for line in said)
+
+
+def test_a_file_that_cannot_be_read_is_no_outage_of_the_place(tmp_path: Path) -> None:
+    """As a checkpoint's COMMIT: it is reported at once, and what comes after it is sent."""
+    got: list[int] = []
+    session = SimpleNamespace(
+        max_points=100,
+        send=lambda points: got.extend(point.batch for point in points),
+        end=lambda status: None,
+    )
+    said: list[str] = []
+    target = LogTarget(
+        "W",
+        lambda facts, say: session,  # type: ignore[arg-type, return-value]
+        patience_while_away=600.0,
+        has_registry=True,
+    )
+    writer = BackgroundWriter(target, note=said.append, warn=said.append)
+    writer.registry(Task("versions of m", lambda session, note: tmp_path.open()))  # type: ignore[arg-type, return-value]
+    writer.log(1, {"loss": 1.0})
+    began = time.monotonic()
+    writer.start(RunFacts("r", tmp_path, 0, 0, {}, {}))
+    writer.end("finished", timeout=600.0)
+    writer.close()
+    assert time.monotonic() - began < 300 and got == [1] and not writer.has_all
+    assert "W refuses versions of m: [Errno 21] Is a directory" in said[0]
+    assert "W lacks versions of m: [Errno 21]" in said[-1]
 
 
 @pytest.mark.parametrize("original", ["moved", "copied"])

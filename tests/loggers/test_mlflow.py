@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.events import add_event
-from llmfoundry.loggers.background_queue import BackgroundWriter
+from llmfoundry.loggers.background_queue import BackgroundWriter, describe
 from llmfoundry.loggers.folder_run import FolderRun
 from llmfoundry.loggers.mlflow_logger import (
     find_experiment,
@@ -237,6 +236,34 @@ def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
     server.shutdown()
 
 
+def test_a_server_that_is_not_mlflow_gets_no_run(tmp_path: Path) -> None:
+    class Agrees(BaseHTTPRequestHandler):
+        """As a proxy that answers everything."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        do_POST = do_GET
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Agrees)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    heard, folder = Hears(), tmp_path / "run"
+    mlflow = mlflow_writer(f"http://127.0.0.1:{server.server_port}", folder, heard)
+    mlflow.start(facts(folder))
+    finish(mlflow)
+    server.shutdown()
+    assert "lacks the run: its answer names no experiment" in heard[-1]
+    assert not (folder / "mlflow_run_id").exists()
+    assert not mlflow.has_all
+    assert "what is at this address is not MLflow" in heard[-1]
+
+
 def test_a_server_that_refuses_the_credentials_is_said_once(tmp_path: Path) -> None:
     asked = []
 
@@ -351,6 +378,38 @@ def test_nothing_is_imported_before_the_first_step_and_nothing_printed(tmp_path:
     assert run.data.tags["device"] == "CPU" and run.data.tags["torch"]
     kept = {p.name for p in (tmp_path / "runs" / "mlartifacts").rglob("*") if p.is_file()}
     assert kept == {"recipe.yaml", "report.html"}
+
+
+@pytest.mark.parametrize(
+    ("caused_by", "reason"),
+    [
+        ("ResponseError('too many 500 error responses')", "too many 500 error responses"),
+        (
+            "ReadTimeoutError(\"HTTPPool(host='h', port=1): Read timed out. (read timeout=1)\")",
+            "Read timed out. (read timeout=1)",
+        ),
+        (
+            "NewConnectionError('<urllib3.HTTPConnection object at 0x7f>: Failed: [Errno 111] No')",
+            "Failed: [Errno 111] No",
+        ),
+        (
+            "ConnectTimeoutError(<urllib3.Connection object at 0x7f>, 'timed out. (timeout=1)')",
+            "timed out. (timeout=1)",
+        ),
+        (
+            "ProtocolError('Connection aborted.', RemoteDisconnected('Remote end closed it'))",
+            "Remote end closed it",
+        ),
+        (
+            "SSLError(SSLError(1, '[SSL: WRONG] wrong (_ssl.c:1006)'))",
+            "[SSL: WRONG] wrong (_ssl.c:1006)",
+        ),
+    ],
+)
+def test_the_reason_why_a_server_does_not_answer_comes_first(caused_by: str, reason: str) -> None:
+    pool = "failed with exception HTTPPool(host='h', port=1)"
+    error = Exception(f"{pool}: Max retries exceeded with url: /x (Caused by {caused_by})")
+    assert describe(error) == f"{reason}: {pool}"
 
 
 def test_names_values_and_addresses_fit_mlflow() -> None:

@@ -41,11 +41,11 @@ from llmfoundry.data.preparation.input_files import (
     Input,
     InputFile,
     as_file,
-    path_text,
     decode,
     file_names,
     ignore,
     list_url,
+    path_text,
 )
 from llmfoundry.data.preparation.parquet import cut_parquet, parquet_rows
 from llmfoundry.errors import UserError

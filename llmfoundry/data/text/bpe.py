@@ -27,7 +27,7 @@ WORDS = (
 # The trainer's time grows with the square of a word's length: DNA on one line is one word.
 _LONGEST_WORD = 256  # characters
 _LONG_WORD = re.compile(
-    r"[^\W\d_]{%(n)d,}|\s{%(n)d,}|(?:[^\w\s]|_){%(n)d,}" % {"n": _LONGEST_WORD + 1}
+    r"(?:[^\W\d_]{N}|\s{N}|(?:[^\w\s]|_){N})".replace("N", f"{_LONGEST_WORD + 1},")
 )
 
 
