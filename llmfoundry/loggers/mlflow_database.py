@@ -7,6 +7,7 @@ process can open. Here the file is created under another name and moved when it 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sqlite3
@@ -16,9 +17,10 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from llmfoundry.files import atomic_path, lock
+from llmfoundry.files import atomic_path, lock, open_guarded
 
 ARTIFACTS = "mlartifacts"
+_MAGIC = b"SQLite format 3\0"  # with which a database begins
 QUIET_SECONDS = 10.0  # MLflow creates its tables within a few seconds, without a pause
 
 
@@ -37,6 +39,7 @@ def prepare_database(database: Path, say: Callable[[str], None]) -> None:
 
     Raises:
         RuntimeError: another process is creating its tables in the file.
+        OSError: the file is not a database.
     """
     database.parent.mkdir(parents=True, exist_ok=True)
     if _problem(database) is None:
@@ -58,9 +61,18 @@ def _problem(database: Path) -> str | None:
     MLflow's last step of creating a store is its experiment "Default": without any experiment the
     tables are incomplete, and nothing is lost with them. Tables of another program are left to
     MLflow, which adds its own.
+
+    Raises:
+        OSError: there is something else than a database, which is left alone.
     """
-    if not database.exists() or database.stat().st_size == 0:
+    if not database.exists():
         return ""
+    with open_guarded(database) as file:
+        head = file.read(len(_MAGIC))
+    if not head:
+        return ""
+    if head != _MAGIC and head.strip(b"\0"):  # zeros are what a power cut leaves
+        raise OSError(errno.EEXIST, "is not an SQLite database; write another file", str(database))
     try:
         with closing(sqlite3.connect(database, timeout=20.0)) as connection:
             tables = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'experiments'"

@@ -507,7 +507,7 @@ def test_a_broken_database_is_set_aside_and_filled_again(kind: str, tmp_path: Pa
     store = f"sqlite:///{database}"
     record_of(folder, 3)
     if kind == "damaged":
-        database.write_bytes(b"no database" * 1000)
+        database.write_bytes(b"SQLite format 3\0" + b"damaged" * 1000)
     else:
         with closing(sqlite3.connect(database)) as connection:
             connection.executescript(KILLED[kind])
@@ -523,6 +523,20 @@ def test_a_broken_database_is_set_aside_and_filled_again(kind: str, tmp_path: Pa
     assert [path.read_bytes() for path in kept] == ([broken] if broken else [])
     assert ("is now mlflow.db.broken-" in heard.text()) == bool(broken)
     assert not [*tmp_path.glob("*.partial*")]
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    file, folder = tmp_path / "notes.txt", tmp_path / "run"
+    file.write_text("important")
+    os.utime(file, (1, 1))
+    for place in (file, tmp_path):
+        heard = Hears()
+        mlflow = mlflow_writer(f"sqlite:///{place}", folder, heard)
+        mlflow.start(facts(folder))
+        finish(mlflow)
+        assert "is not a" in heard[0] and "lacks the run" in heard[-1]
+    assert file.read_text() == "important"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "run"]
 
 
 def test_a_database_of_another_program_and_one_of_mlflow_stay_as_they_are(tmp_path: Path) -> None:
