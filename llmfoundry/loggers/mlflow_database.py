@@ -27,7 +27,7 @@ QUIET_SECONDS = 10.0  # MLflow creates its tables within a few seconds, without 
 def sqlite_path(uri: str) -> Path | None:
     """The database's file in `sqlite:///relative` or `sqlite:////absolute`; None elsewhere."""
     match = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", uri)
-    return Path(match[1]) if match and match[1] != ":memory:" else None
+    return Path(unquote(match[1])) if match and match[1] != ":memory:" else None  # as SQLAlchemy
 
 
 def prepare_database(database: Path, say: Callable[[str], None]) -> None:
@@ -105,8 +105,9 @@ def _set_aside(database: Path, problem: str, say: Callable[[str], None]) -> None
 
 def _create(database: Path) -> None:
     from mlflow.tracking import MlflowClient
+    from sqlalchemy import URL
 
-    uri = f"sqlite:///{database}"
+    uri = URL.create("sqlite", database=str(database)).render_as_string()
     MlflowClient(tracking_uri=uri, registry_uri=uri).search_experiments(max_results=1)
 
 

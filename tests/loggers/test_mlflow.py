@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 from llmfoundry.events import add_event
 from llmfoundry.loggers.background_queue import BackgroundWriter, describe
 from llmfoundry.loggers.folder_run import FolderRun
+from llmfoundry.loggers.mlflow_database import sqlite_path
 from llmfoundry.loggers.mlflow_logger import (
     find_experiment,
     metric_name,
@@ -523,6 +525,12 @@ def test_a_broken_database_is_set_aside_and_filled_again(kind: str, tmp_path: Pa
     assert [path.read_bytes() for path in kept] == ([broken] if broken else [])
     assert ("is now mlflow.db.broken-" in heard.text()) == bool(broken)
     assert not [*tmp_path.glob("*.partial*")]
+
+
+@pytest.mark.parametrize("path", ["runs/mlflow.db", "/t/a b%20ü#.db", "/50%/x.db"])
+def test_a_databases_file_is_the_one_that_mlflow_opens(path: str) -> None:
+    uri = sqlalchemy.URL.create("sqlite", database=path).render_as_string()
+    assert sqlite_path(uri) == Path(path) == Path(str(sqlalchemy.make_url(uri).database))
 
 
 def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
