@@ -484,6 +484,8 @@ def _open(path: Path, mode: int | None) -> int:
             return descriptor
         with suppress(FileNotFoundError):  # deleted just now: make it after all
             return os.open(path, os.O_RDWR)
+        if path.is_symlink():  # to a file that is still to be made
+            return os.open(path, os.O_RDWR | os.O_CREAT, mode)
 
 
 class Journal:

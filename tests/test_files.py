@@ -16,6 +16,7 @@ from llmfoundry.files import (
     atomic_file,
     atomic_path,
     atomic_write,
+    lock,
     one_at_a_time,
     open_to_all,
     parse_json,
@@ -215,6 +216,15 @@ def test_a_folder_gets_its_name_when_all_of_it_is_on_the_disk(
         folder.mkdir()
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_to_a_file_that_is_still_to_be_made_is_locked_as_that_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with lock(tmp_path / "link", mode=0o644):
+        assert (tmp_path / "file").is_file() and (tmp_path / "link").is_symlink()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "folder" / "file")
+    with pytest.raises(FileNotFoundError):
+        lock(tmp_path / "nowhere", mode=0o644)
 
 
 def test_one_process_at_a_time_is_in_a_folder_and_the_other_is_told_what_to_do(

@@ -137,7 +137,9 @@ _QUOTES = re.compile(r"^['\"]|['\"]\)?$")
 
 def describe(error: Exception) -> str:
     """The first line of an error, without passwords, at most 200 characters."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # SQLAlchemy's advice to its callers may come before the reason.
+    text = next((line for line in lines if not line.startswith("(raised as a result")), lines[0])
     if found := _MAX_RETRIES.fullmatch(text):  # urllib3's, which ends with the reason
         reason = _BEFORE_REASON.split(found[2])[-1]
         text = f"{_QUOTES.sub('', reason)}: {found[1]}"

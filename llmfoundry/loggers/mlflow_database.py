@@ -41,6 +41,7 @@ def prepare_database(database: Path, say: Callable[[str], None]) -> None:
         RuntimeError: another process is creating its tables in the file.
         OSError: the file is not a database.
     """
+    database = Path(os.path.realpath(database))  # a link stays one
     database.parent.mkdir(parents=True, exist_ok=True)
     if _problem(database) is None:
         return

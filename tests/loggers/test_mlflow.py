@@ -412,6 +412,8 @@ def test_the_reason_why_a_server_does_not_answer_comes_first(caused_by: str, rea
     pool = "failed with exception HTTPPool(host='h', port=1)"
     error = Exception(f"{pool}: Max retries exceeded with url: /x (Caused by {caused_by})")
     assert describe(error) == f"{reason}: {pool}"
+    advice = "(raised as a result of Query-invoked autoflush; consider using session.no_autoflush)"
+    assert describe(Exception(f"{advice}\nattempt to write a readonly database")).startswith("att")
 
 
 def test_names_values_and_addresses_fit_mlflow() -> None:
