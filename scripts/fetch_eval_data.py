@@ -3,7 +3,7 @@
     git clone --depth 1 https://github.com/mosaicml/llm-foundry ../llm-foundry
     python scripts/fetch_eval_data.py from_foundry=../llm-foundry               rows of v0.3
     python scripts/fetch_eval_data.py gauntlet=eval/gauntlets/light.yaml from_foundry=../llm-foundry
-    python scripts/fetch_eval_data.py tasks=[arc_easy,piqa,copa] from_hub=true
+    python scripts/fetch_eval_data.py 'tasks=[arc_easy,piqa,copa]' from_hub=true
 
 Rows of LLM Foundry's repository are those of published results; data sets of the Hugging Face hub
 are often newer or longer, and what differs is said for each task. Files that are there are checked,

@@ -2,7 +2,7 @@
 
     python scripts/finetune.py yamls/finetune/quickstart-sft.yaml
     python scripts/finetune.py yamls/finetune/quickstart-sft.yaml model.pretrained=runs/my-run
-    python scripts/finetune.py yamls/finetune/llama-8b-lora.yaml data.paths=[my/chats.jsonl]
+    python scripts/finetune.py yamls/finetune/llama-8b-lora.yaml data.paths=my/chats.jsonl
     python scripts/inspect_data.py yamls/finetune/quickstart-sft.yaml          what is learned
 
 A run writes runs/NAME/, as scripts/train.py does; an adapter stands beside each checkpoint in

@@ -1,7 +1,7 @@
 """Launch a recipe: on this machine in the background, by ssh, as a job of Slurm or of Kubernetes.
 
     python scripts/launch.py quickstart                            here; log: runs/quickstart/launch
-    python scripts/launch.py mpt-7b launch=ssh launch.hosts=[n1,n2] launch.workdir=/shared/runs
+    python scripts/launch.py mpt-7b launch=ssh 'launch.hosts=[n1,n2]' launch.workdir=/shared/runs
     python scripts/launch.py mpt-7b launch=slurm nodes=4           sbatch, 8 GPUs a machine
     python scripts/launch.py mpt-7b launch=slurm nodes=4 dry_run=true   only print the script
     python scripts/launch.py mpt-7b launch=kubernetes launch.image=me/foundry save_folder=s3://my/run

@@ -14,9 +14,9 @@ from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.paths import is_recipe
 
 SETTINGS = {
-    "key=value": "set a key: optimizer.lr=1e-3, data.paths=[a,b]",
+    "key=value": "set a key: optimizer.lr=1e-3, data.paths=a.txt, 'data.paths=[a.txt,b.txt]'",
     "group=option": "choose a file of a group in place of the recipe's section",
-    "~key": "take a key out of the recipe, so that it has its default; zsh wants quotes, '~key'",
+    "~key": "take a key out of the recipe, so that it has its default; zsh needs quotes, '~key'",
 }
 FLAGS = {
     "--help": "this text; --help KEY explains a key or a section",
