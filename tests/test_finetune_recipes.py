@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from llmfoundry.cli.commands.train import train
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.paths import YAMLS, find_file
+from llmfoundry.recipe.paths import YAMLS, find_shipped
 from tests.tiny import losses, write_recipe
 
 RECIPES = sorted((YAMLS / "finetune").glob("*.yaml"))
@@ -85,7 +85,7 @@ def test_a_recipe_is_sound_and_says_how_to_run_it(path: Path) -> None:
     assert f"python scripts/finetune.py yamls/finetune/{path.name}\n" in text
     assert len(text.splitlines()) <= 26
     if recipe.eval.gauntlet is not None:
-        assert find_file(recipe.eval.gauntlet, "eval.gauntlet").is_file()
+        assert find_shipped(recipe.eval.gauntlet, "eval.gauntlet").is_file()
 
 
 @pytest.mark.parametrize("name", ["chat", "instructions", "preference", "prompt_response"])

@@ -38,7 +38,7 @@ from llmfoundry.ops.loss import chunk_tokens
 from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_process, microbatches
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.paths import find_shipped
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.train.preference_loss import Preference, build_preference
 from llmfoundry.train.validation import validate, validate_answers
@@ -195,7 +195,7 @@ def check_gauntlet(config: EvalConfig) -> None:
         UserError: a line for each.
     """
     if config.gauntlet is not None:
-        path = find_file(config.gauntlet, "eval.gauntlet")
+        path = find_shipped(config.gauntlet, "eval.gauntlet")
         check_sources(path, allow_missing=bool(config.icl_allow_missing))
 
 
@@ -243,7 +243,7 @@ def read_tasks(
     if config.gauntlet is None:
         return None
     gauntlet = Gauntlet(
-        find_file(config.gauntlet, "eval.gauntlet"),
+        find_shipped(config.gauntlet, "eval.gauntlet"),
         dataclasses.replace(
             settings,
             seq_len=config.icl_seq_len or settings.seq_len,

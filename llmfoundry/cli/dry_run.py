@@ -85,7 +85,7 @@ from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.hardware import Gpu, Hardware
 from llmfoundry.recipe.parallel import node_size
-from llmfoundry.recipe.paths import find_file, show
+from llmfoundry.recipe.paths import find_file, find_shipped, show
 from llmfoundry.recipe.scaling import ScalingRecipe
 from llmfoundry.recipe.source import SourceConfig, under_key
 from llmfoundry.recipe.train import TrainRecipe
@@ -341,7 +341,7 @@ def _measured(recipe: TrainRecipe) -> str:
     check_gauntlet(recipe.eval)
     what = ["held-out text"] if recipe.eval.validation else []
     if recipe.eval.gauntlet is not None:
-        what.append(show(find_file(recipe.eval.gauntlet, "eval.gauntlet")))
+        what.append(show(find_shipped(recipe.eval.gauntlet, "eval.gauntlet")))
     every = f"every {recipe.eval_interval} and at the end: {' and '.join(what)}"
     return every if what else "nothing"
 
@@ -371,7 +371,7 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
     if recipe.eval is None:
         yield "measured", "what each run measured itself"
     elif recipe.eval.gauntlet is not None:
-        yield "gauntlet", show(find_file(recipe.eval.gauntlet, "eval.gauntlet"))
+        yield "gauntlet", show(find_shipped(recipe.eval.gauntlet, "eval.gauntlet"))
     yield "results", recipe.output or "beside each run, eval/<batch>/"
 
 
@@ -496,7 +496,7 @@ def plan_scaling(written: ScalingRecipe) -> Rows:
 def plan_fetching(recipe: FetchRecipe) -> Rows:
     """Of scripts/fetch_eval_data.py."""
     recipe.fill()
-    table = read_table(find_file(recipe.table, "table"))
+    table = read_table(find_shipped(recipe.table, "table"))
     files = files_of_tasks(recipe.tasks)
     if recipe.gauntlet is not None:
         files = files_of_gauntlet(Path(recipe.gauntlet))[0]

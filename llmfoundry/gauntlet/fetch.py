@@ -27,7 +27,7 @@ from llmfoundry.errors import UserError, import_optional
 from llmfoundry.files import atomic_path, atomic_write, open_guarded, parse_json, read_json
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet, read_section
 from llmfoundry.recipe.checks import nearest, one_of
-from llmfoundry.recipe.paths import ROOT, find_file, show
+from llmfoundry.recipe.paths import ROOT, find_shipped, show
 from llmfoundry.recipe.yaml_file import read_yaml
 
 Row = dict[str, Any]
@@ -111,7 +111,7 @@ def files_of_tasks(labels: Iterable[str], folder: str = "eval/tasks") -> dict[st
     """
     defined = {
         str(task["label"]): str(task["dataset_uri"])
-        for path in sorted(find_file(folder, "tasks").glob("*.yaml"))
+        for path in sorted(find_shipped(folder, "tasks").glob("*.yaml"))
         for task in read_yaml(path)["tasks"]
     }
     unknown = [

@@ -22,7 +22,7 @@ from llmfoundry.gauntlet.questions import TaskConfig
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.recipe import yaml_file
 from llmfoundry.recipe.checks import at_least, fraction, nearest, one_of
-from llmfoundry.recipe.paths import find_file
+from llmfoundry.recipe.paths import find_shipped
 from llmfoundry.recipe.schema import Schema, item_of, leaves
 from llmfoundry.recipe.typed import Problem, build
 
@@ -373,14 +373,14 @@ _GREEDY: dict[str, tuple[Any, ...] | None] = {
 
 
 def find(name: str, *, beside: Path, key: str) -> Path:
-    """The file `name`: beside the file `beside`, or where `find_file` looks.
+    """The file `name`: beside the file `beside`, or where `find_shipped` looks.
 
     Raises:
         UserError: there is none, or it is a folder; the line begins with `key`.
     """
     path = beside.parent / Path(name).expanduser()
     if not path.exists():
-        path = find_file(name, key)
+        path = find_shipped(name, key)
     if not path.is_file():
         raise UserError(f"{key}: {name} is a folder; write the path of a file")
     return path

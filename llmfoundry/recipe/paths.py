@@ -1,7 +1,8 @@
 """Where recipes, groups and the files that a recipe names are found; every room may use it.
 
-A relative path is meant from the working folder or from the repository's root, in this order, so
-that `eval/gauntlets/generated.yaml` in a shipped recipe works from anywhere. A wheel carries what
+A relative path is meant from the working folder. A recipe, a gauntlet or another file that may be
+shipped is then looked for from the repository's root, so that `eval/gauntlets/generated.yaml` in a
+shipped recipe works from anywhere. A wheel carries what
 the repository has beside the package in a folder of the package.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llmfoundry.errors import UserError
@@ -25,18 +26,33 @@ _SUFFIXES = (".yaml", ".yml")
 _TEXTS = (".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet", ".gz", ".zst")
 
 
-def find_file(path: str | Path, key: str) -> Path:
-    """The file or folder that `path`, the value of recipe key `key`, names.
+def find_shipped(path: str | Path, key: str) -> Path:
+    """Find the file or folder of a recipe key whose value may be a file of this project.
 
     Raises:
         UserError: neither the working folder nor the repository has it; names the nearest path.
     """
+    return _find(path, key, (Path(), ROOT))
+
+
+def find_file(path: str | Path, key: str) -> Path:
+    """Find the file or folder of a recipe key whose value belongs to the user, such as a run.
+
+    It is not looked for in the repository: the run of that name there may be another model.
+
+    Raises:
+        UserError: the working folder does not have it; names the nearest path.
+    """
+    return _find(path, key, (Path(),))
+
+
+def _find(path: str | Path, key: str, folders: Sequence[Path]) -> Path:
     given = Path(os.path.expanduser(path))
-    for base in (Path.cwd(), ROOT):
-        if os.path.exists(base / given):  # unlike Path's, False for what no path can be
-            return base / given
-    close = nearest_path(given, [*_siblings(given), *_siblings(ROOT / given)])
-    raise UserError(f"{key}: nothing at {path}{close}")
+    for folder in folders:
+        if os.path.exists(folder / given):  # unlike Path's, False for what no path can be
+            return Path.cwd() / folder / given
+    candidates = [each for folder in folders for each in _siblings(folder / given)]
+    raise UserError(f"{key}: nothing at {path}{nearest_path(given, candidates)}")
 
 
 def find_recipe(path: str | Path) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.load import load
-from llmfoundry.recipe.paths import ROOT, YAMLS, find_file
+from llmfoundry.recipe.paths import ROOT, YAMLS, find_file, find_shipped
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from tests.front import Front
@@ -443,15 +443,23 @@ def test_a_clash_with_the_other_distribution_is_reported(
 # Files that recipes name
 
 
-def test_files_are_found_from_here_and_then_from_the_repository() -> None:
-    assert find_file("pyproject.toml", "key") == ROOT / "pyproject.toml"
+def test_shipped_files_are_found_from_here_and_then_from_the_repository() -> None:
+    assert find_shipped("pyproject.toml", "key") == ROOT / "pyproject.toml"
     here = write("pyproject.toml", "").absolute()
-    assert find_file("pyproject.toml", "key") == here
+    assert find_shipped("pyproject.toml", "key") == here
     with pytest.raises(UserError) as error:
-        find_file("pyprojekt.toml", "eval.gauntlet")
+        find_shipped("pyprojekt.toml", "eval.gauntlet")
     assert error.value.problems == (
         "eval.gauntlet: nothing at pyprojekt.toml; did you mean pyproject.toml?",
     )
+
+
+def test_a_file_of_the_user_is_not_looked_for_in_the_repository() -> None:
+    with pytest.raises(UserError) as error:
+        find_file("pyproject.toml", "checkpoint")
+    assert error.value.problems == ("checkpoint: nothing at pyproject.toml",)
+    here = write("pyproject.toml", "").absolute()
+    assert find_file("pyproject.toml", "checkpoint") == here
 
 
 # The real scripts, in processes of their own

@@ -11,7 +11,7 @@ import yaml
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.paths import YAMLS, find_file
+from llmfoundry.recipe.paths import YAMLS, find_shipped
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -51,7 +51,7 @@ def test_recipe_is_sound_and_says_how_to_run_it(path: Path) -> None:
     assert re.search(rf"python scripts/train.py yamls/{path.name}(\s|$)", header(path))
     assert len(path.read_text().splitlines()) < 40
     if recipe.eval.gauntlet is not None:
-        assert find_file(recipe.eval.gauntlet, "eval.gauntlet").is_file()
+        assert find_shipped(recipe.eval.gauntlet, "eval.gauntlet").is_file()
 
 
 @pytest.mark.parametrize(

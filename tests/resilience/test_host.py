@@ -132,6 +132,17 @@ def test_every_path_of_a_recipe_is_found_by_its_type(tmp_path: Path) -> None:
     assert NamedPath("model.pretrained", "/models/x", False) in recipe_paths(recipe)
 
 
+def test_a_path_of_the_user_is_not_looked_for_in_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["save_folder=tests", "load_path=scripts", "load_weights_only=true"]
+    recipe = checked(TrainRecipe, ROOT / "yamls/quickstart.yaml", words)
+    found = {path.key: path.path for path in recipe_paths(recipe)}
+    assert (found["save_folder"], found["load_path"]) == ("tests", "scripts")
+    assert Path(found["eval.gauntlet"]).is_file()
+
+
 MACHINE = MachineFacts({"open files": 65536}, 64 << 30, {"torch": "2.13.0", "nccl": "2.29.1"})
 
 

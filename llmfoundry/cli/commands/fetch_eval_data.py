@@ -20,7 +20,7 @@ from llmfoundry.gauntlet.fetch import (
 )
 from llmfoundry.recipe.before_training import FetchRecipe
 from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.paths import IS_REPOSITORY, ROOT, find_file, show
+from llmfoundry.recipe.paths import IS_REPOSITORY, ROOT, find_shipped, show
 
 _LOCAL_DATA = (ROOT if IS_REPOSITORY else Path()) / "eval" / "local_data"
 
@@ -32,7 +32,7 @@ def fetch_eval_data(recipe: FetchRecipe) -> None:
         UserError: a line for each file that is not there in the end; the others are.
     """
     recipe.fill()
-    table = read_table(find_file(recipe.table, "table"))
+    table = read_table(find_shipped(recipe.table, "table"))
     wanted, unknown = _wanted(recipe, table)
     output = Path(recipe.output).expanduser() if recipe.output else _LOCAL_DATA
     missing = list(unknown)

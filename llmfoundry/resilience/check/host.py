@@ -281,6 +281,8 @@ def _read(path: Path) -> None:
             file.read(BLOCK)
 
 
+SHIPPED = ("gauntlet", "table")
+"""Last parts of the keys whose value may be a file of this project, found from any folder."""
 WRITTEN = ("save_folder", "save_local_folder", "output", "cache_folder", "local")
 """Last parts of the keys of which a run writes the value."""
 
@@ -292,10 +294,11 @@ def recipe_paths(recipe: Any) -> list[NamedPath]:
         path = value.removeprefix("file://")
         if not path.strip() or "://" in path or path.startswith(("hf:", "chat:")):
             continue
-        is_written = key.rpartition(".")[2] in WRITTEN
+        last = key.rpartition(".")[2]
+        is_written = last in WRITTEN
         known = found.get(path)
         if known is None or (is_written and not known.is_written):
-            found[path] = NamedPath(key, _located(path), is_written)
+            found[path] = NamedPath(key, _located(path, may_be_shipped=last in SHIPPED), is_written)
     return list(found.values())
 
 
@@ -309,15 +312,14 @@ def _named(key: str, section: Any) -> Iterator[tuple[str, str]]:
                 yield key + dotted, value
 
 
-def _located(path: str) -> str:
-    """As written where it is there from the working folder, else where a shipped file lies.
+def _located(path: str, *, may_be_shipped: bool) -> str:
+    """Return a path as written, or where the repository has it and the working folder does not.
 
     A pattern, `texts/**/*.txt`, stands for the folder that it begins at.
     """
     before = Path(path)
     while any(sign in str(before) for sign in "*?[") and before != before.parent:
         before = before.parent
-    expanded = before.expanduser()
-    if not before.is_absolute() and not expanded.exists() and (ROOT / before).exists():
+    if may_be_shipped and not before.expanduser().exists() and (ROOT / before).exists():
         return str(ROOT / before)
     return str(before)
