@@ -154,7 +154,7 @@ def call(line: str, cwd: Path, home: Path) -> subprocess.CompletedProcess[str]:
         input="Reverse: d a c\n",
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
 
 
@@ -199,7 +199,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("page", WITH_LINES)
 def test_the_lines_of_a_page_run(
     page: str, trained: Callable[[Path], Path], tmp_path: Path
