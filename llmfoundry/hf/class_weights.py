@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.causal_lm import HFCausalLM, read_hf_config
 from llmfoundry.hf.read_folder import open_weights
 from llmfoundry.models.adapter import is_added, plain_name
@@ -113,7 +113,14 @@ def _converted(
     own = copy.deepcopy(converter)
     for pattern, name in sources:
         own.add_tensor(target, name, pattern, partial(read, name))
-    for name, value in own.convert(target, model=hf, config=hf.config).items():
+    try:
+        made = own.convert(target, model=hf, config=hf.config)
+    except RuntimeError as error:  # torch's, of shapes that cannot be joined
+        raise UserError(
+            f"{sources[0][1]}: cannot become {target}: {one_line(error)}; its shape, or that of a"
+            " tensor beside it, is another model's"
+        ) from error
+    for name, value in made.items():
         yield name, value[0] if isinstance(value, list) else value
 
 

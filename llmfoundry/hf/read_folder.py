@@ -403,10 +403,10 @@ def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], Reader]]:
     for one, reader in ((SAFETENSORS, SafeReader), (PICKLE, PickleReader)):
         index = folder / f"{one}.index.json"
         suffix = one.rpartition(".")[2]
+        if (folder / one).is_file():  # before an index, which a folder that was saved twice keeps
+            return [folder / one], reader
         if index.is_file():
             return _shards(index, suffix), reader
-        if (folder / one).is_file():
-            return [folder / one], reader
         found = folder.glob(f"{one.removesuffix(f'.{suffix}')}*.{suffix}")
         if parts := sorted(file for file in found if file.is_file()):
             return parts, reader

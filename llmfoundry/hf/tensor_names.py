@@ -330,13 +330,17 @@ def to_ours(
         UserError: a tensor is missing, has another shape, or has no counterpart.
     """
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
+        state = Decoder(config).state_dict()
+        expected = dict(_expected_shapes(weights, config, state))
+    shapes = {name: tensor.shape for name, tensor in state.items()}
     file = Unread(names, sketch)
 
     def there(name: str) -> Tensor:
         if name not in names:
             raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
-        return file(name)
+        tensor = file(name)
+        check_shape(name, tensor.shape, expected.get(name, tensor.shape))
+        return tensor
 
     filled = set()
     for name, make in _ours_of_theirs(weights, config, there, names, shapes.keys(), biased):
@@ -346,6 +350,24 @@ def to_ours(
         yield made
     _refuse_unread(weights, file)
     assert filled == shapes.keys(), filled ^ shapes.keys()
+
+
+def _expected_shapes(
+    weights: WeightMap, config: ModelConfig, state: Mapping[str, Tensor]
+) -> Iterator[tuple[str, torch.Size]]:
+    """Yield the shape of each of their tensors that a rule makes of `state`, which is on meta.
+
+    Queries, keys and values are compared one by one: joined, two wrong shapes can make a right one.
+    """
+    for rule, layer, theirs in layers(weights, config):
+        for index, name in enumerate(theirs):
+            which = index, len(theirs)
+            if f"{layer}.weight" in state:
+                weight = _part(rule, config, f"{layer}.weight", which, state.__getitem__)
+                yield name, weight.shape
+            if f"{layer}.bias" in state:
+                bias = _bias_part(rule, config, f"{layer}.bias", which, state.__getitem__)
+                yield _bias_name(name), bias.shape
 
 
 def _ours_of_theirs(

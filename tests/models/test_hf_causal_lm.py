@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,6 +83,19 @@ def held(folder: Path, **changes: Any) -> HFCausalLM:
 
 def tokens() -> Tensor:
     return torch.randint(0, ROWS, (2, 20), generator=torch.Generator().manual_seed(5))
+
+
+def test_an_expert_of_another_shape_is_one_line(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3}
+    config = AutoConfig.for_model("mixtral", vocab_size=ROWS, **shape, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "experts.1.w1" in name)
+    save_file(tensors | {name: tensors[name][1:].clone()}, file)
+    with pytest.raises(UserError, match=r"experts\.0\.w1\.weight: cannot become .*gate_up_proj"):
+        held(tmp_path)
 
 
 @torch.no_grad()
