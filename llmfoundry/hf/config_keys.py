@@ -29,6 +29,7 @@ from llmfoundry.hf.architectures import (
     TYPE,
     Architecture,
     Field,
+    Fixed,
 )
 from llmfoundry.hf.layer_keys import read_layers, write_layers
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, is_foundry, read_foundry
@@ -61,6 +62,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that
         ),
     ),
 }
+CAUSAL = Fixed("is_causal", True, True)  # false in models that embed texts, of any architecture
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
 
@@ -268,7 +270,7 @@ def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
 
 
 def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: list[str]) -> None:
-    for fixed in architecture.fixed:
+    for fixed in (*architecture.fixed, CAUSAL):
         value = _look_up(written, fixed.theirs, fixed.default)
         if value is not ANYTHING and fixed.default is not ANYTHING and value != fixed.value:
             problems.append(

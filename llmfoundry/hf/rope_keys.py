@@ -42,7 +42,7 @@ def read_rope(
     """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
     # transformers takes rope_scaling before rope_parameters, and folds theta into either
     new, old = written.get("rope_parameters") or {}, written.get("rope_scaling") or {}
-    said = {**new, **old}
+    said = old or new
     _check_agree(new, old, problems)
     share = said.get("partial_rotary_factor", written.get("partial_rotary_factor"))
     share = architecture.partial_rotary if share is None else share

@@ -279,6 +279,9 @@ def test_keys_that_the_decoder_cannot_follow_are_refused_one_by_one(
             rewrite(folder, config, field.theirs, "laplace")
             with pytest.raises(UserError, match=f"^config.json: {field.theirs} 'laplace'"):
                 from_hf(str(folder))
+    rewrite(folder, config, "is_causal", False)  # each token sees all others, as in embedders
+    with pytest.raises(UserError, match=r"^config.json: is_causal false"):
+        from_hf(str(folder))
     rewrite(folder, config, "quantization_config", {"bits": 4})
     with pytest.raises(UserError, match=r"^config.json: quantization_config"):
         from_hf(str(folder))
@@ -332,7 +335,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^transformer\.h\.0\.router: the decoder has no such"):
         from_hf(str(folder))
     save_file(whole | {one: whole[one][:, 1:].clone(), bias: whole[bias][1:].clone()}, file)
-    with pytest.raises(UserError, match=r"blocks\.1\.ffn\.up_proj\.weight .*\(127, 32\)"):
+    with pytest.raises(UserError, match=rf"{one} .*\(32, 128\).* is \(32, 127\)"):
         from_hf(str(folder))
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
@@ -340,6 +343,54 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
         from_hf(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Llama4", "Mixtral"])
+def test_each_part_of_a_joined_matrix_has_its_own_shape(kind: str, tmp_path: Path) -> None:
+    options = {"Llama4": LLAMA4, "Mixtral": LOCAL_FEW, "Llama": {"attention_bias": True}}[kind]
+    make(kind, {**LLAMA_SHAPE, **options}).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    q, k = (
+        next(name for name in whole if f"1.self_attn.{part}_proj.weight" in name) for part in "qk"
+    )
+    width = len(whole[k]) // 2
+    moved = {q: torch.cat([whole[q], whole[k][:width]]), k: whole[k][width:].clone()}
+    changes = [
+        moved,
+        *({q: t.clone()} for t in (whole[q].flatten(), whole[q][None], whole[q].T[:1])),
+    ]
+    if kind == "Llama":
+        changes.append({q.replace("weight", "bias"): whole[q.replace("weight", "bias")][:, None]})
+    for change in changes:
+        save_file(whole | change, file)
+        with pytest.raises(
+            UserError, match=r"makes model\.layers\.1\.self_attn\.q_proj\."
+        ) as error:
+            from_hf(str(tmp_path))
+        assert len(error.value.lines()) == 1
+
+
+def test_one_file_comes_before_the_index_that_an_earlier_save_left(tmp_path: Path) -> None:
+    make("Llama", LLAMA_SHAPE).save_pretrained(tmp_path, max_shard_size="20KB")
+    theirs = make("Llama", {**LLAMA_SHAPE, "rms_norm_eps": 0.1})
+    theirs.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists(), "transformers removes shards alone"
+    tokens = torch.randint(0, ROWS, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(read(tmp_path), tokens), theirs(tokens).logits)
+
+
+def test_rope_scaling_stands_in_the_place_of_rope_parameters(tmp_path: Path) -> None:
+    theirs = make("Llama", LLAMA_SHAPE)
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"rope_parameters": {"rope_theta": 77.0}, "rope_scaling": {"type": "default"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(0, ROWS, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(read(tmp_path), tokens), theirs(tokens).logits)
 
 
 def test_a_folder_that_is_not_there_or_no_model_is_refused(tmp_path: Path) -> None:
