@@ -21,7 +21,7 @@ from llmfoundry.cli.commands.convert import convert
 from llmfoundry.data.text.bpe import END_OF_TEXT
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.hf.gguf.tokenizer import read_vocabulary
+from llmfoundry.hf.gguf.tokenizer import read_vocabulary, unnamed_ends
 from llmfoundry.hf.gguf.write import GGUFModel, to_gguf
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
@@ -173,6 +173,13 @@ def test_a_chat_template_that_is_none_is_one_line(written: Any, tmp_path: Path) 
     tokenizer = Tokenizer(backend, END_OF_TEXT, {"chat_template": written})
     with pytest.raises(UserError, match=r"^tokenizer\.chat_template: "):
         write_file(model_of("llama"), tokenizer, tmp_path / "model.gguf")
+
+
+def test_ends_of_a_text_that_a_file_cannot_name_are_reported() -> None:
+    tokenizer = trained()
+    assert unnamed_ends(tokenizer, [3, 4, 5]) == []
+    (line,) = unnamed_ends(tokenizer, [3, 4, 5, 6, 7])
+    assert all(repr(tokenizer.decode([left])) in line for left in (6, 7))
 
 
 def test_a_folder_of_hugging_face_gives_the_same_tensors(tmp_path: Path) -> None:

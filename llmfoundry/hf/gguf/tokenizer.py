@@ -49,6 +49,7 @@ KNOWN = (
 )
 OTHERWISE = "; write to=hf, or train with a tokenizer that llama.cpp knows: " + KNOWN
 SPACE, BYTE = "\u2581", re.compile(r"<0x[0-9A-F]{2}>")
+_ENDS = 3  # of a text, of a turn, of a message
 NO_MERGE = "\ufffe \ufffe"  # of characters that no byte is written with: llama.cpp needs one merge
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE_TYPE = 1, 2, 3, 4, 5, 6  # gguf.TokenType
 
@@ -299,6 +300,14 @@ def add_tokenizer(
     writer.add_add_eos_token(False)
     if tokenizer.has_chat:
         _add_chat(writer, json.loads(tokenizer.files()["tokenizer_config.json"])["chat_template"])
+
+
+def unnamed_ends(tokenizer: Tokenizer, stops: Sequence[int]) -> list[str]:
+    """Return a line for the ends of a text beyond the three that a file has keys for."""
+    left = [repr(tokenizer.decode([stop])) for stop in stops[_ENDS:]]
+    return [f"tokenizer: a file names {_ENDS} ends of a text; left out: {', '.join(left)}"] * bool(
+        left
+    )
 
 
 def _add_chat(writer: Any, written: Any) -> None:

@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError, import_optional
 from llmfoundry.files import atomic_path
 from llmfoundry.hf.gguf.architectures import SHAPES, add_settings, choose, remarks, settings_of
 from llmfoundry.hf.gguf.tensors import Planned, pieces, plan, tensor_type
-from llmfoundry.hf.gguf.tokenizer import add_tokenizer, read_vocabulary
+from llmfoundry.hf.gguf.tokenizer import add_tokenizer, read_vocabulary, unnamed_ends
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.lazy_tensors import Read
 from llmfoundry.recipe.model import ModelConfig
@@ -118,7 +118,8 @@ def to_gguf(
             _write(gguf, writer, planned, partial, dtype)
         finally:
             writer.close()
-    for line in (*vocabulary.notes, *remarks(config, name)):
+    ends = unnamed_ends(model.tokenizer, model.stops)
+    for line in (*vocabulary.notes, *ends, *remarks(config, name)):
         note(line)
     return SHAPES[name].name
 
