@@ -285,6 +285,17 @@ def test_a_token_of_question_white_space_and_answer_is_the_answers() -> None:
     assert question.prompt is not None and question.prompt.text == "q:"
 
 
+@pytest.mark.parametrize("mode", ["native", "harness"])
+def test_white_space_before_an_empty_question_is_the_answers(mode: str) -> None:
+    settings: dict[str, Any] = {"example_delimiter": " ", "continuation_delimiter": ""}
+    apart, joined = task(prompt_string="Answer.\n", **settings), task(**settings)
+    empty, full = (TaskRow((text,), ("abc",), 0, "f:1") for text in ("", "Answer.\n "))
+    (found,) = questions([empty], apart, 0, BYTES, mode=mode, seq_len=999)
+    (expected,) = questions([full], joined, 0, BYTES, mode=mode, seq_len=999)
+    assert found.requests == expected.requests
+    assert BYTES.decode(found.requests[0].targets) == "\n abc"
+
+
 def test_an_empty_question_leaves_the_answer_after_the_end_of_text() -> None:
     assert texts(ask([TaskRow(("",), ("abc",), 0, "f:1")], task())) == ["| abc"]
 

@@ -66,6 +66,10 @@ def encode_joint(
         asked: each question, with the delimiter at its end, and its answers.
         tokenizer: encodes without special tokens.
     """
+    # White space at the end of all that precedes an empty question belongs to the answer, too.
+    end = before[len(before.rstrip()) :]
+    before = before.removesuffix(end)
+    asked = [(end + question, answers) for question, answers in asked]
     (shared,) = _part([before], tokenizer)
     texts = [question.rstrip() for question, _ in asked]
     spaces = [question[len(text) :] for (question, _), text in zip(asked, texts, strict=True)]
