@@ -18,6 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import read_object
 from llmfoundry.loggers.console import format_gib as memory_text
 from llmfoundry.models.adapter import (
+    BASE,
     adapter_table,
     add_adapter,
     base_difference,
@@ -37,8 +38,6 @@ from llmfoundry.recipe.train import TrainRecipe
 
 FOLDER = "adapter"
 """In a checkpoint: the adapter as peft's own folder."""
-BASE = "base.json"
-"""In that folder: numbers of the base model, to know it again."""
 
 
 def has_adapter(recipe: TrainRecipe) -> bool:

@@ -20,7 +20,7 @@ from llmfoundry.builders.model import build_autocast, served_precision, weight_d
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
 from llmfoundry.distributed.process_group import World
-from llmfoundry.errors import UserError, import_optional, one_line
+from llmfoundry.errors import UserError, import_optional
 from llmfoundry.hf.open_class import (
     OpenedHuggingFace,
     document_start,
@@ -111,6 +111,7 @@ class OpenedModel:
         window: tokens that it was made to read at most, its answer with them.
         start: what documents began with in its training; None: it was not trained here.
         load: reads the weights.
+        load_class: reads them into transformers' class, for a given reason; None: it has none.
     """
 
     name: str
@@ -118,6 +119,7 @@ class OpenedModel:
     window: int
     start: tuple[int, ...] | None
     load: Callable[[], LoadedModel]
+    load_class: Callable[[str], LoadedModel] | None = None
 
     def prompt_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text to be continued, at least one.
@@ -256,15 +258,18 @@ def _open_hugging_face(
 
     opened = open_hugging_face(name.removeprefix(HUGGING_FACE), seq_len=seq_len)
 
+    def load_class(reason: str) -> LoadedModel:
+        return _by_class(opened, world, served_precision(precision or "fp32", world, note), reason)
+
     def load() -> LoadedModel:
-        kind = served_precision(precision or "fp32", world, note)
         try:
+            kind = served_precision(precision or "fp32", world, note)
             return _by_decoder(opened, world, kind)
         except UserError as error:
-            return _by_class(opened, world, kind, error.problems[0].partition(" (can be:")[0])
+            return load_class(error.problems[0].partition(" (can be:")[0])
 
     start = document_start(opened.config)
-    return OpenedModel(name, opened.tokenizer, opened.seq_len, start, load)
+    return OpenedModel(name, opened.tokenizer, opened.seq_len, start, load, load_class)
 
 
 def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> LoadedModel:
@@ -368,16 +373,21 @@ def _open_adapter(
                 f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, but {base.name}"
                 f" {loaded.n_tokens}; remove its tokenizer.json, or name the right base"
             )
-        add = _add_to_class if loaded.root is None else _add_to_decoder
-        loaded = add(loaded, folder)
+        if loaded.root is None:
+            loaded = _add_to_class(loaded, folder)
+        else:
+            loaded = _add_to_decoder(loaded, folder, base.load_class)
         note(f"{folder}: merged into {base.name}")
         return replace(loaded, tokenizer=tokenizer, end_ids=loaded.end_ids | ends)
 
-    return replace(base, name=name, tokenizer=tokenizer, load=load)
+    return replace(base, name=name, tokenizer=tokenizer, load=load, load_class=None)
 
 
-def _add_to_decoder(loaded: LoadedModel, folder: Path) -> LoadedModel:
-    from llmfoundry.hf.peft.read import read_adapter
+def _add_to_decoder(
+    loaded: LoadedModel, folder: Path, load_class: Callable[[str], LoadedModel] | None
+) -> LoadedModel:
+    """Merge an adapter into the decoder, or, where it cannot hold it, into transformers' class."""
+    from llmfoundry.hf.peft.read import PeftNeeded, read_adapter
 
     assert loaded.root is not None
     model = loaded.root.model
@@ -386,16 +396,20 @@ def _add_to_decoder(loaded: LoadedModel, folder: Path) -> LoadedModel:
     check_base(model, folder, ADAPTER)
     with torch.device("meta"):
         plain = Decoder(model.config)
-    read = read_adapter(folder, plain, dropout=0.0)
+    try:
+        read = read_adapter(folder, plain, dropout=0.0)
+    except PeftNeeded as error:
+        if load_class is None:
+            raise
+        model.to_empty(device="meta")  # its memory goes before the class takes as much
+        return _add_to_class(load_class(error.problems[0]), folder)
     with torch.no_grad():
         merge_into(model, read.plan, read.tensors)
     return loaded
 
 
 def _add_to_class(loaded: LoadedModel, folder: Path) -> LoadedModel:
-    peft = import_optional("peft", "an adapter on a model of transformers' class", extra="peft")
-    try:
-        adapted = peft.PeftModel.from_pretrained(loaded.hugging_face, str(folder))
-        return replace(loaded, hugging_face=adapted.merge_and_unload().eval())
-    except Exception as error:  # peft raises many unrelated types
-        raise UserError(f"{folder}: peft cannot load it: {one_line(error)}") from error
+    import_optional("peft", "an adapter on a model of transformers' class", extra="peft")
+    from llmfoundry.hf.peft.class_adapter import merge_folder
+
+    return replace(loaded, hugging_face=merge_folder(loaded.hugging_face, folder))

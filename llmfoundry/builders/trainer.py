@@ -12,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from llmfoundry.builders.adapter import (
-    BASE,
     FOLDER,
     adapt,
     has_adapter,
@@ -72,7 +71,7 @@ from llmfoundry.gauntlet.gauntlet import Answered
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
-from llmfoundry.models.adapter import adapted_layers, base_sample, is_added, saved_names
+from llmfoundry.models.adapter import BASE, adapted_layers, base_sample, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.float8 import float8_refusal, use_float8

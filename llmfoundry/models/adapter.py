@@ -40,6 +40,9 @@ from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import assign, full_tensor, local_blocks
 from llmfoundry.terminal import columns
 
+BASE = "base.json"
+"""In an adapter's folder that we wrote: numbers of the base model, to know it again."""
+
 _ADDED = re.compile(
     r"(^|[._])lora_(A|B|A_init|B_init|magnitude)$"  # ours
     r"|\.lora_(A|B|magnitude_vector)\.default\b"  # peft's, on transformers' classes

@@ -79,12 +79,12 @@ def test_an_answer_that_memory_cannot_hold_is_refused(
         Drawer(recipe, loaded).draw([5, 6, 7], 9_000)
 
 
-def save_adapter(folder: Path, base: Any, name: str) -> Any:
+def save_adapter(folder: Path, base: Any, name: str, **more: Any) -> Any:
     """A random LoRA of peft's on a model; the model with it."""
     from peft import LoraConfig, get_peft_model
 
     modules = ["query_key_value"] if base.config.model_type == "gpt_neox" else ["q_proj", "v_proj"]
-    config = LoraConfig(r=4, target_modules=modules, base_model_name_or_path=name)
+    config = LoraConfig(r=4, target_modules=modules, base_model_name_or_path=name, **more)
     adapted = get_peft_model(base, config)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -108,6 +108,15 @@ def test_an_adapter_writes_what_peft_writes(
     assert greedy(loaded, PROMPTS) == expected
     plain = greedy(opened("base").load(), PROMPTS)
     assert plain != expected, "the adapter changes something"
+
+
+def test_an_adapter_that_the_decoder_cannot_hold_is_computed_by_peft(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "llama")
+    adapted = save_adapter(tmp_path / "mine", random_model("llama"), str(base), bias="all")
+    loaded = opened(tmp_path / "mine").load()
+    assert loaded.root is None and "bias all" in loaded.notes[0]
+    expected = [plain_continuation(adapted, prompt, 8, {*loaded.end_ids}) for prompt in PROMPTS]
+    assert greedy(loaded, PROMPTS) == expected
 
 
 def test_the_end_of_text_of_an_adapters_own_tokenizer_ends_its_answers(tmp_path: Path) -> None:

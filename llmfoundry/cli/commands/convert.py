@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.builders.adapter import BASE, FOLDER, BaseCheck, adapt, has_adapter
+from llmfoundry.builders.adapter import FOLDER, BaseCheck, adapt, has_adapter
 from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
 from llmfoundry.builders.model import build_root, with_defaults
 from llmfoundry.builders.pretrained import base_of, check_rows, fill_tensor, open_pretrained
@@ -41,7 +41,7 @@ from llmfoundry.hf.write_folder import Export, TokenizerFiles, to_hf, whole_or_n
 from llmfoundry.loggers.metrics_file import BATCH, read_metrics
 from llmfoundry.loggers.pages.score_tables import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
-from llmfoundry.models.adapter import MergedState, adapted_layers, is_added, saved_names
+from llmfoundry.models.adapter import BASE, MergedState, adapted_layers, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy_tensors import LazyTensor

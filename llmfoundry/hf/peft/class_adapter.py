@@ -23,6 +23,7 @@ from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.files import open_to_all, write_json
 from llmfoundry.hf.causal_lm import HFCausalLM
 from llmfoundry.hf.peft.names import CONFIG, WEIGHTS, check_patterns, read_config
+from llmfoundry.hf.peft.read import check_start
 from llmfoundry.models.adapter import fill_adapter_from, is_added
 from llmfoundry.models.adapter_targets import select
 from llmfoundry.models.init import Distribution, draw
@@ -207,6 +208,48 @@ def merge_peft(model: HFCausalLM) -> None:
             setattr(model.hf.get_submodule(parent), last, module.base_layer)
 
 
+def merge_folder(hf: Any, folder: Path) -> Any:
+    """Return a class with the adapter of an untrusted folder merged, by peft itself.
+
+    Raises:
+        UserError: peft cannot load it, or a tensor of it or of the class is left over.
+    """
+    from peft import PeftModel
+
+    config = read_config(folder)
+    _check_layers_kept(folder, config)
+    names = [name for name, _ in hf.named_modules()]
+    check_patterns(config, names, file=str(folder / CONFIG))
+    if not config.get("ensure_weight_tying"):
+        _untie_head(hf)
+    try:
+        adapted = PeftModel.from_pretrained(hf, str(folder))
+        result = adapted.load_adapter(str(folder), _NAME)  # once more: the first reports no names
+        left = [*result.unexpected_keys, *result.missing_keys]
+        merged = adapted.merge_and_unload().eval()
+    except Exception as error:  # peft raises many unrelated types
+        raise UserError(f"{folder}: peft cannot load it: {one_line(error)}") from error
+    if left:
+        raise UserError(
+            f"{folder}: was made for another base model: {left[0]} is in one of adapter and model"
+            " alone; name the right base"
+        )
+    return merged
+
+
+def _check_layers_kept(folder: Path, config: Mapping[str, Any]) -> None:
+    if config.get("layer_replication"):
+        raise UserError(f"{folder}: layer_replication changes the base model; remove it")
+
+
+def _untie_head(hf: Any) -> None:
+    """Give a tied head a weight of its own, as an adapter changes one of the two."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+        hf.config.tie_word_embeddings = False
+
+
 def values_from_peft(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Values of our parameters from a file's; raises a UserError where they do not fit."""
     ours = {peft_name(n): (n, p) for n, p in model.named_parameters() if p.requires_grad}
@@ -246,8 +289,8 @@ def _read_lora_config(folder: Path, model: Any) -> Any:
     read = read_config(folder)
     if read.get("peft_type") != "LORA":
         raise UserError(f"{folder}: peft_type {read.get('peft_type')}; write a LORA folder")
-    if read.get("layer_replication"):
-        raise UserError(f"{folder}: layer_replication changes the base model; remove it")
+    _check_layers_kept(folder, read)
+    check_start(folder, read)
     names = [name for name, _ in model.hf.named_modules()]
     check_patterns(read, names, file=str(folder / CONFIG))
     known = LoraConfig.__dataclass_fields__

@@ -27,7 +27,8 @@ from llmfoundry.recipe.model import ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-DEFINED = ("weight", "gate_up_proj", "down_proj")  # as classes of experts and routers define them
+ROUTER = "weight"
+DEFINED = (ROUTER, "gate_up_proj", "down_proj")  # as classes of experts and routers define them
 OWN_TYPE = "LLMFOUNDRY_LORA"  # in place of LORA, where peft would leave something out
 PLAIN_ROUTERS = ("DbrxForCausalLM",)  # nn.Linear; the others' are a parameter of their own class
 

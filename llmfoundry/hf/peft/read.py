@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
+from llmfoundry.hf.config_keys import field_text
 from llmfoundry.hf.peft.names import (
     CONFIG,
     DEFINED,
     OWN_TYPE,
     PREFIX,
+    ROUTER,
     WEIGHTS,
     PeftModule,
     RowRange,
@@ -32,6 +34,7 @@ from llmfoundry.hf.peft.names import (
     read_config,
 )
 from llmfoundry.hf.tensor_names import MAPS, Rule, computed, layers
+from llmfoundry.models.adapter import BASE
 from llmfoundry.models.adapter_targets import check_tied, find_targets
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import LowRank
@@ -49,6 +52,13 @@ REFUSED: dict[
     "velora_config": (None,),
     "kasa_config": (None,),
 }
+BASE_KEEPERS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""`init_lora_weights` that leave the base as it is; peft applies any other to the base it loads."""
+MERGE = "merge it by peft's merge_and_unload() and save_pretrained(), and write that folder"
+
+
+class PeftNeeded(UserError):
+    """An adapter that the decoder cannot hold; on transformers' class peft may."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +149,14 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
                 parts.setdefault(source, []).append(part)
     if not parts:
         raise _foreign(file, "none of its names is in this model")
-    check_tied(parts, model, str(folder))
+    try:
+        check_tied(parts, model, str(folder))
+    except UserError as error:
+        raise PeftNeeded(*error.problems) from error
     whole, saved = _whole(file, architecture, model)
     unread = sorted(file.tensors.keys() - file.read)
     if unread:
-        raise _foreign(file, f"this model has no place for {unread[0]}")
+        raise _unread(file, unread[0])
     plan, tensors = {}, dict(whole)
     shapes = {name: target for name, target in find_targets(model, split_qkv=False).items()}
     for name in (name for name in shapes if name in parts):
@@ -160,10 +173,12 @@ def _open(folder: Path) -> _File:
     config = read_config(folder)
     kind = config.get("peft_type")
     if kind not in ("LORA", OWN_TYPE):
-        raise UserError(f"{folder}: peft_type {kind}; the decoder reads LORA")
+        raise PeftNeeded(f"{folder}: peft_type {kind}; the decoder reads LORA")
     for key, values in REFUSED.items():
         if key in config and config[key] not in values:
-            raise UserError(f"{folder}: {key} {config[key]}; the decoder reads {values[0]}")
+            shown = field_text(values[0])
+            raise PeftNeeded(f"{folder}: {key} {config[key]}; the decoder reads {shown}; {MERGE}")
+    check_start(folder, config)
     _check_numbers(folder, config)
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
@@ -183,6 +198,17 @@ def _open(folder: Path) -> _File:
     return _File(folder, config, {n.removeprefix(PREFIX): t for n, t in loaded.items()})
 
 
+def check_start(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise a UserError where peft would change the base model before it adds the adapter."""
+    start = config.get("init_lora_weights")
+    if start not in BASE_KEEPERS:
+        raise PeftNeeded(
+            f"{folder}: init_lora_weights {start!r} changes the base model as well; save the"
+            " adapter with path_initial_model_for_weight_conversion (peft's save_pretrained), which"
+            " makes a plain one of it"
+        )
+
+
 def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
     """Ranks and scales, of all matrices and of single ones."""
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
@@ -195,7 +221,20 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _foreign(file: _File, why: str) -> UserError:
-    return UserError(f"adapter: {file.folder} was made for another base model: {why}")
+    return PeftNeeded(f"adapter: {file.folder} was made for another base model: {why}")
+
+
+def _unread(file: _File, name: str) -> UserError:
+    """Why a tensor of the file has no place."""
+    if name.endswith(".base_layer.weight"):
+        return PeftNeeded(
+            f"{file.folder / WEIGHTS}: holds {name}, a weight of the base model, which may have"
+            " changed; where it has not, save the adapter with save_embedding_layers=False"
+        )
+    return PeftNeeded(
+        f"adapter: {file.folder}: the decoder has no place for {name}; if it was made for this"
+        f" model, {MERGE}; else name its base model"
+    )
 
 
 def _all_places(model: Decoder, architecture: str) -> Iterator[PeftModule]:
@@ -244,7 +283,8 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
 def _wrapped(place: PeftModule, file: _File) -> list[str]:
     """Parameters of the place's module that the folder targets."""
     found = [target for end in (*ends(place.module), "") for target in file.targets.get(end, [])]
-    return [parameter for _, parameter in sorted(found)]
+    is_router = place.parameter == ROUTER  # whose class has that parameter alone, experts' have not
+    return [name for _, name in sorted(found) if (name == ROUTER) == is_router]
 
 
 def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Tensor] | None:
@@ -377,9 +417,27 @@ def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Te
             tensor = computed(source, config, tensor, back=True)
         is_tied_head = source is not None and source.ours == "lm_head" and name == "wte.weight"
         if is_tied_head and not torch.equal(values.get(name, tensor[:0]), tensor):
-            raise UserError(
+            raise PeftNeeded(
                 f"{file.folder}: {theirs_name} is not its embedding, and the base model ties the"
                 " two; save a base with tie_word_embeddings: false, and train on that"
             )
         values[name] = tensor
+    _check_head(file, architecture, model, values)
     return values, list(dict.fromkeys(name.rpartition(".")[0] for name in values))
+
+
+def _check_head(
+    file: _File, architecture: str, model: Decoder, values: Mapping[str, Tensor]
+) -> None:
+    """Raise a UserError where peft would give a tied embedding new weights, and its head none."""
+    if architecture not in MAPS or "wte.weight" not in values:
+        return
+    places = layers(MAPS[architecture], model.config)
+    head = next(theirs[0] for _, ours, theirs in places if ours == "lm_head")
+    ties = file.config.get("ensure_weight_tying") or (file.folder / BASE).is_file()
+    if model.config.tie_word_embeddings and head not in file.read and not ties:
+        raise PeftNeeded(
+            f"{file.folder}: modules_to_save has the embedding without the head, which the base"
+            " model ties to it, and which stays the base's in peft; train it with"
+            " ensure_weight_tying=True, or write the base with tie_word_embeddings: false"
+        )
