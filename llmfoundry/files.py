@@ -196,6 +196,8 @@ def read_object(path: Path, *, instead: str = AGAIN, most: int = MOST_BYTES) -> 
         data = read_guarded(path, most=most)
     try:
         found = parse_json(data)
+        if b"\\ud" in data.lower():  # spelled pairs are sound; a half has no UTF-8
+            json.dumps(found, ensure_ascii=False).encode()
     except ValueError as error:
         reason = one_line(error).partition("; ")[0]  # of Python's, without its advice
         raise UserError(f"{path}: is not JSON: {reason}; {instead}") from error
@@ -538,9 +540,12 @@ def resumable_folder(
     refuse_used(output)
     output = place_of(output)
     folder, path = _unfinished(output)
-    if folder.exists() and not path.is_file():
-        raise UserError(f"output: {folder} is in the way; remove it, or write another output")
-    locked = try_lock(path, mode=0o644)
+    try:
+        if folder.exists() and not path.is_file():
+            raise UserError(f"output: {folder} is in the way; remove it, or write another output")
+        locked = try_lock(path, mode=0o644)
+    except OSError as error:  # its name is too long, or its folder of a kind that takes no files
+        raise UserError(f"output: {output}: {error.strerror}; write another") from error
     if locked is None:
         raise UserError(f"output: another process is writing {output}; wait for it")
     with locked:
@@ -603,7 +608,7 @@ def refuse_used(output: Path) -> None:
 
 def _unfinished(output: Path) -> tuple[Path, Path]:
     """The folder that takes the output's name in the end, and its journal."""
-    folder = output.with_name(f"{output.name}.unfinished")
+    folder = output.parent / f"{output.name}.unfinished"  # "/" has no name to replace
     return folder, folder.with_name(f"{folder.name}.journal")
 
 

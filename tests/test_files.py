@@ -56,6 +56,7 @@ FOREIGN = {
     b"[1]": "holds no settings by name",
     b'{"a": "\xff"}': "is not JSON: 'utf-8' codec",
     b'{"a": "\xed\xa0\x80"}': "is not JSON: 'utf-8' codec",  # half a pair
+    b'{"a": ["\\uD800"]}': "is not JSON: 'utf-8' codec",
     b'{"a": ' + b"9" * 5000 + b"}": "is not JSON: Exceeds the limit (4300 digits)",
     b'{"a":' * (DEEP + 1) + b"1" + b"}" * (DEEP + 1): "is not JSON: nested more than 64 deep",
     b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}": "is not JSON: nested more than 64 deep",

@@ -218,5 +218,9 @@ def test_an_output_may_be_this_folder_and_what_cannot_be_one_is_a_line(
     (tmp_path / "here" / "x").unlink()
     write(tmp_path / "link")
     assert [path.name for path in (tmp_path / "link").iterdir()] == ["x"]
-    with pytest.raises(UserError, match="output: "):
-        write(tmp_path / "file" / "under")
+    wrong = [tmp_path / "file" / "under", Path("/")]
+    wrong += [tmp_path / ("y" * 250), Path("/proc/y")] if kind == "export" else []
+    for output in wrong:
+        with pytest.raises(UserError, match=r"^output: ") as error:
+            write(output)
+        assert len(error.value.lines()) == 1
