@@ -135,9 +135,12 @@ def check_uri(uri: str, key: str = "logger.tracking_uri") -> None:
     Raises:
         UserError: an unknown kind of store, or an address without its file or host.
     """
-    scheme = urlsplit(uri).scheme.split("+")[0]
     hint = "write sqlite:///runs/mlflow.db (a file) or http://HOST:PORT (a server)"
     shown = public(uri)
+    try:
+        scheme = urlsplit(uri).scheme.split("+")[0]
+    except ValueError as error:  # such as a bracket without its end
+        raise UserError(f"{key}: '{shown}' is no address: {error}; {hint}") from error
     if uri == "databricks":
         return
     if not scheme or scheme == "file":

@@ -22,11 +22,13 @@ from typing import Any
 import pytest
 import sqlalchemy
 
+from llmfoundry.errors import UserError
 from llmfoundry.events import add_event
 from llmfoundry.loggers.background_queue import BackgroundWriter, describe
 from llmfoundry.loggers.folder_run import FolderRun
 from llmfoundry.loggers.mlflow_database import sqlite_path
 from llmfoundry.loggers.mlflow_logger import (
+    check_uri,
     find_experiment,
     metric_name,
     open_client,
@@ -533,6 +535,11 @@ def test_a_broken_database_is_set_aside_and_filled_again(kind: str, tmp_path: Pa
 def test_a_databases_file_is_the_one_that_mlflow_opens(path: str) -> None:
     uri = sqlalchemy.URL.create("sqlite", database=path).render_as_string()
     assert sqlite_path(uri) == Path(path) == Path(str(sqlalchemy.make_url(uri).database))
+
+
+def test_an_address_that_cannot_be_parsed_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"'http://\[::1' is no address: Invalid IPv6"):
+        check_uri("http://[::1")
 
 
 def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
