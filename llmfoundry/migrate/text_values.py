@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,50 +54,24 @@ def calls(command: str) -> list[tuple[str, list[str]]]:
 
 
 def commands_of(command: str) -> str:
-    """What to write here in place of a command."""
-    said = [_OURS[name](_flags(words)) for name, words in calls(command) if name in _OURS]
-    here = ", then ".join(f"`{line}`" for line in said)
-    return f"here {here}" if here else "starts nothing of LLM Foundry's that is here"
+    """Name the scripts of ours that do what a command does; their settings are not translated."""
+    scripts = [_OURS[name] for name, _ in calls(command) if name in _OURS]
+    here = ", then ".join(f"`python scripts/{script}.py`" for script in scripts)
+    if not here:
+        return "starts nothing of LLM Foundry's that is here"
+    return f"here {here}; --help lists the settings"
 
 
-def _flags(words: list[str]) -> dict[str, str]:
-    """`--name value` pairs."""
-    flags: dict[str, str] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name = word.lstrip("-")
-        elif name:
-            flags.setdefault(name, word)
-    return flags
-
-
-def _prepared(flags: dict[str, str]) -> str:
-    keys = {"dataset": "data.dataset", "data_subset": "data.subset", "out_root": "prepare.output"}
-    words = [f"{ours}={flags[theirs]}" for theirs, ours in keys.items() if theirs in flags]
-    tokenizer = flags.get("tokenizer")
-    words += ["tokenizer=huggingface", f"tokenizer.path={tokenizer}"] if tokenizer else []
-    words += [f"max_seq_len={flags['concat_tokens']}"] if "concat_tokens" in flags else []
-    return shlex.join(["python", "scripts/prepare_data.py", "data=huggingface", *words])
-
-
-def _drawn(flags: dict[str, str]) -> str:
-    keys = ("temperature", "top_p", "top_k", "seed", "max_new_tokens")
-    words = [f"{key}={flags[key]}" for key in keys if key in flags]
-    prompt = [f"prompt={flags['prompts']}"] if "prompts" in flags else []
-    run = flags.get("name_or_path", "RUN")
-    return shlex.join(["python", "scripts/generate.py", run, *words, *prompt])
-
-
-_OURS: dict[str, Callable[[dict[str, str]], str]] = {
-    "train": lambda flags: "python scripts/train.py RESULT",
-    "eval": lambda flags: "python scripts/eval.py RESULT",
-    "convert_dataset_hf": _prepared,
-    "convert_composer_to_hf": lambda flags: "python scripts/convert.py RUN to=hf output=FOLDER",
-    "hf_generate": _drawn,
-    "hf_chat": lambda flags: "python scripts/chat.py RUN",
-    "benchmark": lambda flags: "python scripts/generate.py RUN",
+_OURS = {
+    "train": "train",
+    "eval": "eval",
+    "convert_dataset_hf": "prepare_data",
+    "convert_composer_to_hf": "convert",
+    "hf_generate": "generate",
+    "hf_chat": "chat",
+    "benchmark": "generate",
 }
+"""LLM Foundry's scripts, and ours for the same work."""
 
 
 # The text
