@@ -30,7 +30,7 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.schema import out_of_bounds
+from llmfoundry.recipe.schema import check_fields
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.recipe.typed import flat, know_secrets, require
 
@@ -106,7 +106,7 @@ def open_checkpoint(
         return written, Tokenizer.load(folder / "tokenizer"), model
 
     written, tokenizer, model = on_rank0(world, read_files)
-    problems = [*out_of_bounds("model.", written.model)]
+    problems = [*check_fields("model.", written.model)]
     if problems:
         raise UserError(*(f"{checkpoint}/recipe.yaml: {line}" for line in problems))
     know_secrets(written)

@@ -18,7 +18,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.overrides import key_and_text, parse_value
 from llmfoundry.recipe.paths import find_recipe, group_options, search_folders
-from llmfoundry.recipe.schema import Only, Range, Schema, choice, out_of_bounds
+from llmfoundry.recipe.schema import Only, Range, Schema, check_fields, choice
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.redaction import public_override
 
@@ -69,7 +69,7 @@ class SweepConfig:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds("sweep.", self)
+        yield from check_fields("sweep.", self)
         if self.how == "random" and self.n is None:
             yield "sweep.n: is missing; write how many points are drawn, such as sweep.n=8"
 

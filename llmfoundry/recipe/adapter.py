@@ -21,8 +21,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 
 HOLDERS = ("auto", "mpt_causal_lm", "hf_causal_lm")
@@ -65,7 +65,7 @@ class PretrainedConfig:
 
     def check(self, key: str = "model.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.pretrained is None:
             yield (
                 f"{key}pretrained: is required; write a run's folder (runs/NAME), a folder with"
@@ -131,7 +131,7 @@ class AdapterConfig:
 
     def check(self, key: str = "adapter.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.name == "lora" and not self.target_modules and self.target_modules is not None:
             yield f"{key}target_modules: names nothing; write all-linear, or names such as Wqkv"
 

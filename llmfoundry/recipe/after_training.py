@@ -31,8 +31,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 from llmfoundry.recipe.train import PRECISIONS
 
@@ -91,7 +91,7 @@ class EvalRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         yield from _is_here(self.output)
         if not self.models:
             yield from _needs_checkpoint(self.checkpoint)
@@ -148,7 +148,7 @@ class ConvertRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         yield from _needs_checkpoint(self.checkpoint)
         yield from _is_here(self.output)
         if self.dtype == "q8_0" and self.to == "hf":
@@ -202,7 +202,7 @@ class DrawRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         yield from _needs_checkpoint(self.checkpoint)
 
     def fill(self) -> None:
@@ -301,7 +301,7 @@ class ServeRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         if self.checkpoint is None:
             yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
         if not self.host or self.host != self.host.strip():
@@ -363,7 +363,7 @@ class TrackRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         if self.run is None:
             yield "run: is required; write run=runs/NAME, a run's folder"
         if self.logger is not None:
@@ -389,7 +389,7 @@ class CompareRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         if not self.runs:
             yield "runs: is empty; write folders of runs, such as runs/a runs/b, or runs for all"
         if any(not name.strip() for name in self.runs):
@@ -432,7 +432,7 @@ class RunsRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         verb, names = (self.words or [""])[0], self.words[1:]
         if verb not in VERBS:
             what = f"{verb!r} is no verb" if verb else "no verb"

@@ -21,8 +21,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 
 ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
@@ -69,7 +69,7 @@ class RopeConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid, missing or ineffective value."""
-        if (yield from out_of_bounds(key, self)):
+        if (yield from check_fields(key, self)):
             return
         required = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}
         for name in required.get(self.type, ("factor",)):
@@ -95,7 +95,7 @@ class TemperatureConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
 
     def fill(self) -> None:
         """Resolve defaults in place."""
@@ -155,7 +155,7 @@ class AttentionConfig:
 
     def check(self, key: str, n_heads: int) -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        if (yield from out_of_bounds(key, self)):
+        if (yield from check_fields(key, self)):
             return
         if self.attn_type == "grouped_query_attention":
             if self.kv_n_heads is None:
@@ -226,7 +226,7 @@ class AttentionOverride:
 
     def check(self, key: str, attn: AttentionConfig) -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         if self.attn_temperature_tuning is not None:
             where = f"{key}attn_temperature_tuning."
@@ -297,7 +297,7 @@ class BlockOverridesConfig:
         options = [DEFAULT, *self.overrides]
         for index, run in enumerate(runs):
             where = f"{key}[{index}]"
-            yield from out_of_bounds(f"{where}.", run)
+            yield from check_fields(f"{where}.", run)
             if (run.name is None) == (run.order is None):
                 yield f"{where}: has both or neither; write a name or an order"
             elif run.order is not None:

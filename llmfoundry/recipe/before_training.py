@@ -17,7 +17,7 @@ from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.resilience import HealthCheckConfig
-from llmfoundry.recipe.schema import PATH, TOKENS, Only, Range, Unless, choice, out_of_bounds
+from llmfoundry.recipe.schema import PATH, TOKENS, Only, Range, Unless, check_fields, choice
 from llmfoundry.recipe.source import AUTO, CORPORA, TEXT
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -73,7 +73,7 @@ class PrepareConfig:
     def check(self, key: str = "prepare.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
         yield from self._check_columns(key)
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.output is None and self.format != "tokens":
             yield f"{key}format: {self.format} needs prepare.output; write a folder or a URL"
         if self.output is None and self.engine != "local":
@@ -279,7 +279,7 @@ class CheckRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         yield from self.parallel.check()
         yield from self.health_check.check()
 
@@ -327,7 +327,7 @@ class FetchRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         if (self.from_foundry is None) != self.from_hub:
             yield (
                 "from_foundry: write from_foundry=PATH, a clone of LLM Foundry, or from_hub=true"
@@ -358,7 +358,7 @@ class MigrateRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         if self.theirs is None:
             yield "theirs: is required; write the path of LLM Foundry's YAML"
         if self.output is not None and not self.output.endswith((".yaml", ".yml")):

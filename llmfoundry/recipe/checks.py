@@ -1,8 +1,8 @@
-"""Small checks that every section uses; each yields lines `key: why; what to write instead`.
+"""Small checks that every section uses, and durations.
 
-And durations such as `10ba`, `2e9tok`, `1ep`, `500sp`, `0.1dur`, with the clock that counts them:
-every optimizer step of a run sees the same number of rows and tokens, so a duration in any unit is
-a (possibly fractional) number of batches.
+Each check yields lines `key: why; what to write instead`. A duration is `10ba`, `2e9tok`, `1ep`,
+`500sp` or `0.1dur`; a `Clock` converts it. Every optimizer step of a run has the same number of
+sequences and tokens, so a duration in any unit is a (possibly fractional) number of batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-LONGEST_NAME = 100  # of what is compared with names
+LONGEST_NAME = 100  # characters of a text that is compared with names
 
 VALUES = {
     "bf16-mixed": "amp_bf16",
@@ -65,22 +65,22 @@ VALUES = {
     "instruction": "prompt_response",
     "sft": "prompt_response",
 }
-"""What other tools write as a value, and what means the same here; the first that is a choice is
-named."""
+"""Values of other tools, with our values of the same meaning; the first valid one is suggested."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """The clause `; did you mean 'x'?` for an option that is really near, or an empty string.
+    """Return the clause `; did you mean 'x'?` for a similar option, or an empty string.
 
-    Near is what at most two slips of the finger make of the name, one of a short name; else the
-    only option that holds the name as whole words, as max_seq_len holds seq_len.
+    An option is similar if it differs by at most two typing errors, or one in a short name.
+    Otherwise the only option that contains the name as whole words counts, as max_seq_len contains
+    seq_len.
     """
     found = nearest_option(name, options)
     return f"; did you mean '{found}'?" if found is not None else ""
 
 
 def nearest_option(name: str, options: Iterable[str]) -> str | None:
-    """What `nearest` names."""
+    """Return the option that `nearest` names."""
     options = list(options)
     for meant in VALUES.get(name.lower(), "").split():
         if meant in options:
@@ -94,7 +94,7 @@ def nearest_option(name: str, options: Iterable[str]) -> str | None:
 
 
 def _slips(left: str, right: str) -> int:
-    """Letters inserted, left out, replaced or swapped with the next (Damerau, 1964)."""
+    """Return the number of inserted, deleted, replaced or swapped letters (Damerau, 1964)."""
     if abs(len(left) - len(right)) > 2 or len(left) > LONGEST_NAME:
         return LONGEST_NAME
     before, row = [], list(range(len(right) + 1))
@@ -109,38 +109,38 @@ def _slips(left: str, right: str) -> int:
 
 
 def one_of(key: str, value: str, options: Iterable[str]) -> Iterator[str]:
-    """`value` must be one of `options`."""
+    """Check that `value` is one of `options`."""
     options = list(options)
     if value not in options:
         yield f"{key}: {not_a_choice(value, options)}"
 
 
 def not_a_choice(value: Any, options: list[str], *, other: str = "") -> str:
-    """Why `value` is not one of `options`, and what they are; `other`: what else may be written."""
+    """Return why `value` is not one of `options`; `other` describes further valid values."""
     listed = ", ".join(options) + (f", or {other}" if other else "")
     return f"{value!r} is not a choice{nearest(str(value), options)} (choices: {listed})"
 
 
 def at_least(key: str, value: float | None, low: float) -> Iterator[str]:
-    """`value`, where given, must not be below `low`."""
+    """Check that `value`, if it is set, is not below `low`."""
     if value is not None and value < low:
         yield f"{key}: {value} is too small; write {low} or more"
 
 
 def above(key: str, value: float | None, low: float) -> Iterator[str]:
-    """`value`, where given, must be greater than `low`."""
+    """Check that `value`, if it is set, is greater than `low`."""
     if value is not None and not value > low:
         yield f"{key}: {value} must be greater than {low}"
 
 
 def fraction(key: str, value: float | None) -> Iterator[str]:
-    """`value`, where given, must lie in [0, 1)."""
+    """Check that `value`, if it is set, is in [0, 1)."""
     if value is not None and not 0 <= value < 1:
         yield f"{key}: {value} is not a fraction; write a number from 0 up to, not including, 1"
 
 
 def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[str]:
-    """`part` must divide `whole`."""
+    """Check that `part` divides `whole`."""
     if part < 1 or whole % part:
         close = min(divisors(whole), key=lambda n: abs(n - part), default=1)
         why = f"{part} does not divide {whole_key} ({whole})"
@@ -148,15 +148,16 @@ def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[str]:
 
 
 def divisors(whole: int) -> list[int]:
-    """All divisors of `whole`, ascending, in time of its square root."""
+    """Return all divisors of `whole` in ascending order, in time O(sqrt(whole))."""
     small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
     return sorted({*small, *(whole // n for n in small)})
 
 
 def inert(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[str]:
-    """Fields that were set although they have no effect; unset is None.
+    """Yield an error line for each field that is set (not None) although it has no effect.
 
-    `why` completes the sentence "... has no effect", for instance "without alibi: true".
+    `why` completes the sentence "... has no effect", for instance "on text". Prefer an `Only` rule
+    in the type of the field.
     """
     for field in fields:
         if getattr(section, field) is not None:
@@ -164,7 +165,7 @@ def inert(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[s
 
 
 def inert_change(key: str, section: Any, fields: Iterable[str], why: str) -> Iterator[str]:
-    """The same of fields that are never None: those that are not at their default."""
+    """Yield an error line for each field that differs from its default without effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(section)}
     for field in fields:
         if getattr(section, field) != defaults[field]:
@@ -172,7 +173,7 @@ def inert_change(key: str, section: Any, fields: Iterable[str], why: str) -> Ite
 
 
 def set_defaults(section: Any, **defaults: Any) -> None:
-    """Give fields that are still None the value that a run uses."""
+    """Set the fields that are None to these values."""
     for field, value in defaults.items():
         if getattr(section, field) is None:
             setattr(section, field, value)
@@ -180,13 +181,13 @@ def set_defaults(section: Any, **defaults: Any) -> None:
 
 UNITS = {
     "ba": "batches (optimizer steps)",
-    "sp": "samples (rows of max_seq_len)",
+    "sp": "samples (sequences of max_seq_len)",
     "tok": "tokens",
-    "ep": "epochs (passes over the training rows)",
+    "ep": "epochs (passes over the training data)",
     "dur": "fraction of max_duration",
 }
 LONGEST = 1e18
-"""In any unit; counts stay far from what 64 bits hold."""
+"""Longest duration in any unit; counts stay within 64 bits."""
 _FORM = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)(ba|sp|tok|ep|dur)")
 
 
@@ -199,7 +200,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> Duration:
-        """Read `10ba`; raises ValueError that shows what a duration looks like."""
+        """Parse `10ba`; raise a ValueError that shows the form of a duration."""
         match = _FORM.fullmatch(str(text).strip())
         if match is None:
             raise ValueError(
@@ -221,7 +222,7 @@ class Duration:
 def check_duration(
     key: str, text: str, *, allow_dur: bool = True, allow_zero: bool = True
 ) -> Iterator[str]:
-    """Lines for a text that is not a duration, is one relative to itself, or is zero."""
+    """Check that a text is a duration, not relative to itself, and not zero."""
     try:
         duration = Duration.parse(text)
     except ValueError as error:
@@ -235,13 +236,13 @@ def check_duration(
 
 @dataclass(frozen=True)
 class Clock:
-    """Turns durations into batches.
+    """Converts durations into batches.
 
     Attributes:
-        samples_per_batch: rows in one global batch.
-        tokens_per_batch: tokens in one global batch.
-        batches_per_epoch: rows of the training set / samples_per_batch; may be fractional.
-        max_duration: the length of the run.
+        samples_per_batch: sequences in a global batch.
+        tokens_per_batch: tokens in a global batch.
+        batches_per_epoch: sequences of the training set / samples_per_batch; may be fractional.
+        max_duration: length of the run.
     """
 
     samples_per_batch: int
@@ -251,12 +252,12 @@ class Clock:
 
     @cached_property
     def total(self) -> int:
-        """Batches of the run."""
+        """Number of batches of the run."""
         return max(1, math.ceil(self.batches(self.max_duration) - 1e-9))
 
     @cache  # noqa: B019  a run has one clock
     def batches(self, duration: Duration | str) -> float:
-        """The length of `duration` in batches, not rounded."""
+        """Return the length of `duration` in batches, not rounded."""
         if isinstance(duration, str):
             duration = Duration.parse(duration)
         scale = {

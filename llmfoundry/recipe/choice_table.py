@@ -21,7 +21,7 @@ from llmfoundry.recipe.checks import nearest, not_a_choice, set_defaults
 
 T = TypeVar("T")
 REQUIRED = "???"
-"""In place of a key's default: there is none."""
+"""In place of a default: the setting is required."""
 SHIPPED = "shipped"
 """In place of a record's code: the package above that builds the entry has it, by its name."""
 Code: TypeAlias = "Callable[..., Any] | str"
@@ -29,25 +29,25 @@ Code: TypeAlias = "Callable[..., Any] | str"
 
 
 class Origin(NamedTuple):
-    """Where entries come from: a name for messages, and what their code is, "" for ours."""
+    """The source of records: a name for messages, and a hash of its code, "" for the project."""
 
     label: str
     code: str
 
 
 now_adding = [Origin("llmfoundry itself", "")]
-"""Whose entries are added: last, a plugin that is being imported."""
+"""The source of new records; the last one is a plugin that is being imported."""
 not_imported: dict[str, str] = {}
-"""Plugins that a saved run's recipe names and this command line does not, each with the recipe."""
+"""Plugins that the recipe of a saved run names but that are not imported, with the recipe."""
 
 
 class ChoiceTable(UserDict[str, T]):
-    """Entries by name. An entry of a wrong kind, or of a name that is there, is refused.
+    """Records by name. A record of the wrong type, or with an existing name, is an error.
 
     Args:
-        key: of the recipe that chooses from it, for messages.
-        kind: of its entries.
-        entries: those that come with the project.
+        key: the recipe key that chooses from the table, for messages.
+        kind: the type of the records.
+        entries: the records of the project.
     """
 
     def __init__(self, key: str, kind: type[T], entries: Mapping[str, T]) -> None:
@@ -71,27 +71,27 @@ class ChoiceTable(UserDict[str, T]):
         self.data[name], self.origins[name] = entry, now_adding[-1]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An entry, or what is given in its place."""
+        """Return a record, or the default."""
         return self.data.get(name, default)
 
     def names(self, test: Callable[[T], bool]) -> Callable[[], tuple[str, ...]]:
-        """Return a function that lists the entries which pass a test, those of plugins too."""
+        """Return a function that lists the records which pass a test, also those of plugins."""
         return lambda: tuple(name for name, entry in self.data.items() if test(entry))
 
     def taking(self, key: str) -> Callable[[], tuple[str, ...]]:
-        """Return a function that lists the entries with a setting `key`, those of plugins too."""
+        """Return a function that lists the records with a setting `key`, including plugins'."""
         return self.names(lambda entry: key in entry.keys)  # type: ignore[attr-defined]
 
     def __missing__(self, name: str) -> T:
         raise UserError(f"{self.key}: {self.refusal(name)}")
 
     def refusal(self, name: str, *, other: str = "") -> str:
-        """Why a text that is no entry is not taken, and where the entry may come from."""
+        """Return why a text is not a choice, and where the record may come from."""
         return not_a_choice(name, [*self.data], other=other) + _of_a_plugin()
 
 
 def _of_a_plugin() -> str:
-    """Where the name may come from."""
+    """Return the clause that names plugins which may add the record."""
     if not not_imported:
         return ""
     names, recipe = ", ".join(not_imported), next(iter(not_imported.values()))
@@ -100,27 +100,30 @@ def _of_a_plugin() -> str:
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """What every table's records have."""
+    """Base class of the records of all tables."""
 
     make: Code
-    """What makes it. Recipes are checked without torch, so SHIPPED in most of our own records."""
+    """The constructor. Recipes are checked without torch, so most of our records say SHIPPED."""
     meaning: str = field(default="", kw_only=True)
     """A sentence for --help."""
     keys: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-    """Settings that it takes, each with its default or REQUIRED."""
+    """Settings, each with its default or REQUIRED."""
 
     def own_keys(self, section: Any) -> dict[str, Any]:
-        """Those of its settings that are no fields of the section, which has them as kwargs."""
+        """Return the settings that are not fields of the section, which has them in kwargs."""
         return {key: value for key, value in self.keys.items() if not hasattr(section, key)}
 
     def fill(self, section: Any) -> None:
-        """Write defaults in place, into the section's fields and its kwargs."""
-        given = copy.deepcopy({k: v for k, v in self.keys.items() if v != REQUIRED})
-        set_defaults(
-            section, **{key: value for key, value in given.items() if hasattr(section, key)}
-        )
-        own = {key: value for key, value in given.items() if key in self.own_keys(section)}
-        section.kwargs = own | section.kwargs
+        """Resolve defaults in place, in the section's fields and its kwargs."""
+        kwargs: dict[str, Any] = {}
+        for key, default in self.keys.items():
+            if default == REQUIRED:
+                continue
+            if hasattr(section, key):
+                set_defaults(section, **{key: copy.deepcopy(default)})
+            else:
+                kwargs[key] = copy.deepcopy(default)
+        section.kwargs = kwargs | section.kwargs
 
 
 def load_code(code: Code, shipped: Code | None = None) -> Callable[..., Any]:
@@ -135,7 +138,7 @@ def load_code(code: Code, shipped: Code | None = None) -> Callable[..., Any]:
 
 
 def check_settings(key: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for settings, below `key`, that an entry does not take, lacks, or has otherwise."""
+    """Yield an error line for each setting that is unknown, missing or of another type."""
     for name, value in given.items():
         default = known.get(name)
         if name not in known:
@@ -155,7 +158,7 @@ def _is_alike(value: Any, default: Any) -> bool:
 def check_plugins(
     key: str, given: Mapping[str, Mapping[str, Any] | None], table: ChoiceTable[Any], own: set[str]
 ) -> Iterator[str]:
-    """Lines for a section's `plugins`, names of a table with their settings, but for its `own`."""
+    """Yield an error line for each unknown name in a section's `plugins`, and for its settings."""
     for name, settings in given.items():
         if name not in table or name in own:
             names = [other for other in table if other not in own]
@@ -167,7 +170,7 @@ def check_plugins(
 def settings_of(
     given: Mapping[str, Mapping[str, Any] | None], table: ChoiceTable[Any]
 ) -> dict[str, dict[str, Any]]:
-    """A section's `plugins` with their defaults; of those that are known here."""
+    """Return a section's `plugins` with their defaults; unknown plugins have none."""
     return {
         name: {**copy.deepcopy(table[name].keys if name in table else {}), **(settings or {})}
         for name, settings in given.items()

@@ -1,9 +1,9 @@
-"""Puts a recipe together from its schema's defaults, groups, its file and the command line.
+"""Composition of a recipe from the schema's defaults, groups, its file and the command line.
 
-`load.py` calls it. Which files take part, and in which order, says the `defaults` list, as Hydra
-reads it: nested lists, `override` entries, `_self_` and packages are Hydra's; only the list of
-parts is asked of it, the files are read by `yaml_file.py`. Values stay untyped here, and every
-value's origin can be asked for, so that an error can name file and line.
+`load.py` calls `compose`. The `defaults` list, as Hydra reads it, defines which files take part and
+in which order: nested lists, `override` entries, `_self_` and packages are Hydra's. Hydra only
+returns the list of files; `yaml_file.py` reads them. Values stay untyped here. The source of every
+value is recorded, so that an error can name file and line.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from llmfoundry.redaction import MASK, hide, masked_keys, public_values
 
 _ROOT = "__recipe__"
 _SCHEME = "recipes"
-_RECIPES = "finetune"  # a folder of recipes below yamls/; all others are groups
+_RECIPES = "finetune"  # a folder of recipes below yamls/; the other folders are groups
 _NO_YAML = str(Path(__file__).resolve().parent)
-"""A folder that Hydra finds nothing in. Without one it looks for its caller's, and reads the source
-of every frame for that: half a second where many modules are loaded."""
+"""A folder without YAML files for Hydra. Without it, Hydra searches for its caller's folder and
+reads the source of every frame: half a second if many modules are loaded."""
 
 
 @dataclass(frozen=True)
 class YamlSource:
-    """A YAML file that takes part; its keys lie below the dotted `package` ("" for a recipe).
+    """A YAML file that takes part; its keys are below the dotted `package` ("" for a recipe).
 
-    Its values in the sections `replaced` do not count: a group was chosen in their place.
+    Its values in the sections `replaced` are ignored, because a group was chosen in their place.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class YamlSource:
     replaced: frozenset[str] = frozenset()
 
     def load(self) -> dict[str, Any]:
-        """Its values, nested as the recipe is."""
+        """Return its values, nested as the recipe is."""
         values = read_yaml(self.path)
         values.pop("defaults", None)
         for part in reversed(self.package.split(".") if self.package else []):
@@ -56,14 +56,14 @@ class YamlSource:
         return {key: value for key, value in values.items() if key not in self.replaced}
 
     def line_of(self, key: str) -> int | None:
-        """The line on which the recipe's dotted `key` stands in the file."""
+        """Return the line of the recipe's dotted `key` in the file."""
         prefix = f"{self.package}." if self.package else ""
         counts = key.startswith(prefix) and key.partition(".")[0] not in self.replaced
         return line_of(self.path, key.removeprefix(prefix)) if counts else None
 
 
 class _Part(NamedTuple):
-    """A file of Hydra's list, by its name below the folders of groups."""
+    """A file in Hydra's list, by its name below the folders of groups."""
 
     name: str
     package: str
@@ -77,17 +77,18 @@ def config_parts(
     options: dict[str, list[str]],
     folders: list[Path],
 ) -> list[YamlSource]:
-    """The files in order of merging.
+    """Return the files in the order in which they are merged.
 
     Args:
         recipe: the recipe's file, if there is one.
         groups: choices of the command line, `{"model": "mpt-125m"}`.
-        options: every group's choices, for errors.
-        folders: where groups and further recipes are, first found wins.
+        options: the choices of every group, for errors.
+        folders: folders of groups and further recipes, in search order.
 
     Raises:
-        UserError: the defaults list is not a list, or names what is not there.
+        UserError: the defaults list is not a list, or names a missing file.
     """
+    # Without a defaults list and groups, the recipe's file is the only one.
     for group, option in groups.items():
         if option not in options[group]:
             raise UserError(_missing(f"{group}/{option}", options))
@@ -96,6 +97,7 @@ def config_parts(
         return [] if recipe is None else [YamlSource(recipe, "")]
     if "_self_" not in defaults:
         defaults.append("_self_")
+    # Hydra expands the list; its errors become lines of ours.
     prefix = "" if recipe is None else f"{show(recipe)}: "
     try:
         found, chosen = _ask_hydra(defaults, groups, folders)
@@ -106,12 +108,13 @@ def config_parts(
     except (ValueError, OmegaConfBaseException) as error:
         text = " ".join(str(error).replace(_ROOT, "it").split())
         raise UserError(f"{prefix}defaults: {text}") from error
-    paths = {
-        part.name: path
-        for part in found
-        for folder in reversed(folders)
-        if (path := folder / f"{part.name}.yaml").is_file()
-    }
+    # The file of each name, in the first folder that has it.
+    paths: dict[str, Path] = {}
+    for part in found:
+        candidates = [folder / f"{part.name}.yaml" for folder in folders]
+        files = [path for path in candidates if path.is_file()]
+        if files:
+            paths[part.name] = files[0]
     if recipe is not None:
         paths[_ROOT] = recipe
     replaced = _replaced(found, paths, groups, chosen)
@@ -125,11 +128,13 @@ def config_parts(
 def _replaced(
     found: list[_Part], paths: dict[str, Path], groups: dict[str, str], chosen: dict[str, str]
 ) -> dict[_Part, frozenset[str]]:
-    """The sections of each part that a choice elsewhere takes the place of.
+    """Return the sections of each file that a choice in another file replaces.
 
-    A group that the command line chooses replaces the section in all files, one that a defaults
-    list overrides in those below that list's file; in both cases but for the choice's own files.
+    A group of the command line replaces the section in all files. A group that a defaults list
+    overrides replaces it in the files below that list's file. The files of the choice itself are
+    exempt.
     """
+    # Who chooses each group: the command line, or the files whose lists override it.
     parents = {part.name: part.parent for part in found}
     choosers: dict[str, list[str]] = {group: [""] for group in groups}  # "": the command line
     for name, path in paths.items():
@@ -137,6 +142,7 @@ def _replaced(
             keyword, _, group = next(iter(entry)).rpartition(" ")
             if keyword == "override":
                 choosers.setdefault(group.strip("/"), []).append(name)
+    # A chooser above a file replaces the section, unless the file belongs to the choice.
     replaced: dict[_Part, frozenset[str]] = {}
     for part in found:
         above = [part.name]
@@ -152,7 +158,7 @@ def _replaced(
 
 
 def _defaults(recipe: Path) -> list[Any]:
-    """A copy of a file's list, empty where it has none."""
+    """Return a copy of the defaults list of a file; empty if it has none."""
     defaults = read_yaml(recipe).get("defaults") or []
     where = f"{show(recipe)}:{line_of(recipe, 'defaults')}"
     if not isinstance(defaults, list):
@@ -164,7 +170,7 @@ def _defaults(recipe: Path) -> list[Any]:
 
 
 def _is_choice(entry: Any) -> bool:
-    """Whether an entry is `group: option`, with a list of options or null in its place at most."""
+    """Return whether an entry is `group: option`, with a text, a list of texts or null."""
     if not isinstance(entry, dict) or len(entry) != 1:
         return False
     (option,) = entry.values()
@@ -175,11 +181,11 @@ def _is_choice(entry: Any) -> bool:
 def _ask_hydra(
     defaults: list[Any], groups: dict[str, str], folders: list[Path]
 ) -> tuple[list[_Part], dict[str, str]]:
-    """The parts in order, and the option of each group.
+    """Return the files in order, and the option of each group.
 
     Raises:
-        FileNotFoundError: a part does not exist; its text is the part's name.
-        ValueError: Hydra cannot make sense of the list.
+        FileNotFoundError: a file does not exist; the text is its name.
+        ValueError: Hydra rejects the list.
     """
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -198,7 +204,7 @@ def _ask_hydra(
             added = groups.keys() - {
                 key for entry in defaults if _is_choice(entry) for key in entry
             }
-            if added:  # a list below the recipe's may have them
+            if added:  # a nested defaults list may contain them
                 below = loader.compute_defaults_list(_ROOT, [], RunMode.RUN)
                 added -= set(below.overrides.known_choices)
             choices = [f"{'+' if g in added else ''}{g}='{groups[g]}'" for g in groups]
@@ -217,11 +223,11 @@ def _ask_hydra(
 
 @functools.cache
 def _source() -> type:
-    """What gives Hydra the defaults lists of the files in a folder, read as all our YAML is."""
+    """Return the class that gives Hydra the defaults lists of the files in a folder."""
     from hydra.core.object_type import ObjectType
     from hydra.plugins.config_source import ConfigResult, ConfigSource
 
-    Names = list[str]  # in the class, `list` is its method
+    Names = list[str]  # the class has a method `list`
 
     class RecipeSource(ConfigSource):
         """A folder of recipes and groups."""
@@ -234,7 +240,7 @@ def _source() -> type:
             path = Path(self.path) / self._normalize_file_name(config_path)
             defaults = _defaults(path)
             header = self._get_header_dict(path.read_text(encoding="utf-8", errors="replace")[:512])
-            if path.parent.name == _RECIPES:  # recipes too, whose groups lie beside their folder
+            if path.parent.name == _RECIPES:  # recipes, whose groups are next to their folder
                 defaults = [_from_root(entry) for entry in defaults]
                 header["package"] = "_global_"
             config = OmegaConf.create({"defaults": defaults} if defaults else {})
@@ -260,7 +266,7 @@ def _source() -> type:
 
 
 def _from_root(entry: Any) -> Any:
-    """`override data: chat` of a recipe in a folder as Hydra takes it there, `override /data`."""
+    """Return a recipe's `override data: chat` as Hydra reads it in a subfolder, with `/data`."""
     if not isinstance(entry, dict):
         return entry
     ((key, option),) = entry.items()
@@ -269,7 +275,7 @@ def _from_root(entry: Any) -> Any:
 
 
 def _missing(name: str, options: dict[str, list[str]]) -> str:
-    """Why `group/option` is not there: which options there are, or which groups."""
+    """Return why `group/option` does not exist, with the options or the groups."""
     group, _, option = name.rpartition("/")
     if group in options:
         choices, hint = options[group], nearest(option, options[group])
@@ -279,8 +285,8 @@ def _missing(name: str, options: dict[str, list[str]]) -> str:
     return f"could not find the recipe '{name}' of the defaults list"
 
 
-_MOST_TEXT = 1 << 20  # characters, as of a recipe's file
-_MOST_GONE = 6  # values that a note lists
+_MOST_TEXT = 1 << 20  # characters; the limit of a recipe file
+_MOST_LOST = 6  # values that a note lists
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*")
 _EXCLUDED = re.compile(r" and (\w+) exclude each other; remove one$")
 _NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
@@ -288,7 +294,7 @@ _NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
 
 @dataclass(frozen=True)
 class ValueSources:
-    """Where the values of a recipe come from."""
+    """The sources of the values of a recipe."""
 
     sources: list[YamlSource]
     overridden: list[str]
@@ -297,7 +303,7 @@ class ValueSources:
     """A line for each group of the command line: what of the recipe's section it replaces."""
 
     def where(self, key: str) -> str:
-        """The prefix `file:line: ` of the file that decided `key`; "" for the command line."""
+        """Return the prefix `file:line: ` of the source of `key`; "" for the command line."""
         key = key.split("[")[0]
         for given in self.overridden:
             if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}."):
@@ -309,9 +315,10 @@ class ValueSources:
         return ""
 
     def placed(self, line: str) -> str:
-        """A message that begins with a key: with the file it stands in, and what removes it.
+        """Add to a message that begins with a key its file, and how to remove the key.
 
-        The user may not want to edit that file, so that `~key` is named, which a command line has.
+        The user may not want to edit that file, so the message also names `~key` for the command
+        line.
         """
         key, _, why = line.partition(":")
         where = self.where(key) if _KEY.fullmatch(key) else ""
@@ -324,29 +331,29 @@ class ValueSources:
 
 @dataclass
 class Composed:
-    """The untyped recipe, interpolations still in place, and where its values come from."""
+    """The untyped recipe with interpolations, and the sources of its values."""
 
     config: DictConfig
     places: ValueSources
 
     def where(self, key: str) -> str:
-        """As `ValueSources.where`."""
+        """Return the prefix as `ValueSources.where` does."""
         return self.places.where(key)
 
     def raw(self) -> dict[str, Any]:
-        """Plain values as written."""
+        """Return plain values as written."""
         values = OmegaConf.to_container(self.config)
         assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
 
     def resolved(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Plain values with interpolations replaced, and a line for each key without a value.
+        """Return plain values with resolved interpolations, and a line for each missing value.
 
-        A key has none whose interpolation leads nowhere, or whose secret was not saved. It is left
-        out of the values.
+        A value is missing if its interpolation cannot be resolved, or if its secret was not saved.
+        Its key is left out of the values.
 
         Raises:
-            UserError: an interpolation leads back to itself.
+            UserError: an interpolation refers to itself.
         """
         pending: dict[str, str] = {}
         self._check_growth()
@@ -362,17 +369,17 @@ class Composed:
         return _without(values, pending), pending
 
     def _check_growth(self) -> None:
-        """Before anything is replaced: interpolations that double each other have no end.
+        """Check before resolving that interpolations do not expand without limit.
 
         Raises:
-            UserError: what they make is too long.
+            UserError: the result would be too long.
         """
         sizes: dict[tuple[str, ...], int] = {}
         raw = self.raw()
 
         def size(place: tuple[str, ...], value: Any) -> int:
             if place not in sizes:
-                sizes[place] = 1  # of one that leads back to itself, which is reported later
+                sizes[place] = 1  # also for a cycle, which is reported later
                 named = _NAMED.findall(value) if isinstance(value, str) else []
                 parts = [(*place, name) for name in _names(value)]
                 parts += [_named_place(name, place) for name in named]
@@ -405,14 +412,14 @@ class Composed:
 
 
 def _names(value: Any) -> list[str]:
-    """The names of what a section or a list holds."""
+    """Return the names in a section or the indices of a list."""
     if isinstance(value, dict):
         return [str(name) for name in value]
     return [str(i) for i in range(len(value))] if isinstance(value, list) else []
 
 
 def _named_place(name: str, place: tuple[str, ...]) -> tuple[str, ...]:
-    """Where `${name}`, written at `place`, leads: a dot in front is the section that it is in."""
+    """Return the target of `${name}` at `place`; a leading dot is the section that contains it."""
     plain = name.lstrip(".")
     up = len(name) - len(plain)
     parts = tuple(part for part in re.split(r"[.\[\]]+", plain) if part)
@@ -420,12 +427,12 @@ def _named_place(name: str, place: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def value_at(raw: Any, key: str) -> Any:
-    """What is at a dotted key of plain values; None where there is nothing."""
+    """Return the value at a dotted key of plain values; None if there is none."""
     return _at(raw, tuple(key.split(".")))
 
 
 def _at(raw: Any, place: tuple[str, ...]) -> Any:
-    """What is at a place; None where there is nothing."""
+    """Return the value at a path; None if there is none."""
     for name in place:
         if isinstance(raw, list):
             raw = raw[int(name)] if name.isdecimal() and int(name) < len(raw) else None
@@ -435,17 +442,19 @@ def _at(raw: Any, place: tuple[str, ...]) -> Any:
 
 
 def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) -> Composed:
-    """Merge schema defaults, the files that take part, and `overrides`, in this order.
+    """Merge the schema's defaults, the files that take part, and `overrides`, in this order.
 
-    A group chosen on the command line replaces all that the files say of its section. So does a
-    key there that names a source of another kind than the recipe's (`data.paths=`).
+    A group of the command line replaces the whole section of the files. So does a key of the
+    command line that names a source of another kind than the recipe's (`data.paths=`).
 
     Raises:
         UserError: a file or an override cannot be read, or a group has no such option.
     """
+    # Groups and values of the command line.
     folders = search_folders(recipe)
     options = group_options(folders, schema)
     groups, values = split(overrides, schema, options)
+    # Defaults and files, merged again with the groups that keys of the command line imply.
     defaults = to_dict(schema.cls())
     sources = config_parts(recipe, groups, options, folders)
     merged = _merged(defaults, sources)
@@ -453,6 +462,7 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
     if implied:
         sources = config_parts(recipe, groups | implied, options, folders)
         merged = _merged(defaults, sources)
+    # Values of the command line.
     try:
         config = OmegaConf.create(merged)
         for key, value in values.items():
@@ -469,24 +479,24 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
 def _replacements(
     groups: dict[str, str], sources: Sequence[YamlSource], final: Any
 ) -> Iterator[str]:
-    """A line for each recipe's section that a group replaces, with the values that are gone."""
+    """Yield a line for each section of the recipe that a group replaces, with the lost values."""
     for group, option in groups.items():
         for source in sources:
             if source.package or group not in source.replaced:
                 continue
-            said = read_yaml(source.path).get(group)
-            hide({group: said})
-            values = flat(public_values(said), group) if isinstance(said, dict) else ()
-            gone = [f"{k}: {v}" for k, v in values if v is not None and value_at(final, k) != v]
-            if gone:
-                more = f" and {len(gone) - _MOST_GONE} more" if len(gone) > _MOST_GONE else ""
+            section = read_yaml(source.path).get(group)
+            hide({group: section})
+            values = flat(public_values(section), group) if isinstance(section, dict) else ()
+            lost = [f"{k}: {v}" for k, v in values if v is not None and value_at(final, k) != v]
+            if lost:
+                more = f" and {len(lost) - _MOST_LOST} more" if len(lost) > _MOST_LOST else ""
                 place = f"{show(source.path)}:{line_of(source.path, group)}"
-                shown = ", ".join(gone[:_MOST_GONE])
+                shown = ", ".join(lost[:_MOST_LOST])
                 yield f"{group}={option} replaces what {place} says: {shown}{more}"
 
 
 def _merged(defaults: dict[str, Any], sources: Sequence[YamlSource]) -> dict[str, Any]:
-    """The plain values of the schema's defaults and the files, in this order."""
+    """Return the plain values of the schema's defaults and the files, merged in this order."""
     merged = copy.deepcopy(defaults)
     for source in sources:
         _merge(merged, source.load())
@@ -496,10 +506,10 @@ def _merged(defaults: dict[str, Any], sources: Sequence[YamlSource]) -> dict[str
 def _implied(
     schema: Schema, merged: dict[str, Any], groups: dict[str, str], values: dict[str, Any]
 ) -> dict[str, str]:
-    """The groups that keys of the command line choose, as {"data": "files"} for `data.paths=`.
+    """Return the groups that keys of the command line select, {"data": "files"} for `data.paths=`.
 
-    A section's IMPLIES says which: nothing where its group or name is chosen as well, or the
-    recipe's name is the same already.
+    A section's IMPLIES defines them. Nothing is selected if the command line also sets the group or
+    the name, or if the recipe has the name already.
     """
     found: dict[str, str] = {}
     for section, key in schema.keys.items():
@@ -519,7 +529,7 @@ def _is_given(value: Any) -> bool:
 def _set(
     config: DictConfig, key: str, value: Any, defaults: dict[str, Any], schema: Schema
 ) -> None:
-    """Write an override's value, or the schema's own, into `config`."""
+    """Write an override's value, or the schema's default, into `config`."""
     try:
         if value is DEFAULT:
             _reset(config, key, defaults, schema)
@@ -533,7 +543,7 @@ def _set(
 
 
 def _reset(config: DictConfig, key: str, defaults: dict[str, Any], schema: Schema) -> None:
-    """Write the schema's own value of a key; what it has none of, such as a stream, goes."""
+    """Restore the default of a key; remove a key without default, such as a stream."""
     above, _, name = key.rpartition(".")
     section = value_at(defaults, above) if above else defaults
     is_item = not isinstance(section, dict) or name not in section
@@ -547,7 +557,7 @@ def _reset(config: DictConfig, key: str, defaults: dict[str, Any], schema: Schem
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    """Write `values` into `into`: sections are merged, all else is replaced."""
+    """Write `values` into `into`: sections are merged, other values are replaced."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
@@ -556,7 +566,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _without(value: Any, keys: Mapping[str, str], key: str = "") -> Any:
-    """Plain values but for those at the dotted `keys`."""
+    """Return plain values without those at the dotted `keys`."""
     if isinstance(value, dict):
         parts = {name: f"{key}.{name}".lstrip(".") for name in value}
         return {

@@ -27,8 +27,8 @@ from llmfoundry.recipe.schema import (
     PROCESSES,
     Only,
     Range,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 from llmfoundry.recipe.source import (
     AUTO,
@@ -76,7 +76,7 @@ class TokenizerConfig:
 
     def check(self, key: str = "tokenizer.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.chat_template in (None, *CHAT_TEMPLATES):
             yield from inert_change(
                 key, self, ["trust_chat_template"], "without a file as chat_template"
@@ -124,7 +124,7 @@ class FilterConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid, conflicting or ineffective value."""
-        if (yield from out_of_bounds(key, self)):
+        if (yield from check_fields(key, self)):
             return
         yield from at_least(f"{key}max_chars", self.max_chars, self.min_chars or 1)
         yield from at_least(f"{key}max_words", self.max_words, self.min_words or 1)
@@ -202,7 +202,7 @@ class SupervisedConfig:
 
     def check(self, key: str = "data.supervised.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
 
     @property
     def shortest_target_prompt(self) -> float:
@@ -344,7 +344,7 @@ class DataConfig(SourceConfig):
 
     def check(self, key: str = "data.") -> Iterator[str]:
         """Yield an error line for each invalid, conflicting or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.name not in (*SOURCES, "mixture"):
             return
         yield from self._check_source(key)
@@ -375,7 +375,7 @@ class DataConfig(SourceConfig):
             yield from self._check_phase(f"{key}phases[{n}].", phase)
 
     def _check_phase(self, key: str, phase: PhaseConfig) -> Iterator[str]:
-        yield from out_of_bounds(key, phase)
+        yield from check_fields(key, phase)
         yield from check_duration(f"{key}at", phase.at)
         for name in phase.proportions:
             if name not in self.streams:

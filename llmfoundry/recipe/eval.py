@@ -14,8 +14,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 
 PROMPTS = ("native", "harness", "foundry")
@@ -76,7 +76,7 @@ class EvalConfig:
 
     def check(self, key: str = "eval.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.icl_max_fraction is not None and not 0 < self.icl_max_fraction < 1:
             yield (
                 f"{key}icl_max_fraction: {self.icl_max_fraction}; write a share of the wall time"

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import find_file
-from llmfoundry.recipe.schema import Range, out_of_bounds
+from llmfoundry.recipe.schema import Range, check_fields
 from llmfoundry.recipe.typed import Problem, build
 from llmfoundry.recipe.yaml_file import read_yaml
 
@@ -206,7 +206,7 @@ def _read(path: str, key: str, count: int | None) -> Hardware:
     gpu = build(Gpu, {**base, **values}, found)
     problems += [problem.line for problem in found]
     if not found:
-        problems += [*out_of_bounds("", gpu), *_missing(gpu, count or gpus)]
+        problems += [*check_fields("", gpu), *_missing(gpu, count or gpus)]
     number = count if count is not None else gpus
     if number is None:
         problems.append(f"gpus: is missing; write it, or {key}=8x{path}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import set_defaults
-from llmfoundry.recipe.schema import Only, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import Only, Range, check_fields, choice
 from llmfoundry.redaction import names_a_secret, public
 
 TARGETS = ("local", "ssh", "slurm", "kubernetes", "skypilot")
@@ -129,7 +129,7 @@ class LaunchConfig:
 
     def check(self, key: str = "launch.") -> Iterator[str]:
         """Yield an error line for each invalid value, and for each key that the target lacks."""
-        if (yield from out_of_bounds(key, self)):
+        if (yield from check_fields(key, self)):
             return
         yield from self._check_variables(key)
         yield from self._check_texts(key)

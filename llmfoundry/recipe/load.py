@@ -1,6 +1,7 @@
-"""The typed recipe of a file and overrides; every room that reads a saved one calls it.
+"""Loading of typed recipes from a file and overrides; every reader of a saved recipe uses it.
 
-`checked` is what a script starts with, `load` what asks no more than it needs.
+Scripts start with `checked`. `load` does not check, and only reports missing values that are
+needed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ T = TypeVar("T")
 
 
 def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
-    """The typed recipe at `path` with `overrides`; neither checked nor filled, plugins left alone.
+    """Return the typed recipe at `path` with `overrides`, unchecked and without importing plugins.
 
-    What cannot be had here, such as a variable that is not set, keeps its default until `require`
-    asks for it: who generates text needs no key to the training data.
+    A value that is not available here, such as an environment variable that is not set, keeps its
+    default until `require` asks for it: generating text needs no key to the training data.
 
     Raises:
         UserError: all unknown keys and wrong types, or the first file that cannot be read.
@@ -35,7 +36,7 @@ def load(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str]
 
 
 def checked(recipe_type: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
-    """As `load`, all of it is required, and every line of its `check` is a problem too."""
+    """Return the recipe as `load` does, and raise all lines of its `check` and missing values."""
     recipe, problems = read(recipe_type, path, overrides)
     require(recipe)
     if problems:
@@ -50,9 +51,10 @@ def read(
     *,
     plugins: bool = True,
 ) -> tuple[T, list[str]]:
-    """As `load`, its plugins imported, what it leaves open decided, and what its `check` found."""
+    """Load a recipe, import its plugins and resolve `auto` formats; return also its error lines."""
     from llmfoundry.recipe.compose import compose, value_at  # OmegaConf takes its time
 
+    # Plain values of the file and the overrides, with interpolations resolved.
     schema = Schema.of(recipe_type)
     for word in overrides:
         hide_override(word)
@@ -66,6 +68,7 @@ def read(
         composed.config.run_name = file.stem
     values, pending = composed.resolved()
     hide(values)
+    # The typed recipe, and its plugins, whose choices the checks need.
     problems: list[Problem] = []
     recipe = build(recipe_type, values, problems)
     if plugins:
@@ -73,6 +76,7 @@ def read(
         import_plugins(getattr(recipe, "plugins", []), recipe=by_file)
     elif file is not None:
         leave_out(getattr(recipe, "plugins", []), file)
+    # Unknown keys and wrong types, each with its file and line.
     problems = [problem for problem in problems if problem.key not in pending]
     if problems:
         listed = [
@@ -84,6 +88,7 @@ def read(
         places = [composed.where(problem.key) for problem in shown]  # each is looked for in files
         lines = [where + problem.line for where, problem in zip(places, shown, strict=True)]
         raise UserError(*lines, *(problem.line for problem in others))
+    # The checks of the sections.
     if plugins and hasattr(recipe, "settle"):
         recipe.settle()
     remember(recipe, raw, pending, composed.places)
@@ -91,10 +96,10 @@ def read(
 
 
 def _refuse_foreign(file: Path, schema: Schema) -> None:
-    """Another tool's or script's whole file: one line with the way, in place of one for each key.
+    """Refuse a file of another tool or script with one line, in place of a line per key.
 
     Raises:
-        UserError: it is one.
+        UserError: the file is one.
     """
     values = read_yaml(file)
     hint = other_tools_file(values)
@@ -120,7 +125,7 @@ def _refuse_foreign(file: Path, schema: Schema) -> None:
 
 
 def import_for_help(schema: Schema, path: str | None, overrides: Sequence[str]) -> None:
-    """The plugins that a command line names, whose choices `--help` lists too."""
+    """Import the plugins that a command line names, whose choices `--help` lists."""
     words = [word for word in overrides if word.lstrip("+").startswith("plugins=")]
     if words or path is not None:
         from llmfoundry.recipe.compose import compose

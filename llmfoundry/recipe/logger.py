@@ -25,8 +25,8 @@ from llmfoundry.recipe.schema import (
     TOP_P,
     Only,
     Range,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 from llmfoundry.redaction import public
 
@@ -118,7 +118,7 @@ class LoggerConfig:
 
     def check(self, key: str = "logger.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self._has_no_port:
             yield from inert(key, self, ["prometheus_host"], f"without {key}prometheus_port")
         if not (self.prometheus_textfile or ".prom").endswith(".prom"):
@@ -177,7 +177,7 @@ class GenerateConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         yield from check_duration(f"{key}interval", self.interval)
 
     def fill(self) -> None:
@@ -206,7 +206,7 @@ class EarlyStopperConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
 
     def fill(self) -> None:
         """Resolve defaults in place."""
@@ -288,7 +288,7 @@ class CallbacksConfig:
 
     def check(self, key: str = "callbacks.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         yield from self.watch.check(f"{key}watch.")
         yield from self.early_stopper.check(f"{key}early_stopper.")
         yield from self.generate.check(f"{key}generate.")
@@ -372,7 +372,7 @@ class ProfileConfig:
 
     def check(self, key: str = "profile.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if isinstance(self.ranks, list):
             if not self.ranks:
                 yield f"{key}ranks: names no process; write [0], or all"

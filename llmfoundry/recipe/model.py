@@ -29,8 +29,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 
 FFN_TYPES = ("mptmlp", "mptglu", "dmoe")
@@ -151,7 +151,7 @@ class FFNConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        if (yield from out_of_bounds(key, self)):
+        if (yield from check_fields(key, self)):
             return
         yield from self._check_moe(key)
         yield from self._check_activation(f"{key}ffn_act_fn")
@@ -256,7 +256,7 @@ class InitConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         kaiming, xavier = self.name.startswith("kaiming"), self.name.startswith("xavier")
         if not (xavier or (kaiming and self.init_nonlinearity == "leaky_relu")):
             why = "without an xavier name, or kaiming with init_nonlinearity: leaky_relu"
@@ -353,7 +353,7 @@ class ModelConfig:
 
     def check(self, key: str = "model.") -> Iterator[str]:
         """Yield an error line for each invalid, conflicting or ineffective value."""
-        if (yield from out_of_bounds(key, self)):
+        if (yield from check_fields(key, self)):
             return
         if not 0 < self.embedding_fraction <= 1:
             yield f"{key}embedding_fraction: {self.embedding_fraction}; write a number in (0, 1]"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from llmfoundry.recipe.checks import inert
 from llmfoundry.recipe.choice_table import SHIPPED, ChoiceRecord, ChoiceTable, Code, check_settings
-from llmfoundry.recipe.schema import POSITIVE, Only, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import POSITIVE, Only, Range, check_fields, choice
 
 MOMENTS = ("bf16", "int8")
 LEAST_BLOCKED = 4096  # smallest matrix with int8 optimizer state, in elements; as in bitsandbytes
@@ -120,7 +120,7 @@ class ParamGroupConfig:
         values = (self.lr, self.weight_decay, self.betas, self.eps)
         if all(value is None for value in values):
             yield f"{key}param_str_match: the group changes nothing; remove it, or give it an lr"
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         yield from check_betas(f"{key}betas", self.betas)
         if optimizer in OPTIMIZERS:
             unused = [name for name in ("betas", "eps") if name not in OPTIMIZERS[optimizer].keys]
@@ -162,7 +162,7 @@ class OptimizerConfig:
 
     def check(self, key: str = "optimizer.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         yield from check_betas(f"{key}betas", self.betas)
         if self.momentum is not None and not 0 <= self.momentum < 1:
             yield f"{key}momentum: {self.momentum}; write a number in [0, 1)"
@@ -215,4 +215,4 @@ class GradientClippingConfig:
 
     def check(self, key: str = "gradient_clipping.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)

@@ -1,10 +1,10 @@
-"""What `key=value`, `group=option` and `~key` mean: the grammar is Hydra's.
+"""The meaning of `key=value`, `group=option` and `~key`, in Hydra's grammar.
 
-`split` gives composition the groups' options and the keys' values. Two rules differ from Hydra's.
-The schema alone says which keys exist, so a leading `+` changes nothing. And a text field takes all
-that follows `=` as it stands (`prompt=Well, why (not)?`); quotes around the whole are dropped, and
-null is null. So does a list of texts that is written as one text, which the grammar cannot read
-(`data.paths=my file (1).jsonl`).
+`split` returns the options of groups and the values of keys. Two rules differ from Hydra's. First,
+the schema defines which keys exist, so a leading `+` has no effect. Second, a text field takes
+everything after `=` literally (`prompt=Well, why (not)?`), except that surrounding quotes are
+dropped and null is null. The same holds for a list of texts that is written as one text and is
+invalid in the grammar (`data.paths=my file (1).jsonl`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LONGEST = 20_000
 def split(
     overrides: Sequence[str], schema: Schema, groups: dict[str, list[str]]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The groups' options and the keys' values in `overrides`; the last of a key counts.
+    """Return the options of groups and the values of keys; the last override of a key counts.
 
-    The value DEFAULT asks for the schema's own (written `~key`).
+    The value DEFAULT stands for the schema's default (written `~key`).
 
     Raises:
-        UserError: an override cannot be read; all such are named.
+        UserError: with a line for each override that cannot be parsed.
     """
     chosen: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def split(
 
 
 def key_and_text(override: str) -> tuple[str, str]:
-    """`("model.n_layers", "4")` of `+model.n_layers=4`.
+    """Return `("model.n_layers", "4")` for `+model.n_layers=4`.
 
     Raises:
         UserError: it has no key, or no `=`.
@@ -70,7 +70,7 @@ def key_and_text(override: str) -> tuple[str, str]:
 
 
 def as_list(words: Sequence[str]) -> str:
-    """Words as the value of a key that takes a list of texts."""
+    """Return words as the value of a key that takes a list of texts."""
     escaped = (word.replace("\\", "\\\\").replace("'", "\\'") for word in words)
     return "[" + ",".join(f"'{word}'" for word in escaped) + "]"
 
@@ -96,9 +96,9 @@ def _value(key: str, text: str, declared: Key | None) -> Any:
 
 
 def _plain_texts(text: str) -> list[str]:
-    """The entries of a list of texts without quotes, such as a sweep's folders: [A,sw/lr=0.01].
+    """Return the items of a list of texts without quotes, such as [A,sw/lr=0.01].
 
-    Empty where quotes or brackets say where an entry ends, which is the grammar's to read.
+    The result is empty if quotes or brackets delimit the items, which is left to the grammar.
     """
     entries = [entry.strip() for entry in text[1:-1].split(",")]
     is_plain = text[-1:] == "]" and not any(mark in text[1:-1] for mark in "[]{}'\"\\")
@@ -106,10 +106,10 @@ def _plain_texts(text: str) -> list[str]:
 
 
 def parse_value(text: str) -> Override | None:
-    """The value as Hydra's grammar reads it; None where it does not.
+    """Parse a value with Hydra's grammar; return None if it is invalid.
 
     Raises:
-        UserError: a sweep stands inside a list, where Hydra would not run it.
+        UserError: a sweep is inside a list, where Hydra would not run it.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

@@ -25,8 +25,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 
 BLOCK, EXPERTS = "block", "experts"
@@ -346,7 +346,7 @@ class ParallelConfig:
 
     def check(self, key: str = "parallel.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         values = {name: getattr(self, name) for name in (*AXES, EXPERT)}
         for name, value in values.items():
             if value == 0:

@@ -1,9 +1,9 @@
-"""Where recipes, groups and the files that a recipe names are found; every room may use it.
+"""Locations of recipes, groups and the files that a recipe names.
 
-A relative path is meant from the working folder. A recipe, a gauntlet or another file that may be
-shipped is then looked for from the repository's root, so that `eval/gauntlets/generated.yaml` in a
-shipped recipe works from anywhere. A wheel carries what
-the repository has beside the package in a folder of the package.
+A relative path refers to the working folder. A recipe, a gauntlet or another file that may be
+shipped is then searched for below the root of the repository, so that
+`eval/gauntlets/generated.yaml` in a shipped recipe works from anywhere. A wheel contains the files
+of the repository in a folder of the package.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ IS_REPOSITORY = not _PACKED.is_dir()
 ROOT = Path(__file__).resolve().parents[2] if IS_REPOSITORY else _PACKED
 """The folder that holds yamls/, eval/ and scripts/: the repository, or the wheel's copy."""
 YAMLS = ROOT / "yamls"
-"""The shipped recipes, and below them one folder a group."""
+"""The shipped recipes, and a folder for each group."""
 _SUFFIXES = (".yaml", ".yml")
 _TEXTS = (".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet", ".gz", ".zst")
 
 
 def find_shipped(path: str | Path, key: str) -> Path:
-    """Find the file or folder of a recipe key whose value may be a file of this project.
+    """Return the file or folder at `path`, the value of a key that may name a file of the project.
 
     Raises:
         UserError: neither the working folder nor the repository has it; names the nearest path.
@@ -36,9 +36,9 @@ def find_shipped(path: str | Path, key: str) -> Path:
 
 
 def find_file(path: str | Path, key: str) -> Path:
-    """Find the file or folder of a recipe key whose value belongs to the user, such as a run.
+    """Return the file or folder at `path`, the value of a key that names a user's file.
 
-    It is not looked for in the repository: the run of that name there may be another model.
+    The repository is not searched: a run of the same name there may be another model.
 
     Raises:
         UserError: the working folder does not have it; names the nearest path.
@@ -56,12 +56,13 @@ def _find(path: str | Path, key: str, folders: Sequence[Path]) -> Path:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """The recipe at `path`: a file, or the name of a shipped one, `quickstart`.
+    """Return the recipe at `path`: a file, or the name of a shipped recipe, `quickstart`.
 
     Raises:
-        UserError: there is none; names the nearest path. Or a file beside could be meant as well.
+        UserError: there is no such recipe, with the nearest path; or the name is ambiguous.
     """
     given = Path(os.path.expanduser(path))
+    # A file, or a run's folder, which is a common mistake.
     if os.path.isfile(given):
         if given.suffix in _TEXTS:
             raise UserError(
@@ -71,6 +72,7 @@ def find_recipe(path: str | Path) -> Path:
         return given
     if os.path.isfile(given / "recipe.yaml"):
         raise UserError(f"{path} is a folder; did you mean {given / 'recipe.yaml'}?")
+    # A shipped recipe, unless a file here has the same name.
     if (found := _shipped_recipe(given)) is not None:
         beside = given.with_name(f"{given.name}.yaml")
         if given.suffix not in _SUFFIXES and beside.is_file() and not beside.samefile(found):
@@ -79,6 +81,7 @@ def find_recipe(path: str | Path) -> Path:
                 f"{path} can be {beside} or the shipped recipe; write {beside} or {name}"
             )
         return found
+    # Nothing: name what is there, and the nearest recipe.
     what = f"{path} is a folder, no recipe" if os.path.isdir(given) else f"no recipe at {path}"
     if os.path.exists(given) and not os.path.isdir(given):
         what = f"{path} is not a file; a device or a pipe cannot be a recipe"
@@ -90,12 +93,12 @@ def find_recipe(path: str | Path) -> Path:
 
 
 def is_recipe(word: str) -> bool:
-    """Whether a word names a recipe's file, or one that is shipped."""
+    """Return whether a word names a recipe file, or a shipped recipe."""
     return word.endswith(_SUFFIXES) or _shipped_recipe(Path(word)) is not None
 
 
 def _shipped_recipe(given: Path) -> Path | None:
-    """`yamls/quickstart.yaml` from anywhere, `quickstart`, `finetune/mpt-7b-sft`, `mpt-7b-sft`."""
+    """Find `yamls/quickstart.yaml`, `quickstart`, `finetune/mpt-7b-sft` or `mpt-7b-sft`."""
     if given.is_absolute() or ".." in given.parts:
         return None
     if given.suffix in _SUFFIXES:
@@ -106,7 +109,7 @@ def _shipped_recipe(given: Path) -> Path | None:
 
 
 def recipe_name(path: Path) -> str:
-    """A recipe as a user would write it: its path below the working folder, or its shipped name."""
+    """Return a recipe as users write it: its path below the working folder, or its shipped name."""
     is_here = path.absolute().is_relative_to(Path.cwd())
     if is_here or path.suffix not in _SUFFIXES or not path.is_relative_to(YAMLS):
         return show(path)
@@ -114,7 +117,7 @@ def recipe_name(path: Path) -> str:
 
 
 def nearest_path(given: Path, candidates: Iterable[Path]) -> str:
-    """The clause `; did you mean PATH?` for the closest file name, of these the closest path."""
+    """Return the clause `; did you mean PATH?` for the closest file name and path."""
     by_name: dict[str, list[str]] = {}
     for path in candidates:
         by_name.setdefault(path.name.removesuffix(".yaml"), []).append(recipe_name(path))
@@ -126,14 +129,15 @@ def nearest_path(given: Path, candidates: Iterable[Path]) -> str:
 
 
 def show(path: Path) -> str:
-    """`path` as a user would write it: relative where it lies below the working folder."""
+    """Return `path` as users write it: relative if it is below the working folder."""
     return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
 
 
 def search_folders(recipe: Path | None) -> list[Path]:
-    """Folders that may hold groups, first found wins: the recipe's own, then yamls/.
+    """Return the folders that may hold groups, in order: the recipe's folder, then yamls/.
 
-    For a recipe at the repository's root yamls/ comes first: eval/ there is no group.
+    For a recipe at the root of the repository yamls/ comes first, because eval/ there is not a
+    group.
     """
     folders = [YAMLS]
     if recipe is not None:
@@ -144,9 +148,9 @@ def search_folders(recipe: Path | None) -> list[Path]:
 
 
 def group_options(folders: Iterable[Path], schema: Schema) -> dict[str, list[str]]:
-    """Each section of `schema` that is a group, and its choices: `{"model": ["mpt-125m", ...]}`.
+    """Return the groups of a schema with their choices: `{"model": ["mpt-125m", ...]}`.
 
-    A group is a folder of a section's name with YAML files, in one of `folders`.
+    A group is a folder in one of `folders` with YAML files and the name of a section.
     """
     found = {
         name: {file.stem for folder in folders for file in (folder / name).glob("*.yaml")}
@@ -157,19 +161,19 @@ def group_options(folders: Iterable[Path], schema: Schema) -> dict[str, list[str
 
 
 def shipped(schema: Schema) -> list[Path]:
-    """The recipes under yamls/ that are for `schema`."""
+    """Return the recipes under yamls/ for `schema`."""
     return sorted((YAMLS / getattr(schema.cls, "FOLDER", "")).glob("*.yaml"))
 
 
 def _siblings(path: Path) -> list[Path]:
-    """What lies beside `path`, and the files of its name in folders beside its own."""
+    """Return the files next to `path`, and files of the same name in neighboring folders."""
     beside, above = path.parent, path.parent.parent
     cousins = (above / name / path.name for name in _names(above))
     return [beside / name for name in _names(beside)] + [p for p in cousins if os.path.exists(p)]
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a folder; nothing where it is not a folder, or may not be read."""
+    """Return the names in a folder; empty if it cannot be read."""
     try:
         return os.listdir(folder)
     except (OSError, ValueError):

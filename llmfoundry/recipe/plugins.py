@@ -1,9 +1,9 @@
-"""The key `plugins` of every recipe: files and modules that add to the tables of choices.
+"""The key `plugins` of every recipe: files and modules that extend the tables of choices.
 
-The front calls `import_plugins` before a recipe is checked, workers of other processes with what
-`imported` gave them. The one idea: only the command line and the recipe that it names import code.
-A run's folder that is merely opened, by scripts/eval.py and the like, imports none, whatever its
-recipe says; and a run's own recipe.yaml, when it is resumed, none out of a run's folder.
+The command line calls `import_plugins` before a recipe is checked, and worker processes call it
+with the result of `imported`. Only the command line and the recipe that it names import code. A
+run's folder that is only opened, by scripts/eval.py for instance, imports nothing, whatever its
+recipe says. The recipe.yaml of a resumed run imports nothing from a run's folder.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _OF_A_RUN = ("checkpoints", "metrics.jsonl", "state.json")
 
 
 def import_plugins(names: Iterable[str], *, recipe: Path | None = None) -> None:
-    """Import each once; what they add to the tables is there from now on.
+    """Import each plugin once; its records are then part of the tables.
 
     Args:
-        names: as `plugins` has them.
-        recipe: the file that names them; None: the command line, or a process of ours.
+        names: the value of `plugins`.
+        recipe: the file that names them; None: the command line, or one of our processes.
 
     Raises:
-        UserError: one is not there, fails, adds what cannot be added; or lies in a run's folder,
-            as the recipe that names it does.
+        UserError: a plugin is missing, fails, or adds an invalid record; or both the plugin and the
+            recipe that names it are in a run's folder.
     """
     for name in names:
         if name.endswith(".py") or "/" in name:
@@ -50,12 +50,12 @@ def import_plugins(names: Iterable[str], *, recipe: Path | None = None) -> None:
 
 
 def imported() -> list[str]:
-    """What this process has imported, for another one."""
+    """Return the plugins that this process has imported, for another process."""
     return list(_imported.values())
 
 
 def leave_out(names: Iterable[str], recipe: Path) -> None:
-    """Remember plugins of a recipe that was only opened, for messages about what is missing."""
+    """Record the plugins of a recipe that was only opened, for messages about missing choices."""
     here = (*_imported.values(),)
     not_imported.update({n: show(recipe) for n in names if not any(p.endswith(n) for p in here)})
 
@@ -88,10 +88,10 @@ def _import_module(name: str, recipe: Path | None) -> None:
 
 
 def _run(label: str, code: str, file: str, execute: Callable[[], object]) -> None:
-    """Execute a plugin; what it adds is its own.
+    """Execute a plugin and attribute its records to it.
 
     Raises:
-        UserError: it fails, in one line with the place in the plugin.
+        UserError: it fails; one line with the location in the plugin.
     """
     now_adding.append(Origin(label, code))
     try:
@@ -106,7 +106,7 @@ def _run(label: str, code: str, file: str, execute: Callable[[], object]) -> Non
 
 
 def _place(label: str, file: str, error: BaseException) -> str:
-    """The plugin and the line of it that failed."""
+    """Return the plugin and the line that failed."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{label}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
@@ -114,7 +114,7 @@ def _place(label: str, file: str, error: BaseException) -> str:
 
 
 def _refuse_strangers(name: str, path: Path, recipe: Path | None) -> None:
-    """A run's folder may be untrusted: its recipe brings no code along by itself."""
+    """Refuse plugins in an untrusted run's folder that the recipe of the run names."""
     if recipe is not None and _is_of_a_run(recipe) and _is_of_a_run(path):
         raise UserError(
             f"plugins: {name} lies in a run's folder, and so does {show(recipe)}, which names it; a"

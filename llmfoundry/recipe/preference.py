@@ -8,7 +8,7 @@ from typing import Annotated
 
 from llmfoundry.recipe.checks import set_defaults
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.schema import POSITIVE, Only, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import POSITIVE, Only, Range, check_fields, choice
 from llmfoundry.recipe.source import AUTO, SourceConfig
 
 FORMATS = {"dpo": "preference", "kto": "unpaired", "orpo": "preference", "simpo": "preference"}
@@ -69,7 +69,7 @@ class PreferenceConfig:
 
     def check(self, key: str = "preference.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.label_smoothing and self.loss in ("ipo", "hinge"):
             yield f"{key}label_smoothing: has no effect with loss: {self.loss}; remove it"
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from llmfoundry.recipe.checks import set_defaults
 from llmfoundry.recipe.logger import STOP_MODES, better_way
-from llmfoundry.recipe.schema import Only, choice, out_of_bounds
+from llmfoundry.recipe.schema import Only, check_fields, choice
 
 VERSION = "models:/"
 """Prefix of the name of a version."""
@@ -56,8 +56,8 @@ class RegistryConfig:
 
     def check(self, key: str = "registry.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
-        yield from out_of_bounds(f"{key}best.", self.best)
+        yield from check_fields(key, self)
+        yield from check_fields(f"{key}best.", self.best)
         if self.name is not None and (problem := name_problem(self.name)):
             yield f"{key}name: {problem}"
         if self.best.metric is not None and not self.best.metric.strip():
@@ -91,6 +91,6 @@ class ExportRegistry(RegistryPlace):
 
     def check(self, key: str = "registry.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.name is not None and (problem := name_problem(self.name)):
             yield f"{key}name: {problem}"

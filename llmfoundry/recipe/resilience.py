@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from llmfoundry.recipe.checks import nearest, set_defaults
 from llmfoundry.recipe.data import n_bytes
-from llmfoundry.recipe.schema import PATH, Only, Range, choice, out_of_bounds
+from llmfoundry.recipe.schema import PATH, Only, Range, check_fields, choice
 from llmfoundry.redaction import public
 
 BEFORE_RUN = ("none", "quick", "full")
@@ -68,7 +68,7 @@ class HealthCheckConfig:
 
     def check(self, key: str = "health_check.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         sizes = {"min_free_disk": self.min_free_disk}
         sizes |= {f"payloads[{n}]": size for n, size in enumerate(self.payloads)}
         for name, size in sizes.items():
@@ -122,7 +122,7 @@ class HangConfig:
 
     def check(self, key: str = "hang.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
 
     def fill(self) -> None:
         """Resolve defaults in place."""
@@ -229,7 +229,7 @@ class WatchConfig:
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
 
     def fill(self) -> None:
         """Resolve defaults in place."""
@@ -319,7 +319,7 @@ class SuperviseConfig:
 
     def check(self, key: str = "supervise.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.webhook is not None and not _is_url(self.webhook):
             yield f"{key}webhook: is not a URL; write one that begins with https://"
         for number, word in enumerate(self.launch):

@@ -22,8 +22,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 
 QUANTITIES = ("compute", "parameters", "tokens", "width")
@@ -77,9 +77,9 @@ class RulesConfig:
 
     def check(self, key: str = "rules.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
-        yield from out_of_bounds(key, self)
-        yield from out_of_bounds(f"{key}lr.", self.lr)
-        yield from out_of_bounds(f"{key}batch_tokens.", self.batch_tokens)
+        yield from check_fields(key, self)
+        yield from check_fields(f"{key}lr.", self.lr)
+        yield from check_fields(f"{key}batch_tokens.", self.batch_tokens)
 
 
 @dataclass
@@ -167,7 +167,7 @@ class ScalingRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
-        if (yield from out_of_bounds("", self)):
+        if (yield from check_fields("", self)):
             return
         if (self.base is None) == (self.fit is None):
             yield "base: write base=RECIPE, whose runs to fit, or fit=points.csv" + (
@@ -183,7 +183,7 @@ class ScalingRecipe:
         if self.fit is not None:
             return
         if self.held_out is not None:
-            yield from out_of_bounds("held_out.", self.held_out)
+            yield from check_fields("held_out.", self.held_out)
         if bool(self.tokens) == bool(self.compute):
             yield "tokens: write tokens=[…], or compute=[…] in FLOPs" + (
                 ", not both" if self.tokens else ""

@@ -17,7 +17,7 @@ from llmfoundry.recipe.choice_table import (
     ChoiceTable,
     check_settings,
 )
-from llmfoundry.recipe.schema import FRACTION, Only, choice, out_of_bounds
+from llmfoundry.recipe.schema import FRACTION, Only, check_fields, choice
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ScheduleConfig:
 
     def check(self, key: str = "schedule.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         if self.name not in SCHEDULES:
             return
         kind = SCHEDULES[self.name]

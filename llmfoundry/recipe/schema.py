@@ -1,13 +1,13 @@
-"""What a recipe may say: every key with its type, default, meaning, rules, choices and owner.
+"""The schema of recipes: every key with its type, default, meaning, rules and owner.
 
-`Schema.of` makes one object for each recipe type, and one for each section that it holds. Help,
-completion, hints, overrides, checks and the typed reader ask it, and nothing else walks over the
-dataclasses.
+`Schema.of` returns the schema of a recipe type or of a section. Help, completion, hints, overrides,
+checks and the typed reader use it; no other code walks over the dataclasses.
 
-What numbers, paths and choices may be is declared in the types of fields:
-`lr: Annotated[float, Range(above=0)]` is all that a section writes. Its `check` begins with
-`out_of_bounds`, which looks at every field. Where a field declares nothing, a number is finite and
-fits its machine type, so that no value can hang a check, overflow or eat a machine.
+Rules are declared in the types of fields: a range (`lr: Annotated[float, Range(above=0)]`),
+choices, a form of text, or the keys that it depends on (`Only("name", "muon")`). The `check` of a
+section begins with `check_fields`, which applies the rules of every field. A number without a rule
+must be finite and fit its machine type, so that no value can hang a check, overflow or exhaust
+memory.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Key:
-    """A key as it stands in its section, and all that is known of it.
+    """A key of a section.
 
     Attributes:
-        name: as users write it.
-        field: the dataclass's name of it, which ends with an underscore where Python has the word.
+        name: the name that users write.
+        field: the name of the dataclass field; it ends with an underscore if Python reserves the
+            word.
         hint: the type of its value.
-        rules: what is declared beside the type: a range, choices, a form of text.
-        owners: the classes that declare it, the section's own before those that it inherits from.
+        rules: the annotations of the type: a range, choices, a form of text, `Only`.
+        owners: the classes that declare the field, the section's class before its base classes.
         required: whether it has no default.
     """
 
@@ -63,34 +64,34 @@ class Key:
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The types that its value may have."""
+        """Types of its value."""
         return options(self.hint)
 
     @property
     def section(self) -> Schema | None:
-        """The keys below it; None where it has a value."""
+        """The schema of the keys below it; None if the key has a value."""
         return section_of(self.hint)
 
     @property
     def item(self) -> Schema | None:
-        """The keys of each section that it lists or maps names to, as `data.streams` does."""
+        """The schema of the sections in a list or a mapping, such as `data.streams`."""
         return item_of(self.hint)
 
     @property
     def default(self) -> Any:
-        """Its value where nothing is written, of a key that is not required."""
+        """The default value of a key that is not required."""
         (field,) = (f for f in dataclasses.fields(self.owners[0]) if f.name == self.field)
         make = field.default_factory
         return field.default if make is dataclasses.MISSING else make()
 
     @property
     def meaning(self) -> str:
-        """The string under its field, of the nearest class that has one, on one line."""
+        """The string under the field, of the nearest class that has one, on one line."""
         texts = (_meanings(owner).get(self.field) for owner in self.owners)
         return next((text for text in texts if text is not None), "")
 
     def rule(self, kind: type[R]) -> R | None:
-        """Its rule of a kind; None where its type declares none."""
+        """Return its rule of a kind; None if there is none."""
         return next((rule for rule in self.rules if isinstance(rule, kind)), None)
 
     def explanation(self, dotted: str) -> str:
@@ -111,17 +112,17 @@ class Schema:
     """The keys of a dataclass, by name and by dotted name."""
 
     def __init__(self, recipe_type: type) -> None:
-        """Made by `of` alone, once for each type."""
+        """Wrap a dataclass; only `of` calls it, once for each type."""
         self.cls = recipe_type
 
     @staticmethod
     def of(recipe_type: type) -> Schema:
-        """The schema of a recipe or of one of its sections."""
+        """Return the schema of a recipe type or of a section."""
         return _made.setdefault(recipe_type, Schema(recipe_type))
 
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
-        """The section's own keys, in the order of declaration."""
+        """The keys of the section, in the order of declaration."""
         plain = typing.get_type_hints(self.cls)
         declared = typing.get_type_hints(self.cls, include_extras=True)
         classes = [(c, inspect.get_annotations(c)) for c in inspect.getmro(self.cls)]
@@ -140,25 +141,26 @@ class Schema:
 
     @property
     def meaning(self) -> str:
-        """What the section is, on one line."""
+        """The docstring of the section, on one line."""
         return " ".join((inspect.getdoc(self.cls) or "").split())
 
     def find(self, dotted: str) -> Key | None:
-        """The key at `model.n_heads`, or what stands at `data.streams.NAME` or `phases[0]`."""
+        """Return the key at `model.n_heads`, or the item at `data.streams.NAME` or `phases[0]`."""
         key = Key("", "", self.cls)
         for part in dotted.split("."):
             name, _, index = part.partition("[")
-            above = key.section
-            found = key if above is None else above.keys.get(name)
-            if found is not None and (above is None or index):  # a mapping's names are the user's
-                found = None if found.item is None else Key(name, name, found.item.cls)
-            if found is None:
+            section = key.section
+            below = key if section is None else section.keys.get(name)
+            # An item of a list or of a mapping, whose names the user chooses.
+            if below is not None and (section is None or index):
+                below = None if below.item is None else Key(name, name, below.item.cls)
+            if below is None:
                 return None
-            key = found
+            key = below
         return key
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, Key]]:
-        """Every dotted key in order, a section before what is in it; items have no names yet."""
+        """Yield every dotted key in order, a section before its keys; items are not expanded."""
         for name, key in self.keys.items():
             yield f"{prefix}{name}", key
             if key.section is not None:
@@ -169,25 +171,30 @@ _made: dict[type, Schema] = {}
 
 
 def section_of(hint: Any) -> Schema | None:
-    """The schema of the dataclass in a type such as `EvalConfig | None`; None for a value's."""
-    found = (o for o in options(hint) if isinstance(o, type) and dataclasses.is_dataclass(o))
-    return next(map(Schema.of, found), None)
+    """Return the schema of the dataclass in a type such as `EvalConfig | None`; else None."""
+    for option in options(hint):
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            return Schema.of(option)
+    return None
 
 
 def item_of(hint: Any) -> Schema | None:
-    """The schema of the dataclass that a list or a mapping holds; None elsewhere."""
-    held = [args[-1] for option in options(hint) if (args := typing.get_args(option))]
-    return section_of(held[0]) if held else None
+    """Return the schema of the dataclass that a list or a mapping holds; else None."""
+    for option in options(hint):
+        arguments = typing.get_args(option)
+        if arguments:
+            return section_of(arguments[-1])
+    return None
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The types that a union allows, or the one type that it is."""
+    """Return the members of a union type, or the one type."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def _flat(rules: Iterable[Any]) -> Iterator[Any]:
-    """The rules of a field one by one; fields that share several name a tuple of them."""
+    """Yield the rules of a field one by one; fields that share rules name a tuple of them."""
     for rule in rules:
         if isinstance(rule, tuple):
             yield from rule
@@ -197,38 +204,39 @@ def _flat(rules: Iterable[Any]) -> Iterator[Any]:
 
 @functools.cache
 def _meanings(owner: type) -> dict[str, str]:
-    """The string under each field that a class declares, on one line, read from its source."""
+    """Return the string under each field of a class, on one line, read from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    found: dict[str, str] = {}
-    for key, text in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
-        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(key.target)] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+    meanings: dict[str, str] = {}
+    for field, text in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            words = str(ast.literal_eval(text.value)).split()
+            meanings[ast.unparse(field.target)] = " ".join(words)
+    return meanings
 
 
 MOST_INT = 2**63 - 1
-MOST_FLOAT = 3e38  # what fp32 holds
-LONGEST_NAME, LONGEST_PATH = 255, 2048  # bytes; Linux takes 4096, of which what we add is a part
+MOST_FLOAT = 3e38  # the range of fp32
+LONGEST_NAME, LONGEST_PATH = 255, 2048  # bytes; Linux allows 4096, and we append names
 
 
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what neither a file nor JSON can hold
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that neither a file nor JSON can hold
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a number may be; unset ends are those of its machine type."""
+    """The range of a number; missing ends are those of the machine type."""
 
     least: float | None = None
     most: float | None = None
     why: str = ""
-    """Of `most`: what a greater value would do."""
+    """Reason for `most`: the effect of a larger value."""
     above: float | None = None
     below: float | None = None
     infinite: bool = False
-    """Whether infinity is a value too."""
+    """Whether infinity is allowed."""
 
     def problem(self, value: float) -> str | None:
-        """Why `value` is not in the range, and what to write; None where it is."""
+        """Return why `value` is not in the range, and what to write; None if it is."""
         if isinstance(value, float) and not math.isfinite(value):
             return None if self.infinite and value > 0 else f"{value} is not a finite number"
         if (self.least, self.below) == (0, 1) and not 0 <= value < 1:
@@ -252,12 +260,12 @@ ANY = Range()
 FRACTION = Range(0, below=1)
 POSITIVE = Range(above=0)
 
-# What several fields share; each says beside it what it counts.
+# Ranges that several fields share.
 LENGTH = "positions are exact up to there"
 ROWS = Range(1, 2**24, "the rows of a step are listed in memory")
 PROCESSES = "each is a process of this machine"
 TOKENS = Range(1, 2**24, LENGTH)
-MOST_LAYERS = 4096  # each is made; the deepest published transformer has 1,000
+MOST_LAYERS = 4096  # the deepest published transformer has 1,000
 WIDTH = Range(1, 2**22, "no device holds a wider matrix")
 NEW_TOKENS = Range(1, 2**20, "keys and values of each are kept in memory")
 TEMPERATURE = Range(0, 1e6)
@@ -266,27 +274,27 @@ TOP_P = Range(above=0, most=1, why="it is a probability")
 
 @dataclass(frozen=True)
 class TextRule:
-    """Marks a text that must have some form."""
+    """The form of a text."""
 
     problem: Callable[[str], str | None]
-    """Why a text has not, and what to write; None where it has."""
+    """Function that returns why a text is invalid, and what to write; None if it is valid."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Marks a text that is one of a few."""
+    """A text that is one of several choices."""
 
     options: Collection[str]
-    """A `ChoiceTable` among them, to which plugins may still add."""
+    """The choices; a `ChoiceTable` includes those that plugins add later."""
     other: str = ""
-    """What else the field takes, for people: `a number of rows`."""
+    """Other values of the field, as a text: `a number of rows`."""
     form: re.Pattern[str] | None = None
-    """Of other texts that it takes."""
+    """Regular expression of other valid texts."""
     reasons: Mapping[str, str] | None = None
-    """Of texts that others' recipes have: why it is not taken, and what to write."""
+    """Choices of other tools that are refused, with the reason and what to write."""
 
     def problem(self, value: str) -> str | None:
-        """Why `value` is not one of them, and what to write; None where it is."""
+        """Return why `value` is not a choice, and what to write; None if it is."""
         if value in self.options or (self.form is not None and self.form.fullmatch(value)):
             return None
         if self.reasons is not None and value in self.reasons:
@@ -296,11 +304,11 @@ class Choice:
         return not_a_choice(value, [*self.options], other=self.other)
 
     def listed(self) -> str:
-        """All of them, for people."""
+        """Return all choices as a text."""
         return ", ".join(self.options) + (f", or {self.other}" if self.other else "")
 
     def meanings(self) -> dict[str, str]:
-        """What those of a table mean, as far as their entries say so."""
+        """Return the meanings of the choices of a table, if its records have them."""
         entries = self.options.items() if isinstance(self.options, ChoiceTable) else ()
         named = ((name, entry) for name, entry in entries if isinstance(entry, ChoiceRecord))
         return {name: entry.meaning for name, entry in named if entry.meaning}
@@ -313,7 +321,7 @@ def choice(
     *,
     reasons: Mapping[str, str] | None = None,
 ) -> Choice:
-    """A `Choice` of the names in a table."""
+    """Return a `Choice` of the names in a table or a sequence."""
     names = options if isinstance(options, ChoiceTable) else tuple(options)
     return Choice(names, other, form, reasons)
 
@@ -335,12 +343,12 @@ _OFF_CHOICES = ("none", "off")
 
 @dataclass(frozen=True)
 class Only:
-    """Marks a key that has an effect only with certain values of other keys.
+    """A key that has an effect only with certain values of other keys.
 
-    From one rule come the check of a recipe, the sentence in `--help` and that in docs/keys.
-    `Only("name", "muon")`: with name=muon. `Only("to", ("hf", "gguf"))`: with either of them.
+    The check of a recipe, the sentence in `--help` and that in docs/keys follow from one rule.
+    `Only("name", "muon")`: with name=muon. `Only("to", ("hf", "gguf"))`: with either value.
     `Only("load_path")`: with any load_path. `Only(("trace", "memory_snapshot"))`: with either key.
-    A key that a rule names must have an effect itself.
+    The keys that a rule names must have an effect themselves.
     """
 
     key: str | tuple[str, ...]
@@ -361,11 +369,11 @@ class Only:
         return (self.key,) if isinstance(self.key, str) else self.key
 
     def holds(self, given: Mapping[str, Any], schema: Schema) -> bool:
-        """Whether the key has an effect with these values of `names`."""
+        """Return whether the key has an effect, for these values of `names`."""
         return any(self.matches(value, schema.find(name)) for name, value in given.items())
 
     def matches(self, value: Any, key: Key | None) -> bool:
-        """Whether the value of one of `names` is among the values of the rule."""
+        """Return whether the value of one of `names` is among the values of the rule."""
         if self.values is not ON:
             return value in self.options
         rule = None if key is None else key.rule(Choice)
@@ -381,14 +389,14 @@ class Only:
 
     @property
     def listed(self) -> str:
-        """The values for people, as YAML writes them; "" for a rule without values."""
+        """The values as a text, as YAML writes them; "" for a rule without values."""
         if self.values is ON:
             return ""
         texts = [_yaml(value) for value in self.options if value is not None]
         return _listed(texts, "or")
 
     def clause(self, given: Mapping[str, Any], prefix: str) -> str:
-        """What completes the sentence "... has no effect", where the rule does not hold."""
+        """Return the end of the sentence "... has no effect", if the rule does not hold."""
         is_unset = any(value in (None, [], {}) for value in given.values())
         if is_unset or (self.listed and len(given) > 1):
             keys = [f"{prefix}{name}" for name in given]
@@ -399,7 +407,7 @@ class Only:
         return f"with {_listed(texts, 'and')}{wanted}"
 
     def sentence(self, schema: Schema, prefix: str) -> str:
-        """The rule for `--help` and docs/keys."""
+        """Return the rule as a sentence for `--help` and docs/keys."""
         keys = {f"{prefix}{name}": schema.find(name) for name in self.names}
         if self.values is ON:
             texts = [f"{name}{_when_on(key)}" for name, key in keys.items()]
@@ -414,17 +422,17 @@ class Only:
 
 @dataclass(frozen=True)
 class Unless(Only):
-    """Marks a key that has no effect with certain values of another key, or of all of several."""
+    """A key that has no effect with certain values of another key, or of all of several keys."""
 
     word: ClassVar[str] = "Not"
     joint: ClassVar[str] = "and"
 
     def holds(self, given: Mapping[str, Any], schema: Schema) -> bool:
-        """Whether the key has an effect with these values of `names`."""
+        """Return whether the key has an effect, for these values of `names`."""
         return not all(self.matches(value, schema.find(name)) for name, value in given.items())
 
     def clause(self, given: Mapping[str, Any], prefix: str) -> str:
-        """What completes the sentence "... has no effect", where the rule does not hold."""
+        """Return the end of the sentence "... has no effect", if the rule does not hold."""
         if self.values is ON:
             texts = [f"{prefix}{name}" for name in given]
         else:
@@ -433,7 +441,7 @@ class Unless(Only):
 
 
 def _when_on(key: Key | None) -> str:
-    """What a key that is on is equal to, for people; "" where any value will do."""
+    """Return the suffix for a key that must be on; "" if any value will do."""
     if key is None:
         return ""
     rule = key.rule(Choice)
@@ -446,12 +454,12 @@ def _when_on(key: Key | None) -> str:
 
 
 def _listed(texts: Sequence[str], joint: str) -> str:
-    """Some texts as a list in a sentence."""
+    """Join texts as a list in a sentence."""
     return f" {joint} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 def _yaml(value: Any) -> str:
-    """A value as YAML has it."""
+    """Return a value as YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -482,32 +490,32 @@ def _run_name_problem(value: str) -> str | None:
 
 
 PATH = TextRule(_path_problem)
-"""Marks what the file system is asked for, or the address of a store."""
+"""A path, or the URL of a store."""
 RUN_NAME = TextRule(_run_name_problem)
 
 
-def out_of_bounds(key: str, section: Any) -> Generator[str, None, bool]:
-    """Lines for a section's own values that its types do not allow; returns whether there are any.
+def check_fields(key: str, section: Any) -> Generator[str, None, bool]:
+    """Yield an error line for each value of a section that its rules do not allow.
 
-    A check begins with `if (yield from out_of_bounds(key, self)): return` where what follows
-    computes with them.
+    Return whether a value is out of bounds. Use `if (yield from check_fields(key, self)): return`
+    if the rest of a check computes with the values.
     """
-    found = False
-    for name, own in Schema.of(section.__class__).keys.items():
-        given, rules = getattr(section, own.field), own.rules
-        if isinstance(given, dict):  # the long form of a choice, which its section checks
+    is_out_of_bounds = False
+    for name, own_key in Schema.of(section.__class__).keys.items():
+        value, rules = getattr(section, own_key.field), own_key.rules
+        if isinstance(value, dict):  # the long form of a choice, which its section checks
             rules = tuple(rule for rule in rules if not isinstance(rule, Choice))
-        for dotted, value in leaves(name, given):
-            problem = _problem(value, rules)
+        for dotted, leaf in leaves(name, value):
+            problem = _problem(leaf, rules)
             if problem is not None:
-                found = True
+                is_out_of_bounds = True
                 yield f"{key}{dotted}: {problem}"
     yield from _without_effect(key, section)
-    return found
+    return is_out_of_bounds
 
 
 def _without_effect(prefix: str, section: Any) -> Iterator[str]:
-    """Lines for keys that differ from their default where an `Only` rule of theirs fails."""
+    """Yield an error line for each key that is set although one of its `Only` rules fails."""
     schema = Schema.of(section.__class__)
     for name, key in schema.keys.items():
         if not any(isinstance(rule, Only) for rule in key.rules):
@@ -520,12 +528,13 @@ def _without_effect(prefix: str, section: Any) -> Iterator[str]:
 
 
 def _failed_rule(key: Key, schema: Schema, section: Any, prefix: str) -> str | None:
-    """The clause of the first `Only` rule that fails for a key, or for a key that it depends on."""
+    """Return the clause of the first rule that fails, of a key or of the key that it depends on."""
     for rule in (rule for rule in key.rules if isinstance(rule, Only)):
         given = {name: _value_at(section, name) for name in rule.names}
         others = [schema.find(name) for name in rule.names]
         if any(_is_misspelled(other, v) for other, v in zip(others, given.values(), strict=True)):
-            continue  # which has a line of its own
+            continue  # the misspelled value has an error line of its own
+        # A rule on a key without effect fails as well.
         only_other = schema.keys.get(rule.names[0]) if len(rule.names) == 1 else None
         if only_other is not None and not isinstance(rule, Unless):
             clause = _failed_rule(only_other, schema, section, prefix)
@@ -537,20 +546,20 @@ def _failed_rule(key: Key, schema: Schema, section: Any, prefix: str) -> str | N
 
 
 def _is_misspelled(key: Key | None, value: Any) -> bool:
-    """Whether a value is none of the key's choices."""
+    """Return whether a value is none of the key's choices."""
     rule = None if key is None else key.rule(Choice)
     return rule is not None and isinstance(value, str) and rule.problem(value) is not None
 
 
 def _value_at(section: Any, dotted: str) -> Any:
-    """The value of a key of a section, or of a section below it."""
+    """Return the value of a key of a section, or of a section below it."""
     for name in dotted.split("."):
         section = getattr(section, Schema.of(section.__class__).keys[name].field)
     return section
 
 
 def _changed(name: str, value: Any, default: Any) -> Iterator[str]:
-    """A key, or of a section those keys below it that are not at their defaults."""
+    """Yield a key, or for a section the keys below it that differ from their defaults."""
     if not dataclasses.is_dataclass(default):
         yield name
         return
@@ -572,7 +581,7 @@ def _problem(value: Any, rules: tuple[Any, ...]) -> str | None:
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A field's values, those in its lists and mappings each by itself; sections have no say."""
+    """Yield a value, or each item of a list or mapping, with its key."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from leaves(f"{name}[{index}]", item)

@@ -23,7 +23,7 @@ from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import set_defaults
-from llmfoundry.recipe.schema import PATH, Only, Range, Unless, choice, out_of_bounds
+from llmfoundry.recipe.schema import PATH, Only, Range, Unless, check_fields, choice
 
 CORPORA = ("python_stdlib", "files", "huggingface")
 INSTRUCTIONS = "instructions"
@@ -227,7 +227,7 @@ class StreamConfig(SourceConfig):
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid, conflicting or ineffective value."""
-        yield from out_of_bounds(key, self)
+        yield from check_fields(key, self)
         yield from super().check(key)
         given = [f for f in ("proportion", "repeat", "choose") if getattr(self, f) is not None]
         if len(given) > 1:

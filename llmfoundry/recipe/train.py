@@ -31,8 +31,8 @@ from llmfoundry.recipe.schema import (
     Only,
     Range,
     Unless,
+    check_fields,
     choice,
-    out_of_bounds,
 )
 from llmfoundry.recipe.source import COMPARED
 from llmfoundry.recipe.typed import flat
@@ -204,7 +204,7 @@ class TrainRecipe:
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem: sections first, then conflicts between them."""
-        yield from out_of_bounds("", self)
+        yield from check_fields("", self)
         yield from check_duration(
             "max_duration", self.max_duration, allow_dur=False, allow_zero=False
         )

@@ -1,7 +1,7 @@
-"""From plain values to a typed recipe and back; the schema's dataclasses decide everything.
+"""Conversion between plain values and typed recipes, by the dataclasses of the schema.
 
-`build` collects every unknown key and every wrong type instead of stopping at the first. A field
-whose name ends with an underscore (because Python reserves the word) is written without it.
+`build` reports all unknown keys and wrong types instead of stopping at the first. A field whose
+name ends with an underscore (because Python reserves the word) is written without it.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ T = TypeVar("T")
 
 
 class Problem(NamedTuple):
-    """A mistake in a recipe: the dotted key that it is about, and why it is one."""
+    """A mistake in a recipe: the dotted key, and why it is wrong."""
 
     key: str
     why: str
-    """What is wrong with it and what to write; of an unknown key a clause with what is near."""
+    """What is wrong and what to write; for an unknown key, a clause with a similar key."""
     is_unknown: bool = False
-    """Whether there is no such key."""
+    """Whether the key does not exist."""
 
     @property
     def line(self) -> str:
-        """The whole, for people."""
+        """The full message."""
         return (
             f"unknown key '{self.key}'{self.why}" if self.is_unknown else f"{self.key}: {self.why}"
         )
 
 
 def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], key: str = "") -> T:
-    """A `schema` object with `values`; what is not given keeps its default, or must be given.
+    """Return a `schema` object with `values`; missing keys have their defaults or are reported.
 
     Args:
-        schema: a dataclass, whose fields may be dataclasses again; its `REMOVED` names the keys of
-            earlier versions, with what to write instead.
-        values: plain values, nested as the schema is.
-        problems: receives what is wrong; the fields concerned keep their defaults, or get None.
+        schema: a dataclass whose fields may be dataclasses. Its `REMOVED` names the keys of earlier
+            versions, with what to write instead.
+        values: plain values, nested as the schema.
+        problems: receives the mistakes; fields with a mistake have their defaults, or None.
         key: dotted prefix of the section, with its last dot.
     """
     keys, removed = Schema.of(schema).keys, getattr(schema, "REMOVED", {})
@@ -67,6 +67,7 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
         converted = to_type(keys[name].hint, value, dotted, problems)
         if len(problems) == before:
             given[keys[name].field] = converted
+    # Required keys that are missing.
     for name in (k.name for k in keys.values() if k.required and k.name not in values):
         why = f"is missing; write {_noun(keys[name].hint)}"
         problems.append(Problem(f"{key}{name}", why))
@@ -74,7 +75,7 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
 
 
 class _Origin(NamedTuple):
-    """What `remember` keeps, and the recipe's values as they were then."""
+    """The data that `remember` stores, and the recipe's values at that time."""
 
     raw: dict[str, Any]
     loaded: dict[str, Any]
@@ -83,34 +84,34 @@ class _Origin(NamedTuple):
 
 
 def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str], places: Any) -> None:
-    """Keep, beside a recipe's fields, how it was written, for `as_written`, `require`, `placed`.
+    """Store how a recipe was written, for `as_written`, `require` and `placed`.
 
     Args:
-        recipe: as it was read.
-        raw: its plain values, interpolations still in place.
-        pending: for each dotted key whose value cannot be had here, the line that says why.
-        places: `compose.ValueSources`, which finds the file and line of a key.
+        recipe: the recipe as it was read.
+        raw: its plain values, with interpolations.
+        pending: for each dotted key without an available value, the line that says why.
+        places: compose.ValueSources, which finds the file and line of a key.
     """
     recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending), places)
 
 
 def placed(recipe: Any, line: str) -> str:
-    """A message that asks to remove a key, with the file it stands in and what removes it there."""
+    """Add the file of a key, and how to remove the key, to a message that asks to remove it."""
     places = _origin(recipe).places
     return line if places is None or "remove it" not in line else str(places.placed(line))
 
 
 def as_written(recipe: Any) -> dict[str, Any]:
-    """The recipe's plain values as they may be saved: interpolations as written, secrets masked.
+    """Return the recipe's plain values for saving, with interpolations and masked secrets.
 
-    They are YAML's: in values that come from no interpolation a `${` is escaped.
+    In values that come from no interpolation a `${` is escaped.
     """
     origin = _origin(recipe)
     return public_values(_put_back(to_dict(recipe), origin.loaded, origin.raw))
 
 
 def require(recipe: Any, *needed: str) -> None:
-    """Refuse a recipe if what it specifies at a `needed` key, or below one, cannot be had here.
+    """Refuse a recipe if the value at a `needed` key, or below one, is not available here.
 
     Raises:
         UserError: a line for each such key: a variable that is not set, or a secret that was not
@@ -122,25 +123,25 @@ def require(recipe: Any, *needed: str) -> None:
 
 
 def missing(recipe: Any, *needed: str) -> list[str]:
-    """The lines that `require` would raise; without `needed` of every key."""
+    """Return the lines that `require` would raise; without `needed` those of every key."""
     below = re.compile("|".join(rf"{re.escape(key)}(?:[.\[]|$)" for key in needed))
     return [line for key, line in _origin(recipe).pending.items() if below.match(key)]
 
 
 def notes(recipe: Any) -> list[str]:
-    """A line for each group of the command line that replaces values of the recipe."""
+    """Return a line for each group of the command line that replaces values of the recipe."""
     places = _origin(recipe).places
     return [] if places is None else list(places.notes)
 
 
 def know_secrets(recipe: Any) -> None:
-    """Mask the secrets of a recipe that another process has read, as reading it would."""
+    """Register the secrets of a recipe that another process has read, so that they are masked."""
     hide(_origin(recipe).raw)
     hide(to_dict(recipe))
 
 
 def is_named(recipe: Any) -> bool:
-    """Whether a recipe was given its run_name, which is otherwise its file's name."""
+    """Return whether the user set run_name; its default is the name of the file."""
     return _origin(recipe).raw.get("run_name", "") is not None
 
 
@@ -149,7 +150,7 @@ def _origin(recipe: Any) -> _Origin:
 
 
 def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
-    """`values`, with interpolations put back where nobody changed what they led to."""
+    """Return `values` with interpolations restored where the resolved value is unchanged."""
     if isinstance(values, dict) and isinstance(raw, dict) and isinstance(loaded, dict):
         pending = {k: v for k, v in raw.items() if k not in loaded}
         return pending | {k: _put_back(v, loaded.get(k), raw.get(k)) for k, v in values.items()}
@@ -158,7 +159,7 @@ def _put_back(values: Any, loaded: Any, raw: Any) -> Any:
 
 
 def to_dict(recipe: Any) -> dict[str, Any]:
-    """The recipe as plain values under the names that users write, in the schema's order."""
+    """Return the recipe as plain values under the names that users write, in the schema's order."""
     keys = Schema.of(type(recipe)).keys.values()
     return {key.name: _to_plain(getattr(recipe, key.field)) for key in keys}
 
@@ -172,20 +173,20 @@ def _to_plain(value: Any) -> Any:
 
 
 def to_yaml(recipe: Any, *, resolve: bool = False) -> str:
-    """`as_written` as YAML that `load` turns back into the recipe, but for its secrets.
+    """Return `as_written` as YAML, from which `load` restores the recipe except for secrets.
 
-    With `resolve` interpolations are replaced by what they led to.
+    With `resolve`, interpolations are replaced by their values.
     """
     return dump(public_values(_escape(to_dict(recipe))) if resolve else as_written(recipe))
 
 
 def dump(plain: Any) -> str:
-    """Plain values as YAML in their own order; interpolations in them stay what they are."""
+    """Return plain values as YAML in their order; interpolations in them are not changed."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested sections by its dotted key, below `key`."""
+    """Yield every value of nested sections with its dotted key, below `key`."""
     for name, value in values.items():
         dotted = f"{key}.{name}" if key else name
         if isinstance(value, dict) and value:
@@ -195,7 +196,7 @@ def flat(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _escape(value: Any) -> Any:
-    r"""`value` with each `${` in its texts written `\${`, and backslashes before it doubled."""
+    """Return `value` with each `${` in its texts escaped, and backslashes before it doubled."""
     if isinstance(value, dict):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -204,13 +205,14 @@ def _escape(value: Any) -> Any:
 
 
 def to_type(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
-    """`value` as the type `hint`; appends to `problems` where it cannot be."""
+    """Return `value` as the type `hint`; append to `problems` if it cannot be converted."""
     allowed = options(hint)
     if value is None and types.NoneType in allowed:
         return None
     if value == "???":
         problems.append(Problem(key, f"is required; write {key}=VALUE"))
         return None
+    # A section.
     section = section_of(hint)
     if section is not None:
         if isinstance(value, dict):
@@ -223,12 +225,14 @@ def to_type(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         near = f", or `- {key}: {value}` in the defaults list" if can_be_group else ""
         problems.append(Problem(key, why + near))
         return None
+    # A list or a mapping.
     kinds = {typing.get_origin(option): typing.get_args(option) for option in allowed}
     scalars = [option for option in allowed if option in _SCALARS]
     if list in kinds and (isinstance(value, list) or not scalars):
         return _convert_list(kinds[list][0], value, key, problems)
     if dict in kinds and (isinstance(value, dict) or not scalars):
         return _convert_dict(kinds[dict][1], value, key, problems)
+    # A scalar: the first type that the value can be converted to.
     for scalar in scalars:
         try:
             return _SCALARS[scalar][0](value)
@@ -243,7 +247,7 @@ def to_type(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
 
 
 def _noun(hint: Any) -> str:
-    """What a value of the type `hint` is, for people."""
+    """Return a noun for the type `hint`."""
     nouns = {kind: noun for kind, (_, noun) in _SCALARS.items()}
     nouns |= {list: "a list, [...]", dict: "a mapping, {name: ...}"}
     kinds = [typing.get_origin(option) or option for option in options(hint)]
@@ -270,7 +274,7 @@ def _convert_dict(hint: Any, value: Any, key: str, problems: list[Problem]) -> d
 
 
 def _integer(value: Any) -> int:
-    """4, "4" (from an environment variable) or 1e3, which some YAML readers take for a text."""
+    """Return an integer for 4, "4" (from an environment variable) or 1e3, a text in some YAML."""
     if isinstance(value, bool):
         raise ValueError
     if isinstance(value, int):
@@ -309,17 +313,17 @@ _SCALARS: dict[Any, tuple[Callable[[Any], Any], str]] = {
 
 
 def _show(value: Any) -> str:
-    """A value as YAML would write it, a text in quotes."""
+    """Return a value as YAML writes it, a text in quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes lists on one line, sections as blocks."""
+    """YAML dumper that writes lists on one line and sections as blocks."""
 
     def represent_list(self, data: Any) -> yaml.SequenceNode:
-        """A list as [a, b]."""
+        """Write a list as [a, b]."""
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
 

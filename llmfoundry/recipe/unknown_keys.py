@@ -1,9 +1,8 @@
-"""The line for a key that a recipe does not have: what to write instead.
+"""The error line for an unknown key, with a suggestion.
 
-`unknown_key` answers, in this order: the key of that name elsewhere in the recipe; what the word of
-another tool means, if that key exists here; a key that is really near. None of them: no guess,
-which would mislead. The names of other tools are registered from above (`register`), by the command
-line.
+`unknown_key` suggests, in this order: the key of that name elsewhere in the recipe; the key with
+the meaning of another tool's key; a key with a similar name. Otherwise it suggests nothing, because
+a bad guess misleads. The keys of other tools are registered by the command line (`register`).
 """
 
 from __future__ import annotations
@@ -18,39 +17,39 @@ from llmfoundry.recipe.paths import group_options, search_folders
 from llmfoundry.recipe.schema import Choice, Schema
 from llmfoundry.recipe.typed import Problem, flat
 
-MOST_PLACES = 3  # of one name, that are listed
-LONGEST = 60  # characters of a value that is put into a hint
+MOST_PLACES = 3  # keys of one name that are listed
+LONGEST = 60  # characters of a value in a hint
 
 
 @dataclass(frozen=True)
 class OtherToolKey:
-    """Words of others that mean one thing here."""
+    """Keys of other tools that have one meaning here."""
 
     words: str
-    """As typed: without dashes in front, others in it as underscores; with their section, if the
-    word alone means another thing. `*` stands for any name, at the end for all that is below, or
-    nothing."""
+    """The keys, without leading dashes and with underscores for other dashes; with their section if
+    the word alone has another meaning. `*` stands for any name, and at the end for everything
+    below, or nothing."""
     write: str = ""
-    """Our setting; <x> stands for the value that was typed, and is the example without one."""
+    """Our setting. <x> stands for the value that was typed, and is the example without one."""
     why: str = ""
-    """What to know about it; all there is to say where nothing is to be written."""
+    """A remark; the whole message if there is nothing to write."""
     off: str = ""
-    """Our setting where what was typed is false, no or off; unset: there is nothing to write."""
+    """Our setting if the value is false, no or off; unset: there is nothing to write."""
     script: str = ""
-    """The script that it is for, where others lack its key."""
+    """The script with the key, if other scripts lack it."""
 
     @property
     def key(self) -> str:
-        """The dotted key that `write` sets; "" where there is none."""
+        """The dotted key that `write` sets; "" if there is none."""
         return self.write.partition("=")[0]
 
     def rank(self, key: str) -> int:
-        """How exactly a word names `key`: 0 not at all, most where it is the very word."""
+        """Return how exactly the words match `key`: 0 for no match, most for the same word."""
         return max(rank_of(word, key) for word in self.words.split())
 
 
 def rank_of(word: str, key: str) -> int:
-    """How exactly a word, perhaps with stars, names a dotted key."""
+    """Return how exactly a word, which may contain stars, matches a dotted key."""
     if word == key:
         return 1000
     names, given = word.split("."), key.split(".")
@@ -73,36 +72,37 @@ _file_hints: list[Callable[[dict[str, Any]], str | None]] = []
 def register(
     keys: Iterable[OtherToolKey], file_hint: Callable[[dict[str, Any]], str | None]
 ) -> None:
-    """Know another tool's keys and files.
+    """Register the keys and files of other tools.
 
     Args:
-        keys: the first that fits is named.
-        file_hint: what to say of a file's values, with {file} for its path; None: it is not theirs.
+        keys: the first match is suggested.
+        file_hint: returns the hint for the values of a file, with {file} for its path; None if the
+            file
+            is not another tool's.
     """
     _keys[:] = keys
     _file_hints[:] = [file_hint]
 
 
 def other_tools_file(values: dict[str, Any]) -> str | None:
-    """What to say of the values of another tool's whole file; None: they are not."""
+    """Return the hint for the values of another tool's file; None if they are ours."""
     hints = (hint(values) for hint in _file_hints)
     return next((hint for hint in hints if hint is not None), None)
 
 
 def named(key: str, table: Iterable[K]) -> list[K]:
-    """The entries that name a key, those of the most exact word first."""
-    ranked = [(other.rank(key), other) for other in table]
-    found = [(rank, other) for rank, other in ranked if rank]
-    return [other for _, other in sorted(found, key=lambda pair: -pair[0])]
+    """Return the entries that match a key, the most exact match first."""
+    matches = [other for other in table if other.rank(key) > 0]
+    return sorted(matches, key=lambda other: other.rank(key), reverse=True)
 
 
 def unknown_key(schema: Schema, key: str, value: Any = None) -> list[Problem]:
-    """What to say of `key`, which a recipe does not have, or of each key below it.
+    """Return the problem of an unknown key, or of each key below it.
 
     Args:
-        schema: the whole recipe's.
-        key: dotted.
-        value: given for it; None: not known.
+        schema: the schema of the recipe.
+        key: the dotted key.
+        value: its value; None: unknown.
     """
     if isinstance(value, dict) and value:
         below = [(f"{key}.{name}", item) for name, item in flat(value)]
@@ -116,7 +116,7 @@ def _problem(schema: Schema, key: str, value: Any) -> Problem:
 
 
 def hint_for(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str:
-    """The clause that says what to write; "" where nothing is near. `alone`: guess it as well."""
+    """Return the clause with a suggestion, or "". `alone`: also guess by the last word."""
     head, _, name = key.partition(".")
     if head == "variables":
         return _variable(schema, name, value)
@@ -135,14 +135,14 @@ def hint_for(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str
 
 
 def _variable(schema: Schema, name: str, value: Any) -> str:
-    """What to do with LLM Foundry's `variables.NAME`, which interpolations take."""
-    taken = f"${{variables.{name or 'NAME'}}}"
+    """Return the hint for LLM Foundry's `variables.NAME`, which is used in interpolations."""
+    interpolation = f"${{variables.{name or 'NAME'}}}"
     other = _other(schema, name.lower())
     ours = name if name in schema.keys else other.key if other is not None else ""
     if not ours:
-        return f"; write its value where {taken} stands"
-    said = f"{ours}={value}" if _fits(value) else ours
-    return f"; write {said}, and ${{{ours}}} where {taken} stands"
+        return f"; write its value where {interpolation} stands"
+    setting = f"{ours}={value}" if _fits(value) else ours
+    return f"; write {setting}, and ${{{ours}}} where {interpolation} stands"
 
 
 def _near(schema: Schema, key: str, places: list[str]) -> str:
@@ -158,14 +158,14 @@ def _near(schema: Schema, key: str, places: list[str]) -> str:
 
 
 def _other(schema: Schema, word: str) -> OtherToolKey | None:
-    """What another tool's word means: the first that this recipe has, else for another script."""
+    """Return the meaning of another tool's key: in this recipe first, else in another script."""
     found = [other for other in named(word, _keys) if other.write or other.why]
     here = (o for o in found if not o.write or schema.find(o.key) is not None)
     return next(here, next((o for o in found if o.script), None))
 
 
 def _say(schema: Schema, other: OtherToolKey, value: Any) -> str:
-    """The clause for another tool's setting: with its value where ours takes it."""
+    """Return the clause for another tool's key, with its value if ours accepts it."""
     if not other.write:
         return f"; {other.why}"
     text = "" if value is None else str(value)
@@ -187,7 +187,7 @@ def _say(schema: Schema, other: OtherToolKey, value: Any) -> str:
 
 
 def _carried(schema: Schema, key: str, example: str, unit: str, value: Any) -> str:
-    """The typed value as our setting takes it, or else the example; with its unit."""
+    """Return the value as our key accepts it, or else the example, with its unit."""
     if isinstance(value, bool):
         return str(value).lower() if example in ("true", "false") else example
     if isinstance(value, list) and value and all(map(_fits, value)):
@@ -207,7 +207,7 @@ def _carried(schema: Schema, key: str, example: str, unit: str, value: Any) -> s
 
 
 def _fits(value: Any) -> bool:
-    """Whether a value can be put into a hint as it stands."""
+    """Return whether a value can be part of a hint."""
     text = "" if value is None else str(value)
     is_plain = bool(text) and len(text) <= LONGEST and text.isprintable()
     return is_plain and not {*text} & set(" '\"[]{}$")

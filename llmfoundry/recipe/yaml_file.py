@@ -1,9 +1,10 @@
-"""Reads YAML for the front: values with strict rules, and the line on which a key stands.
+"""Strict reading of YAML files, with the line of each key.
 
-Stricter than YAML 1.1 where that hides mistakes: a key given twice is an error; only true and false
-are booleans (so the group choice `eval: off` is a text); dates, times (12:30) and numbers that
-begin with 0 stay texts; keys are texts. What a file may hold is bounded, so that none of a few
-kilobytes unfolds into gigabytes (anchors of anchors) or never ends (anchors to themselves).
+The rules are stricter than YAML 1.1 to reveal mistakes: a duplicate key is an error; only true and
+false are booleans (so the group choice `eval: off` is a text); dates, times (12:30) and numbers
+that begin with 0 stay texts; keys are texts. The content of a file is bounded, so that a few
+kilobytes cannot expand to gigabytes (anchors of anchors) or form a cycle (anchors that contain
+themselves).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with the rules above."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Say where a scalar stands that is not what its tag or its form says."""
+        """Report the location of a scalar that its tag or form does not allow."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError) as error:
@@ -66,7 +67,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in the file at `path`; empty for an empty file.
+    """Return the mapping in the file at `path`; empty for an empty file.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or holds no mapping: `path:line: why`.
@@ -86,7 +87,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _node(path: Path) -> yaml.Node | None:
-    """The file's text as YAML's tree, bounded; None for an empty file."""
+    """Return the bounded YAML tree of a file; None for an empty file."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -113,16 +114,16 @@ def _compose(text: bytes) -> yaml.Node | None:
 
 
 def _measure(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
-    """The characters that `node` unfolds to.
+    """Return the number of characters to which `node` expands.
 
     Args:
-        node: of the tree.
-        sizes: of the nodes seen so far, by id; None: one that this one lies in.
-        depth: how many lie around it.
+        node: a node of the tree.
+        sizes: sizes of the visited nodes, by id; None for a node that contains this one.
+        depth: number of nodes around it.
 
     Raises:
-        yaml.MarkedYAMLError: it is too large or too deep, holds itself, or has a key or tag that
-            is not for recipes, or a key twice.
+        yaml.MarkedYAMLError: the node is too large or too deep, contains itself, or has a duplicate
+            key, or a key or tag that recipes do not allow.
     """
     if id(node) in sizes:
         size = sizes[id(node)]
@@ -161,7 +162,7 @@ def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def yaml_problem(error: Exception, path: Path) -> str:
-    """A YAML error as `path:line: problem`."""
+    """Return a YAML error as `path:line: problem`."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         return f"{show(path)}: is not a YAML text; {str(error).splitlines()[0]}"
@@ -170,7 +171,7 @@ def yaml_problem(error: Exception, path: Path) -> str:
 
 
 def line_of(path: Path, key: str) -> int | None:
-    """The line, from 1, on which dotted `key` stands in the file at `path`; None without it."""
+    """Return the line, from 1, of a dotted key in the file at `path`; None if it is not there."""
     node = _node(path)
     line = None
     for part in key.split("."):

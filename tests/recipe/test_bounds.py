@@ -15,7 +15,7 @@ from llmfoundry.recipe.checks import divides
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import YAMLS
-from llmfoundry.recipe.schema import Key, Range, Schema, out_of_bounds
+from llmfoundry.recipe.schema import Key, Range, Schema, check_fields
 from llmfoundry.recipe.train import TrainRecipe
 from tests.front import Front
 from tests.recipe.mutations import SCRIPTS, SOUND
@@ -245,4 +245,4 @@ def test_a_huge_file_is_not_read(front: Front, tmp_path: Path) -> None:
 
 def test_every_default_is_in_bounds() -> None:
     for schema in SCRIPTS.values():
-        assert not list(out_of_bounds("", schema()))
+        assert not list(check_fields("", schema()))
