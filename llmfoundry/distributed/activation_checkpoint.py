@@ -84,7 +84,7 @@ def wrap_blocks(root: Root, memory: ActivationMemory, *, compile_mode: str | Non
         set_activation_memory_budget(memory.budget)
         for layer in _shared_mixtures(root):
             # no graph has the host's waiting for how many rows come, nor FSDP's hooks of experts
-            layer.mixed = torch.compiler.disable(layer.mixed)  # type: ignore[method-assign]
+            layer.combine = torch.compiler.disable(layer.combine)  # type: ignore[method-assign]
     inner: Forward = _plain
     if memory.checkpointing == "selective":
         inner = _checkpointed(
@@ -228,7 +228,7 @@ def _name(op: Any) -> str:
 def _shared_mixtures(root: Root) -> list[MoE]:
     """The layers in which FSDP has units of their own: experts, or all of a layer."""
     mixtures = (m for m in root.modules() if isinstance(m, MoE))
-    return [m for m in mixtures if m.group is not None or m.others.tensor is not None]
+    return [m for m in mixtures if m.group is not None or m.statistics_groups.tensor is not None]
 
 
 def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:

@@ -1,21 +1,21 @@
-"""Context parallelism: processes share the tokens of each row, and attend to all of it.
+"""Context parallelism: ranks share the tokens of each sequence, and attention sees all of them.
 
-`apply.py` calls `apply_context_parallel`; from then on `Decoder.exchange` is one of the two classes
-below. The training step asks it for this process's tokens of each microbatch (`shard`), attention
-for what it needs of the others'. Everything else looks at single tokens. In evaluation nothing is
-exchanged: these processes then have full rows, each its own.
+Entry point: `apply_context_parallel`, called by `apply.py`. It sets `Decoder.exchange` to one of
+the two classes below. The training step calls `shard` for this rank's tokens of each microbatch;
+attention calls the `exchange_*` methods. All other operations are per token and need no
+communication. In evaluation the ranks process different full sequences, without communication.
 
-What a layer sends, in elements, of B rows of T tokens, C processes, H query heads, KV key-value
-heads and heads of width d. Each process, forward pass:
+Elements that each rank communicates in the forward pass of one layer, for B sequences of T tokens,
+C ranks, H query heads, KV key-value heads and head dimension d:
 
 - ulysses (Jacobs et al., 2023): (C - 1) / C * B * T / C * d * (2 H + 2 L), where L is the least
-  common multiple of KV and C: heads of keys and values that fewer processes than C would share are
-  repeated. A layer with another's keys and values sends (C - 1) / C * B * T / C * d * 2 H.
-- all_gather: (C - 1) / C * B * T * d * 2 KV, none where it has another's keys and values.
+  common multiple of KV and C (key-value heads are repeated to L). A layer that reuses the keys and
+  values of another communicates (C - 1) / C * B * T / C * d * 2 H.
+- all_gather: (C - 1) / C * B * T * d * 2 KV, or 0 in a layer that reuses keys and values.
 
-The backward pass sends as much again, and checkpointing of whole blocks repeats the forward pass
-(selective checkpointing repeats all_gather's alone). Ulysses sends less by C, all_gather suits few
-key-value heads and any number of processes.
+The backward pass communicates the same amount. Full activation checkpointing repeats the
+communication of the forward pass; selective checkpointing repeats that of all_gather only. Ulysses
+communicates C times less. all_gather suits few key-value heads and any number of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from llmfoundry.recipe.parallel import ParallelConfig, context_method
 
 
 def apply_context_parallel(root: Root, meshes: Meshes | None, config: ParallelConfig) -> None:
-    """Let the processes of the context dimension share each row while training."""
+    """Set the model's exchange, so that the ranks of the context axis share each sequence."""
     if meshes is None or meshes.context is None:
         return
     assert isinstance(root.model, Decoder), "checked before"
@@ -49,19 +49,22 @@ def apply_context_parallel(root: Root, meshes: Meshes | None, config: ParallelCo
 
 
 def token_sharding(root: Root) -> Callable[[Batch], Batch] | None:
-    """Gives this process's tokens of a microbatch; None: it has all of its rows."""
-    exchange = getattr(root.model, "exchange", None)  # other classes have none
+    """Return the function that selects this rank's tokens of a microbatch.
+
+    None without context parallelism.
+    """
+    exchange = getattr(root.model, "exchange", None)  # transformers' classes have none
     return exchange.shard if isinstance(exchange, ContextRank) else None
 
 
 @dataclass(frozen=True)
 class ContextRank(ABC):
-    """One of `degree` processes that share rows.
+    """One of the C ranks that share sequences. Each has t = T / C tokens of a sequence.
 
     Attributes:
-        group: name of their group.
-        index: of this process among them.
-        degree: their number, C.
+        group: name of the process group.
+        index: of this rank in the group.
+        degree: number of ranks, C.
     """
 
     group: str
@@ -69,119 +72,130 @@ class ContextRank(ABC):
     degree: int
 
     def shard(self, batch: Batch) -> Batch:
-        """This process's tokens of full rows, which are first padded where they do not divide."""
-        missing = -batch.tokens.shape[1] % self.pieces
+        """Return this rank's tokens of full sequences, padded to a multiple of `chunks`."""
+        missing = -batch.tokens.shape[1] % self.chunks
         batch = batch.padded(missing) if missing else batch
         return batch.part(self.ranges(batch.tokens.shape[1]))
 
     @property
     @abstractmethod
-    def pieces(self) -> int:
-        """Into how many contiguous parts of one length a row is divided."""
+    def chunks(self) -> int:
+        """Number of contiguous chunks of equal length that a sequence is divided into."""
 
     @abstractmethod
     def ranges(self, width: int) -> Ranges:
-        """Places of this process's tokens in rows of so many, which `pieces` divides."""
+        """Return the token ranges of this rank in a sequence of `width` tokens.
+
+        `width` is a multiple of `chunks`.
+        """
 
 
 class Ulysses(ContextRank):
-    """Attention over full rows, each process with a part of the heads (Jacobs et al., 2023).
+    """Attention over full sequences, for a part of the heads per rank (Jacobs et al., 2023).
 
-    A process has contiguous tokens. One all-to-all brings it those of the others, of its heads
-    alone; another takes what it made of them back.
+    Each rank has one contiguous chunk of tokens. An all-to-all before attention exchanges tokens
+    for heads, and an all-to-all after attention exchanges heads for tokens.
     """
 
     splits_queries = False
 
     @property
-    def pieces(self) -> int:
-        """One a process."""
+    def chunks(self) -> int:
+        """One per rank."""
         return self.degree
 
     def ranges(self, width: int) -> Ranges:
-        """Part number `index`."""
+        """Return chunk number `index`."""
         size = width // self.degree
         return ((self.index * size, (self.index + 1) * size),)
 
-    def own(self, spec: AttentionSpec) -> AttentionSpec:
-        """With the slopes of this process's heads."""
+    def local_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the settings with the ALiBi slopes of this rank's heads."""
         if spec.slopes is None:
             return spec
         return replace(spec, slopes=spec.slopes.chunk(self.degree)[self.index])
 
-    def inward(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
-        """Of q (B, t, H, hd), k and v (B, t, KV, hd): all tokens, (B, T, ...), of some heads.
+    def exchange_qkv(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
+        """Exchange tokens for heads.
 
-        These are H / C query heads and L / C key-value heads, L as in this module's docstring.
+        Args:
+            q: (B, t, H, hd).
+            kv: (B, t, KV, hd) each.
+
+        Returns:
+            q (B, T, H / C, hd), k and v (B, T, L / C, hd), with L as in the module's docstring.
         """
         k, v = kv
-        dtype, heads = working_dtype(v), math.lcm(k.shape[2], self.degree)
-        times = heads // k.shape[2]
-        if times > 1:
-            k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
+        # repeat key-value heads until the ranks divide them
+        repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
+        # one all-to-all for all three
+        dtype = working_dtype(v)
         q, k, v = (x.to(dtype).unflatten(2, (self.degree, -1)) for x in (q, k, v))
         sizes = [q.shape[3], k.shape[3], v.shape[3]]
-        q, k, v = self._all_tokens(torch.cat([q, k, v], dim=3)).split(sizes, dim=2)
+        q, k, v = self._tokens_for_heads(torch.cat([q, k, v], dim=3)).split(sizes, dim=2)
         return q, (k, v)
 
-    def queries(self, q: Tensor, kv: KeysValues) -> Tensor:
-        """As `inward`, beside keys and values that are here already."""
+    def exchange_q(self, q: Tensor, kv: KeysValues) -> Tensor:
+        """Exchange tokens (B, t, H, hd) for heads (B, T, H / C, hd), of the queries only."""
         q = q.to(working_dtype(kv[1]))
-        return self._all_tokens(q.unflatten(2, (self.degree, -1)))
+        return self._tokens_for_heads(q.unflatten(2, (self.degree, -1)))
 
-    def outward(self, mixed: Tensor) -> Tensor:
-        """(B, t, H, hd), all heads of this process's tokens, of (B, T, H / C, hd)."""
-        parts = mixed.unflatten(1, (self.degree, -1)).movedim(1, 0)  # (C, B, t, H / C, hd)
+    def exchange_output(self, attended: Tensor) -> Tensor:
+        """Exchange heads (B, T, H / C, hd) for tokens (B, t, H, hd)."""
+        parts = attended.unflatten(1, (self.degree, -1)).movedim(1, 0)  # (C, B, t, H / C, hd)
         parts = AllToAll.apply(parts, self.group)
         return parts.movedim(0, 2).flatten(2, 3)
 
-    def _all_tokens(self, x: Tensor) -> Tensor:
-        """(B, T, n, hd) of x (B, t, C, n, hd): the n heads that are this process's."""
-        parts = AllToAll.apply(x.movedim(2, 0), self.group)  # (C, B, t, n, hd), by where from
+    def _tokens_for_heads(self, x: Tensor) -> Tensor:
+        """Return all tokens (B, T, n, hd) of this rank's n heads, from x (B, t, C, n, hd)."""
+        parts = AllToAll.apply(x.movedim(2, 0), self.group)  # (C, B, t, n, hd), by source rank
         return parts.movedim(0, 1).flatten(1, 2)
 
 
 class AllGatherKV(ContextRank):
-    """Each process's queries over the keys and values of full rows, which are gathered.
+    """Attention of each rank's queries over the all-gathered keys and values.
 
-    As Llama 3 was trained (Grattafiori et al., 2024, section 3.3.2): a row is divided into 2 C
-    parts, and process i has parts i and 2 C - 1 - i, so that all see as many keys.
+    The method of Llama 3 (Grattafiori et al., 2024, section 3.3.2): a sequence is divided into 2 C
+    chunks and rank i has chunks i and 2 C - 1 - i, which balances the keys that ranks attend to.
     """
 
     splits_queries = True
 
     @property
-    def pieces(self) -> int:
-        """Two a process."""
+    def chunks(self) -> int:
+        """Two per rank."""
         return 2 * self.degree
 
     def ranges(self, width: int) -> Ranges:
-        """Parts number `index` from both ends."""
-        size = width // self.pieces
-        parts = (self.index, self.pieces - 1 - self.index)
-        return tuple((part * size, (part + 1) * size) for part in parts)
+        """Return chunk number `index`, counted from either end."""
+        size = width // self.chunks
+        indices = (self.index, self.chunks - 1 - self.index)
+        return tuple((i * size, (i + 1) * size) for i in indices)
 
-    def own(self, spec: AttentionSpec) -> AttentionSpec:
-        """As it is: every process has all heads."""
+    def local_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the settings unchanged: every rank computes all heads."""
         return spec
 
-    def inward(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
-        """Q as it is; k and v (B, T, KV, hd), gathered, of (B, t, KV, hd)."""
+    def exchange_qkv(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
+        """Return q, and keys and values gathered from (B, t, KV, hd) to (B, T, KV, hd)."""
         dtype = working_dtype(kv[1])
-        pair = torch.stack([x.to(dtype) for x in kv])  # (2, B, t, KV, hd)
-        parts = AllGather.apply(pair, self.group, self.degree)  # (C, 2, B, t, KV, hd)
-        near, far = parts.chunk(2, dim=3)
-        rows = torch.cat([near, far.flip(0)])  # (2 C, 2, B, t / 2, KV, hd), in the row's order
-        k, v = rows.movedim(0, 2).flatten(2, 3)
+        kv_pair = torch.stack([x.to(dtype) for x in kv])  # (2, B, t, KV, hd)
+        gathered = AllGather.apply(kv_pair, self.group, self.degree)  # (C, 2, B, t, KV, hd)
+        # the second chunks of the ranks follow the first ones in reverse order
+        first, second = gathered.chunk(2, dim=3)
+        chunks = torch.cat([first, second.flip(0)])  # (2 C, 2, B, t / 2, KV, hd)
+        k, v = chunks.movedim(0, 2).flatten(2, 3)
         return q, (k, v)
 
-    def queries(self, q: Tensor, kv: KeysValues) -> Tensor:
-        """As it is."""
+    def exchange_q(self, q: Tensor, kv: KeysValues) -> Tensor:
+        """Return q unchanged."""
         return q
 
-    def outward(self, mixed: Tensor) -> Tensor:
-        """As it is."""
-        return mixed
+    def exchange_output(self, attended: Tensor) -> Tensor:
+        """Return the output unchanged."""
+        return attended
 
 
 EXCHANGES: dict[str, type[Ulysses] | type[AllGatherKV]] = {
@@ -191,11 +205,11 @@ EXCHANGES: dict[str, type[Ulysses] | type[AllGatherKV]] = {
 
 
 class AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to process i of a group; so does its gradient."""
+    """Differentiable all-to-all: part i of the first dimension is sent to rank i of the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        """What the processes sent here, in their order, in the shape of x."""
+        """Return the received parts in rank order, in the shape of x."""
         ctx.group = group
         return all_to_all(x.contiguous(), group)
 

@@ -23,7 +23,7 @@ from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
-from llmfoundry.models.router import OtherTokens
+from llmfoundry.models.router import StatisticsGroups
 
 
 def apply_expert_parallel(root: Root, meshes: Meshes | None) -> None:
@@ -49,7 +49,7 @@ def share_router_statistics(root: Root, world: World, meshes: Meshes | None) -> 
     every = world.token_group or dist.group.WORLD
     for layer in mixtures(root):
         is_global = layer.config.moe_lbl_scope == "global"
-        layer.others = OtherTokens(tensor, every if is_global else context)
+        layer.statistics_groups = StatisticsGroups(tensor, every if is_global else context)
 
 
 def mixtures(root: Root) -> Iterator[MoE]:

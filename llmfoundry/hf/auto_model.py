@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmfoundry.errors import UserError
 from llmfoundry.models.attention import KeysValues
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.kv_cache import PlacedCache
+from llmfoundry.models.kv_cache import SlottedCache
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.router import Router, Routing
 from llmfoundry.ops.attention.base import AttentionSpec
@@ -326,7 +326,7 @@ def _packed(positions: Tensor) -> list[list[int]]:
     return lengths
 
 
-class _EngineCache(PlacedCache):
+class _EngineCache(SlottedCache):
     """An engine's keys, values and attention, called as transformers' models call them."""
 
     def __init__(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.rope_by_document import RopeByDocument
 from llmfoundry.inference.hugging_face_rows import angles_by_length
-from llmfoundry.models.kv_cache import Piece
+from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.models.router import Routing
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
 from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
@@ -502,14 +502,14 @@ def _tree_paths(layout: PackedLayout) -> list[list[int]]:
 
 
 class SlotTokens:
-    """Tokens of sequences, under the interface of `models.slots.SlotCache`."""
+    """Tokens of sequences, under the interface of `models.kv_cache.SlotCache`."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
-        self._pieces: Sequence[Piece] = ()
+        self._pieces: Sequence[TokenChunk] = ()
         self._device = device
 
-    def begin(self, pieces: Sequence[Piece]) -> Tensor:
+    def begin(self, pieces: Sequence[TokenChunk]) -> Tensor:
         """Say what the next forward pass adds; its tokens (1, N)."""
         self._pieces = pieces
         for piece in pieces:

@@ -1,7 +1,7 @@
 """`DecoderRows`: the project's decoder as `engine` calls models; under DDP and FSDP too.
 
 All tokens of a step are one row of the Root's forward pass; keys and values are in a
-`models.slots.SlotCache`. A model of transformers that is being trained has no such cache: it reads
+`models.kv_cache.SlotCache`. A model of transformers that is being trained has no such cache: it reads
 its sequences anew in each step.
 
 `stream_tokens` does without a cache, for one request.
@@ -21,7 +21,7 @@ from llmfoundry.inference.engine import Agree, check_length
 from llmfoundry.inference.requests import Request, Sampler
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.kv_cache import Piece
+from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.ops.attention.base import autocast_dtype
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -72,7 +72,7 @@ class DecoderRows:
         self._cache = model.new_slots(slots=slots, length=length, device=device, dtype=dtype)
 
     @torch.no_grad()
-    def read(self, pieces: Sequence[Piece]) -> Tensor:
+    def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
         """See Rows."""
         ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0).tolist()
         wanted = [

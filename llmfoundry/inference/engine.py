@@ -31,7 +31,7 @@ from llmfoundry.inference.requests import (
     common_prefix,
     token_logprobs,
 )
-from llmfoundry.models.kv_cache import Piece
+from llmfoundry.models.kv_cache import TokenChunk
 
 CHUNK = 512
 """Tokens of prompts in a step: those that run wait as long for their next one."""
@@ -60,7 +60,7 @@ class Rows(Protocol):
     keeps_ended: bool
     in_one_piece: bool
 
-    def read(self, pieces: Sequence[Piece]) -> Tensor:
+    def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
         """One forward pass; logits (W, n_tokens) in fp32 of each piece's last `wanted` tokens."""
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -179,7 +179,7 @@ class SlotEngine:
         pieces = self._pieces()
         if not pieces and self._in_step:
             self._held[0] = []
-            self._rows.read([Piece(0, 0, (0,), 0)])
+            self._rows.read([TokenChunk(0, 0, (0,), 0)])
         if not pieces:
             return []
         logits = self._rows.read(pieces)
@@ -216,12 +216,12 @@ class SlotEngine:
         while self._waiting and len(self._running) < self.slots:
             self._running.append(self._waiting.popleft())
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[TokenChunk]:
         """What the model reads in this step."""
         pieces, left = [], self.chunk
         for slot, sequence in enumerate(self._running):
             if sequence.drawn:
-                pieces.append(Piece(slot, sequence.read, (sequence.tokens[-1],), 1))
+                pieces.append(TokenChunk(slot, sequence.read, (sequence.tokens[-1],), 1))
                 continue
             if sequence.read == 0 and self._shares(slot):
                 break  # with one that is being read
@@ -232,7 +232,7 @@ class SlotEngine:
             left = max(0, left - count)
             tokens = tuple(sequence.tokens[sequence.read : sequence.read + count])
             wanted = count if sequence.request.prompt_logprobs else int(count == sequence.unread)
-            pieces.append(Piece(slot, sequence.read, tokens, wanted))
+            pieces.append(TokenChunk(slot, sequence.read, tokens, wanted))
         return pieces
 
     def _shares(self, slot: int) -> bool:
@@ -259,7 +259,7 @@ class SlotEngine:
         sequence.read = common[best]
         return False
 
-    def _finish(self, pieces: Sequence[Piece], logits: Tensor) -> list[Emitted]:
+    def _finish(self, pieces: Sequence[TokenChunk], logits: Tensor) -> list[Emitted]:
         """News of all whose prompts are read, from the logits (W, V) of all pieces."""
         parts = logits.split([piece.wanted for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
@@ -286,7 +286,7 @@ class SlotEngine:
                 self._release(slot)
         return news
 
-    def _judge_prompt(self, piece: Piece, logits: Tensor) -> None:
+    def _judge_prompt(self, piece: TokenChunk, logits: Tensor) -> None:
         """Note what the model says of a prompt's tokens, from the logits of those before them."""
         sequence = self._running[piece.slot]
         if not sequence.request.prompt_logprobs or sequence.drawn:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.models.kv_cache import Piece
+from llmfoundry.models.kv_cache import TokenChunk
 
 WAYS = ("together", "apart", "anew")
 """All in one pass; each in its own, with a cache, as of classes without attention; or without."""
@@ -103,7 +103,7 @@ class HuggingFaceRows:
         self.way = way or self._tried()
 
     @torch.no_grad()
-    def read(self, pieces: Sequence[Piece]) -> Tensor:
+    def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
         """See Rows."""
         drawing = [piece for piece in pieces if piece.past]
         texts = [self._texts[piece.slot] for piece in drawing]
@@ -218,10 +218,10 @@ class HuggingFaceRows:
         rows = HuggingFaceRows(
             self._model, slots=2, length=self.length, autocast=self._autocast, way=way
         )
-        first = [Piece(i, 0, tuple(text[:-DRAWN]), 1) for i, text in enumerate(texts)]
+        first = [TokenChunk(i, 0, tuple(text[:-DRAWN]), 1) for i, text in enumerate(texts)]
         found = [rows.read(first)]
         for n in range(DRAWN, 0, -1):
-            new = [Piece(i, len(t) - n, (t[len(t) - n],), 1) for i, t in enumerate(texts)]
+            new = [TokenChunk(i, len(t) - n, (t[len(t) - n],), 1) for i, t in enumerate(texts)]
             found.append(rows.read(new))
         return torch.cat(found)
 

@@ -1,10 +1,11 @@
-"""Adapters on a decoder: added, filled, switched off, merged, and their base recognized.
+"""Adapters on a decoder: add, initialize, disable, merge, and recognize their base model.
 
 `builders/trainer.py` calls `add_adapter` before blocks are wrapped and sharded, and `init_adapter`
-after the base was loaded; all but the adapter is frozen. Which parameters are an adapter's is
-decided here, by name and by `requires_grad`. `hf/write_folder.py` exports a `MergedState`,
-`builders/pretrained.py` merges into a base by `merge_into`, tensor by tensor and in fp32.
-`base_sample` is kept beside an adapter, so that it is never put on other weights of the same shape.
+after the base is loaded. Everything except the adapter is frozen. This module decides, by name and
+`requires_grad`, which parameters belong to an adapter. `hf/write_folder.py` exports a
+`MergedState`; `builders/pretrained.py` merges an adapter into its base with `merge_into`, in fp32.
+`base_sample` is saved with an adapter, so that it is never loaded onto other weights of the same
+shape.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter_targets import AdapterTarget, find_targets, select
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import Distribution, draw, grown
+from llmfoundry.models.init import Distribution, grown, sample
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import (
     A_INIT,
@@ -56,33 +57,33 @@ def add_adapter(
     modules_to_save: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Put adapters on a model, and freeze all else.
+    """Add adapters to a model, and freeze everything else.
 
     Args:
-        model: on the meta device, or anywhere; the new parameters are empty.
-        plan: `plan.plan_adapter`'s, or a peft folder's.
-        modules_to_save: modules that train whole beside it.
+        model: on any device, also meta. The new parameters are uninitialized.
+        plan: adapter of each matrix, from `plan_adapter` or a peft folder.
+        modules_to_save: modules that are fully trained next to the adapter.
         dtype: of the new parameters.
 
     Raises:
-        UserError: a module to save is not there, or has an adapter as well.
+        UserError: a module to save does not exist, or has an adapter as well.
     """
     model.requires_grad_(False)
     names = [name for name, _ in model.named_modules() if name]
-    whole = select(modules_to_save, names, "adapter.modules_to_save")
+    fully_trained = select(modules_to_save, names, "adapter.modules_to_save")
     targets = find_targets(model, split_qkv=False)
     for name, lora in plan.items():
-        if any(name == saved or name.startswith(f"{saved}.") for saved in whole):
+        if any(name == saved or name.startswith(f"{saved}.") for saved in fully_trained):
             raise UserError(
                 f"adapter.modules_to_save: {name} has an adapter already; leave it out of one"
             )
         _add(name, targets[name], lora, dtype)
-    for name in whole:
+    for name in fully_trained:
         model.get_submodule(name).requires_grad_(True)
 
 
 def _add(name: str, target: AdapterTarget, lora: LowRank, dtype: torch.dtype) -> None:
-    """Register a layer's parameters, stacked where its weight is."""
+    """Register the adapter's parameters, stacked if the weight is stacked."""
     module = target.module
     device = next(module.parameters()).device
     stacked = 1 if lora.shared else target.experts
@@ -103,54 +104,54 @@ def _add(name: str, target: AdapterTarget, lora: LowRank, dtype: torch.dtype) ->
         module.register_parameter(prefix + key, nn.Parameter(empty))
     if lora.init == "pissa":
         for key, like in ((A_INIT, A), (B_INIT, B)):
-            start = torch.empty(shapes[like], dtype=dtype, device=device)
-            module.register_parameter(key, nn.Parameter(start, requires_grad=False))
+            initial = torch.empty(shapes[like], dtype=dtype, device=device)
+            module.register_parameter(key, nn.Parameter(initial, requires_grad=False))
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, LowRank]]:
-    """Name of each adapted matrix, its module, the prefix of its parameters, and its adapter."""
+    """Yield the name of each adapted matrix, its module, parameter prefix and adapter."""
     for name, module in model.named_modules():
         lora = getattr(module, "lora", None)
         if isinstance(lora, LowRank):
             yield name, module, "", lora
-        elif isinstance(lora, dict):
-            for weight, one in lora.items():
-                yield f"{name}.{weight}", module, f"{weight}_", one
+        elif isinstance(lora, dict):  # of ExpertWeights, by weight name
+            for weight, weight_lora in lora.items():
+                yield f"{name}.{weight}", module, f"{weight}_", weight_lora
 
 
 @torch.no_grad()
 def init_adapter(model: nn.Module, seed: int) -> None:
-    """Fill the adapters' parameters, of a base that has its weights.
+    """Initialize the adapters of a model whose base weights are loaded.
 
-    A is uniform in ± 1 / sqrt(in) as in peft, or normal with deviation 1 / r; B is 0, so that the
-    model starts as the base. Every value is a function of the seed, its name and the base.
+    A is uniform in ± 1 / sqrt(in) as in peft, or normal with std 1 / r. B is 0, so that training
+    starts from the base model. The values are a function of the seed, the name and the base.
     """
     for name, module, prefix, lora in adapted_layers(model):
         a, b = getattr(module, prefix + A), getattr(module, prefix + B)
         if lora.init == "pissa":
-            _start_from_singular_values(module, lora)
-        elif isinstance(module, nn.Embedding):  # peft's: the product is 0 all the same
+            _init_from_singular_values(module, lora)
+        elif isinstance(module, nn.Embedding):  # as in peft: A is 0 and B is sampled
             assign(a, torch.zeros(a.shape, device=a.device))
-            draw(b, Distribution(1.0), seed, f"{name}.{prefix}{B}")
+            sample(b, Distribution(1.0), seed, f"{name}.{prefix}{B}")
         else:
             std = 1 / lora.r if lora.init == "gaussian" else (3 * a.shape[1]) ** -0.5
             distribution = Distribution(std, uniform=lora.init != "gaussian")
-            draw(a, distribution, seed, f"{name}.{prefix}{A}" if not prefix else f"{name}_{A}")
+            sample(a, distribution, seed, f"{name}.{prefix}{A}" if not prefix else f"{name}_{A}")
             assign(b, torch.zeros(b.shape, device=b.device))
         if lora.dora:
-            assign(getattr(module, MAGNITUDE), row_norms(_Whole(module), lora))
+            assign(getattr(module, MAGNITUDE), row_norms(_FullParameters(module), lora))
 
 
 @torch.no_grad()
 def fill_adapter_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write whole tensors, by their names, into parameters that may be sharded."""
+    """Copy full tensors, by name, into parameters that may be sharded."""
     parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():
         assign(parameters[name], tensor.to(parameters[name].device))
 
 
-class _Whole:
-    """A layer whose parameters are whole on this process, for what is computed once."""
+class _FullParameters:
+    """View of a layer whose sharded parameters are gathered when they are read."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
@@ -159,12 +160,12 @@ class _Whole:
         return full_tensor(getattr(self._layer, name))
 
     def dense(self) -> Tensor:
-        """The frozen weight (out, in)."""
+        """Return the frozen weight (out, in)."""
         return full_tensor(self._layer.dense())  # type: ignore[operator]
 
 
-def _start_from_singular_values(layer: nn.Module, lora: LowRank) -> None:
-    """PiSSA: the r largest singular values of each part, their square roots on either side."""
+def _init_from_singular_values(layer: nn.Module, lora: LowRank) -> None:
+    """PiSSA: split the r largest singular values of each part between A and B."""
     weight = full_tensor(layer.dense())  # type: ignore[operator]
     a_rows, b_rows = [], []
     for begin, end in lora.parts:
@@ -172,62 +173,62 @@ def _start_from_singular_values(layer: nn.Module, lora: LowRank) -> None:
         root = (s[: lora.r] / lora.scaling).sqrt()
         a_rows.append(root[:, None] * v[: lora.r])
         b_rows.append(u[:, : lora.r] * root)
-    for key, start, rows in ((A, A_INIT, a_rows), (B, B_INIT, b_rows)):
+    for key, initial_key, rows in ((A, A_INIT, a_rows), (B, B_INIT, b_rows)):
         value = torch.cat(rows)
         assign(getattr(layer, key), value)
-        assign(getattr(layer, start), value)
+        assign(getattr(layer, initial_key), value)
 
 
 def is_added(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return _ADDED.search(name) is not None
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter of the base has without peft's layers around its own."""
+    """Return the name of a base parameter without peft's wrappers (`base_layer`)."""
     return name if is_added(name) else re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def saved_names(model: nn.Module) -> list[str]:
-    """Parameters that an adapter's checkpoint holds: what trains, and what that stands on."""
+    """Return the parameters in an adapter's checkpoint: trained ones, and PiSSA's initial pair."""
     parameters = model.named_parameters()
     return [name for name, p in parameters if p.requires_grad or is_added(name)]
 
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """The base model, in a context: what a preference's reference is.
+    """Disable all adapters within a context: the reference model of preference tuning.
 
     Raises:
-        UserError: modules train whole beside the adapter, so that the base is not there any more.
+        UserError: base parameters are trained too, so that the base model no longer exists.
     """
     trained = [n for n, p in model.named_parameters() if p.requires_grad and not is_added(n)]
     if trained:
         raise UserError(
-            f"adapter.modules_to_save: {trained[0]} trains whole, so that the base is not kept;"
-            " remove it, or write preference.reference: precompute"
+            f"adapter.modules_to_save: {trained[0]} is trained, so that the base model is not"
+            " available; remove it, or write preference.reference: precompute"
         )
     loras = [lora for _, _, _, lora in adapted_layers(model)]
-    peft = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-    _switch(loras, peft, on=False)
+    peft_layers = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    _switch(loras, peft_layers, on=False)
     try:
         yield
     finally:
-        _switch(loras, peft, on=True)
+        _switch(loras, peft_layers, on=True)
 
 
-def _switch(loras: list[LowRank], peft: list[nn.Module], *, on: bool) -> None:
+def _switch(loras: list[LowRank], peft_layers: list[nn.Module], *, on: bool) -> None:
     for lora in loras:
         lora.on = on
-    for layer in peft:  # its own method changes requires_grad as well
+    for layer in peft_layers:  # peft's own method would also change requires_grad
         layer._disable_adapters = not on  # type: ignore[assignment]
 
 
 def freeze_parts(model: nn.Module, patterns: Sequence[str], key: str = "freeze") -> list[str]:
-    """Switch off the gradients of the parameters that the patterns name; their names.
+    """Freeze the parameters that the patterns match; return their names.
 
     Raises:
-        UserError: a pattern matches nothing, or nothing is left to train.
+        UserError: a pattern matches nothing, or every parameter is frozen.
     """
     parameters = dict(model.named_parameters())
     frozen = select(patterns, list(parameters), key)
@@ -239,36 +240,36 @@ def freeze_parts(model: nn.Module, patterns: Sequence[str], key: str = "freeze")
 
 
 def adapter_table(model: nn.Module) -> list[str]:
-    """Lines for the user: each kind of adapted matrix, how many, rank and parameters."""
-    kinds: dict[tuple[str, int], list[int]] = {}
+    """Return lines for the user: number, rank and parameters of each kind of adapted matrix."""
+    totals: dict[tuple[str, int], list[int]] = {}  # layers, matrices, parameters
     for name, module, prefix, lora in adapted_layers(model):
-        kind = re.sub(r"^blocks\.\d+\.", "", name)
-        size = sum(
-            getattr(module, prefix + key).numel()
-            for key in (A, B, MAGNITUDE)
-            if hasattr(module, prefix + key)
-        )
+        matrix = re.sub(r"^blocks\.\d+\.", "", name)
+        keys = [prefix + key for key in (A, B, MAGNITUDE) if hasattr(module, prefix + key)]
+        size = sum(getattr(module, key).numel() for key in keys)
         experts = module.n if isinstance(module, ExpertWeights) else 1
-        row = kinds.setdefault((kind, lora.r), [0, 0, 0])
-        row[0], row[1], row[2] = row[0] + 1, row[1] + experts, row[2] + size
+        total = totals.setdefault((matrix, lora.r), [0, 0, 0])
+        for i, count in enumerate((1, experts, size)):
+            total[i] += count
     rows = [
-        (kind, f"{layers:,}", f"{matrices:,}", str(rank), f"{size:,}")
-        for (kind, rank), (layers, matrices, size) in kinds.items()
+        (matrix, f"{layers:,}", f"{matrices:,}", str(rank), f"{size:,}")
+        for (matrix, rank), (layers, matrices, size) in totals.items()
     ]
     lines = columns(("adapter on", "layers", "matrices", "rank", "parameters"), rows)
     trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-    others = {n: size for n, size in trained.items() if not is_added(n)}
-    lines += [f"{n}  trains whole: {size:,} parameters" for n, size in others.items()]
-    total = sum(p.numel() for p in model.parameters())
-    mine = sum(trained.values())
-    lines.append(f"trained: {mine:,} of {total:,} parameters ({100 * mine / total:.2g} %)")
+    for name, size in trained.items():
+        if not is_added(name):
+            lines.append(f"{name}  fully trained: {size:,} parameters")
+    n_all = sum(p.numel() for p in model.parameters())
+    n_trained = sum(trained.values())
+    percent = 100 * n_trained / n_all
+    lines.append(f"trained: {n_trained:,} of {n_all:,} parameters ({percent:.2g} %)")
     return lines
 
 
 class MergedState(Mapping[str, Tensor]):
-    """The state of the plain decoder that does what an adapted one does, made when it is read.
+    """State dict of the plain decoder that equals an adapted one, computed when it is read.
 
-    Weights without an adapter come as they are; a quantized one dequantized.
+    Weights without an adapter are returned unchanged, quantized weights dequantized.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -282,11 +283,12 @@ class MergedState(Mapping[str, Tensor]):
         return len(self._state)
 
     def shapes(self) -> dict[str, Tensor]:
-        """Its tensors on the meta device, none of them made; numbers that are computed are fp32."""
-        return {name: self._sketch(name) for name in self}
+        """Return empty tensors of the same shapes on the meta device, without computing any."""
+        return {name: self._empty_like(name) for name in self}
 
-    def _sketch(self, name: str) -> Tensor:
-        dtype = self._state[name].dtype if self._make(name) is None else torch.float32
+    def _empty_like(self, name: str) -> Tensor:
+        """Return an empty tensor like the result of reading `name`; merged weights are fp32."""
+        dtype = self._state[name].dtype if self._compute(name) is None else torch.float32
         return torch.empty(self._shape(name), dtype=dtype, device="meta")
 
     def _shape(self, name: str) -> Sequence[int]:
@@ -300,16 +302,16 @@ class MergedState(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        make = self._make(name)
-        return self._state[name] if make is None else make()
+        compute = self._compute(name)
+        return self._state[name] if compute is None else compute()
 
-    def _make(self, name: str) -> Callable[[], Tensor] | None:
-        """What computes a tensor, in fp32; None: it is what the model holds."""
+    def _compute(self, name: str) -> Callable[[], Tensor] | None:
+        """Return the function that computes a tensor in fp32; None: the model's own tensor."""
         layer, _, kind = name.rpartition(".")
         module = self._model.get_submodule(layer)
         if isinstance(module, ExpertWeights) and kind in ExpertWeights.MATRICES:
-            is_held = module.packing is None and kind not in module.lora
-            return None if is_held else partial(_merged_stack, module, kind)
+            is_plain = module.packing is None and kind not in module.lora
+            return None if is_plain else partial(_merged_stack, module, kind)
         if isinstance(module, Linear) and kind == "weight" and module.lora is not None:
             return partial(merged_weight, module, module.lora)
         if isinstance(module, Linear) and kind == "weight" and module.packing is not None:
@@ -320,7 +322,7 @@ class MergedState(Mapping[str, Tensor]):
 
 
 def _merged_stack(stacks: ExpertWeights, name: str) -> Tensor:
-    """(E * f, D); of one expert after another."""
+    """Return the merged weight `name` of all experts, (E * f, D)."""
     weight = stacks.dense(name)
     assert weight is not None
     a, b = stacks.factors(name)
@@ -332,7 +334,18 @@ def _merged_stack(stacks: ExpertWeights, name: str) -> Tensor:
 def _with_products(
     stack: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0, *, transposed: bool
 ) -> Tensor:
-    """(E * f, D): a stack (E, f, D) and the products of a (E, r, in) and b (E, out, r)."""
+    """Add b a to each expert of a stack.
+
+    Args:
+        stack: (E, f, D).
+        a: (E, r, in).
+        b: (E, out, r).
+        scaling: factor of b a.
+        transposed: the stack holds transposed matrices (w2).
+
+    Returns:
+        (E * f, D) in fp32.
+    """
     out = torch.empty(stack.shape, device=stack.device)
     for e, weight in enumerate(stack):
         product = b[e].float() @ a[e].float()
@@ -356,14 +369,14 @@ def merge_into(
     *,
     rows: int | None = None,
 ) -> None:
-    """Add an adapter into a model's weights, whole or in shards; every process calls it.
+    """Merge an adapter into a model's weights, which may be sharded. A collective call.
 
     Args:
-        model: the base, with its weights.
+        model: the base model with its weights.
         plan: the adapter of each matrix.
-        tensors: the adapter's parameters and those that trained whole, by name, whole.
-        rows: that embedding and head had in its run, where they have more here; those beyond are
-            the mean of what they are merged.
+        tensors: full tensors of the adapter and of fully trained modules, by name.
+        rows: rows of embedding and head in the adapter's run, if the model has more now. Additional
+            rows become the mean of the merged ones.
     """
     for name, parameter in model.named_parameters():
         if adapted_matrix(name) in plan or name in tensors:
@@ -372,7 +385,7 @@ def merge_into(
 
 
 def adapted_matrix(name: str) -> str:
-    """What a plan calls the matrix whose parameter has this name."""
+    """Return the name of a parameter's matrix in an adapter plan."""
     return name if ".experts." in name else name.removesuffix(".weight")
 
 
@@ -386,12 +399,12 @@ def merged_tensor(
     *,
     rows: int | None = None,
 ) -> Tensor:
-    """What `merge_into` makes of one parameter, whole, in fp32 where it has an adapter.
+    """Return the merged value of one parameter, in fp32 if it has an adapter.
 
     Args:
-        model: on any device; says what the parameter is.
-        name: of the parameter.
-        weight: its value in the base.
+        model: on any device; gives the type and shape of the parameter.
+        name: name of the parameter.
+        weight: its full value in the base model.
         plan: as in `merge_into`.
         tensors: as in `merge_into`.
         rows: as in `merge_into`.
@@ -403,15 +416,19 @@ def merged_tensor(
         return weight
     if ".experts." in name:
         return _stack_of(matrix, plan[matrix], tensors, weight, model)
-    is_table = rows is not None and name in model.vocabulary()
-    layer = _layer_of(matrix, plan[matrix], tensors, weight[:rows] if is_table else weight)
+    base_weight = weight
+    if rows is not None and name in model.vocabulary():
+        base_weight = weight[:rows]
+    layer = _stand_in_layer(matrix, plan[matrix], tensors, base_weight)
     is_embedding = matrix in ("wte", "wpe")
     value = _merged_embedding(layer) if is_embedding else merged_weight(layer, plan[matrix])
     return grown(value, len(weight))
 
 
-def _layer_of(name: str, lora: LowRank, tensors: Mapping[str, Tensor], weight: Tensor) -> nn.Module:
-    """What `low_rank` asks of a layer, without one."""
+def _stand_in_layer(
+    name: str, lora: LowRank, tensors: Mapping[str, Tensor], weight: Tensor
+) -> nn.Module:
+    """Return an object with the attributes of an adapted layer, for `merged_weight`."""
     values = {
         key.removeprefix(f"{name}."): tensor.to(weight.device)
         for key, tensor in tensors.items()
@@ -427,80 +444,85 @@ def _layer_of(name: str, lora: LowRank, tensors: Mapping[str, Tensor], weight: T
 def _stack_of(
     name: str, lora: LowRank, tensors: Mapping[str, Tensor], weight: Tensor, model: Decoder
 ) -> Tensor:
-    """A merged stack (E * f, D)."""
-    stacks = model.get_submodule(name.rpartition(".")[0])
-    assert isinstance(stacks, ExpertWeights)
-    stack = weight.view(stacks.n, stacks.f, stacks.d)
-    a, b = (tensors[f"{name}_lora_{side}"].to(weight.device) for side in "AB")
-    count = len(a) // lora.r  # 1 where all share a pair
-    a, b = a.view(count, lora.r, -1), b.view(count, -1, lora.r)
-    a, b = (factor.expand(stacks.n, -1, -1) for factor in (a, b))
+    """Return the merged stack of a weight of all experts, (E * f, D)."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(module, ExpertWeights)
+    stack = weight.view(module.n, module.f, module.d)
+    a = tensors[f"{name}_lora_A"].to(weight.device)
+    b = tensors[f"{name}_lora_B"].to(weight.device)
+    count = len(a) // lora.r  # 1 if all experts share a pair
+    a = a.view(count, lora.r, -1).expand(module.n, -1, -1)
+    b = b.view(count, -1, lora.r).expand(module.n, -1, -1)
     return _with_products(stack, a, b, lora.scaling, transposed=name.endswith("w2"))
 
 
 def tensor_sample(tensor: Tensor, rows: int | None = None) -> list[float]:
-    """What `base_sample` has of one tensor, whole, of its first `rows`."""
-    return _numbers(tensor, rows, ()).tolist()
+    """Return what `base_sample` contains for one full tensor, of its first `rows` rows."""
+    return _sample_values(tensor, rows, ()).tolist()
 
 
-NUMBERS = 8  # of each tensor
-ROUNDING = 2.0**-7  # relative: what bfloat16 may change
+SAMPLES = 8  # per tensor
+ROUNDING = 2.0**-7  # relative tolerance: bfloat16 rounding
 
 
 @torch.no_grad()
 def base_sample(model: Decoder, *, frozen: bool, rows: int | None = None) -> dict[str, list[float]]:
-    """Numbers at even distances in each tensor of the base, by its name.
+    """Return evenly spaced elements of each tensor of the base, by name. A collective call.
 
-    Every process calls it. Tensors that are not kept as numbers (quantized ones) are left out.
+    Quantized tensors are left out.
 
     Args:
         model: with its weights.
-        frozen: leave out what trains.
-        rows: of embedding and head to look at; None: all.
+        frozen: only frozen tensors.
+        rows: number of rows of embedding and head to sample from; None: all.
     """
     tables = model.vocabulary() if rows is not None else ()
     stacked = all_stacked_rows(model)
-    names, found, cut = list[str](), list[Tensor](), dict[Any, list[int]]()
+    names, values = list[str](), list[Tensor]()
+    sharded: dict[Any, list[int]] = {}  # indices of tensors, by how their samples are summed
     for name, parameter in model.named_parameters():
         if is_added(name) or (frozen and parameter.requires_grad):
             continue
         if not parameter.is_floating_point():
             continue
         if isinstance(parameter, DTensor):
-            kinds = [Replicate() if p.is_replicate() else Partial() for p in parameter.placements]
-            cut.setdefault((parameter.device_mesh, tuple(kinds)), []).append(len(names))
+            # each rank has the samples in its shard, and replicas have the same ones
+            sums = [Replicate() if p.is_replicate() else Partial() for p in parameter.placements]
+            sharded.setdefault((parameter.device_mesh, tuple(sums)), []).append(len(names))
         names.append(name)
-        wanted = rows if name in tables else None
-        found.append(_numbers(parameter, wanted, stacked.get(name, ())))
-    if not found:
+        table_rows = rows if name in tables else None
+        values.append(_sample_values(parameter, table_rows, stacked.get(name, ())))
+    if not values:
         return {}
-    samples = torch.stack(found)
-    for (mesh, kinds), places in cut.items():  # replicas hold the same
-        samples[places] = DTensor.from_local(samples[places], mesh, kinds).full_tensor()
+    samples = torch.stack(values)
+    for (mesh, sums), indices in sharded.items():
+        samples[indices] = DTensor.from_local(samples[indices], mesh, sums).full_tensor()
     return dict(zip(names, samples.tolist(), strict=True))
 
 
-def _numbers(parameter: Tensor, rows: int | None, stacked: Sequence[int]) -> Tensor:
-    """(NUMBERS,) fp64; of a shard those that it holds, zeros elsewhere."""
+def _sample_values(parameter: Tensor, rows: int | None, stacked: Sequence[int]) -> Tensor:
+    """Return (SAMPLES,) elements in fp64. Elements of other ranks' shards are 0."""
     size = parameter.numel() if rows is None else parameter[:rows].numel()
-    places = torch.linspace(0, size - 1, NUMBERS, device=parameter.device).long()
+    flat_indices = torch.linspace(0, size - 1, SAMPLES, device=parameter.device).long()
     if not isinstance(parameter, DTensor):
-        return parameter.detach().flatten()[places].double()
+        return parameter.detach().flatten()[flat_indices].double()
     local = parameter.to_local().detach()
-    found = torch.zeros(NUMBERS, dtype=torch.float64, device=local.device)
-    where = torch.unravel_index(places, parameter.shape)  # in each dimension
+    values = torch.zeros(SAMPLES, dtype=torch.float64, device=local.device)
+    full_indices = torch.unravel_index(flat_indices, parameter.shape)  # one tensor per dimension
     for block in local_blocks(parameter, stacked):
-        mine, here = torch.ones_like(places, dtype=torch.bool), list[Tensor]()
-        for place, (first, last), (begin, _) in zip(where, block.local, block.full, strict=True):
-            own = place - begin + first
-            mine &= (own >= first) & (own < last)
-            here.append(own.clamp(first, last - 1))
-        found = torch.where(mine, local[tuple(here)].double(), found)
-    return found
+        # translate full indices to indices of the local shard, and mask those outside the block
+        is_local, local_indices = torch.ones_like(flat_indices, dtype=torch.bool), list[Tensor]()
+        ranges = zip(full_indices, block.local, block.full, strict=True)
+        for full_index, (first, last), (begin, _) in ranges:
+            local_index = full_index - begin + first
+            is_local &= (local_index >= first) & (local_index < last)
+            local_indices.append(local_index.clamp(first, last - 1))
+        values = torch.where(is_local, local[tuple(local_indices)].double(), values)
+    return values
 
 
 def base_difference(then: Mapping[str, list[float]], now: Mapping[str, list[float]]) -> str | None:
-    """Which tensor is not the same; None: all that both have are."""
+    """Return which tensor differs between two samples of a base; None: all common ones agree."""
     if not isinstance(then, dict) or (then and not then.keys() & now.keys()):
         return "it has no tensor of this one's"
     for name in sorted(then.keys() & now.keys()):

@@ -1,13 +1,13 @@
-"""Which matrices of a decoder get an adapter: from the recipe's names to a `LowRank` for each.
+"""Selection of the matrices that get an adapter: from names in the recipe to a `LowRank` each.
 
-`builders/adapter.py` calls `plan_adapter` and gives the result to `models.adapter.add_adapter`. A
-name that matches nothing, or only a part of what it seems to mean, is an error: an adapter that
-misses the experts of a mixture trains, and is worse, and nobody sees why.
+Entry point: `plan_adapter`. `builders/adapter.py` passes its result to `add_adapter`.
+A name that matches nothing, or only a part of what it seems to mean, is an error. An adapter that
+misses the experts of a mixture would train without a warning and give worse results.
 
 `select` reads the patterns of `adapter.target_modules`, `adapter.exclude_modules`,
-`adapter.modules_to_save` and `freeze` (`wte`, `"blocks.0-3"`, `"*.attn"`, `Wqkv`): the parts of a
-pattern, between dots, must be adjacent parts of a name. A part may have `*` and `?`, or be a range
-of numbers, both ends included.
+`adapter.modules_to_save` and `freeze` (`wte`, `"blocks.0-3"`, `"*.attn"`, `Wqkv`). The parts of a
+pattern, between dots, must match adjacent parts of a name. A part may contain `*` and `?`, or be an
+inclusive range of numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
@@ -40,11 +40,11 @@ class AdapterTarget:
     """A matrix that can have an adapter.
 
     Attributes:
-        module: that holds it.
-        shape: (out, in); of stacked experts one expert's.
+        module: module of the matrix.
+        shape: (out, in); for stacked experts the shape of one expert.
         kind: `linear`, `router`, `experts`, `embedding` or `head`.
-        parts: output rows that the architecture keeps apart.
-        experts: how many matrices are stacked; 1 elsewhere.
+        parts: output rows [begin, end) of each separate projection.
+        experts: number of stacked matrices; 1 for other kinds.
     """
 
     module: nn.Module
@@ -55,7 +55,7 @@ class AdapterTarget:
 
 
 def find_targets(model: Decoder, *, split_qkv: bool) -> dict[str, AdapterTarget]:
-    """Every matrix that can have an adapter, by name, in the model's order."""
+    """Return every matrix that can have an adapter, by name, in the model's order."""
     targets: dict[str, AdapterTarget] = {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertWeights):
@@ -78,28 +78,28 @@ def find_targets(model: Decoder, *, split_qkv: bool) -> dict[str, AdapterTarget]
 
 
 def _with_parts(model: Decoder, targets: dict[str, AdapterTarget]) -> dict[str, AdapterTarget]:
-    """Queries, keys and values of the fused projections as parts."""
-    found = dict(targets)
+    """Divide the fused projections into parts for queries, keys and values."""
+    divided = dict(targets)
     for name, module in model.named_modules():
         if isinstance(module, Attention) and module.owns_kv:
             ends = list(accumulate(module.widths))
             parts = tuple(zip([0, *ends], ends, strict=False))
-            old = found[f"{name}.{FUSED}"]
-            found[f"{name}.{FUSED}"] = AdapterTarget(old.module, old.shape, old.kind, parts)
-    return found
+            divided[f"{name}.{FUSED}"] = replace(targets[f"{name}.{FUSED}"], parts=parts)
+    return divided
 
 
 def plan_adapter(model: Decoder, config: AdapterConfig, *, split_qkv: bool) -> dict[str, LowRank]:
-    """The adapter of each chosen matrix, by its name.
+    """Return the adapter of each chosen matrix, by name.
 
     Args:
         model: on any device.
-        config: filled, of name `lora`.
-        split_qkv: queries, keys and values have adapters of their own, as in an architecture that
-            keeps them apart; q_proj, k_proj and v_proj are names then.
+        config: resolved, with name `lora`.
+        split_qkv: queries, keys and values have separate adapters, as in an architecture with
+            separate projections. The names q_proj, k_proj and v_proj are then valid.
 
     Raises:
-        UserError: a name matches nothing, or only a part; or the rank or a setting does not fit.
+        UserError: a name matches nothing or only a part of the blocks, or the rank or a setting
+            does not fit a matrix.
     """
     targets = find_targets(model, split_qkv=split_qkv)
     chosen = _chosen(targets, config)
@@ -123,9 +123,9 @@ def plan_adapter(model: Decoder, config: AdapterConfig, *, split_qkv: bool) -> d
 
 
 def check_tied(names: Collection[str], model: Decoder, where: str) -> None:
-    """Raise a UserError for a low-rank change of an embedding that is the head as well.
+    """Raise a UserError for an adapter on an embedding that is tied to the head.
 
-    peft changes the embedding alone, and a merged weight would change both.
+    peft adapts the embedding only, whereas a merged weight would change both.
     """
     if model.config.tie_word_embeddings and "wte" in names:
         raise UserError(
@@ -137,36 +137,43 @@ def check_tied(names: Collection[str], model: Decoder, where: str) -> None:
 def _chosen(
     targets: Mapping[str, AdapterTarget], config: AdapterConfig
 ) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Rows of each chosen matrix that get an adapter."""
+    """Return the parts of each chosen matrix that get an adapter."""
+    # names that target_modules includes
     names = list(_names(targets))
     if config.target_modules == ALL_LINEAR:
-        kinds = ("linear", "experts", *(("router",) if config.train_router else ()))
-        taken = [name for name in targets if targets[name].kind in kinds]
+        kinds = ["linear", "experts"]
+        if config.train_router:
+            kinds.append("router")
+        included = [name for name in targets if targets[name].kind in kinds]
     else:
         patterns = config.target_modules
         patterns = [patterns] if isinstance(patterns, str) else list(patterns or [])
-        taken = select(patterns, names, _KEY)
-        _refuse_a_part(patterns, names, targets)
-    left = set(select(config.exclude_modules, names, "adapter.exclude_modules"))
-    _refuse_idle(config.exclude_modules, taken, names)
+        included = select(patterns, names, _KEY)
+        _refuse_incomplete(patterns, names, targets)
+
+    # without those that exclude_modules names
+    excluded = set(select(config.exclude_modules, names, "adapter.exclude_modules"))
+    _refuse_exclusion_without_effect(config.exclude_modules, included, names)
     chosen: dict[str, tuple[tuple[int, int], ...]] = {}
-    for name in targets:
-        mine = [
-            part
-            for part, alias in zip(targets[name].parts, _aliases(name, targets[name]), strict=True)
-            if (name in taken or alias in taken) and name not in left and alias not in left
-        ]
-        if mine:
-            chosen[name] = tuple(mine)
+    for name, target in targets.items():
+        parts = []
+        for part, alias in zip(target.parts, _aliases(name, target), strict=True):
+            is_included = name in included or alias in included
+            if is_included and name not in excluded and alias not in excluded:
+                parts.append(part)
+        if parts:
+            chosen[name] = tuple(parts)
     if not chosen:
         raise UserError(f"{_KEY}: exclude_modules leaves nothing of it; remove some of its names")
     return chosen
 
 
-def _refuse_idle(excluded: Sequence[str], taken: Sequence[str], names: Sequence[str]) -> None:
-    """Each excluded name takes something away."""
+def _refuse_exclusion_without_effect(
+    excluded: Sequence[str], included: Sequence[str], names: Sequence[str]
+) -> None:
+    """Raise a UserError for an excluded name that is not included in the first place."""
     for index, pattern in enumerate(excluded):
-        if not set(select([pattern], names, "")) & set(taken):
+        if not set(select([pattern], names, "")) & set(included):
             raise UserError(
                 f"adapter.exclude_modules[{index}]: {pattern!r} has no effect, as target_modules"
                 " does not name it; remove it"
@@ -174,7 +181,7 @@ def _refuse_idle(excluded: Sequence[str], taken: Sequence[str], names: Sequence[
 
 
 def _names(targets: Mapping[str, AdapterTarget]) -> Iterator[str]:
-    """The names that patterns are held against."""
+    """Yield the names that patterns are matched with."""
     for name, target in targets.items():
         yield name
         if len(target.parts) > 1:
@@ -182,34 +189,42 @@ def _names(targets: Mapping[str, AdapterTarget]) -> Iterator[str]:
 
 
 def _aliases(name: str, target: AdapterTarget) -> tuple[str, ...]:
-    """A name for each part."""
+    """Return a name for each part: q_proj, k_proj and v_proj of a divided Wqkv."""
     if len(target.parts) == 1:
         return (name,)
     return tuple(name.removesuffix(FUSED) + part for part in QKV)
 
 
-def _refuse_a_part(
+def _refuse_incomplete(
     patterns: list[str], names: list[str], targets: Mapping[str, AdapterTarget]
 ) -> None:
-    """A pattern without numbers means all blocks; one of a feed-forward layer its experts, too."""
-    taken = select(patterns, names, _KEY)
-    layers = {_place(name) for name in names if name.startswith("blocks.")}
-    served = {_place(name) for name in taken}
+    """Raise a UserError for a pattern that matches only a part of what it means.
+
+    A pattern without block numbers means all blocks. A pattern for feed-forward layers means the
+    routed experts, too.
+    """
+    included = select(patterns, names, _KEY)
+    layers = {_layer_path(name) for name in names if name.startswith("blocks.")}
+    covered_layers = {_layer_path(name) for name in included}
     for index, pattern in enumerate(patterns):
-        mine = select([pattern], names, _KEY)
-        inside = [name for name in mine if name.startswith("blocks.")]
-        if not inside or re.search(r"(^|\.)\d+(-\d+)?(\.|$)", pattern):
+        in_blocks = [n for n in select([pattern], names, _KEY) if n.startswith("blocks.")]
+        has_block_number = re.search(r"(^|\.)\d+(-\d+)?(\.|$)", pattern)
+        if not in_blocks or has_block_number:
             continue
-        homes = {place.split(".", 2)[2] for place in map(_place, inside)}
-        missing = sorted(p for p in layers - served if p.split(".", 2)[2] in homes)
+
+        # e.g. "Wqkv" in a model some of whose blocks have Wq instead
+        layer_types = {_layer_path(name).split(".", 2)[2] for name in in_blocks}
+        missing = [p for p in layers - covered_layers if p.split(".", 2)[2] in layer_types]
         if missing:
             raise UserError(
                 f"{_KEY}[{index}]: {pattern!r} matches a part of the blocks, and nothing is chosen"
-                f" in {missing[0]}; name what is there too, or the blocks that you mean"
+                f" in {min(missing)}; name what is there too, or the blocks that you mean"
             )
+
+        # e.g. "up_proj" in a mixture with shared experts
         experts = [n for n in targets if targets[n].kind == "experts"]
-        only_shared = all(".ffn.shared." in name for name in inside)
-        if experts and only_shared and not any(n in taken for n in experts):
+        only_shared = all(".ffn.shared." in name for name in in_blocks)
+        if experts and only_shared and not any(n in included for n in experts):
             if "shared" in pattern:
                 continue
             raise UserError(
@@ -218,13 +233,13 @@ def _refuse_a_part(
             )
 
 
-def _place(name: str) -> str:
-    """blocks.3.attn of blocks.3.attn.Wqkv."""
+def _layer_path(name: str) -> str:
+    """Return `blocks.3.attn` of `blocks.3.attn.Wqkv`."""
     return ".".join(name.split(".")[:3])
 
 
 def check_fit(name: str, target: AdapterTarget, lora: LowRank) -> None:
-    """Raise a UserError where a matrix cannot have such an adapter."""
+    """Raise a UserError if a matrix cannot have the adapter."""
     smallest = min(target.shape[1], *(end - begin for begin, end in lora.parts))
     if lora.r > smallest:
         raise UserError(
@@ -262,7 +277,7 @@ def _short(name: str) -> str:
 
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
-_FUSED = {  # what other libraries call layers that the decoder fuses or names otherwise
+_OTHER_NAMES = {  # names of other libraries, and the decoder's name of the same layer
     **dict.fromkeys(("query_key_value", "c_attn", "qkv_proj"), "Wqkv"),
     "o_proj": "out_proj",
     "embed_tokens": "wte",
@@ -275,49 +290,49 @@ _FUSED = {  # what other libraries call layers that the decoder fuses or names o
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the parts of `pattern` stand side by side in `name`."""
-    wanted, parts = pattern.split("."), name.split(".")
-    starts = range(len(parts) - len(wanted) + 1)
-    return any(all(map(_is_part, wanted, parts[start:])) for start in starts)
+    """Return whether the parts of `pattern` match adjacent parts of `name`."""
+    pattern_parts, parts = pattern.split("."), name.split(".")
+    starts = range(len(parts) - len(pattern_parts) + 1)
+    return any(all(map(_part_matches, pattern_parts, parts[start:])) for start in starts)
 
 
-def _is_part(wanted: str, part: str) -> bool:
-    found = _RANGE.fullmatch(wanted)
-    if found:
-        return part.isdecimal() and int(found[1]) <= int(part) <= int(found[2])
-    return fnmatchcase(part, wanted)
+def _part_matches(pattern_part: str, part: str) -> bool:
+    numbers = _RANGE.fullmatch(pattern_part)
+    if numbers:
+        return part.isdecimal() and int(numbers[1]) <= int(part) <= int(numbers[2])
+    return fnmatchcase(part, pattern_part)
 
 
 def select(patterns: Iterable[str], names: Collection[str], key: str) -> list[str]:
-    """Those of `names`, in their order, that any pattern matches.
+    """Return the names that any pattern matches, in the order of `names`.
 
     Args:
-        patterns: as the recipe has them.
+        patterns: as written in the recipe.
         names: of modules or parameters.
-        key: of the recipe, for errors.
+        key: key of the recipe, for error messages.
 
     Raises:
-        UserError: a pattern matches nothing, or its range ends behind the last block.
+        UserError: a pattern matches nothing, or its range ends after the last block.
     """
-    taken: set[str] = set()
+    selected: set[str] = set()
     for index, pattern in enumerate(patterns):
-        found = {name for name in names if matches(pattern, name)}
-        if not found:
+        matched = {name for name in names if matches(pattern, name)}
+        if not matched:
             raise UserError(
                 f"{key}[{index}]: {pattern!r} matches nothing; {_advice(pattern, names)}"
             )
-        _check_range(pattern, found, f"{key}[{index}]")
-        taken |= found
-    return [name for name in names if name in taken]
+        _check_range(pattern, matched, f"{key}[{index}]")
+        selected |= matched
+    return [name for name in names if name in selected]
 
 
-def _check_range(pattern: str, found: Collection[str], key: str) -> None:
-    """Every number of a range is one of the model's."""
+def _check_range(pattern: str, matched: Collection[str], key: str) -> None:
+    """Raise a UserError if an end of a range is not a number of the model."""
     for part in pattern.split("."):
         numbers = _RANGE.fullmatch(part)
         if numbers is None:
             continue
-        present = {int(p) for name in found for p in name.split(".") if p.isdecimal()}
+        present = {int(p) for name in matched for p in name.split(".") if p.isdecimal()}
         if int(numbers[2]) not in present or int(numbers[1]) not in present:
             raise UserError(
                 f"{key}: {pattern!r} goes beyond what there is; the last that it matches is"
@@ -327,13 +342,14 @@ def _check_range(pattern: str, found: Collection[str], key: str) -> None:
 
 def _advice(pattern: str, names: Collection[str]) -> str:
     last = pattern.rpartition(".")[2]
-    if last in _FUSED:
-        return f"here it is called {_FUSED[last]}"
-    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+    if last in _OTHER_NAMES:
+        return f"here it is called {_OTHER_NAMES[last]}"
+    # one candidate for all blocks
+    candidates = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
 
-    def likeness(name: str) -> float:
+    def similarity(name: str) -> float:
         parts = [name, *name.split(".")]
         return max(difflib.SequenceMatcher(None, pattern, part).ratio() for part in parts)
 
-    nearest = sorted(kinds, key=likeness, reverse=True)[:3]
+    nearest = sorted(candidates, key=similarity, reverse=True)[:3]
     return f"the nearest are {', '.join(nearest)}"

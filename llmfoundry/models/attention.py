@@ -1,8 +1,10 @@
-"""The attention layer: projections, guards and positions around `ops.attention.select.attend`.
+"""The attention layer: projections, clipping, QK norm and positions around `attend`.
 
-Positions are rotary tables (Su et al., 2021) and queries sharpened with their position; the decoder
-makes them once a forward pass. Rotation is the half-split form of GPT-NeoX, Llama and DBRX, with
-transformers' ways to stretch its frequencies.
+Entry point: `Attention`. The decoder computes everything that is the same for all layers (plans,
+rotary tables, query temperatures) once per forward pass and passes it in as a `Context`.
+
+Rotary embeddings (Su et al., 2021) use the half-split form of GPT-NeoX, Llama and DBRX, with the
+frequency scalings of transformers.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from llmfoundry.ops.packed_layout import PackedLayout, at
 from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
-KeysValues = tuple[Tensor, Tensor]  # (B, S, KV, hd) each, as attention takes them
+KeysValues = tuple[Tensor, Tensor]  # keys and values, (B, S, KV, hd) each
 Table = tuple[Tensor, Tensor]  # cosine and sine, (..., T, 1, head_dim) in fp32
 
 
 def attention_specs(
     config: ModelConfig, layers: Iterable[LayerConfig], device: torch.device
 ) -> dict[int, AttentionSpec]:
-    """What attention is asked for, by the window of the layers; `config` is filled."""
+    """Return the attention settings of each window that occurs in the layers."""
     attn, head_dim = config.attn_config, config.head_dim
     assert head_dim is not None, "the recipe was not filled"
     slopes = None
@@ -51,48 +53,52 @@ def attention_specs(
     }
 
 
-class HeadExchange(Protocol):
-    """How attention sees whole rows of which this process has a part of the tokens alone.
+class ContextExchange(Protocol):
+    """Context-parallel communication around attention.
 
-    One of those in `distributed/context.py`, which has the shapes.
+    Each rank has a part of the tokens of a sequence, and attention needs the others. The
+    implementations, with tensor shapes, are in `distributed/context.py`.
     """
 
     @property
     def splits_queries(self) -> bool:
-        """Whether the tokens at hand see all keys; else all tokens are seen, of some heads."""
+        """Whether a rank attends with its own queries and all heads; else all queries, some heads.
 
-    def own(self, spec: AttentionSpec) -> AttentionSpec:
-        """Of the heads that attend here."""
+        The first is all-gather, the second Ulysses.
+        """
 
-    def inward(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
-        """Queries, keys and values as attention takes them."""
+    def local_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the attention settings of the heads that this rank computes."""
 
-    def queries(self, q: Tensor, kv: KeysValues) -> Tensor:
-        """Queries as attention takes them, beside keys and values that are so already."""
+    def exchange_qkv(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
+        """Return the queries, keys and values that this rank attends with."""
 
-    def outward(self, mixed: Tensor) -> Tensor:
-        """What attention made, of this process's tokens and all heads."""
+    def exchange_q(self, q: Tensor, kv: KeysValues) -> Tensor:
+        """Return the queries that this rank attends with; `kv` has been exchanged already."""
+
+    def exchange_output(self, attended: Tensor) -> Tensor:
+        """Return the attention output of this rank's tokens and all heads."""
 
 
 class SlotAttention(Protocol):
-    """Attention over keys and values of slots; see `slots.SlotPlan`."""
+    """Attention over the keys and values of slots; see `kv_cache.SlotPlan`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool) -> Tensor:
-        """(1, N, H, hd)."""
+        """Return (1, N, H, hd)."""
 
 
-class Stored(Protocol):
-    """A cache, as a layer sees it."""
+class LayerCache(Protocol):
+    """The part of a KV cache that an attention layer uses."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
-        """Store k, v (B, T, KV, hd) of one layer; all that it attends to."""
+        """Store k, v (B, T, KV, hd) of a layer; return all keys and values it attends to."""
 
 
-class KVCache(Stored, Protocol):
-    """Keys and values of rows that grow together, as transformers keeps them.
+class KVCache(LayerCache, Protocol):
+    """KV cache of sequences that grow together, as in transformers.
 
     Attributes:
-        length: tokens held; new ones take positions length, length + 1, …
+        length: number of cached tokens; new tokens have positions length, length + 1, …
     """
 
     length: int
@@ -100,44 +106,46 @@ class KVCache(Stored, Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What one forward pass hands to every block of one kind.
+    """Input of one forward pass to all blocks with the same window and query temperature.
 
     Attributes:
-        plan: who attends to whom; in slots, a `slots.SlotPlan`.
-        rotary: table of the new tokens; None: no layer rotates.
-        cached_rotary: table of all tokens of the row, where frequencies change as it grows: keys
-            are then stored unrotated, and turned when they are read. Otherwise None.
+        plan: the attention mask and kernel; a `kv_cache.SlotPlan` for a slot cache.
+        rotary: table of the new tokens; None: no layer uses rotary embeddings.
+        cached_rotary: table of all tokens. Set where the frequencies change as the sequence grows:
+            keys are then cached unrotated and rotated when they are read.
         temperature: factors (..., T, 1, 1) on the queries; None: no factors.
-        cache: earlier tokens of the rows.
-        tokens: T.
-        exchange: with the processes that have the rest of each row; None: rows are whole.
-        rotates_late: keys are stored unrotated.
+        cache: keys and values of earlier tokens.
+        tokens: T, the number of new tokens without padding for tensor parallelism.
+        exchange: context-parallel communication; None without context parallelism.
+        rotates_late: keys are cached unrotated.
     """
 
     plan: AttentionPlan | SlotAttention
     rotary: Table | None
     cached_rotary: Table | None
     temperature: Tensor | None
-    cache: Stored | None
+    cache: LayerCache | None
     tokens: int
-    exchange: HeadExchange | None = None
+    exchange: ContextExchange | None = None
     rotates_late: bool = False
 
 
 class Attention(nn.Module):
     """Multi-head, multi-query or grouped-query attention.
 
-    The order is MPT's: project, clip, normalize queries and keys, rotate, attend, project.
+    The order of operations is MPT's: project, clip, normalize queries and keys, rotate, attend,
+    project.
 
     Args:
-        config: filled.
+        config: resolved model configuration.
         index: number of the block.
-        layer: what this block's attention does. With the keys and values of another block it
-            projects queries alone, by Wq in the place of Wqkv.
-        is_reused: later blocks take this one's keys and values.
+        layer: settings of this block's attention. A block that reuses the keys and values of
+            another has a projection Wq of the queries in place of Wqkv.
+        is_reused: later blocks reuse this block's keys and values.
 
     Attributes:
-        widths: of queries, keys and values, of the heads that are here.
+        widths: of queries, keys and values in the fused projection; with tensor parallelism, of
+            this rank's heads.
     """
 
     def __init__(
@@ -173,50 +181,61 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: Context, kv: KeysValues | None = None
     ) -> tuple[Tensor, KeysValues | None]:
-        """Mix tokens of x (B, T, D).
+        """Apply attention to the normalized residual stream.
 
         Args:
-            x: normalized residual stream.
+            x: (B, T, D).
             context: of this forward pass.
-            kv: of the block whose keys and values this one takes; None where it makes its own.
+            kv: keys and values of the block that this block reuses; None if it computes its own.
 
         Returns:
-            (B, T, D), and where later blocks take them the keys and values, as attention had them.
+            The attention output (B, T, D), and the keys and values if later blocks reuse them.
         """
         assert (kv is None) == self.owns_kv
+
+        # project and clip
         projected = self.Wqkv(x) if self.owns_kv else self.Wq(x)  # (B, T, sum of widths)
         if self.clip is not None:
-            # clamp's backward pass is four steps, hardtanh's one
+            # the backward pass of clamp takes four kernels, that of hardtanh one
             projected = F.hardtanh(projected, -self.clip, self.clip)
-        behind = projected.shape[1] - context.tokens  # see `TensorRanks.padded`
-        projected = projected[:, : context.tokens] if behind else projected
+        # tensor parallelism pads T to a multiple of the ranks (`TensorRanks.padded`)
+        padding = projected.shape[1] - context.tokens
+        if padding:
+            projected = projected[:, : context.tokens]
+
+        # split into heads, normalize, rotate, and append to the cache
         parts = projected.split(self.widths, dim=-1)
         q = self._heads(parts[0], self.q_ln)  # (B, T, H, hd)
         if kv is None:
-            k, v = self._heads(parts[1], self.k_ln), self._heads(parts[2], None)  # (B, T, KV, hd)
-            kv = self._keys_values(k, v, context)  # (B, S, KV, hd) each, S = T and cached tokens
+            k = self._heads(parts[1], self.k_ln)  # (B, T, KV, hd)
+            v = self._heads(parts[2], None)
+            kv = self._keys_values(k, v, context)  # (B, S, KV, hd) each, S = cached tokens + T
         if self.rotary:
             assert context.rotary is not None
             q = rotate(q, context.rotary)
         if context.temperature is not None:
             q = (q * context.temperature).to(q.dtype)
+
+        # attend, with context-parallel communication before and after
         if context.exchange is not None:
             if self.owns_kv:
-                q, kv = context.exchange.inward(q, kv)
+                q, kv = context.exchange.exchange_qkv(q, kv)
             else:
-                q = context.exchange.queries(q, kv)
+                q = context.exchange.exchange_q(q, kv)
         if isinstance(context.plan, AttentionPlan):
-            mixed = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
+            attended = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
         else:
-            mixed = context.plan.attend(q, *kv, rotary=self.rotated_keys)
+            attended = context.plan.attend(q, *kv, rotary=self.rotated_keys)
         if context.exchange is not None:
-            mixed = context.exchange.outward(mixed)
-        mixed = mixed.flatten(-2)
-        mixed = F.pad(mixed, (0, 0, 0, behind)) if behind else mixed
-        return self.out_proj(mixed), kv if self.is_reused else None
+            attended = context.exchange.exchange_output(attended)
+
+        attended = attended.flatten(-2)  # (B, T, H * hd)
+        if padding:
+            attended = F.pad(attended, (0, 0, 0, padding))
+        return self.out_proj(attended), kv if self.is_reused else None
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """(B, T, heads, hd) of x (B, T, heads * hd), normalized as a whole or head by head."""
+        """Split x (B, T, heads * hd) into (B, T, heads, hd), with QK norm before or after."""
         if norm is None:
             return x.unflatten(-1, (-1, self.head_dim))
         if self.per_head:
@@ -224,12 +243,12 @@ class Attention(nn.Module):
         return norm(x).unflatten(-1, (-1, self.head_dim))
 
     def _keys_values(self, k: Tensor, v: Tensor, context: Context) -> KeysValues:
-        """Keys, rotated, and values of the new tokens and of those in the cache."""
+        """Return rotated keys and values, cached tokens included."""
         if self.rotary and not context.rotates_late:
             assert context.rotary is not None
             k = rotate(k, context.rotary)
         if context.cache is None:
-            # as views, those that later blocks take would keep the whole projection alive
+            # copies, because views that later blocks reuse would keep the fused projection alive
             return (k.contiguous(), v.contiguous()) if self.is_reused else (k, v)
         dtype = k.dtype
         k, v = context.cache.append(self.index, k, v)
@@ -242,9 +261,9 @@ class Attention(nn.Module):
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor) -> Table:
-    """Cosine and sine of positions (..., T) times frequencies (half,) or (..., T, half).
+    """Return cosine and sine of positions (..., T) times frequencies (half,) or (..., T, half).
 
-    Feature pair (i, i + head_dim/2) turns by position * frequencies[i].
+    Feature pair (i, i + head_dim/2) is rotated by the angle position * frequencies[i].
     """
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
@@ -252,68 +271,75 @@ def rotary_table(positions: Tensor, frequencies: Tensor) -> Table:
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
-    """Turn x (B, T, H, head_dim) by the table, in fp32 or wider; x's dtype comes back."""
+    """Rotate x (B, T, H, head_dim) by the table. Computes in fp32 or wider, returns x's dtype."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 def rotary_frequencies(config: ModelConfig, lengths: Tensor | None, device: torch.device) -> Tensor:
-    """Radians per position, (half,) or, with lengths (..., T), (..., T, half), in fp32.
+    """Return the rotary frequencies in radians per position, in fp32.
 
-    Pair i has rope_theta^(-2i / head_dim), stretched as rope_hf_config says; all is rounded as
-    transformers' LlamaRotaryEmbedding rounds it.
+    Pair i has the frequency rope_theta^(-2i / head_dim), scaled as rope_hf_config says. Rounding
+    is that of transformers' LlamaRotaryEmbedding.
 
     Args:
-        config: filled, with rope.
-        lengths: what `dynamic_lengths` gives.
-        device: where the table will be.
+        config: resolved, with rope.
+        lengths: (..., T), result of `dynamic_lengths`.
+        device: of the result.
+
+    Returns:
+        (half,), or (..., T, half) with lengths.
     """
     attn, head_dim = config.attn_config, config.head_dim
     assert attn.rope_theta is not None and head_dim is not None, "the recipe was not filled"
     base: float | Tensor = attn.rope_theta
     if lengths is not None:
-        factor, known = attn.rope_hf_config.factor, config.max_seq_len
-        assert factor is not None and known is not None
-        growth = factor * lengths.clamp(min=known) / known - (factor - 1)
+        # NTK-aware scaling of the base, as `type: dynamic` of transformers
+        factor, max_seq_len = attn.rope_hf_config.factor, config.max_seq_len
+        assert factor is not None and max_seq_len is not None
+        growth = factor * lengths.clamp(min=max_seq_len) / max_seq_len - (factor - 1)
         base = (base * growth ** (head_dim / (head_dim - 2)))[..., None]
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     frequencies = 1 / base**exponents
-    stretch = STRETCHES.get(attn.rope_hf_config.type)
-    return frequencies if stretch is None else stretch(frequencies, config)
+    scale = ROPE_SCALINGS.get(attn.rope_hf_config.type)
+    return frequencies if scale is None else scale(frequencies, config)
 
 
 def dynamic_lengths(
     config: ModelConfig, layout: PackedLayout | None, total: int, device: torch.device
 ) -> Tensor | None:
-    """The lengths that decide how much `type: dynamic` stretches; None: nothing is stretched.
+    """Return the sequence lengths that set the frequencies of `rope_hf_config.type: dynamic`.
 
-    A token's length is that of its own document, so that what a document is packed with changes
-    nothing (transformers takes the longest of the whole batch). Without a layout it is `total`:
-    the row with all that its key-value cache holds, which grows in generation. Keys in the cache
-    are turned anew with it, but what deeper layers made of them stays as it was: beyond
-    max_seq_len, generation with a cache is near to that without, not equal.
+    A token's length is the length of its document, so that packing does not change it
+    (transformers uses the longest sequence of the batch). Without a layout the length is `total`,
+    which grows in generation. Cached keys are then rotated with the new frequencies, but the
+    cached values of deeper layers were computed with the old ones. Beyond max_seq_len, generation
+    with a cache is therefore close to generation without a cache, and not equal.
 
-    In a tree the paths that share a token may have different lengths, and with them frequencies:
-    beyond max_seq_len nothing can be shared.
+    In a prefix tree, paths that share a token may have different lengths and hence different
+    frequencies. Beyond max_seq_len no token can be shared.
 
-    Decided on the host: lengths of at most max_seq_len cost nothing.
+    The decision is made on the host, so lengths up to max_seq_len cost nothing.
 
     Args:
-        config: filled, with rope.
-        layout: documents of the rows.
-        total: tokens of a row, those in the cache with it.
-        device: where the tokens are.
+        config: resolved, with rope.
+        layout: documents of the sequences.
+        total: tokens of a sequence, including cached tokens.
+        device: of the tokens.
+
+    Returns:
+        Lengths (..., T), or None if no length exceeds max_seq_len.
 
     Raises:
-        UserError: a path of a tree is longer than max_seq_len.
+        UserError: a path of a prefix tree is longer than max_seq_len.
     """
     assert config.max_seq_len is not None, "the recipe was not filled"
     if config.attn_config.rope_hf_config.type != "dynamic":
         return None
     if layout is None:
-        long = total > config.max_seq_len
-        return torch.full((), total, device=device) if long else None
+        is_longer = total > config.max_seq_len
+        return torch.full((), total, device=device) if is_longer else None
     longest = layout.depth if layout.ends is not None else max(map(max, layout.lengths))
     if longest <= config.max_seq_len:
         return None
@@ -324,28 +350,32 @@ def dynamic_lengths(
             " own length, so that prompts which begin alike cannot be computed together; write"
             f" {config.max_seq_len} or less, or another type"
         )
-    rows = [torch.tensor(row) for row in layout.lengths]
-    of_tokens = [row.repeat_interleave(row, output_size=layout.width) for row in rows]
-    lengths = torch.stack(of_tokens)
+    # each token gets the length of its document
+    document_lengths = [torch.tensor(sequence) for sequence in layout.lengths]
+    token_lengths = [
+        lengths.repeat_interleave(lengths, output_size=layout.width) for lengths in document_lengths
+    ]
+    lengths = torch.stack(token_lengths)  # (B, T)
     if layout.ranges is not None:
         lengths = at(lengths, layout.ranges)
     if device.type == "cuda":
-        lengths = lengths.pin_memory()  # from pageable memory the copy would wait for the device
+        lengths = lengths.pin_memory()  # a copy from pageable memory would synchronize
     return lengths.to(device, non_blocking=True)
 
 
 def _linear(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Chen et al., 2023: positions / factor."""
+    """Divide positions by `factor` (position interpolation, Chen et al., 2023)."""
     factor = config.attn_config.rope_hf_config.factor
     assert factor is not None
     return frequencies / factor
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Llama 3.1's: pairs that turn seldom over the original length are slowed by `factor`.
+    """Scale the frequencies as Llama 3.1 does.
 
-    Those that turn at least high_freq_factor times are kept, and between low_freq_factor and that
-    the two are mixed.
+    A pair with fewer than low_freq_factor rotations over the original length is divided by
+    `factor`. A pair with more than high_freq_factor rotations is unchanged. In between, the two
+    are interpolated linearly.
     """
     rope = config.attn_config.rope_hf_config
     original, low, high = (
@@ -354,27 +384,27 @@ def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
         rope.high_freq_factor,
     )
     assert rope.factor and original and low is not None and high is not None
-    turns = original / (2 * math.pi / frequencies)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+    rotations = original / (2 * math.pi / frequencies)
+    smooth = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 
-STRETCHES: dict[str, Callable[[Tensor, ModelConfig], Tensor]] = {
+ROPE_SCALINGS: dict[str, Callable[[Tensor, ModelConfig], Tensor]] = {
     "linear": _linear,
     "llama3": _llama3,
-}  # dynamic changes the base itself
+}  # `dynamic` scales the base instead, in `rotary_frequencies`
 
 
 def query_temperature(positions: Tensor, floor_scale: int, attn_scale: float) -> Tensor:
-    """Factors (..., T, 1, 1) on the queries at positions (..., T), in fp32.
+    """Return fp32 factors (..., T, 1, 1) on the queries at positions (..., T).
 
-    1 + attn_scale * log(1 + floor((p + 1) / floor_scale)), as Llama 4 has it in its layers without
-    rotation; here in every layer whose settings say so.
+    The factor is 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)), from Llama 4's layers
+    without rotary embeddings. Here any layer can use it.
     """
     steps = torch.floor((positions + 1.0) / floor_scale)
     return (1 + attn_scale * torch.log1p(steps))[..., None, None]
 
 
 def longest_document(config: ModelConfig) -> int | None:
-    """Tokens that a document may have; None: any number, as no positions are learned."""
+    """Return the maximal tokens of a document; None: no limit, as no positions are learned."""
     return config.max_seq_len if config.learned_pos_emb else None

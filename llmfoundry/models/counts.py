@@ -1,10 +1,13 @@
-"""Parameters and FLOPs of a decoder, from its settings alone.
+"""Parameter and FLOP counts of a decoder, from its configuration.
 
-Convention (PaLM, Chowdhery et al., 2022, appendix B; LLM Foundry's): a multiply-add is two FLOPs,
-the backward pass costs twice the forward pass, attention is counted over the whole row (neither
-causality, nor sliding windows, nor borders of documents discounted), recomputation not counted.
-Embedding look-ups are no matrix products. Of experts those count that a token visits. A layer that
-takes another's keys and values is counted without their projection.
+Conventions (PaLM, Chowdhery et al., 2022, appendix B; also LLM Foundry's):
+
+- a multiply-add is two FLOPs, and the backward pass costs twice the forward pass;
+- attention is counted over the full sequence: causality, sliding windows and document boundaries
+  are not discounted;
+- recomputation (activation checkpointing) and embedding lookups are not counted;
+- of the experts, those that a token is routed to are counted;
+- a layer that reuses keys and values is counted without their projection.
 """
 
 from __future__ import annotations
@@ -27,39 +30,39 @@ EXPERTS = "ffn.experts."  # in the names of what routers choose from
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model, a tied head counted once."""
+    """Return the number of parameters; a tied head is counted once."""
     if isinstance(config, HFModelConfig):
         return config.hf_parameters
     return sum(count * p.numel() for _, p, count in _parameters(config))
 
 
 def active_parameter_count(config: ModelConfig) -> int:
-    """Parameters that one token meets: of the experts those it visits, of all else everything."""
+    """Return the number of parameters used by one token: top-k experts and everything else."""
     if isinstance(config, HFModelConfig):
         return config.hf_parameters
     return sum(count * _active(name, p, config) for name, p, count in _parameters(config))
 
 
 def expert_parameter_count(config: ModelConfig) -> int:
-    """Parameters of all experts that a router chooses from."""
+    """Return the number of parameters of all routed experts."""
     if isinstance(config, HFModelConfig):
         return 0
     return sum(count * p.numel() for name, p, count in _parameters(config) if EXPERTS in name)
 
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
-    """Name, shape and number of the parameters; blocks that are alike are made once."""
+    """Yield name, shape and multiplicity of the parameters; equal blocks are built once."""
     for module, count in parts(config):
         yield from ((name, p, count) for name, p in module.named_parameters())
 
 
 def parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
-    """On the meta device a decoder without blocks, then each kind of block, with their numbers.
+    """Return a decoder without blocks and each kind of block, with their multiplicities.
 
-    So the time does not grow with n_layers: a recipe of absurd depth is refused for its memory
-    before it is built. Blocks differ in whether they take another's keys and values, or not. Those
-    of the last models are kept, as a plan asks for the same ones thousands of times; nobody writes
-    to them.
+    They are on the meta device. The time does not grow with n_layers, so a recipe of absurd depth
+    is refused for its memory before it is built. There are two kinds of blocks: those that compute
+    keys and values, and those that reuse them. Results are cached, as a plan requests the same
+    models thousands of times. Callers must not modify them.
     """
     key = repr(config)
     if key not in _PARTS:
@@ -70,20 +73,22 @@ def parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
 
 
 _PARTS: dict[str, list[tuple[nn.Module, int]]] = {}
-MOST_PARTS = 16  # models whose parts are kept
+MOST_PARTS = 16  # models in the cache
 
 
 def _make_parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
-    alike = dataclasses.replace(config, n_layers=1, block_overrides=None)
-    layers = (alike if config.block_overrides is None else config).layers()
-    takers = [i for i, layer in enumerate(layers) if layer.kv_from != i]
-    kinds = [(0, config.n_layers - len(takers)), *((i, len(takers)) for i in takers[:1])]
+    one_layer = dataclasses.replace(config, n_layers=1, block_overrides=None)
+    layers = (one_layer if config.block_overrides is None else config).layers()
+    reusing = [i for i, layer in enumerate(layers) if layer.kv_from != i]
+    kinds = [(0, config.n_layers - len(reusing))]  # the first block computes keys and values
+    if reusing:
+        kinds.append((reusing[0], len(reusing)))
     with torch.device("meta"):
-        bare: nn.Module = Decoder(dataclasses.replace(alike, n_layers=0))
-        blocks = [  # the first block takes from none
-            (Block(config, index, layers[index], is_reused=False), count) for index, count in kinds
-        ]
-    return [(bare, 1), *blocks]
+        without_blocks: nn.Module = Decoder(dataclasses.replace(one_layer, n_layers=0))
+        result = [(without_blocks, 1)]
+        for index, count in kinds:
+            result.append((Block(config, index, layers[index], is_reused=False), count))
+    return result
 
 
 def _active(name: str, parameter: Tensor, config: ModelConfig) -> int:
@@ -93,14 +98,14 @@ def _active(name: str, parameter: Tensor, config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of training on one token of a row of `seq_len`, forward and backward."""
+    """Return the FLOPs of training on one token of a sequence of `seq_len`."""
     if isinstance(config, HFModelConfig):
         return 6 * (config.hf_matrices + _attention(config, seq_len))
-    looked_up = {"wte.weight", "wpe.weight"}
+    lookups = {"wte.weight", "wpe.weight"}
     matrices = sum(
         count * _active(name, p, config)
         for name, p, count in _parameters(config)
-        if p.ndim == 2 and name not in looked_up
+        if p.ndim == 2 and name not in lookups
     )
     assert config.vocab_size is not None
     if config.tie_word_embeddings:
@@ -109,18 +114,23 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def _attention(config: ModelConfig, seq_len: int) -> int:
-    """Multiply-adds of one token's attention over a whole row."""
+    """Return the multiply-adds of one token's attention over a full sequence."""
     assert config.head_dim is not None
     return config.n_layers * 2 * config.n_heads * config.head_dim * seq_len
 
 
 def trained_flops_per_token(model: Decoder, seq_len: int) -> float:
-    """FLOPs of training on one token of a row of `seq_len`, of a model as much of it as trains.
+    """Return the FLOPs of training on one token of a partly frozen model.
 
-    A product costs 2 FLOPs a value of its matrix forward, 2 more for the gradient of the matrix
-    where that trains, and 2 more for that of its input where anything before it trains: 6 where all
-    trains, 4 through a frozen matrix, 2 before the first that trains. An adapter's products count
-    as others do; what DoRA does once a pass, whatever its tokens, does not.
+    A matmul costs 2 FLOPs per weight in the forward pass, 2 for the gradient of the weight if it is
+    trained, and 2 for the gradient of the input if anything before it is trained. This gives 6 if
+    everything is trained, 4 through a frozen matrix, and 2 before the first trained parameter.
+    Matmuls of adapters count in the same way. DoRA's norms, which do not depend on the number of
+    tokens, are not counted.
+
+    Args:
+        model: with adapters and requires_grad as in training.
+        seq_len: tokens of a sequence.
     """
     config, total = model.config, 0.0
     if isinstance(config, HFModelConfig):
@@ -146,7 +156,7 @@ def trained_flops_per_token(model: Decoder, seq_len: int) -> float:
 
 
 _FIRST = ("wte.", "wpe.")
-# In the order of a block's forward pass; those of one stage do not see each other.
+# Parameters of a block in the order of its forward pass. Parameters of one stage are independent.
 _STAGES = [
     re.compile(pattern)
     for pattern in (
@@ -164,7 +174,7 @@ _FACTORS = ("weight", "lora_A", "lora_B", "lora_A_init", "lora_B_init")
 
 
 def _stage_flops(block: Block, stage: re.Pattern[str], config: ModelConfig, before: bool) -> float:
-    """Of the products of a block's parameters that `stage` finds, for a token."""
+    """Return the FLOPs of a block's matmuls in one stage, per token."""
     sizes, total = dict(quantized_shapes(block)), 0.0
     for name, parameter in block.named_parameters():
         shape = sizes.get(name, tuple(parameter.shape))
@@ -175,7 +185,7 @@ def _stage_flops(block: Block, stage: re.Pattern[str], config: ModelConfig, befo
 
 
 def _visits(name: str, block: Block, config: ModelConfig) -> float:
-    """How often a token meets each value of a matrix: experts' only if it visits them."""
+    """Return how often each weight of a matrix is used per token; below 1 for experts."""
     ffn = config.ffn_config
     if EXPERTS not in name:
         return 1.0
@@ -187,18 +197,18 @@ def _visits(name: str, block: Block, config: ModelConfig) -> float:
 
 
 def _flops(name: str, values: float, trains: bool, before: bool) -> float:
-    """Of a product; an adapter's B has A's output before it, which trains."""
+    """Return the FLOPs of a matmul. The input of an adapter's B is A's output, which is trained."""
     return 2 * values * (1 + trains + (before or name.endswith("lora_B")))
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s; None where it is not known, as for every CPU."""
+    """Return the device's dense bf16 peak in FLOP/s; None if unknown, as for every CPU."""
     gpu = gpu_here(device)
     return None if gpu is None else gpu.tflops * 1e12
 
 
 def gpu_here(device: torch.device) -> Gpu | None:
-    """The device's data sheet; None where it is not known, as for every CPU."""
+    """Return the device's data sheet; None if unknown, as for every CPU."""
     if device.type != "cuda":
         return None
     known = known_gpu(torch.cuda.get_device_name(device))

@@ -1,7 +1,9 @@
-"""The decoder: embeddings, blocks, final norm, and a head kept apart.
+"""The decoder-only transformer: embeddings, blocks, final norm and output head.
 
-`Root` is what the trainer, the evaluator and the generator call: all that uses weights happens
-inside its forward pass, which is the one place where DDP and FSDP need to look.
+Entry points: `Decoder` is the model; `Root` is the module that the trainer, the evaluator and the
+generator call. Everything that uses weights happens inside `Root.forward`, because DDP and FSDP
+hook that one forward pass. The head is a separate method, so that the loss can compute logits in
+chunks and the gauntlet can compute them at a few positions only.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from llmfoundry.models import init
 from llmfoundry.models.attention import (
     Attention,
     Context,
-    HeadExchange,
+    ContextExchange,
     KeysValues,
     KVCache,
     SlotAttention,
@@ -29,7 +31,7 @@ from llmfoundry.models.attention import (
     rotary_frequencies,
     rotary_table,
 )
-from llmfoundry.models.kv_cache import PlacedCache, SlotCache
+from llmfoundry.models.kv_cache import SlotCache, SlottedCache
 from llmfoundry.models.layers import FFNS, Embedding, Linear, norm_maker
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
@@ -43,17 +45,18 @@ from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import ModelConfig
 
 R = TypeVar("R")
-Kind = tuple[int, tuple[int, float] | None]  # window and sharpening: what contexts differ by
-Cache = KVCache | PlacedCache
-"""Rows that grow together, or a row of new tokens that go to slots."""
+ContextKey = tuple[int, tuple[int, float] | None]
+"""Window and query temperature of a layer: layers with the same key share one `Context`."""
+Cache = KVCache | SlottedCache
+"""A batch of sequences that grow together, or one sequence of new tokens that go to slots."""
 
 
 class Block(nn.Module):
-    """x + dropout(attention(norm x)), then x + dropout(ffn(norm x)).
+    """Pre-norm block: x + dropout(attention(norm x)), then x + dropout(ffn(norm x)).
 
-    Keys and values that other blocks take come in and go out as arguments and results, not through
-    something that all blocks write to, and so do the router's losses: checkpointing, compilation
-    and FSDP then see them.
+    Keys and values shared between blocks, and the router's statistics, are arguments and results.
+    A shared list that all blocks write to would be invisible to activation checkpointing,
+    compilation and FSDP.
     """
 
     def __init__(
@@ -65,59 +68,62 @@ class Block(nn.Module):
         self.norm_1 = norm(config.d_model, eps=config.norm_eps, bias=bias)
         self.attn = Attention(config, index, layer, is_reused=is_reused)
         self.norm_2 = norm(config.d_model, eps=config.norm_eps, bias=bias)
-        kind = config.ffn_config.ffn_type
-        self.ffn = MoE(config) if kind == "dmoe" else FFNS[kind](config)
+        ffn_type = config.ffn_config.ffn_type
+        self.ffn = MoE(config) if ffn_type == "dmoe" else FFNS[ffn_type](config)
 
     def forward(
         self,
         x: Tensor,
         context: Context,
-        kv: KeysValues | None = None,
-        real: Tensor | None = None,
+        shared_kv: KeysValues | None = None,
+        token_indices: Tensor | None = None,
     ) -> tuple[Tensor, KeysValues | None, Routed | None]:
-        """Update the residual stream x (B, T, D).
+        """Update the residual stream.
 
         Args:
-            x: the residual stream.
-            context: of this forward pass.
-            kv: keys and values of the block that this one takes them from; else None.
-            real: (N,) flat places b * T + t that are no padding, which experts leave out; None: all
-                are.
+            x: (B, T, D), the residual stream.
+            context: attention plan, rotary tables and cache of this forward pass.
+            shared_kv: keys and values of the earlier block that this block reuses; None if this
+                block computes its own.
+            token_indices: (N,) flat indices b * T + t of the tokens that are not padding. Experts
+                skip all others. None: there is no padding.
 
         Returns:
-            The residual stream, this block's keys and values where later ones take them, and what
-            its router did where it has one that trains.
+            The residual stream (B, T, D); this block's keys and values if later blocks reuse them;
+            the router's statistics if the block has a router and is training.
         """
-        mixed, made = self.attn(self.norm_1(x), context, kv)
-        x = x + _dropped(mixed, self.pdrop, self.training)
+        attended, kv = self.attn(self.norm_1(x), context, shared_kv)
+        x = x + _dropout(attended, self.pdrop, self.training)
         if isinstance(self.ffn, MoE):
-            added, routed = self.ffn(self.norm_2(x), real)
+            ffn_out, routed = self.ffn(self.norm_2(x), token_indices)
         else:
-            added, routed = self.ffn(self.norm_2(x)), None
-        return x + _dropped(added, self.pdrop, self.training), made, routed
+            ffn_out, routed = self.ffn(self.norm_2(x)), None
+        return x + _dropout(ffn_out, self.pdrop, self.training), kv, routed
 
 
-def _kind(layer: LayerConfig) -> Kind:
+def _context_key(layer: LayerConfig) -> ContextKey:
     return layer.window, layer.temperature
 
 
-def _dropped(x: Tensor, share: float, training: bool) -> Tensor:
-    return F.dropout(x, share) if share and training else x
+def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    return F.dropout(x, p) if p and training else x
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; MPT, GPT-2, Llama and DBRX shapes are settings of it.
+    """Decoder-only transformer. MPT, GPT-2, Llama and DBRX are settings of it.
 
     Args:
-        config: filled (`ModelConfig.fill`), with vocab_size and max_seq_len.
+        config: resolved (`ModelConfig.fill`), with vocab_size and max_seq_len.
 
     Attributes:
-        tensor_ranks: the processes that share its matrices; None: they are whole.
-        loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
-        exchange: with the processes that share its rows while it trains; None: rows are whole.
+        tensor_ranks: the tensor-parallel ranks; None without tensor parallelism.
+        loss_chunk: number of tokens whose logits the loss materializes at a time; None: chosen for
+            the device.
+        exchange: context-parallel communication around attention, used in training; None without
+            context parallelism.
     """
 
-    exchange: HeadExchange | None = None
+    exchange: ContextExchange | None = None
     tensor_ranks: TensorRanks | None = None
     loss_chunk: int | None = None
 
@@ -140,36 +146,44 @@ class Decoder(nn.Module):
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
 
     def vocabulary(self) -> set[str]:
-        """Names of what has a row for each token."""
+        """Return the names of the parameters that have one row per token of the vocabulary."""
         tied = self.config.tie_word_embeddings
         return {"wte.weight"} if tied else {"wte.weight", "lm_head.weight"}
 
     @property
     def embedding_weight(self) -> Tensor:
-        """(V, D): of tokens, without its adapter."""
+        """Token embedding (V, D), without its adapter."""
         return self.wte.weight
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D): the output head, or the embedding that it is tied to; without its adapter."""
+        """Output head (V, D), or the embedding if they are tied; without its adapter."""
         return self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def _head_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-        """Hidden states (..., D) and (V, D), or wider ones where the head is adapted.
+        """Return the operands of the head's matmul.
 
-        And which rows these are, where processes share the head.
+        Args:
+            hidden: (..., D).
+
+        Returns:
+            Hidden states (..., D) and weight (V, D). With an adapter on the head, both are widened
+            by its rank. With tensor parallelism the weight has this rank's rows, and the third
+            value names them.
         """
         if self.tensor_ranks is not None:
-            return hidden, *self.tensor_ranks.local_vocabulary(self.head_weight)
-        # transformers puts a plain nn.Linear in its place where it adds rows
+            weight, shard = self.tensor_ranks.local_vocabulary(self.head_weight)
+            return hidden, weight, shard
+        # transformers replaces the head by a plain nn.Linear when it adds rows
         lora = None if self.config.tie_word_embeddings else getattr(self.lm_head, "lora", None)
         if lora is None or not lora.on:
             return hidden, self.head_weight, None
-        return *head_operands(self.lm_head, hidden, lora), None
+        wide_hidden, wide_weight = head_operands(self.lm_head, hidden, lora)
+        return wide_hidden, wide_weight, None
 
     @property
     def logit_scale(self) -> float:
-        """Factor on the logits."""
+        """Factor that multiplies the logits."""
         scale = self.config.logit_scale
         if isinstance(scale, str):
             assert scale == "inv_sqrt_d_model"
@@ -179,51 +193,66 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, layout: PackedLayout | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """Hidden states (B, T, D) of tokens (B, T), the final norm applied.
+        """Return hidden states (B, T, D) after the final norm.
 
         Args:
-            tokens: (B, T) int64; where rows are shared, those at hand.
-            layout: documents or trees, and positions; None: every row is one document.
-            cache: earlier tokens of the rows; the new ones are added to it. Of slots: `tokens` is
-                what its `begin` gave.
+            tokens: (B, T) int64; with context parallelism, this rank's tokens.
+            layout: packed documents or prefix trees, and positions; None: each sequence is one
+                document.
+            cache: keys and values of earlier tokens. The new tokens are appended to it. For a slot
+                cache, `tokens` must be the result of its `begin`.
         """
-        return self.run(tokens, layout, cache)[0]
+        hidden, _ = self.run(tokens, layout, cache)
+        return hidden
 
     def run(
         self, tokens: Tensor, layout: PackedLayout | None = None, cache: Cache | None = None
     ) -> tuple[Tensor, Routing | None]:
-        """As `forward`, and what the routers did; None without experts, or in evaluation."""
-        rows = None if isinstance(cache, PlacedCache) else cache
-        past, width = 0 if rows is None else rows.length, tokens.shape[1]
-        if isinstance(cache, PlacedCache):
+        """Return `forward`'s hidden states and the routing statistics of all layers.
+
+        The statistics are None without experts and in evaluation mode.
+        """
+        batch_size, width = tokens.shape
+        growing_cache = None if isinstance(cache, SlottedCache) else cache
+        past = 0 if growing_cache is None else growing_cache.length
+
+        # positions of the new tokens
+        if isinstance(cache, SlottedCache):
             positions = cache.positions
         elif layout is None:
             positions = torch.arange(past, past + width, device=tokens.device)[None]
         else:
             positions = layout.positions
+
+        # what all blocks share: embeddings, attention plans, and the tokens that experts see
         x = self._embed(tokens, positions)
         contexts = self._contexts(layout, positions, past, cache, x.dtype)
-        shared: dict[int, KeysValues] = {}
-        routed: list[Routed] = []
-        ranks, real = self.tensor_ranks, self._real_places(layout, len(tokens), width)
-        real = None if real is None else real.to(tokens.device, non_blocking=True)
+        token_indices = self._expert_token_indices(layout, batch_size, width)
+        if token_indices is not None:
+            token_indices = token_indices.to(tokens.device, non_blocking=True)
+
+        shared_kv: dict[int, KeysValues] = {}  # by the index of the block that computed them
+        routed_layers: list[Routed] = []
         for i, (block, layer) in enumerate(zip(self.blocks, self.layers, strict=True)):
-            kept = shared.get(layer.kv_from)
-            x, kv, how = block(x, contexts[_kind(layer)], kept, real)
+            context = contexts[_context_key(layer)]
+            x, kv, routed = block(x, context, shared_kv.get(layer.kv_from), token_indices)
             if kv is not None:
-                shared[i] = kv
-            if how is not None:
-                routed.append(how)
-        if rows is not None:
-            rows.length += width
+                shared_kv[i] = kv
+            if routed is not None:
+                routed_layers.append(routed)
+
+        if growing_cache is not None:
+            growing_cache.length += width
         x = self.norm_f(x)
-        x = x if ranks is None else ranks.all_gather(x, width)
-        return x, over_layers(routed, self.config.ffn_config) if routed else None
+        if self.tensor_ranks is not None:
+            x = self.tensor_ranks.all_gather(x, width)
+        routing = over_layers(routed_layers, self.config.ffn_config) if routed_layers else None
+        return x, routing
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D), scaled and capped.
+        """Return logits (..., V) of hidden states (..., D), scaled and softcapped.
 
-        In autocast's dtype where it is on, else in that of the hidden states.
+        Their dtype is autocast's if it is enabled, else that of the hidden states.
         """
         hidden, weight, shard = self._head_operands(hidden)
         if not torch.is_autocast_enabled(hidden.device.type):
@@ -235,9 +264,12 @@ class Decoder(nn.Module):
         return cap(logits, self.logit_scale, self.config.final_logit_softcapping)
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum of the cross-entropy of hidden states (..., D) over labels (...), in nats.
+        """Return the sum of the cross-entropy over all labels, in nats.
 
-        `weights` (...) are what each label counts; None: 1.
+        Args:
+            hidden: (..., D).
+            labels: (...) int64; -100 is ignored.
+            weights: (...) weight of each label; None: 1.
         """
         hidden, weight, shard = self._head_operands(hidden)
         return linear_cross_entropy(
@@ -252,9 +284,14 @@ class Decoder(nn.Module):
         )
 
     def log_probs(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """(...) fp32: log-probability of each of labels (...) by hidden states (..., D); 0: none.
+        """Return the log-probability of each label, (...) in fp32; 0 where a label is ignored.
 
-        With gradients it takes a product over the head more than `loss`, and no more memory.
+        Its backward pass takes one more matmul with the head than that of `loss`, and no more
+        memory.
+
+        Args:
+            hidden: (..., D).
+            labels: (...) int64; -100 is ignored.
         """
         hidden, weight, shard = self._head_operands(hidden)
         return linear_log_probs(
@@ -270,40 +307,44 @@ class Decoder(nn.Module):
     def new_slots(
         self, *, slots: int, length: int, device: torch.device, dtype: torch.dtype
     ) -> SlotCache:
-        """Empty slots for keys and values of so many sequences, of at most `length` tokens each."""
+        """Allocate a KV cache of `slots` sequences with at most `length` tokens each."""
         ranks = 1 if self.tensor_ranks is None else self.tensor_ranks.n
         return SlotCache(
-            self.config, slots=slots, length=length, device=device, dtype=dtype, share=ranks
+            self.config, slots=slots, length=length, device=device, dtype=dtype, ranks=ranks
         )
 
     def init_weights(self, seed: int) -> None:
-        """Fill all weights; the same numbers on every layout of processes."""
+        """Initialize all weights. The values do not depend on the parallel layout."""
         init.init_weights(self, self.config, seed)
 
-    def _real_places(self, layout: PackedLayout | None, rows: int, width: int) -> Tensor | None:
-        """(N,) on the host: the flat places that experts see; None: all of this process's."""
+    def _expert_token_indices(
+        self, layout: PackedLayout | None, batch_size: int, width: int
+    ) -> Tensor | None:
+        """Return the flat indices (N,), on the host, of the tokens that experts see; None: all."""
         if self.config.ffn_config.ffn_type != "dmoe":
             return None
-        real = None if layout is None else layout.real_places()
-        if self.tensor_ranks is None or (real is None and not self.training):
-            return real  # in generation what fills a row up is a token like any other
-        return self.tensor_ranks.local_places(rows, width, real)
+        indices = None if layout is None else layout.real_places()
+        if self.tensor_ranks is None or (indices is None and not self.training):
+            return indices  # in generation a padding token is routed like any other
+        return self.tensor_ranks.local_indices(batch_size, width, indices)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings (B, T, D) of tokens (B, T) at positions (B or 1, T).
+        """Return embeddings (B, T, D) of tokens (B, T) at positions (B or 1, T).
 
-        Where processes share matrices, of this one's tokens alone.
+        With tensor parallelism these are the embeddings of this rank's tokens only.
         """
         ranks = self.tensor_ranks
         x = self.wte(tokens) if ranks is None else ranks.embed(self.wte.weight, tokens)
         if self.config.learned_pos_emb:
             x = x + self.wpe(positions if ranks is None else ranks.local_tokens(positions))
+        # FSDP gathers bf16 weights, but the residual stream stays fp32 under autocast
         if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # FSDP gathers bf16 weights; the residual stream stays fp32 all the same
-        share = self.config.embedding_fraction
-        if share < 1:
-            x = share * x + (1 - share) * x.detach()
-        return _dropped(x, self.config.emb_pdrop, self.training)
+            x = x.float()
+        # scale the gradient of the embedding without changing its value
+        fraction = self.config.embedding_fraction
+        if fraction < 1:
+            x = fraction * x + (1 - fraction) * x.detach()
+        return _dropout(x, self.config.emb_pdrop, self.training)
 
     def _contexts(
         self,
@@ -312,22 +353,30 @@ class Decoder(nn.Module):
         past: int,
         cache: Cache | None,
         dtype: torch.dtype,
-    ) -> dict[Kind, Context]:
-        """What each kind of block gets; tables are made once, plans once for each window."""
-        device, exchange = positions.device, self.exchange if self.training else None
-        assert (exchange is None) == (layout is None or layout.ranges is None), "who has what"
-        width = positions.shape[1]
+    ) -> dict[ContextKey, Context]:
+        """Return the context of every layer key.
+
+        Rotary tables are computed once, attention plans once per window.
+        """
+        device, width = positions.device, positions.shape[1]
+        exchange = self.exchange if self.training else None
+        is_sharded = layout is not None and layout.ranges is not None
+        assert is_sharded == (exchange is not None), "context parallelism needs a sharded layout"
         rotary, cached_rotary = self._rotary(layout, positions, past, cache)
-        specs = self._specs(device)
+
+        # one attention plan per window, for the heads and queries of this rank
+        specs = self._local_specs(device)
         ranges = None
         if exchange is not None:
-            specs = {window: exchange.own(spec) for window, spec in specs.items()}
+            specs = {window: exchange.local_spec(spec) for window, spec in specs.items()}
             ranges = layout.ranges if layout is not None and exchange.splits_queries else None
-        slots = cache if isinstance(cache, PlacedCache) else None
-        plans: dict[int, AttentionPlan | SlotAttention] = {
-            window: slots.plan(self.kernels, spec, dtype)
-            if slots is not None
-            else self.kernels.plan(
+        slots = cache if isinstance(cache, SlottedCache) else None
+        plans: dict[int, AttentionPlan | SlotAttention] = {}
+        for window, spec in specs.items():
+            if slots is not None:
+                plans[window] = slots.plan(self.kernels, spec, dtype)
+                continue
+            plans[window] = self.kernels.plan(
                 layout,
                 spec,
                 queries=width if layout is None else layout.width,
@@ -336,49 +385,62 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 ranges=ranges,
             )
-            for window, spec in specs.items()
-        }
-        late = cached_rotary is not None or (slots is not None and slots.rotates_late)
+
+        rotates_late = cached_rotary is not None or (slots is not None and slots.rotates_late)
         contexts = {}
-        for kind in {_kind(layer) for layer in self.layers}:
-            window, tuning = kind
-            factors = None if tuning is None else query_temperature(positions, *tuning)
-            contexts[kind] = Context(
-                plans[window], rotary, cached_rotary, factors, cache, width, exchange, late
+        for key in {_context_key(layer) for layer in self.layers}:
+            window, temperature = key
+            factors = None if temperature is None else query_temperature(positions, *temperature)
+            contexts[key] = Context(
+                plan=plans[window],
+                rotary=rotary,
+                cached_rotary=cached_rotary,
+                temperature=factors,
+                cache=cache,
+                tokens=width,
+                exchange=exchange,
+                rotates_late=rotates_late,
             )
         return contexts
 
-    def _specs(self, device: torch.device) -> dict[int, AttentionSpec]:
-        """What attention is asked for, by window, of the heads that are here."""
-        specs, ranks = attention_specs(self.config, self.layers, device), self.tensor_ranks
-        if ranks is None or not self.config.attn_config.alibi:
+    def _local_specs(self, device: torch.device) -> dict[int, AttentionSpec]:
+        """Return the attention settings of this rank's heads, by window."""
+        specs = attention_specs(self.config, self.layers, device)
+        if self.tensor_ranks is None or not self.config.attn_config.alibi:
             return specs
-        own = ranks.heads(self.config.n_heads)
-        return {
-            window: replace(spec, slopes=None if spec.slopes is None else spec.slopes[own])
-            for window, spec in specs.items()
-        }
+        heads = self.tensor_ranks.heads(self.config.n_heads)
+        local_specs = {}
+        for window, spec in specs.items():
+            slopes = None if spec.slopes is None else spec.slopes[heads]
+            local_specs[window] = replace(spec, slopes=slopes)
+        return local_specs
 
     def _rotary(
         self, layout: PackedLayout | None, positions: Tensor, past: int, cache: Cache | None
     ) -> tuple[Table | None, Table | None]:
-        """Tables of the new tokens and, where keys are cached unrotated, of all."""
+        """Return the rotary table of the new tokens, and that of all tokens.
+
+        The second is None unless keys are cached unrotated (`type: dynamic`).
+        """
         if not any(layer.rotary for layer in self.layers):
             return None, None
         device, total = positions.device, past + positions.shape[1]
-        slots = cache if isinstance(cache, PlacedCache) else None
-        lengths = (
-            dynamic_lengths(self.config, layout, total, device) if not slots else slots.lengths()
-        )
+        slots = cache if isinstance(cache, SlottedCache) else None
+        if slots is not None:
+            lengths = slots.lengths()
+        else:
+            lengths = dynamic_lengths(self.config, layout, total, device)
         frequencies = rotary_frequencies(self.config, lengths, device)
         rotary = rotary_table(positions, frequencies)
-        if slots or cache is None or self.config.attn_config.rope_hf_config.type != "dynamic":
+        is_dynamic = self.config.attn_config.rope_hf_config.type == "dynamic"
+        if slots is not None or cache is None or not is_dynamic:
             return rotary, None
-        return rotary, rotary_table(torch.arange(total, device=device)[None], frequencies)
+        all_positions = torch.arange(total, device=device)[None]
+        return rotary, rotary_table(all_positions, frequencies)
 
 
 class Root(nn.Module):
-    """The module that DDP and FSDP wrap; it runs the decoder and then what the caller wants."""
+    """Module that DDP and FSDP wrap: runs the decoder, then a function of the caller."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()
@@ -415,15 +477,17 @@ class Root(nn.Module):
         cache: Cache | None = None,
         routing: bool = False,
     ) -> R | tuple[R, Routing | None]:
-        """`finish(model, hidden)`, with hidden (B, T, D) of tokens (B, T).
+        """Return `finish(model, hidden)`, with hidden states (B, T, D).
 
         Args:
             tokens: (B, T) int64.
-            layout: documents or trees, and positions; None: every row is one document.
-            finish: what to do with the hidden states, where weights are whole.
-            cache: earlier tokens of the rows, in generation.
-            routing: give what the routers did as well.
+            layout: packed documents or prefix trees, and positions; None: each sequence is one
+                document.
+            finish: function of the hidden states. FSDP has gathered the weights of embedding and
+                head while it runs.
+            cache: keys and values of earlier tokens, in generation.
+            routing: also return the routing statistics.
         """
-        hidden, how = self.model.run(tokens, layout, cache)
-        finished = finish(self.model, hidden)
-        return (finished, how) if routing else finished
+        hidden, statistics = self.model.run(tokens, layout, cache)
+        result = finish(self.model, hidden)
+        return (result, statistics) if routing else result

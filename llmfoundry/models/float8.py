@@ -1,10 +1,10 @@
-"""Matrix products in 8-bit floating point (fp8), by torchao: `precision: amp_fp8`.
+"""Matmuls in 8-bit floating point with torchao: `precision: amp_fp8`.
 
-`builders/trainer.py` calls `use_float8` on the meta device, before the model is spread over
-processes. A dense linear layer of a block then casts its input, its weight and the gradient of its
-output to fp8 with scales of their own, in each product anew (torchao's Float8Linear); weights,
-gradients and all else are as under amp_bf16. Embedding, head, routers and experts stay bf16: the
-first three by torchao's and torchtitan's practice, experts as no library trains them so yet.
+Entry point: `use_float8`, which `builders/trainer.py` calls on the meta device before the model is
+sharded. A dense linear layer of a block then casts its input, its weight and the gradient of its
+output to fp8 with dynamic scales, for each matmul (torchao's Float8Linear). Stored weights,
+gradients and everything else are as under amp_bf16. Embedding, head and routers stay bf16, as in
+torchao and torchtitan. Experts stay bf16 because no library trains them in fp8 yet.
 """
 
 from __future__ import annotations
@@ -22,33 +22,31 @@ from llmfoundry.models.layers import Linear
 from llmfoundry.models.moe import MoE
 
 _KEY = "precision: amp_fp8"
-_MULTIPLE = 16  # of both sides of a weight: what the hardware's products take
+_MULTIPLE = 16  # fp8 matmuls need both sides of a weight to be multiples of it
 _LEAST_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 
 
 def float8_refusal(device: torch.device) -> str | None:
-    """Why a device has no products in fp8, and what to write; None: it has."""
+    """Return why a device cannot compute fp8 matmuls and what to write; None if it can."""
     instead = "write amp_bf16, or fp8_emulate: true to try the numerics, slowly"
     if device.type != "cuda":
-        return f"a {device.type.upper()} has no products in fp8; {instead}"
+        return f"a {device.type.upper()} has no fp8 matmuls; {instead}"
     if torch.version.hip is not None:
-        found = torch.cuda.get_device_properties(device).gcnArchName
-        return None if found.startswith(("gfx94", "gfx95")) else f"{found} has no fp8; {instead}"
+        arch = torch.cuda.get_device_properties(device).gcnArchName
+        return None if arch.startswith(("gfx94", "gfx95")) else f"{arch} has no fp8; {instead}"
     capability = torch.cuda.get_device_capability(device)
     if capability >= _LEAST_CAPABILITY:
         return None
     name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-    return (
-        f"{name} (compute capability {version}) has no products in fp8, 8.9 and up have; {instead}"
-    )
+    return f"{name} (compute capability {version}) has no fp8 matmuls, 8.9 and up have; {instead}"
 
 
 def use_float8(model: Decoder, recipe: str, *, emulate: bool) -> list[str]:
-    """Have the dense linear layers of all blocks compute in fp8; their names.
+    """Convert the dense linear layers of all blocks to fp8; return their names.
 
     Args:
-        model: on the meta device, or with weights, which stay the parameters that they are.
-        recipe: how scales are chosen: rowwise, tensorwise.
+        model: on any device. Its parameters stay the same objects.
+        recipe: granularity of the scales: rowwise or tensorwise.
         emulate: compute in fp32 with values rounded to fp8, on any device.
 
     Raises:
@@ -56,16 +54,14 @@ def use_float8(model: Decoder, recipe: str, *, emulate: bool) -> list[str]:
     """
     library = import_optional("torchao.float8", _KEY, extra="lowp", package="torchao")
     names = dict(_dense_layers(model))
-    odd = [
-        f"{_KEY}: blocks.{name} is {layer.out_features} x {layer.in_features}, and products in fp8"
-        f" take multiples of {_MULTIPLE}; write amp_bf16, or other sizes"
-        for name, layer in names.items()
-        if layer.out_features % _MULTIPLE or layer.in_features % _MULTIPLE
-    ]
-    if odd:
-        raise UserError(odd[0])
+    for name, layer in names.items():
+        if layer.out_features % _MULTIPLE or layer.in_features % _MULTIPLE:
+            raise UserError(
+                f"{_KEY}: blocks.{name} is {layer.out_features} x {layer.in_features}, and fp8"
+                f" matmuls take multiples of {_MULTIPLE}; write amp_bf16, or other sizes"
+            )
     config = library.Float8LinearConfig.from_recipe_name(recipe)
-    # any number of tokens: the gradient of a weight is a product over them
+    # the gradient of a weight is a matmul over tokens, whose number need not be a multiple of 16
     config = replace(config, pad_inner_dim=True, emulate=emulate)
 
     def is_dense(layer: Any, name: str) -> bool:
@@ -76,7 +72,7 @@ def use_float8(model: Decoder, recipe: str, *, emulate: bool) -> list[str]:
 
 
 def _dense_layers(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """Linear layers by their names below `blocks`, those of mixtures of experts left out."""
+    """Yield the linear layers outside of MoE layers, with their names below `blocks`."""
     mixtures = [f"{name}." for name, part in model.blocks.named_modules() if isinstance(part, MoE)]
     for name, part in model.blocks.named_modules():
         if type(part) is Linear and not name.startswith(tuple(mixtures)):

@@ -1,7 +1,7 @@
-"""How weights start: each parameter's values are a function of (seed, its name), nothing else.
+"""Weight initialization: the values of a parameter are a function of (seed, its name) only.
 
-So every rank of every layout starts from the same numbers: a rank that holds a shard draws the
-whole tensor and keeps its part.
+Entry point: `init_weights`. Every layout therefore starts from the same weights: a rank with a
+shard samples the full tensor and keeps its part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUTER = "router.weight"
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 STACKED_HEADS = ("attn.Wqkv.weight", "attn.Wq.weight")
 EXPERTS = ("experts.w1", "experts.v1")  # stacked by expert, each (outputs, inputs)
-_ROWS = 4096  # of a table that are added up at a time
+_ROWS = 4096  # rows of an embedding table that are summed at a time
 TRANSPOSED_EXPERTS = ("experts.w2",)  # each (inputs, outputs)
 
 
@@ -34,8 +34,8 @@ class Distribution:
 
     Attributes:
         std: standard deviation.
-        uniform: over mean ± sqrt(3) std; else normal.
-        mean: its centre.
+        uniform: uniform in mean ± sqrt(3) std; else normal.
+        mean: mean.
     """
 
     std: float
@@ -45,10 +45,10 @@ class Distribution:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter in place: matrices by the recipe's scheme, norm weights 1, biases 0.
+    """Initialize every parameter in place.
 
-    default_ alone draws biases too, those of linear layers. Buffers start at 0: they are the steps
-    of routers' balancing biases.
+    Matrices follow the scheme of the recipe, norm weights are 1 and biases 0. Only `default_` also
+    samples the biases of linear layers. Buffers (the routers' balancing biases) are 0.
     """
     for buffer in model.buffers():
         buffer.zero_()
@@ -56,31 +56,31 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
     for name, parameter in parameters.items():
         distribution: Distribution | None = None
         if name.endswith("bias"):
-            distribution = _bias_distribution(*_weight_beside(name, parameters), config)
+            weight_name = _weight_of_bias(name)
+            distribution = _bias_distribution(weight_name, parameters[weight_name], config)
         elif parameter.ndim > 1:
             distribution = weight_distribution(name, parameter, config)
         if distribution is not None:
-            draw(parameter, distribution, seed, name, stacked_rows(name, config))
+            sample(parameter, distribution, seed, name, stacked_rows(name, config))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _weight_beside(name: str, parameters: dict[str, nn.Parameter]) -> tuple[str, Tensor]:
-    """Name and weight of the layer that the bias `name` belongs to: experts' are w1 and w1_bias."""
+def _weight_of_bias(name: str) -> str:
+    """Return the name of the weight of a bias: `a.weight` of `a.bias`, `w1` of `w1_bias`."""
     layer = name.removesuffix("bias")
-    weight = layer.removesuffix("_") if layer.endswith("_") else f"{layer}weight"
-    return weight, parameters[weight]
+    return layer.removesuffix("_") if layer.endswith("_") else f"{layer}weight"
 
 
 def _bias_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distribution | None:
-    """The distribution of the bias beside the weight `name`; None: it is 0."""
+    """Return the distribution of the bias of the weight `name`; None: it is 0."""
     if config.init_config.name != "default_" or weight.ndim == 1:
         return None
     return Distribution(default_std(config, *_fans(name, weight, config)), uniform=True)
 
 
 def weight_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distribution:
-    """The distribution of the matrix `name`, of shape (out, in), or of stacked experts'."""
+    """Return the distribution of the matrix `name` (out, in), or of stacked experts."""
     init = config.init_config
     if name.endswith(EMBEDDINGS):
         distribution = _embedding_distribution(init)
@@ -95,18 +95,18 @@ def weight_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distr
 
 
 def _embedding_distribution(init: InitConfig) -> Distribution | None:
-    """What the recipe says of embeddings alone; None: nothing."""
+    """Return the distribution that the recipe sets for embeddings only; None: it sets none."""
     if init.emb_init_std is not None:
         return Distribution(init.emb_init_std)
     if init.emb_init_uniform_lim is not None:
         limits = init.emb_init_uniform_lim
         low, high = limits if isinstance(limits, list) else (-limits, limits)
         return Distribution((high - low) / math.sqrt(12), uniform=True, mean=(low + high) / 2)
-    return Distribution(1.0) if init.name == "default_" else None  # nn.Embedding's own
+    return Distribution(1.0) if init.name == "default_" else None  # as nn.Embedding
 
 
 def residual_divisor(config: ModelConfig) -> float:
-    """What projections that write to the residual stream are divided by."""
+    """Return the divisor of the std of projections that write to the residual stream."""
     init = config.init_config
     if init.name == "neox_init_":
         return config.n_layers / math.sqrt(10)
@@ -118,23 +118,23 @@ def residual_divisor(config: ModelConfig) -> float:
 
 
 def _fans(name: str, weight: Tensor, config: ModelConfig) -> tuple[int, int]:
-    """Inputs and outputs of a matrix: of one expert, and of one head as LLM Foundry counts."""
+    """Return fan-in and fan-out of a matrix: of one expert, and of one head as LLM Foundry does."""
     assert config.head_dim is not None, "the recipe was not filled"
-    out, into = weight.shape
+    fan_out, fan_in = weight.shape
     if name.endswith(EXPERTS + TRANSPOSED_EXPERTS):
         assert config.ffn_config.moe_num_experts is not None
-        width = out // config.ffn_config.moe_num_experts
-        return (width, into) if name.endswith(TRANSPOSED_EXPERTS) else (into, width)
-    return into, config.head_dim if name.endswith(STACKED_HEADS) else out
+        width = fan_out // config.ffn_config.moe_num_experts
+        return (width, fan_in) if name.endswith(TRANSPOSED_EXPERTS) else (fan_in, width)
+    return fan_in, config.head_dim if name.endswith(STACKED_HEADS) else fan_out
 
 
 def default_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
-    """nn.Linear's own: uniform in ± 1 / sqrt(fan_in)."""
+    """Default of nn.Linear: uniform in ± 1 / sqrt(fan_in)."""
     return math.sqrt(1 / (3 * fan_in))
 
 
 def baseline_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
-    """init_std, whatever the shape."""
+    """init_std, independent of the shape."""
     assert config.init_config.init_std is not None, "the recipe was not filled"
     return config.init_config.init_std
 
@@ -145,7 +145,7 @@ def small_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
 
 
 def kaiming_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
-    """The gain over sqrt(fan) (He et al., 2015)."""
+    """Gain / sqrt(fan) (He et al., 2015)."""
     init = config.init_config
     assert init.fan_mode and init.init_nonlinearity, "the recipe was not filled"
     gain = nn.init.calculate_gain(init.init_nonlinearity, init.init_gain)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def kaiming_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
 
 
 def xavier_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
-    """The gain times sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio, 2010)."""
+    """Gain * sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio, 2010)."""
     assert config.init_config.init_gain is not None, "the recipe was not filled"
     return config.init_config.init_gain * math.sqrt(2 / (fan_in + fan_out))
 
@@ -171,38 +171,39 @@ STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
 UNIFORM = ("default_", "kaiming_uniform_", "xavier_uniform_")
 
 
-def draw(
+def sample(
     parameter: Tensor,
     distribution: Distribution,
     seed: int,
     name: str,
     stacked: Sequence[int] = (),
 ) -> None:
-    """Fill a parameter, whole or cut; the numbers follow from seed and name.
+    """Sample a parameter, sharded or not, with a generator seeded by `seed` and `name`.
 
     `stacked` is as in `ops.shard_layout`.
     """
     generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, name))
-    # in fp32 whatever the parameter's dtype, which rounds it
-    whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
+    # sample in fp32, so that parameters of other dtypes are the rounded fp32 values
+    full = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
     if distribution.uniform:
-        half = math.sqrt(3) * distribution.std
-        whole.uniform_(distribution.mean - half, distribution.mean + half, generator=generator)
+        half_width = math.sqrt(3) * distribution.std
+        low, high = distribution.mean - half_width, distribution.mean + half_width
+        full.uniform_(low, high, generator=generator)
     else:
-        whole.normal_(distribution.mean, distribution.std, generator=generator)
-    assign(parameter, whole, stacked)
+        full.normal_(distribution.mean, distribution.std, generator=generator)
+    assign(parameter, full, stacked)
 
 
 @torch.no_grad()
 def grown(table: Tensor, rows: int) -> Tensor:
-    """A table (V, ...) with as many rows more as `rows` needs, each the mean of those it has.
+    """Extend a table (V, ...) to `rows` rows. New rows are the mean of the old ones.
 
-    New tokens then begin as likely as the others are on average (Hewitt, 2021, "Initializing new
-    word embeddings for pretrained language models").
+    The probability of a new token is then about the mean of the others (Hewitt, 2021, "Initializing
+    new word embeddings for pretrained language models").
     """
-    more = rows - len(table)
-    if more <= 0:
+    missing = rows - len(table)
+    if missing <= 0:
         return table
     sums = [part.sum(0, dtype=torch.float64) for part in table.split(_ROWS)]
     mean = torch.stack(sums).sum(0) / len(table)
-    return torch.cat([table, mean.to(table.dtype).expand(more, *table.shape[1:])])
+    return torch.cat([table, mean.to(table.dtype).expand(missing, *table.shape[1:])])

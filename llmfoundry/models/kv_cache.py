@@ -1,9 +1,9 @@
-"""Keys and values of many sequences, each in a slot of its own, and how a forward pass reads them.
+"""KV cache with one slot per sequence, and attention over it (continuous batching).
 
-`inference/decoder_rows.py` fills the slots. The one idea: a pass takes the new tokens of all
-sequences in one row, whatever their number and position, so that nothing is padded in a matrix
-product; attention alone looks at slots apart. What has one new token in adjacent slots is attended
-to together, under a mask where the lengths differ; each longer piece by itself.
+Entry point: `SlotCache`, which `inference/decoder_rows.py` uses. A forward pass takes the new
+tokens of all sequences concatenated into one sequence, so that no matmul processes padding. Only
+attention looks at slots separately. Adjacent slots with one new token each attend in one call, with
+a mask where their lengths differ. Each longer chunk of a prompt attends in a call of its own.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from llmfoundry.ops.attention.select import AttentionKernels, attend
 from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.recipe.model import ModelConfig
 
-WASTE = 2
-"""Keys that slots attended to together look at, for each that their sequences have, at most."""
+MAX_PADDING_RATIO = 2
+"""Bound on (keys read) / (keys of the sequences) for slots that attend in one call."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenChunk:
     """New tokens of one sequence.
 
     Attributes:
-        slot: where it is.
-        past: tokens of it that the slot holds.
-        tokens: those that follow them; at least one.
-        wanted: so many of the last are given their logits.
+        slot: slot of the sequence.
+        past: number of tokens that the slot holds.
+        tokens: the tokens after those; at least one.
+        wanted: number of last tokens whose logits are needed.
     """
 
     slot: int
@@ -51,14 +51,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Slots that attend in one call.
+    """Adjacent slots that attend in one call.
 
     Attributes:
-        slots: adjacent ones.
-        count: new tokens of each, one after the other in the row.
-        keys: places of a slot that any of them sees.
-        plan: how they attend.
-        table: of the keys' positions, (slots or 1, S, 1, hd), where keys are stored unrotated.
+        slots: range of slots.
+        count: new tokens of each slot.
+        keys: range of positions that any of the slots attends to.
+        plan: mask and kernel.
+        table: rotary table of the keys, (slots or 1, S, 1, hd), if keys are cached unrotated.
     """
 
     slots: slice
@@ -69,67 +69,74 @@ class SlotGroup:
 
     @property
     def tokens(self) -> int:
-        """Places of the row that it takes."""
+        """Number of new tokens of all its slots."""
         return (self.slots.stop - self.slots.start) * self.count
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How the layers of one window attend in one forward pass."""
+    """Attention of all layers with one window in one forward pass."""
 
     groups: tuple[SlotGroup, ...]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool) -> Tensor:
-        """Attention (1, N, H, hd) of q (1, N, H, hd) over a layer's slots (slots, S, KV, hd).
+        """Attend over the slots of a layer.
 
-        `rotary`: the keys are of a layer that rotates them.
+        Args:
+            q: (1, N, H, hd) queries of the new tokens.
+            k: (slots, S, KV, hd).
+            v: (slots, S, KV, hd).
+            rotary: the layer that computed the keys uses rotary embeddings.
+
+        Returns:
+            (1, N, H, hd).
         """
-        mixed = []
-        parts = q[0].split([group.tokens for group in self.groups])
-        for part, group in zip(parts, self.groups, strict=True):
-            rows = part.unflatten(0, (-1, group.count))  # (slots, count, H, hd)
+        outputs = []
+        group_queries = q[0].split([group.tokens for group in self.groups])
+        for queries, group in zip(group_queries, self.groups, strict=True):
+            queries = queries.unflatten(0, (-1, group.count))  # (slots, count, H, hd)
             keys, values = k[group.slots, group.keys], v[group.slots, group.keys]
             if rotary and group.table is not None:
                 keys = rotate(keys, group.table)
-            mixed.append(attend(rows, keys, values, group.plan).flatten(0, 1))
-        return torch.cat(mixed)[None]
+            outputs.append(attend(queries, keys, values, group.plan).flatten(0, 1))
+        return torch.cat(outputs)[None]
 
 
-class PlacedCache:
-    """Where keys and values are kept by who knows the place of each new token, and attends itself.
+class SlottedCache:
+    """Interface of caches that know the location of each new token and bring their own attention.
 
-    Slots are one; a serving engine that brings its own attention is another.
+    `SlotCache` is one. The cache of a serving engine with paged attention is another.
 
     Attributes:
-        positions: (1, N) of a pass's new tokens.
-        rotates_late: keys are stored unrotated, as their angles depend on how long a row becomes.
+        positions: (1, N) of the new tokens of a forward pass.
+        rotates_late: keys are cached unrotated, because their angles depend on the final length.
     """
 
     positions: Tensor
     rotates_late: bool = False
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
-        """Store k, v (1, N, KV, hd) of one layer; what `plan` attends to."""
+        """Store k, v (1, N, KV, hd) of a layer; return the keys and values for `plan`."""
         raise NotImplementedError
 
     def lengths(self) -> Tensor | None:
-        """(1, N): of the sequence of each new token; None: nothing depends on it."""
+        """Return the sequence length of each new token (1, N); None: frequencies are fixed."""
         return None
 
     def plan(
         self, kernels: AttentionKernels, spec: AttentionSpec, dtype: torch.dtype
     ) -> SlotAttention:
-        """How layers of this spec attend in this pass."""
+        """Return the attention of layers with this spec in this forward pass."""
         raise NotImplementedError
 
 
-class SlotCache(PlacedCache):
-    """Keys and values for every layer that makes its own.
+class SlotCache(SlottedCache):
+    """KV cache with a fixed number of slots, for every layer that computes keys and values.
 
     Attributes:
-        slots: how many sequences there may be.
-        length: tokens that each may have.
-        positions: (1, N) of the new tokens of the pass that `begin` began.
+        slots: maximal number of sequences.
+        length: maximal tokens of a sequence.
+        positions: (1, N) of the new tokens passed to `begin`.
     """
 
     def __init__(
@@ -140,127 +147,151 @@ class SlotCache(PlacedCache):
         length: int,
         device: torch.device,
         dtype: torch.dtype,
-        share: int = 1,
+        ranks: int = 1,
     ) -> None:
-        """Empty slots; `share` is the number of processes that share the heads.
+        """Allocate empty slots.
+
+        Args:
+            config: resolved model configuration.
+            slots: maximal number of sequences.
+            length: maximal tokens of a sequence.
+            device: of keys and values.
+            dtype: of keys and values.
+            ranks: number of tensor-parallel ranks that share the key-value heads.
 
         Raises:
-            MemoryError: the host has not as much.
+            MemoryError: the host does not have enough memory.
         """
         kv_heads, head_dim = config.attn_config.kv_n_heads, config.head_dim
         assert kv_heads is not None and head_dim is not None, "the recipe was not filled"
         owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
-        self._place = {layer: place for place, layer in enumerate(owners)}
+        self._cache_index = {layer: index for index, layer in enumerate(owners)}
         self.config, self.slots, self.length = config, slots, length
         self.rotates_late = config.attn_config.rope_hf_config.type == "dynamic"
-        shape = (len(owners), slots, length, kv_heads // share, head_dim)
-        asked = 2 * math.prod(shape) * dtype.itemsize
-        if device.type == "cpu" and asked > available_host_memory():  # or this process is killed
-            raise MemoryError(f"tried to allocate {asked / 2**30:.1f} GiB")
-        # zeros: what a mask hides is still multiplied, by 0
+        shape = (len(owners), slots, length, kv_heads // ranks, head_dim)
+        nbytes = 2 * math.prod(shape) * dtype.itemsize
+        # on a CPU an allocation that is too large would get this process killed later
+        if device.type == "cpu" and nbytes > available_host_memory():
+            raise MemoryError(f"tried to allocate {nbytes / 2**30:.1f} GiB")
+        # zeros, because masked values are multiplied by 0, and 0 * NaN is NaN
         self._keys = torch.zeros(shape, device=device, dtype=dtype)
         self._values = torch.zeros(shape, device=device, dtype=dtype)
 
-    def begin(self, pieces: Sequence[Piece]) -> Tensor:
-        """Say what the next forward pass adds; its tokens (1, N)."""
-        rows = [
-            (token, piece.past + i, piece.slot)
-            for piece in pieces
-            for i, token in enumerate(piece.tokens)
+    def begin(self, chunks: Sequence[TokenChunk]) -> Tensor:
+        """Start a forward pass over new tokens; return them concatenated, (1, N)."""
+        assert all(c.past + len(c.tokens) <= self.length for c in chunks), "a slot is too short"
+        columns = [
+            (token, chunk.past + i, chunk.slot)
+            for chunk in chunks
+            for i, token in enumerate(chunk.tokens)
         ]
-        assert all(piece.past + len(piece.tokens) <= self.length for piece in pieces), "slots end"
-        tokens, positions, self._slot = torch.tensor(rows, device=self._keys.device).T
-        self._pieces, self.positions = pieces, positions[None].contiguous()
+        tokens, positions, self._slot = torch.tensor(columns, device=self._keys.device).T
+        self._chunks, self.positions = chunks, positions[None].contiguous()
         return tokens[None].contiguous()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
-        """Store k, v (1, N, KV, hd) of one layer; all its slots (slots, length, KV, hd)."""
-        place, where = self._place[layer], (self._slot, self.positions[0])
-        keys, values = self._keys[place], self._values[place]
-        keys[where], values[where] = k[0].to(keys.dtype), v[0].to(values.dtype)
+        """Store k, v (1, N, KV, hd) of a layer; return all its slots (slots, length, KV, hd)."""
+        index = self._cache_index[layer]
+        keys, values = self._keys[index], self._values[index]
+        target = (self._slot, self.positions[0])
+        keys[target], values[target] = k[0].to(keys.dtype), v[0].to(values.dtype)
         return keys, values
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make the first tokens of one slot those of another."""
-        for stored in (self._keys, self._values):
-            stored[:, target, :length] = stored[:, source, :length]
+        """Copy the first `length` tokens of slot `source` to slot `target`."""
+        for cached in (self._keys, self._values):
+            cached[:, target, :length] = cached[:, source, :length]
 
     def clear(self, slot: int) -> None:
-        """Forget what may be no numbers: times the 0 of a mask it would be none."""
+        """Zero a slot that may hold NaN, which a mask's 0 would not remove."""
         self._keys[:, slot] = 0
         self._values[:, slot] = 0
 
     def lengths(self) -> Tensor | None:
-        """(1, N): of the sequence of each new token; None: nothing depends on it."""
+        """Return the sequence length of each new token (1, N); None: frequencies are fixed."""
         if not self.rotates_late:
             return None
-        ends = [p.past + len(p.tokens) for p in self._pieces for _ in p.tokens]
-        return torch.tensor([ends], device=self.positions.device)
+        totals = [chunk.past + len(chunk.tokens) for chunk in self._chunks for _ in chunk.tokens]
+        return torch.tensor([totals], device=self.positions.device)
 
     def plan(self, kernels: AttentionKernels, spec: AttentionSpec, dtype: torch.dtype) -> SlotPlan:
-        """How layers of this spec attend in the pass that `begin` began."""
-        groups, at = [], 0
-        for pieces in _together(self._pieces):
-            groups.append(self._group(pieces, at, kernels, spec, dtype))
-            at += groups[-1].tokens
+        """Return the attention of layers with this spec for the tokens passed to `begin`."""
+        groups, offset = [], 0
+        for chunks in _group_chunks(self._chunks):
+            groups.append(self._group(chunks, offset, kernels, spec, dtype))
+            offset += groups[-1].tokens
         return SlotPlan(tuple(groups))
 
     def _group(
         self,
-        pieces: list[Piece],
-        at: int,
+        chunks: list[TokenChunk],
+        offset: int,
         kernels: AttentionKernels,
         spec: AttentionSpec,
         dtype: torch.dtype,
     ) -> SlotGroup:
-        first, count = pieces[0], len(pieces[0].tokens)
-        slots = slice(first.slot, first.slot + len(pieces))
-        past, end = min(p.past for p in pieces), max(p.past for p in pieces) + count
-        device, table = self.positions.device, self._table(pieces, end)
+        first, count = chunks[0], len(chunks[0].tokens)
+        slots = slice(first.slot, first.slot + len(chunks))
+        past, end = min(c.past for c in chunks), max(c.past for c in chunks) + count
+        device, table = self.positions.device, self._key_table(chunks, end)
+        # all sequences have the same length: plain causal attention
         if end == past + count:
             plan = kernels.plan(None, spec, queries=count, past=past, device=device, dtype=dtype)
             return SlotGroup(slots, count, slice(0, end), plan, table)
+        # lengths differ: one query per slot, with a mask
         start = max(0, past - spec.window) if spec.window >= 0 and table is None else 0
-        bias = _bias(self.positions[0, at : at + len(pieces)], start, end, spec)
+        bias = _single_query_bias(
+            self.positions[0, offset : offset + len(chunks)], start, end, spec
+        )
         plan = kernels.masked(spec, bias)
         return SlotGroup(slots, count, slice(start, end), plan, table)
 
-    def _table(self, pieces: list[Piece], end: int) -> Table | None:
-        """Of the keys, by the length that each sequence has now."""
+    def _key_table(self, chunks: list[TokenChunk], end: int) -> Table | None:
+        """Return the rotary table of the keys for the current length of each sequence."""
         if not self.rotates_late:
             return None
         device = self.positions.device
-        totals = torch.tensor([[p.past + len(p.tokens)] for p in pieces], device=device)
+        totals = torch.tensor([[c.past + len(c.tokens)] for c in chunks], device=device)
         frequencies = rotary_frequencies(self.config, totals, device)
         return rotary_table(torch.arange(end, device=device)[None], frequencies)
 
 
-def _together(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Adjacent slots that have one new token each, and are not too different in length."""
-    group: list[Piece] = []
-    for piece in pieces:
-        if group and not _fits(group, piece):
+def _group_chunks(chunks: Sequence[TokenChunk]) -> Iterator[list[TokenChunk]]:
+    """Group chunks of one token in adjacent slots whose lengths are similar."""
+    group: list[TokenChunk] = []
+    for chunk in chunks:
+        if group and not _fits(group, chunk):
             yield group
             group = []
-        group.append(piece)
+        group.append(chunk)
     if group:
         yield group
 
 
-def _fits(group: list[Piece], piece: Piece) -> bool:
-    lengths = [p.past + 1 for p in (*group, piece)]
-    follows = piece.slot == group[-1].slot + 1
-    single = len(group[-1].tokens) == len(piece.tokens) == 1
-    return follows and single and max(lengths) * len(lengths) <= WASTE * sum(lengths)
+def _fits(group: list[TokenChunk], chunk: TokenChunk) -> bool:
+    lengths = [c.past + 1 for c in (*group, chunk)]
+    is_adjacent = chunk.slot == group[-1].slot + 1
+    is_single = len(group[-1].tokens) == len(chunk.tokens) == 1
+    keys_read = max(lengths) * len(lengths)
+    return is_adjacent and is_single and keys_read <= MAX_PADDING_RATIO * sum(lengths)
 
 
-def _bias(positions: Tensor, start: int, end: int, spec: AttentionSpec) -> Tensor:
-    """As `ops.attention.base.causal_bias`, (n, 1 or H, 1, end - start), of a query each."""
+def _single_query_bias(positions: Tensor, start: int, end: int, spec: AttentionSpec) -> Tensor:
+    """Return the mask or bias (n, 1 or H, 1, end - start) of one query per slot.
+
+    The semantics are those of `ops.attention.base.causal_bias`.
+
+    Args:
+        positions: (n,) of the queries.
+        start: first key.
+        end: one past the last key.
+        spec: window and ALiBi slopes.
+    """
     distance = torch.arange(start, end, device=positions.device) - positions[:, None]
-    sees = distance <= 0
+    visible = distance <= 0
     if spec.window >= 0:
-        sees &= distance >= -spec.window
-    sees, distance = sees[:, None, None], distance[:, None, None]
+        visible &= distance >= -spec.window
+    visible, distance = visible[:, None, None], distance[:, None, None]
     if spec.slopes is None:
-        return sees
-    return (spec.slopes.view(1, -1, 1, 1) * distance).masked_fill(~sees, float("-inf"))
+        return visible
+    return (spec.slopes.view(1, -1, 1, 1) * distance).masked_fill(~visible, float("-inf"))

@@ -1,9 +1,8 @@
-"""Linear layers and embeddings that may be adapted, norms, and feed-forward layers.
+"""Linear layers and embeddings with optional adapters, norms, and feed-forward layers.
 
-`Linear.base` and `Linear.dense` alone know where a frozen weight comes from: it may be kept in 4
-bits (`models/quantized.py`). Norms compute in fp32 (or wider), or in the precision of the matrix
-products: those read and write half as much under autocast, and the products that follow would round
-their input to its dtype anyhow.
+Only `Linear.base` and `Linear.dense` know how a frozen weight is stored: it may be quantized to 4
+bits (`models/quantized.py`). Norms compute in fp32 or wider, or in autocast's dtype. The second
+halves their memory traffic, and the matmul that follows rounds its input to that dtype anyway.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from llmfoundry.recipe.model import ModelConfig
 
 
 class Linear(nn.Linear):
-    """nn.Linear that may be adapted, its frozen weight quantized.
+    """nn.Linear with an optional adapter and an optionally quantized weight.
 
     Attributes:
-        lora: what is added to it; None: nothing.
-        packing: how its frozen weight lies in bytes; None: it is not quantized.
+        lora: the adapter; None: none.
+        packing: byte layout of the quantized weight; None: not quantized.
     """
 
     lora: LowRank | None = None
@@ -44,14 +43,17 @@ class Linear(nn.Linear):
         return adapted(self, x, y, self.lora)
 
     def base(self, x: Tensor) -> Tensor:
-        """What it gives without an adapter."""
+        """Return the output without the adapter."""
         if self.packing is None:
             return F.linear(x, self.weight, self.bias)
         y = nf4.nf4_linear(x, self.weight, self.out_features, double=self.packing.double)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def dense(self) -> Tensor:
-        """Its weight, (out_features, in_features); a quantized one in fp32, without gradient."""
+        """Return the weight (out_features, in_features).
+
+        A quantized weight is dequantized to fp32, without a gradient.
+        """
         if self.packing is None:
             return self.weight
         data, shape = full_tensor(self.weight), (self.out_features, self.in_features)
@@ -59,12 +61,12 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding that may be adapted."""
+    """nn.Embedding with an optional adapter."""
 
     lora: LowRank | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(..., D) of tokens (...)."""
+        """Return embeddings (..., D) of tokens (...)."""
         y = super().forward(tokens)
         if self.lora is None or not self.lora.on:
             return y
@@ -79,11 +81,11 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (Ba et al., 2016).
 
     Args:
-        width: of the last axis.
+        width: size of the last axis.
         eps: added to the variance.
-        bias: whether there is one.
-        low_precision: compute in autocast's dtype where it is on, else in x's, and return that;
-            otherwise in fp32 or wider, and x's dtype comes back.
+        bias: whether the norm has a bias.
+        low_precision: compute in autocast's dtype (x's if autocast is off) and return that dtype.
+            Otherwise compute in fp32 or wider and return x's dtype.
     """
 
     def __init__(self, width: int, *, eps: float, bias: bool, low_precision: bool = False) -> None:
@@ -96,7 +98,8 @@ class LayerNorm(nn.Module):
         """Normalize x (..., width)."""
         if self.low_precision:
             low = to_autocast_dtype(x)
-            with torch.autocast(x.device.type, enabled=False):  # which would make it fp32 on CUDA
+            # on CUDA, autocast would compute layer_norm in fp32
+            with torch.autocast(x.device.type, enabled=False):
                 return self._normalize(low)
         return self._normalize(_wide(x)).to(x.dtype)
 
@@ -110,10 +113,10 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019).
 
     Args:
-        width: of the last axis.
+        width: size of the last axis.
         eps: added to the mean of squares.
-        bias: there is none by definition; taken so that all norms are built alike.
-        low_precision: as LayerNorm's.
+        bias: ignored, as RMSNorm has no bias; accepted so that all norms have one signature.
+        low_precision: as in LayerNorm.
     """
 
     def __init__(self, width: int, *, eps: float, bias: bool, low_precision: bool = False) -> None:
@@ -150,11 +153,11 @@ def norm_maker(name: str) -> Callable[..., nn.Module]:
 
 
 class FFN(nn.Module):
-    """down(act(up x)), or with a gate down(act(gate x) * up x).
+    """Feed-forward layer: down(act(up x)), or as a GLU down(act(gate x) * up x).
 
     Args:
-        config: filled.
-        gated: whether there is a gate.
+        config: resolved model configuration.
+        gated: build a GLU.
         hidden: inner width; None: ffn_hidden_size.
     """
 
@@ -175,7 +178,7 @@ class FFN(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-FFNS: dict[str, Callable[[ModelConfig], FFN]] = {  # dmoe is models/moe.py's
+FFNS: dict[str, Callable[[ModelConfig], FFN]] = {  # `dmoe` is in models/moe.py
     "mptmlp": partial(FFN, gated=False),
     "mptglu": partial(FFN, gated=True),
 }

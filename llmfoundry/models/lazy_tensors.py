@@ -1,10 +1,11 @@
-"""Tensors that are made when they are read: what a folder is written from, and a model filled from.
+"""Tensors that are computed when they are read, for export and for loading.
 
-`hf/tensor_names.py` makes them for both directions; `hf/write_folder.py`, `checkpoint/streamed.py`
-and `builders/pretrained.py` read them. The idea: a tensor under one naming is a function of tensors
-under the other, which is run twice: on the meta device for its shape, before any weight is read,
-and on real tensors when its turn comes. So all shapes are known first, and memory is that of one
-tensor.
+`hf/tensor_names.py` creates them for both directions. `hf/write_folder.py`,
+`checkpoint/streamed.py` and `builders/pretrained.py` read them.
+
+A tensor in one naming scheme is a function of tensors in the other. The function runs twice: on the
+meta device, which gives the shape before any weight is read, and later on the real tensors. All
+shapes are therefore known in advance, and only one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from torch import Tensor
 
 Read = Callable[[str], Tensor]
 Make = Callable[[Read], Tensor]
-"""Makes a tensor of others, which it asks for by name."""
+"""Computes a tensor from source tensors, which it reads by name."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor by its name.
+    """A tensor that `read` computes.
 
     Attributes:
-        name: of it.
-        shape: of it.
-        dtype: that `read` gives it in.
-        sources: names of the tensors that it is made of; none: it is zeros.
-        read: makes it, on the CPU; it may share memory with what it was made of.
+        name: name of the tensor.
+        shape: shape of the tensor.
+        dtype: dtype of the result of `read`.
+        sources: names of the source tensors; empty: the tensor is zero.
+        read: computes the tensor on the CPU. The result may share memory with a source.
     """
 
     name: str
@@ -41,72 +42,72 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def like(self) -> Tensor:
-        """Its shape and dtype, on the meta device."""
+        """Return an empty tensor of the same shape and dtype on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def lazy(name: str, make: Make, sketch: Read, read: Read) -> LazyTensor:
-    """A tensor that `make` makes.
+    """Return the tensor that `make` computes.
 
     Args:
-        name: of it.
-        make: asks for its sources; it neither looks at their numbers nor changes them.
-        sketch: gives a source's shape and dtype.
-        read: gives a source.
+        name: name of the tensor.
+        make: reads its sources by name. It must not depend on their values or change them in place.
+        sketch: returns a tensor with a source's shape and dtype.
+        read: returns a source.
     """
     sources = dict[str, None]()
 
-    def noted(source: str) -> Tensor:
+    def record(source: str) -> Tensor:
         sources[source] = None
         return sketch(source).to("meta")
 
     with torch.device("meta"):
-        like = make(noted)
+        like = make(record)
     return LazyTensor(name, like.shape, like.dtype, (*sources,), partial(make, read))
 
 
 def same(source: str, read: Read) -> Tensor:
-    """Makes a tensor that is its source; `functools.partial` gives its name."""
+    """Return the source itself; a `Make` once `functools.partial` binds the name."""
     return read(source)
 
 
 def by_source(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
-    """The order in which each source is read once, where `last_read` keeps the last."""
-    places: dict[tuple[str, ...], int] = {}
-    listed = list(tensors)
-    for tensor in listed:
-        places.setdefault(tensor.sources, len(places))
-    return sorted(listed, key=lambda tensor: places[tensor.sources])
+    """Sort tensors so that those of the same sources are adjacent, for `last_read`."""
+    tensors = list(tensors)
+    order: dict[tuple[str, ...], int] = {}
+    for tensor in tensors:
+        order.setdefault(tensor.sources, len(order))
+    return sorted(tensors, key=lambda tensor: order[tensor.sources])
 
 
 def last_read(read: Read) -> Read:
-    """`read` that keeps the tensor that it gave last, as several are made of one."""
-    kept: list[tuple[str, Tensor]] = []
+    """Return `read` with a cache of one tensor, as several tensors may have one source."""
+    cache: list[tuple[str, Tensor]] = []
 
-    def reading(name: str) -> Tensor:
-        if not kept or kept[0][0] != name:
-            kept.clear()  # before the next takes memory
-            kept.append((name, read(name)))
-        return kept[0][1]
+    def cached_read(name: str) -> Tensor:
+        if not cache or cache[0][0] != name:
+            cache.clear()  # free the memory before the next read
+            cache.append((name, read(name)))
+        return cache[0][1]
 
-    return reading
+    return cached_read
 
 
 class Unread:
-    """Gives sources by name, and knows which of them nobody has asked for."""
+    """Reader of source tensors that records which of them were never read."""
 
     def __init__(self, names: Collection[str], read: Read) -> None:
         self._unread, self.names, self._read = set(names), names, read
 
     def __call__(self, name: str) -> Tensor:
-        """One of them."""
+        """Read one source."""
         self._unread.discard(name)
         return self._read(name)
 
     def left(self) -> list[str]:
-        """Those names."""
+        """Return the names of the sources that were not read."""
         return sorted(self._unread)

@@ -1,15 +1,15 @@
-"""What an adapter of low rank adds to a linear layer: LoRA, rsLoRA, DoRA, PiSSA.
+"""Forward pass and merging of low-rank adapters on a linear layer: LoRA, rsLoRA, DoRA, PiSSA.
 
-`models.layers.Linear` calls `adapted` where a `LowRank` was put on it
-(`models.adapter.add_adapter`). The parameters stand beside the frozen weight, which is never
-changed and never added to:
+`models.layers.Linear` calls `adapted` if `models.adapter.add_adapter` has set its `LowRank`. The
+frozen weight W is never modified. The parameters of an adapter are
 
-    lora_A (P * r, in), lora_B (rows, r)   trained; P is the number of parts, mostly 1
-    lora_magnitude (rows,)                 trained, DoRA's
-    lora_A_init, lora_B_init               frozen, PiSSA's: what W is to be without
+    lora_A (P * r, in), lora_B (rows, r)   trained; P is the number of parts, usually 1
+    lora_magnitude (rows,)                 trained; DoRA only
+    lora_A_init, lora_B_init               frozen; PiSSA only
 
-A fused layer whose architecture keeps queries, keys and values apart has a part for each, as peft
-has there: rows of a part are B_p A_p's. The idea of PiSSA here: W - B0 A0 + B A, with W untouched.
+A fused layer has one part each for queries, keys and values if its architecture has separate
+projections, as in peft. The output rows of part p get B_p A_p. PiSSA (Meng et al., 2024) is
+computed as W - B0 A0 + B A, which leaves W unchanged.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ A_INIT, B_INIT = "lora_A_init", "lora_B_init"
 
 @dataclass
 class LowRank:
-    """One layer's adapter.
+    """Adapter of one layer.
 
     Attributes:
         r: rank.
-        alpha: the product is scaled by alpha / r.
-        parts: output rows [begin, end) of each part, in order; rows between them have no adapter.
-        dropout: share of what enters A that is dropped in training.
+        alpha: B A is scaled by alpha / r.
+        parts: output rows [begin, end) of each part, in order. Other rows have no adapter.
+        dropout: dropout probability of the input of A, in training.
         rslora: scale by alpha / sqrt(r).
-        dora: each row's magnitude is learned apart.
+        dora: train the magnitude of each output row separately (Liu et al., 2024).
         init: `default`, `gaussian` or `pissa`.
-        shared: of stacked experts: all have the same pair.
-        on: off: the layer is the base's.
+        shared: all stacked experts share one pair A, B.
+        on: if False, the layer computes the base model.
     """
 
     r: int
@@ -56,51 +56,52 @@ class LowRank:
 
     @property
     def scaling(self) -> float:
-        """Factor of B A."""
+        """Factor that multiplies B A."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     @property
     def rows(self) -> int:
-        """Output rows with an adapter."""
+        """Number of output rows with an adapter."""
         return sum(end - begin for begin, end in self.parts)
 
 
 def adapted(layer: Any, x: Tensor, y: Tensor, lora: LowRank) -> Tensor:
-    """The output of an adapted linear layer.
+    """Return the output of an adapted linear layer.
 
     Args:
-        layer: has the parameters above, `bias` and `dense()`, its frozen weight (out, in).
+        layer: has the parameters above, `bias` and `dense()`, which returns its weight (out, in).
         x: (..., in).
-        y: (..., out), what the frozen layer gives.
-        lora: its adapter.
+        y: (..., out), the output of the frozen layer.
+        lora: the adapter.
     """
-    kept = F.dropout(x, lora.dropout) if lora.dropout and layer.training else x
-    added = _product(kept, layer.lora_A, layer.lora_B, lora)
+    dropped = F.dropout(x, lora.dropout) if lora.dropout and layer.training else x
+    update = _low_rank_product(dropped, layer.lora_A, layer.lora_B, lora)
     if lora.init == "pissa":
-        added = added - _product(x, layer.lora_A_init, layer.lora_B_init, lora)
-    if not lora.dora:
-        return y + _spread(added.to(y.dtype), lora, y.shape[-1])
-    plain = _plain(layer, kept, y, lora)
-    scale = layer.lora_magnitude / row_norms(layer, lora)
-    added = (scale - 1).to(y.dtype) * plain + scale.to(added.dtype) * added
-    return y + _spread(added.to(y.dtype), lora, y.shape[-1])
+        update = update - _low_rank_product(x, layer.lora_A_init, layer.lora_B_init, lora)
+    if lora.dora:
+        # magnitude / norm * (W x + update), written as a change of y
+        base_output = _base_output(layer, dropped, y, lora)
+        scale = layer.lora_magnitude / row_norms(layer, lora)
+        update = (scale - 1).to(y.dtype) * base_output + scale.to(update.dtype) * update
+    return y + _scatter(update.to(y.dtype), lora, y.shape[-1])
 
 
-def _product(x: Tensor, a: Tensor, b: Tensor, lora: LowRank) -> Tensor:
-    """The adapter's own output s B A x, (..., rows); in the adapter's dtype, or autocast's."""
+def _low_rank_product(x: Tensor, a: Tensor, b: Tensor, lora: LowRank) -> Tensor:
+    """Return s B A x, (..., rows), in the adapter's dtype or autocast's."""
     if not has_autocast(x.device.type):
         x = x.to(a.dtype)
     inner = F.linear(x, a) * lora.scaling
     if len(lora.parts) == 1:
         return F.linear(inner, b)
-    pieces = zip(inner.split(lora.r, -1), _by_part(b, lora), strict=True)
-    return torch.cat([F.linear(u, part) for u, part in pieces], -1)
+    inner_parts = inner.split(lora.r, -1)
+    outputs = [F.linear(u, w) for u, w in zip(inner_parts, _by_part(b, lora), strict=True)]
+    return torch.cat(outputs, -1)
 
 
-def _plain(layer: Any, kept: Tensor, y: Tensor, lora: LowRank) -> Tensor:
-    """W x without its bias, of the adapted rows, of what dropout leaves of x: (..., rows)."""
+def _base_output(layer: Any, dropped: Tensor, y: Tensor, lora: LowRank) -> Tensor:
+    """Return W x without the bias for the adapted rows, (..., rows), with x after dropout."""
     if lora.dropout and layer.training:
-        y = layer.base(kept)
+        y = layer.base(dropped)
     if layer.bias is not None:
         y = y - layer.bias.to(y.dtype)
     return _gather(y, lora, -1)
@@ -108,9 +109,9 @@ def _plain(layer: Any, kept: Tensor, y: Tensor, lora: LowRank) -> Tensor:
 
 @torch.no_grad()
 def row_norms(layer: Any, lora: LowRank) -> Tensor:
-    """(rows,), |W + s B A| of each adapted row, a constant for the gradient as DoRA's paper says.
+    """Return the norm |W + s B A| of each adapted row, (rows,), without a gradient (DoRA, 4.3).
 
-    |w|^2 + 2 s <w, b A> + s^2 |b A|^2: the sum of W and B A is never built.
+    The square is computed as |w|^2 + 2 s <w, b A> + s^2 |b A|^2, so that W + B A is never built.
     """
     weight = layer.dense()
     with without_autocast(weight.device.type):
@@ -119,14 +120,17 @@ def row_norms(layer: Any, lora: LowRank) -> Tensor:
             rows = weight[part[0] : part[1]]
             square = torch.linalg.vector_norm(rows, dim=1, dtype=a.dtype).square()
             cross = (F.linear(rows.to(a.dtype), a) * b).sum(1)
-            own = (F.linear(b, a @ a.T) * b).sum(1)
+            update_square = (F.linear(b, a @ a.T) * b).sum(1)
             s = lora.scaling
-            norms.append((square + 2 * s * cross + s * s * own).clamp_min(0).sqrt())
+            norms.append((square + 2 * s * cross + s * s * update_square).clamp_min(0).sqrt())
         return torch.cat(norms)
 
 
 def _factors(layer: Any, lora: LowRank) -> list[tuple[Tensor, Tensor]]:
-    """A (R, in) and B (rows of the part, R) of each part, PiSSA's start among them."""
+    """Return A (R, in) and B (rows of the part, R) of each part.
+
+    R is r, or 2 r with PiSSA, whose initial pair is appended with a negative sign.
+    """
     pairs = [(layer.lora_A, layer.lora_B)]
     if lora.init == "pissa":
         pairs.append((layer.lora_A_init, -layer.lora_B_init))
@@ -142,26 +146,27 @@ def _by_part(b: Tensor, lora: LowRank) -> tuple[Tensor, ...]:
 
 
 def _gather(y: Tensor, lora: LowRank, dim: int) -> Tensor:
-    """The adapted rows of y (..., out), side by side."""
+    """Return the adapted rows of y (..., out), concatenated: (..., rows)."""
     if lora.rows == y.shape[dim]:
         return y
     return torch.cat([y.narrow(dim, begin, end - begin) for begin, end in lora.parts], dim)
 
 
-def _spread(added: Tensor, lora: LowRank, width: int) -> Tensor:
-    """`added` (..., rows) at its places of (..., width), zeros elsewhere."""
+def _scatter(update: Tensor, lora: LowRank, width: int) -> Tensor:
+    """Return `update` (..., rows) at the adapted rows of (..., width), zeros elsewhere."""
     if lora.rows == width:
-        return added
-    pieces, place = [], 0
+        return update
+    leading, blocks, offset = update.shape[:-1], list[Tensor](), 0
     sizes = [end - begin for begin, end in lora.parts]
-    for (begin, end), piece in zip(lora.parts, added.split(sizes, -1), strict=True):
-        pieces += [added.new_zeros(*added.shape[:-1], begin - place), piece]
-        place = end
-    return torch.cat([*pieces, added.new_zeros(*added.shape[:-1], width - place)], -1)
+    for (begin, end), block in zip(lora.parts, update.split(sizes, -1), strict=True):
+        blocks += [update.new_zeros(*leading, begin - offset), block]
+        offset = end
+    blocks.append(update.new_zeros(*leading, width - offset))
+    return torch.cat(blocks, -1)
 
 
 def delta(layer: Any, lora: LowRank) -> Tensor:
-    """What merging adds: s B A (out, in) in fp32, zeros where a row has no adapter."""
+    """Return the change of the weight on merging: s B A (out, in) in fp32, zero in other rows."""
     out = torch.zeros(layer.out_features, layer.in_features, device=layer.lora_A.device)
     for (begin, end), (a, b) in zip(lora.parts, _factors(layer, lora), strict=True):
         out[begin:end] = lora.scaling * (b.float() @ a.float())
@@ -170,41 +175,41 @@ def delta(layer: Any, lora: LowRank) -> Tensor:
 
 @torch.no_grad()
 def merged_weight(layer: Any, lora: LowRank) -> Tensor:
-    """The weight (out, in) in fp32 that does what the adapted layer does."""
+    """Return the fp32 weight (out, in) of a plain layer that equals the adapted layer."""
     weight = layer.dense().float() + delta(layer, lora)
     if lora.dora:
         scale = torch.ones(layer.out_features, device=weight.device)
         factors = (layer.lora_magnitude / row_norms(layer, lora)).float()
         sizes = [end - begin for begin, end in lora.parts]
-        for (begin, end), piece in zip(lora.parts, factors.split(sizes), strict=True):
-            scale[begin:end] = piece
+        for (begin, end), part_scale in zip(lora.parts, factors.split(sizes), strict=True):
+            scale[begin:end] = part_scale
         weight *= scale[:, None]
     return weight
 
 
 def head_operands(layer: Any, hidden: Tensor, lora: LowRank) -> tuple[Tensor, Tensor]:
-    """Hidden states (..., D + R) and a weight (V, D + R) whose product is the adapted head's.
+    """Return hidden states (..., D + R) and a weight (V, D + R) whose matmul is the adapted head.
 
-    The loss needs one weight for its chunks; W + B A in bfloat16 would lose what B A adds.
+    The chunked loss needs a single weight, and W + B A rounded to bfloat16 would lose B A.
     """
-    assert not (lora.dora and lora.dropout), "refused before"
-    kept = F.dropout(hidden, lora.dropout) if lora.dropout and layer.training else hidden
-    pieces, columns = [hidden], [layer.weight]
-    pairs = [(kept, layer.lora_A, layer.lora_B)]
+    assert not (lora.dora and lora.dropout), "refused by check_fit"
+    dropped = F.dropout(hidden, lora.dropout) if lora.dropout and layer.training else hidden
+    inputs, weights = [hidden], [layer.weight]
+    pairs = [(dropped, layer.lora_A, layer.lora_B)]
     if lora.init == "pissa":
         pairs.append((hidden, layer.lora_A_init, -layer.lora_B_init))
     for x, a, b in pairs:
         x = x if has_autocast(x.device.type) else x.to(a.dtype)
-        pieces.append((F.linear(x, a) * lora.scaling).to(hidden.dtype))
-        columns.append(b.to(columns[0].dtype))
-    weight = torch.cat(columns, 1)
+        inputs.append((F.linear(x, a) * lora.scaling).to(hidden.dtype))
+        weights.append(b.to(layer.weight.dtype))
+    weight = torch.cat(weights, 1)
     if lora.dora:
         scale = layer.lora_magnitude / row_norms(layer, lora)
         weight = weight * scale[:, None].to(weight.dtype)
-    return torch.cat(pieces, -1), weight
+    return torch.cat(inputs, -1), weight
 
 
 def embedded(layer: Any, tokens: Tensor, y: Tensor, lora: LowRank) -> Tensor:
-    """Embeddings y (..., D) of tokens, with what A (r, V) and B (D, r) add."""
+    """Return embeddings y (..., D) plus the adapter of A (r, V) and B (D, r)."""
     inner = F.embedding(tokens, layer.lora_A.T) * lora.scaling
     return y + F.linear(inner, layer.lora_B).to(y.dtype)

@@ -1,8 +1,8 @@
-"""The mixture-of-experts layer: a router and stacked experts, here or on several processes.
+"""Mixture-of-experts layer: a router and stacked experts, on one rank or expert-parallel.
 
-`decoder.py` puts it where a feed-forward layer stands; the products are `ops.moe.mixture`'s,
-what the router did is reported by `router.py`. Where processes share the experts, tokens travel to
-them and back (`ops/moe/dispatch.py`).
+Entry point: `MoE`, which replaces the feed-forward layer of a block. `ops.moe.mixture` computes the
+experts, `router.py` the routing statistics. With expert parallelism, `ops/moe/dispatch.py` sends
+tokens to the ranks of their experts and back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 from llmfoundry.models.layers import FFN
 from llmfoundry.models.low_rank import LowRank
-from llmfoundry.models.router import OtherTokens, Places, Routed, Router, Statistics
+from llmfoundry.models.router import (
+    LayerStatistics,
+    Routed,
+    Router,
+    StatisticsGroups,
+    TokenIndices,
+)
 from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.ops.moe.dispatch import TokenExchange
@@ -28,23 +34,23 @@ from llmfoundry.recipe.model import ModelConfig
 
 
 class ExpertWeights(nn.Module):
-    """The weights of all experts, in the shapes of DBRX and megablocks: expert after expert.
+    """Stacked weights of all experts, in the shapes of DBRX and megablocks.
 
-    w1 (the gate; of an MLP the up projection), v1 (the up projection beside a gate) and w2 (the
-    down projection, not transposed) are (E * f, D), so that FSDP cuts them into even rows whatever
-    the number of experts. Biases are vectors: (E * f,), and w2's (E * D,).
+    w1 (gate, or up projection of an MLP), v1 (up projection of a GLU) and w2 (down projection, not
+    transposed) are (E * f, D), so that FSDP shards them evenly whatever the number of experts.
+    Biases are (E * f,), and (E * D,) of w2.
 
-    Adapters stand beside them, stacked alike: `w1_lora_A` (E * r, in), `w1_lora_B` (E * out, r); a
-    pair that all experts share has no E.
+    Adapters are stacked in the same way: `w1_lora_A` (E * r, in) and `w1_lora_B` (E * out, r). A
+    pair that all experts share has no factor E.
 
-    Under expert parallelism (`distributed/experts.py`) parameters are DTensors cut into whole
-    experts, those without E the same on every process; what computes takes this process's part.
+    With expert parallelism (`distributed/experts.py`), parameters are DTensors sharded by expert,
+    and parameters without a factor E are replicated. Computation uses the local shard.
 
     Attributes:
-        n: E, of all processes together.
-        lora: the adapters by the weight's name.
-        packing: how one expert's frozen matrix lies in bytes (`models/quantized.py`): each weight
-            then is uint8 (E * packing.nbytes,); None: they are not quantized.
+        n: E, the number of experts on all ranks.
+        lora: adapters by weight name.
+        packing: byte layout of one expert's quantized matrix (`models/quantized.py`). Each weight
+            is then uint8 (E * packing.nbytes,). None: not quantized.
     """
 
     MATRICES = ("w1", "v1", "w2")
@@ -67,36 +73,41 @@ class ExpertWeights(nn.Module):
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(self.n * width)))
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, impl: str) -> Tensor:
-        """`mixture` of the experts that are here: a call, for FSDP's hooks around it."""
+        """Compute the local experts. It is a module call because FSDP's hooks surround it."""
         return mixture(x, weights, experts, self.experts(), impl=impl)
 
     def experts(self) -> Experts:
-        """This process's weights as `mixture` takes them, with a dimension of experts."""
+        """Return the local weights in the form of `mixture`, with a dimension of experts."""
 
         def view(name: str, *shape: int) -> Tensor | None:
-            return _here(getattr(self, name)).view(-1, *shape) if hasattr(self, name) else None
+            return _local(getattr(self, name)).view(-1, *shape) if hasattr(self, name) else None
 
         shape = (self.f, self.d) if self.packing is None else (self.packing.nbytes,)
         w1, v1, w2 = (view(name, *shape) for name in self.MATRICES)
         assert w1 is not None and w2 is not None
         b1, bv, b2 = view("w1_bias", self.f), view("v1_bias", self.f), view("w2_bias", self.d)
-        low = LowRankExperts(*(f for name in self.MATRICES for f in self.factors(name)))
-        return Experts(w1, v1, w2, b1, bv, b2, self.activation, low, self.packing)
+        low_rank = LowRankExperts(*(f for name in self.MATRICES for f in self.factors(name)))
+        return Experts(w1, v1, w2, b1, bv, b2, self.activation, low_rank, self.packing)
 
     def dense(self, name: str) -> Tensor | None:
-        """The frozen or trained weight `name` (E, f, D), without adapters; None: there is none.
+        """Return the weight `name` (E, f, D) of all experts, without adapters.
 
-        A quantized one in fp32, without gradient.
+        A quantized weight is dequantized to fp32, without a gradient. None if the layer has no
+        weight of this name.
         """
         weight = getattr(self, name, None)
-        if weight is None or self.packing is None:
-            return None if weight is None else full_tensor(weight).view(self.n, self.f, self.d)
-        shape, parts = (self.f, self.d), full_tensor(weight).view(self.n, -1)
-        each = (dequantize(p, shape, torch.float32, double=self.packing.double) for p in parts)
-        return torch.stack(list(each))
+        if weight is None:
+            return None
+        if self.packing is None:
+            return full_tensor(weight).view(self.n, self.f, self.d)
+        matrices = []
+        for data in full_tensor(weight).view(self.n, -1):
+            shape, double = (self.f, self.d), self.packing.double
+            matrices.append(dequantize(data, shape, torch.float32, double=double))
+        return torch.stack(matrices)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """What is added to `name`: a (E, R, in) and b (E, out, R), the scale in b."""
+        """Return the LoRA factors of `name`: a (E, R, in) and b (E, out, R), b scaled."""
         lora = self.lora.get(name)
         if lora is None or not lora.on:
             return None, None
@@ -104,38 +115,39 @@ class ExpertWeights(nn.Module):
         return self._by_expert(f"{name}_lora_A", lora), b * lora.scaling
 
     def _by_expert(self, name: str, lora: LowRank) -> Tensor:
-        """(E, rows, columns) of the factor `name`, E the experts here: a shared one is repeated."""
-        factor = _here(getattr(self, name))
-        rows = self.f if self.packing is None else self.packing.nbytes
-        here = len(_here(self.w1)) // rows
-        count = 1 if lora.shared else here
-        return factor.view(count, -1, factor.shape[1]).expand(here, -1, -1)
+        """Return the factor `name` of the local experts, (E, rows, columns)."""
+        factor = _local(getattr(self, name))
+        rows_of_expert = self.f if self.packing is None else self.packing.nbytes
+        local_experts = len(_local(self.w1)) // rows_of_expert
+        count = 1 if lora.shared else local_experts
+        return factor.view(count, -1, factor.shape[1]).expand(local_experts, -1, -1)
 
 
-def _here(parameter: Tensor) -> Tensor:
-    """This process's part; of what all have alike each finds another share of the gradient."""
+def _local(parameter: Tensor) -> Tensor:
+    """Return the local shard. Gradients of a replicated parameter are partial sums."""
     if not isinstance(parameter, DTensor):
         return parameter
-    kinds = [Partial() if place.is_replicate() else place for place in parameter.placements]
-    return parameter.to_local(grad_placements=kinds)
+    placements = [Partial() if p.is_replicate() else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=placements)
 
 
 class MoE(nn.Module):
-    """A router sends each token to k of E experts, whatever their load; all give is added up.
+    """Dropless mixture of experts: each token is routed to k of E experts.
 
-    Scores are the softmax over all experts; the k highest are chosen, and weigh what their experts
-    give, divided by their p-norm where the recipe says so.
+    Scores are the softmax over all experts. The k experts with the highest scores are chosen, and
+    their outputs are summed with the scores as weights, normalized by their p-norm if the recipe
+    sets moe_normalize_expert_weights.
 
     Args:
-        config: filled.
+        config: resolved model configuration.
 
     Attributes:
-        group: the processes that share the experts; None: all are here.
-        others: whose tokens count in `Routed`, as `distributed/experts.py` sets it.
+        group: the expert-parallel ranks; None: all experts are local.
+        statistics_groups: ranks whose tokens count in `Routed`; set by `distributed/experts.py`.
     """
 
     group: dist.ProcessGroup | None = None
-    others = OtherTokens()
+    statistics_groups = StatisticsGroups()
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -146,41 +158,57 @@ class MoE(nn.Module):
             gated = ffn.mlp_type == "glu"
             self.shared = FFN(config, gated=gated, hidden=ffn.shared_expert_hidden_size)
 
-    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Routed | None]:
-        """Transform x (B, T, D) token by token.
+    def forward(self, x: Tensor, indices: Tensor | None = None) -> tuple[Tensor, Routed | None]:
+        """Transform x token by token.
 
         Args:
-            x: tokens of B rows.
-            real: (N,) int64, flat places b * T + t of tokens that are no padding; the others come
-                back as zeros, and no expert sees them. None: all.
+            x: (B, T, D).
+            indices: (N,) int64, flat indices b * T + t of the tokens that are not padding. The
+                output of padding is zero and no expert computes it. None: there is no padding.
+
+        Returns:
+            (B, T, D), and the routing statistics in training.
         """
+        batch_size, length, width = x.shape
         tokens = x.flatten(0, 1)  # (B * T, D)
-        if real is not None:
-            tokens = tokens.index_select(0, real)  # (N, D)
-        tokens = to_autocast_dtype(tokens)  # once: the router and the experts keep the same copy
+        if indices is not None:
+            tokens = tokens.index_select(0, indices)  # (N, D)
+        # cast once, so that router and experts save the same tensor for the backward pass
+        tokens = to_autocast_dtype(tokens)
+
+        # route, and compute the chosen experts
         logits = self.router(tokens)  # (N, E)
         scores = logits.softmax(-1)
         weights, experts = self.router.choose(scores)  # (N, k) each
-        y = self.mixed(tokens, weights, experts)  # (N, D)
-        if real is not None:
-            y = y.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, real, y)
+        y = self.combine(tokens, weights, experts)  # (N, D)
+        if indices is not None:
+            y = y.new_zeros(batch_size * length, width).index_copy(0, indices, y)
         if not self.training:
             return y.view(x.shape), None
-        by_row = self.config.moe_lbl_scope in (None, "row")
-        places = Places(x.shape[0], x.shape[1], real)
-        found = Statistics.of(logits, scores, experts, places, by_row=by_row)
-        return y.view(x.shape), found.routed(self.others, top_k=experts.shape[1], rows=x.shape[0])
 
-    def mixed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """What the experts chosen, here or elsewhere, and the shared one give for x (N, D)."""
+        # balancing losses and statistics
+        by_sequence = self.config.moe_lbl_scope in (None, "row")
+        where = TokenIndices(batch_size, length, indices)
+        statistics = LayerStatistics.compute(
+            logits, scores, experts, where, by_sequence=by_sequence
+        )
+        routed = statistics.routed(
+            self.statistics_groups, top_k=experts.shape[1], batch_size=batch_size
+        )
+        return y.view(x.shape), routed
+
+    def combine(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts, plus the shared expert, for x (N, D)."""
         assert self.config.moe_impl is not None, "the recipe was not filled"
-        multiply = partial(self.experts, impl=self.config.moe_impl)
+        compute_experts = partial(self.experts, impl=self.config.moe_impl)
         if self.group is None:
-            y = multiply(x, weights, experts)
+            y = compute_experts(x, weights, experts)
             return y if self.shared is None else y + self.shared(x)
+        # expert parallelism: the shared expert overlaps with the all-to-all
         exchange = TokenExchange(x, experts, n_experts=self.experts.n, group=self.group)
-        shared = None if self.shared is None else self.shared(x)  # while rows travel
-        rows, here = exchange.arrived()  # (M, D) and (M, 1)
-        exchange.send_back(multiply(rows, weights.new_ones(here.shape), here))
+        shared = None if self.shared is None else self.shared(x)
+        received, local_experts = exchange.arrived()  # (M, D) and (M, 1)
+        ones = weights.new_ones(local_experts.shape)
+        exchange.send_back(compute_experts(received, ones, local_experts))
         y = exchange.combined(weights)
         return y if shared is None else y + shared

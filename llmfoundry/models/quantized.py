@@ -1,9 +1,9 @@
-"""Frozen weights of a decoder in fewer bits, and how they get there, one tensor at a time.
+"""Frozen weights of a decoder in bfloat16 or 4 bits (QLoRA), filled one tensor at a time.
 
-`builders/trainer.py` calls `narrow_frozen` and `quantize_frozen` on the meta device, once it is
-known what trains and before FSDP cuts parameters into shards. A quantized weight then is a
-parameter of bytes (`ops.nf4`), under its own name. Whoever fills weights calls `place` for each
-tensor as it is read, so that no more than one is held in full precision.
+`builders/trainer.py` calls `narrow_frozen` and `quantize_frozen` on the meta device, when it is
+known which parameters are trained and before FSDP shards them. A quantized weight becomes a uint8
+parameter (`ops.nf4`) with the same name. Loaders call `place` for each tensor as it is read, so
+that at most one tensor is in memory in full precision.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from llmfoundry.recipe.model import ModelConfig
 
 
 def narrow_frozen(model: Decoder, dtype: torch.dtype) -> None:
-    """Make frozen matrices `dtype`, which products compute in anyhow; on the meta device.
+    """Convert frozen matrices to `dtype`, the dtype of the matmuls; on the meta device.
 
-    What an adapter keeps beside what it trains stays as exact as that, and so do vectors and
-    routers, which are small and compute in fp32. Of a class of transformers linear layers of blocks
-    alone: its residual stream takes the embedding's dtype.
+    Frozen parameters of an adapter (PiSSA), vectors and routers keep their dtype: vectors and
+    routers are small and compute in fp32. In a transformers class only the linear layers of blocks
+    are converted, as its residual stream has the dtype of the embedding.
     """
-    own = isinstance(model, Decoder)
-    modules = model.modules() if own else model.blocks.modules()
+    is_decoder = isinstance(model, Decoder)
+    modules = model.modules() if is_decoder else model.blocks.modules()
     for module in modules:
-        if not own and type(module) is not nn.Linear:
+        if not is_decoder and type(module) is not nn.Linear:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            narrow = parameter.ndim > 1 and not isinstance(module, Router) and not is_added(name)
-            if narrow and not parameter.requires_grad:
+            is_matrix = parameter.ndim > 1 and not isinstance(module, Router)
+            if is_matrix and not is_added(name) and not parameter.requires_grad:
                 setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
 def quantize_frozen(model: Decoder, *, double: bool) -> int:
-    """Make every frozen matrix of the blocks a parameter of bytes; how many there are.
+    """Replace every frozen matrix of the blocks by a uint8 parameter; return their number.
 
-    Embeddings, norms, biases, routers and the output head stay as they are.
+    Embeddings, norms, biases, routers and the output head are not quantized.
 
     Args:
-        model: on the meta device, its parameters frozen or not as they will be trained.
-        double: scales are quantized again.
+        model: on the meta device, with requires_grad as in training.
+        double: quantize the scales, too (double quantization).
     """
     count = 0
     for module in model.blocks.modules():
@@ -70,12 +70,12 @@ def quantize_frozen(model: Decoder, *, double: bool) -> int:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any weight is kept in 4 bits."""
+    """Return whether any weight is quantized to 4 bits."""
     return any(getattr(module, "packing", None) is not None for module in model.modules())
 
 
 def matrices(module: nn.Module) -> list[str]:
-    """Names of a module's parameters that may be quantized, which are so together or not at all."""
+    """Return the names of a module's quantizable parameters. All or none of them are quantized."""
     if isinstance(module, Linear) and not isinstance(module, Router):
         return ["weight"]
     if isinstance(module, ExpertWeights):
@@ -84,7 +84,7 @@ def matrices(module: nn.Module) -> list[str]:
 
 
 def quantized_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names of the quantized parameters, and the shapes that they had."""
+    """Yield the names of the quantized parameters and their original shapes."""
     for path, module in model.named_modules():
         if isinstance(module, Linear | ExpertWeights) and module.packing is not None:
             for name in matrices(module):
@@ -92,7 +92,10 @@ def quantized_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def as_held(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Names of a decoder's frozen matrices in fewer bits, and what those bits make of a value."""
+    """Yield the names of the frozen matrices of lower precision, and a function that rounds to it.
+
+    The function returns the value that the model computes with when it is given an original one.
+    """
     packings = {
         f"{path}.{name}": module.packing
         for path, module in model.named_modules()
@@ -101,17 +104,18 @@ def as_held(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]
     }
     for name, parameter in model.named_parameters():
         if name in packings:
-            yield name, partial(_there_and_back, packings[name])
+            yield name, partial(_quantized_and_dequantized, packings[name])
         elif not parameter.requires_grad and not is_added(name):
             yield name, partial(_rounded, parameter.dtype)
 
 
-def _there_and_back(packing: Nf4Layout, weight: Tensor) -> Tensor:
-    """A matrix, or experts' one above the other, quantized and dequantized in fp32."""
-    each = weight.split(packing.values // weight.shape[1])
-    kept = ((quantize(part, double=packing.double), part.shape) for part in each)
-    parts = [dequantize(b, shape, torch.float32, double=packing.double) for b, shape in kept]
-    return torch.cat(parts)
+def _quantized_and_dequantized(packing: Nf4Layout, weight: Tensor) -> Tensor:
+    """Quantize and dequantize a matrix, or the stacked matrices of experts, in fp32."""
+    results = []
+    for matrix in weight.split(packing.values // weight.shape[1]):
+        data = quantize(matrix, double=packing.double)
+        results.append(dequantize(data, matrix.shape, torch.float32, double=packing.double))
+    return torch.cat(results)
 
 
 def _rounded(dtype: torch.dtype, weight: Tensor) -> Tensor:
@@ -119,7 +123,7 @@ def _rounded(dtype: torch.dtype, weight: Tensor) -> Tensor:
 
 
 def value_count(model: nn.Module) -> int:
-    """Parameters of a model, those of a quantized weight as those that it stands for."""
+    """Return the number of parameters; a quantized weight counts with its original size."""
     sizes = dict(quantized_shapes(model))
     return sum(
         sizes[name][0] * sizes[name][1] if name in sizes else parameter.numel()
@@ -128,7 +132,7 @@ def value_count(model: nn.Module) -> int:
 
 
 def quantization(model: nn.Module) -> dict[str, str | bool]:
-    """`model.quantize` and `model.double_quantize` as a model shows them."""
+    """Return the values of `model.quantize` and `model.double_quantize` of a built model."""
     for module in model.modules():
         packing = getattr(module, "packing", None)
         if packing is not None:
@@ -137,7 +141,7 @@ def quantization(model: nn.Module) -> dict[str, str | bool]:
 
 
 def _shape(module: Linear | ExpertWeights) -> tuple[int, int]:
-    """Of a matrix that is not quantized, experts' one above the other."""
+    """Return the original shape of a matrix, or of the stacked matrices of experts."""
     if isinstance(module, ExpertWeights):
         return module.n * module.f, module.d
     return module.out_features, module.in_features
@@ -145,18 +149,18 @@ def _shape(module: Linear | ExpertWeights) -> tuple[int, int]:
 
 @torch.no_grad()
 def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = None) -> None:
-    """Fill the parameter `name`, whole or this process's shard of it, from its whole value.
+    """Fill a parameter, or this rank's shard of it, from its full value.
 
-    A quantized one is quantized first, experts one by one, on the parameter's device.
+    The value of a quantized parameter is quantized on the parameter's device, one expert at a time.
 
     Args:
-        model: whose parameter it is.
-        name: of the parameter in the model.
-        tensor: its value, in any floating-point dtype, on any device.
-        expert: `tensor` is the matrix of this expert alone, (f, d).
+        model: the model to fill.
+        name: name of the parameter.
+        tensor: full value, in any floating-point dtype, on any device.
+        expert: if given, `tensor` is the matrix (f, d) of this expert only.
 
     Raises:
-        ValueError: a value that is to be quantized is not finite.
+        ValueError: a value to quantize is not finite.
     """
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
@@ -179,7 +183,15 @@ def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = N
 def _write(
     parameter: Tensor, value: Tensor, copies: int, index: int, stacked: Sequence[int] = ()
 ) -> None:
-    """Fill copy `index` of the equal parts that a parameter's rows are, as far as it is here."""
+    """Fill one of several equal parts of a parameter's rows, as far as it is in the local shard.
+
+    Args:
+        parameter: sharded or not.
+        value: full value of the part.
+        copies: number of parts.
+        index: of the part.
+        stacked: as in `ops.shard_layout`.
+    """
     height = parameter.shape[0] // copies
     assert value.shape == (height, *parameter.shape[1:]), (value.shape, parameter.shape, copies)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -189,8 +201,9 @@ def _write(
         (begin, end), *columns = block.full
         low, high = max(begin, start), min(end, stop)
         if low < high:
-            here = block_view(local.detach(), [(row + low - begin, row + high - begin), *across])
-            here.copy_(block_view(value, [(low - start, high - start), *columns]))
+            local_rows = (row + low - begin, row + high - begin)
+            target = block_view(local.detach(), [local_rows, *across])
+            target.copy_(block_view(value, [(low - start, high - start), *columns]))
 
 
 def _holds(parameter: Tensor, begin: int, length: int) -> bool:

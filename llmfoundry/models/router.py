@@ -1,10 +1,12 @@
-"""The router of a mixture: it chooses each token's experts, and reports what balances them.
+"""Router of a mixture of experts: top-k choice, balancing losses and routing statistics.
 
-`moe.py` calls `Router.choose` and makes `Statistics` of each layer, the decoder `Routing` of all:
-the balancing losses, and how loaded each expert was. What a router did comes back as a result,
-never through a list that layers write to: so it is right when a checkpointed block runs twice, when
-blocks are compiled, and when FSDP shards them. All of it is sums over rows, which microbatches and
-processes can add up. `train/step.py` calls `move_biases`.
+`moe.py` calls `Router.choose` and computes `LayerStatistics` of each layer; the decoder merges them
+into a `Routing`, with the balancing losses and the number of tokens of each expert. `train/step.py`
+calls `move_biases` after each step.
+
+Statistics are return values, never a list that layers append to. They therefore stay correct when a
+checkpointed block runs twice, when blocks are compiled and when FSDP shards them. All statistics
+are sums over sequences, so that microbatches and ranks can be added up.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from llmfoundry.recipe.model import FFNConfig, ModelConfig
 
 
 class Router(Linear):
-    """Logits (N, E) of tokens (N, D), in fp32 whatever autocast or the weights' precision.
+    """Router logits in fp32, whatever the precision of autocast and weights.
 
-    bfloat16's 8 bits would send some per cent of the tokens to other experts.
+    In bfloat16, some per cent of the tokens would be routed to other experts.
 
     Attributes:
-        bias_steps: (E,), what moe_balancing: bias has added to each score so far, in steps of
-            moe_bias_update_rate. An integer: it stays exact where weights are kept in bfloat16.
+        bias_steps: (E,) int32, the balancing bias of each expert in units of
+            moe_bias_update_rate. Integers stay exact when weights are kept in bfloat16.
     """
 
     bias_steps: Tensor
@@ -44,7 +46,10 @@ class Router(Linear):
             self.register_buffer("bias_steps", torch.zeros(ffn.moe_num_experts, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of x (N, D), while training of x times random numbers from 1 - eps to 1 + eps."""
+        """Return logits (N, E) of tokens x (N, D).
+
+        In training, x is multiplied by uniform noise in [1 - eps, 1 + eps] (moe_jitter_eps).
+        """
         if self.jitter and self.training:
             noise = torch.rand(x.shape, dtype=_wide(x), device=x.device)
             x = x * (1 - self.jitter + 2 * self.jitter * noise)
@@ -55,72 +60,86 @@ class Router(Linear):
             return adapted(self, x.to(logits.dtype), logits, self.lora)
 
     def base(self, x: Tensor) -> Tensor:
-        """Logits without an adapter."""
+        """Return logits without an adapter."""
         return WideLinear.apply(x, self.weight)
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts (N, k) of tokens by their scores (N, E).
+        """Choose the k experts with the highest scores for each token.
 
-        The k experts of the highest scores; with `moe_balancing: bias` of the highest sums of score
-        and bias, which does not weigh what they give.
+        With `moe_balancing: bias` the choice is by score + bias, and the weights are the scores
+        without the bias.
+
+        Args:
+            scores: (N, E), softmax of the logits.
+
+        Returns:
+            Weights and indices of the experts, (N, k) each.
         """
         ffn = self.config
         assert ffn.moe_top_k is not None
-        preferred = scores.detach()  # (N, E)
+        n_experts = scores.shape[1]
+
+        # choose k experts per token, without a gradient
+        biased_scores = scores.detach()  # (N, E)
         if ffn.moe_balancing == "bias":
             assert ffn.moe_bias_update_rate is not None
-            preferred = preferred + ffn.moe_bias_update_rate * self.bias_steps
-        chosen = preferred.topk(ffn.moe_top_k).indices  # (N, k)
-        experts = _in_turn(chosen, scores.shape[1]) if ffn.moe_force_balance else chosen
+            biased_scores = biased_scores + ffn.moe_bias_update_rate * self.bias_steps
+        chosen = biased_scores.topk(ffn.moe_top_k).indices  # (N, k)
+        experts = _round_robin(chosen, n_experts) if ffn.moe_force_balance else chosen
+
+        # weight their outputs
         weights = scores.gather(1, experts)  # (N, k)
         if ffn.moe_normalize_expert_weights is not None:
             p = ffn.moe_normalize_expert_weights
             weights = weights / torch.linalg.vector_norm(weights, ord=p, dim=1, keepdim=True)
-        if ffn.uniform_expert_assignment:
-            experts = _in_turn(chosen, scores.shape[1])
+        if ffn.uniform_expert_assignment:  # the weights stay those of the chosen experts
+            experts = _round_robin(chosen, n_experts)
         return weights, experts
 
 
-def _in_turn(chosen: Tensor, n_experts: int) -> Tensor:
-    """Experts 0, 1, 2, ... in place of those chosen, in the shape of `chosen`."""
-    return (torch.arange(chosen.numel(), device=chosen.device) % n_experts).view_as(chosen)
+def _round_robin(experts: Tensor, n_experts: int) -> Tensor:
+    """Return experts 0, 1, 2, … repeated, in the shape of `experts`."""
+    return (torch.arange(experts.numel(), device=experts.device) % n_experts).view_as(experts)
 
 
 @torch.no_grad()
 def move_biases(module: nn.Module, load: Tensor, held: Tensor) -> None:
-    """One step of every router's bias, towards experts of less than mean load (Wang et al., 2024).
+    """Move every router's bias one step towards experts with less than the mean expert load.
+
+    Loss-free balancing (Wang et al., 2024). Frozen routers and routers without a bias are not
+    changed.
 
     Args:
-        module: whose blocks have routers with biases; others are left alone, and so are those
-            of frozen routers.
-        load: (L, E), of the global batch: the same on every process.
-        held: 1: leave all as it is (the step was not taken); else 0.
+        module: model whose blocks have routers.
+        load: (L, E), tokens per expert of the global batch, the same on every rank.
+        held: 1 if the optimizer step was skipped, which leaves the biases unchanged; else 0.
     """
     routers = [m for m in module.modules() if isinstance(m, Router) and hasattr(m, "bias_steps")]
-    if routers:
-        taken = (load.mean(1, keepdim=True) - load).sign() * (1 - held)
-        for router, steps in zip(routers, taken, strict=True):
-            if router.weight.requires_grad:
-                router.bias_steps += steps.to(router.bias_steps.dtype)
+    if not routers:
+        return
+    directions = (load.mean(1, keepdim=True) - load).sign() * (1 - held)  # (L, E)
+    for router, direction in zip(routers, directions, strict=True):
+        if router.weight.requires_grad:
+            router.bias_steps += direction.to(router.bias_steps.dtype)
 
 
 class WideLinear(torch.autograd.Function):
-    """x W^T in fp32 or wider, of x (N, D) and W (E, D) in any dtype.
+    """x W^T in fp32 or wider, for x (N, D) and W (E, D) of any dtype.
 
-    They wait for the backward pass as they came: an fp32 copy of every token would be a tenth more
-    memory than the experts keep.
+    Inputs are saved for the backward pass in their own dtype. An fp32 copy of every token would add
+    a tenth to the activation memory of the experts.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits (N, E)."""
+        """Return logits (N, E)."""
         ctx.save_for_backward(x, weight)
         with without_autocast(x.device.type):
             return F.linear(x.to(_wide(x)), weight.to(_wide(x)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of x and W, in their dtypes."""
+        """Return the gradients of x and W in their dtypes."""
         (x, weight), (grad,) = ctx.saved_tensors, grads
         with without_autocast(x.device.type):
             dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
@@ -132,14 +151,14 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class Routed(NamedTuple):
-    """What one layer's router did with a microbatch of B rows, while training.
+    """Routing of one layer and a microbatch of B sequences, in training. Padding is excluded.
 
     Attributes:
-        balance: (), the load-balancing loss at weight 1, times B: B at perfect balance.
+        balance: (), the load-balancing loss at weight 1, times B; equal to B at perfect balance.
         z: (), the mean squared logsumexp of the logits, times B.
-        load: (E,), choices that fell on each expert; B * T * k in all.
-        probability: (E,), the router's probabilities, summed over tokens; B * T in all.
-        tokens: (), how many were routed: B * T less padding, which is left out of all of this.
+        load: (E,), number of times that each expert was chosen; the sum is k * tokens.
+        probability: (E,), router probabilities summed over tokens; the sum is `tokens`.
+        tokens: (), number of routed tokens: B * T without padding.
     """
 
     balance: Tensor
@@ -150,11 +169,11 @@ class Routed(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The same of all L layers.
+    """Routing of all L layers.
 
     Attributes:
-        losses: what is added to the loss, times B: `lbl` and `z`, those that the recipe asks for,
-            weighted and averaged over layers.
+        losses: auxiliary losses `lbl` and `z`, as far as the recipe enables them: weighted,
+            averaged over layers and multiplied by B.
         load: (L, E).
         probability: (L, E).
         tokens: (L,).
@@ -167,13 +186,13 @@ class Routing(NamedTuple):
 
 
 def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
-    """What all layers' routers did, the losses weighted as the recipe sets.
+    """Merge the statistics of all layers and weight the losses.
 
-    With the mean over layers the balancing loss is megablocks' batched_load_balancing_loss, its
-    weight at perfect balance; tests/models/test_moe.py has the formula.
+    Averaged over layers, the balancing loss is megablocks' batched_load_balancing_loss. At perfect
+    balance it equals its weight. tests/models/test_moe.py has the formula.
     """
-    parts = (torch.stack(part) for part in zip(*layers, strict=True))
-    balance, z, load, probability, tokens = parts
+    stacked = [torch.stack(field) for field in zip(*layers, strict=True)]
+    balance, z, load, probability, tokens = stacked
     losses = {}
     if ffn.moe_loss_weight is not None:
         losses["lbl"] = ffn.moe_loss_weight * balance.mean()
@@ -182,45 +201,47 @@ def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
     return Routing(losses, load, probability, tokens)
 
 
-class OtherTokens(NamedTuple):
-    """Whose tokens count in a layer's statistics beside this process's.
+class StatisticsGroups(NamedTuple):
+    """Process groups over which a layer's balancing losses are computed.
 
-    Balance and z are those of all tokens that count. The gradient of each process is that of its
-    own tokens, exactly: gradients are summed over processes later, and nothing travels backward.
+    The losses are those of all tokens of the groups. The gradient of each rank is exact for its own
+    tokens: gradients are summed over ranks later, so the backward pass needs no communication.
 
     Attributes:
-        tensor: processes with other tokens of the same rows, over which `Routed` is not added up
-            later: what it says is theirs together, the same on each of them.
-        added: processes over which `Routed` and rows are added up later, and whose tokens count
-            all the same: those with other tokens of the same rows (context parallelism; each then
-            counts its rows), or with other rows too (moe_lbl_scope: global). All have as many rows.
+        tensor: ranks with other tokens of the same sequences (tensor parallelism). `Routed` is
+            computed over the group and is the same on each rank; it is not summed again later.
+        summed: ranks over which `Routed` and sequence counts are summed later, and which share
+            statistics all the same: context-parallel ranks (each counts its sequences), or all data
+            ranks (moe_lbl_scope: global). All ranks have the same number of sequences.
     """
 
     tensor: dist.ProcessGroup | None = None
-    added: dist.ProcessGroup | None = None
+    summed: dist.ProcessGroup | None = None
 
 
-class Places(NamedTuple):
-    """Where the tokens that were routed stand.
+class TokenIndices(NamedTuple):
+    """Locations of the routed tokens in a microbatch.
 
     Attributes:
-        rows: B.
-        length: T, on this process.
-        real: (N,) flat places b * T + t of those that are no padding; None: all are.
+        batch_size: B.
+        length: T, on this rank.
+        indices: (N,) flat indices b * T + t of the tokens that are not padding; None: no padding.
     """
 
-    rows: int
+    batch_size: int
     length: int
-    real: Tensor | None
+    indices: Tensor | None
 
 
-class Statistics(NamedTuple):
-    """What a router's losses are made of, by groups of tokens: rows, or all of them.
+class LayerStatistics(NamedTuple):
+    """Sums that the balancing losses of a layer are computed from.
+
+    A group is one sequence or the whole microbatch, depending on moe_lbl_scope.
 
     Attributes:
-        load: (groups, E), choices that fell on each expert.
-        scores: (groups, E), summed over tokens.
-        tokens: (groups, 1).
+        load: (groups, E), number of times that each expert was chosen.
+        scores: (groups, E), scores summed over tokens.
+        tokens: (groups, 1), number of tokens.
         squares: (), squared logsumexp of the logits, summed over tokens.
     """
 
@@ -230,59 +251,72 @@ class Statistics(NamedTuple):
     squares: Tensor
 
     @staticmethod
-    def of(
-        logits: Tensor, scores: Tensor, experts: Tensor, places: Places, *, by_row: bool
-    ) -> Statistics:
-        """Of logits and scores (N, E) and the experts chosen (N, k)."""
-        groups = places.rows if by_row else 1
-        n_experts, top_k, real = scores.shape[1], experts.shape[1], places.real
-        number = torch.arange(n_experts, device=experts.device)
-        # compared and summed: one_hot and bincount would wait for the device
-        chosen = (experts[:, :, None] == number).sum(1).to(scores.dtype)
-        if real is None:
-            load = chosen.view(groups, -1, n_experts).sum(1)  # (groups, E)
-            sums = scores.view(groups, -1, n_experts).sum(1)
+    def compute(
+        logits: Tensor, scores: Tensor, experts: Tensor, where: TokenIndices, *, by_sequence: bool
+    ) -> LayerStatistics:
+        """Sum over the tokens of each group.
+
+        Args:
+            logits: (N, E).
+            scores: (N, E).
+            experts: (N, k), the chosen experts.
+            where: locations of the N tokens.
+            by_sequence: one group per sequence; else one for the microbatch.
+        """
+        groups = where.batch_size if by_sequence else 1
+        n_experts, top_k = scores.shape[1], experts.shape[1]
+        expert_ids = torch.arange(n_experts, device=experts.device)
+        # one_hot and bincount would synchronize with the device
+        is_chosen = (experts[:, :, None] == expert_ids).sum(1).to(scores.dtype)  # (N, E)
+        if where.indices is None:
+            load = is_chosen.view(groups, -1, n_experts).sum(1)  # (groups, E)
+            score_sums = scores.view(groups, -1, n_experts).sum(1)
             tokens = load.new_full((groups, 1), len(scores) / groups)
         else:
-            group = real // places.length if by_row else torch.zeros_like(real)
-            empty = scores.new_zeros(groups, n_experts)
-            load, sums = (empty.index_add(0, group, part) for part in (chosen, scores))
+            indices = where.indices
+            group = indices // where.length if by_sequence else torch.zeros_like(indices)
+            zeros = scores.new_zeros(groups, n_experts)
+            load = zeros.index_add(0, group, is_chosen)
+            score_sums = zeros.index_add(0, group, scores)
             tokens = load.sum(1, keepdim=True) / top_k
-        return Statistics(load, sums, tokens, logits.logsumexp(-1).square().sum())
+        squares = logits.logsumexp(-1).square().sum()
+        return LayerStatistics(load, score_sums, tokens, squares)
 
-    def routed(self, others: OtherTokens, *, top_k: int, rows: int) -> Routed:
-        """What is reported of them; tokens of other processes count where `others` names some.
+    def routed(self, groups: StatisticsGroups, *, top_k: int, batch_size: int) -> Routed:
+        """Compute the losses and the reported statistics, over the process groups if there are any.
 
-        Balance is E / (T k) * sum over e of load_e * mean score_e, over the T tokens of each group:
-        a row or, as in megablocks, the microbatch, of this process or of all (Qiu et al., 2025,
-        "Demons in the detail"). Loads have no gradient.
+        The balancing loss is E / (T k) * sum over e of load_e * mean score_e, over the T tokens of
+        each group of tokens: a sequence or, as in megablocks, the microbatch, on this rank or on
+        all (Qiu et al., 2025, "Demons in the detail"). The loads have no gradient.
         """
-        own = self if others.tensor is None else self._over(others.tensor)
-        every = own
-        if others.added is not None:
-            every = own._over(others.added, times=others.added.size())
-        tokens = every.tokens.clamp(min=1)
-        balance = (every.load / (tokens * top_k) * (every.scores / tokens)).sum()
-        balance = balance * (self.load.shape[1] * rows / len(self.load))
-        z = every.squares / every.tokens.sum().clamp(min=1) * rows
-        probability = own.scores.detach().sum(0)
-        return Routed(balance, z, own.load.sum(0), probability, own.tokens.sum())
+        local = self if groups.tensor is None else self._all_reduce(groups.tensor)
+        total = local
+        if groups.summed is not None:
+            total = local._all_reduce(groups.summed, gradient_scale=groups.summed.size())
+        tokens = total.tokens.clamp(min=1)
+        balance = (total.load / (tokens * top_k) * (total.scores / tokens)).sum()
+        balance = balance * (self.load.shape[1] * batch_size / len(self.load))
+        z = total.squares / total.tokens.sum().clamp(min=1) * batch_size
+        probability = local.scores.detach().sum(0)
+        return Routed(balance, z, local.load.sum(0), probability, local.tokens.sum())
 
-    def _over(self, group: dist.ProcessGroup, *, times: int = 1) -> Statistics:
-        """Added up over processes; gradients of this one's part, `times` as large."""
-        flat = torch.cat([part.flatten() for part in self])
-        parts = _Added.apply(flat, group, times).split([part.numel() for part in self])
-        return Statistics(*(p.view_as(own) for p, own in zip(parts, self, strict=True)))
+    def _all_reduce(self, group: dist.ProcessGroup, *, gradient_scale: int = 1) -> LayerStatistics:
+        """Sum over the ranks of a group, in one all-reduce."""
+        flat = torch.cat([field.flatten() for field in self])
+        summed = _AllReduce.apply(flat, group, gradient_scale)
+        fields = summed.split([field.numel() for field in self])
+        shaped = [new.view_as(old) for new, old in zip(fields, self, strict=True)]
+        return LayerStatistics(*shaped)
 
 
-class _Added(torch.autograd.Function):
-    """A sum over processes, each of which finds the gradient of its own summand."""
+class _AllReduce(torch.autograd.Function):
+    """Sum over ranks whose backward pass is the gradient of this rank's summand, times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, times: int) -> Tensor:
-        ctx.times = times
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, gradient_scale: int) -> Tensor:
+        ctx.gradient_scale = gradient_scale
         return wait(start_all_reduce(values, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.times, None, None
+        return grads[0] * ctx.gradient_scale, None, None

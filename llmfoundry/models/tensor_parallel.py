@@ -1,9 +1,9 @@
-"""The decoder's side of tensor parallelism: how matrices are sharded, and tokens between them.
+"""Tensor parallelism inside the decoder: which dimension is sharded, and sequence parallelism.
 
-`distributed/tensor.py` gives a decoder its `TensorRanks`, which selects this process's tokens and
-heads. The idea (Korthikanti et al., 2022): what is not a matrix product, norms, dropout
-and the residual stream, is done once for each token, on the process that has it. A row whose length
-the processes do not divide is padded with tokens that none attends to and that are removed again.
+`distributed/tensor.py` sets a decoder's `TensorRanks`, which selects this rank's tokens and heads.
+Norms, dropout and the residual stream are sequence-parallel (Korthikanti et al., 2022): each rank
+computes them for its tokens only. A sequence whose length the ranks do not divide is padded with
+tokens that nothing attends to, and the padding is removed again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _STACKED = ("attn.Wqkv.weight", "attn.Wqkv.bias")
 
 
 def tensor_parallel_dim(name: str) -> int | None:
-    """The dimension along which tensor parallelism shards a parameter of a dense layer, if any.
+    """Return the dimension along which tensor parallelism shards a parameter, if it does.
 
-    `distributed/tensor.py` asserts that it did; `plan/parameter_shards.py` counts so.
+    `distributed/tensor.py` asserts it, and `plan/parameter_shards.py` counts memory with it.
     """
     if _ROWS.search(name):
         return 0
@@ -39,9 +39,9 @@ def tensor_parallel_dim(name: str) -> int | None:
 
 
 def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
-    """Heights of the matrices that a parameter stacks, of which each tensor rank has its part.
+    """Return the row counts of the matrices that are fused in a parameter (Wqkv).
 
-    Empty: it is sharded as one matrix.
+    Each tensor rank has a shard of each of them. Empty: the parameter is sharded as one matrix.
     """
     if not name.endswith(_STACKED) or config.head_dim is None:
         return ()
@@ -52,97 +52,103 @@ def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def all_stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """`stacked_rows` of those parameters that stack some, by name; of our decoder alone."""
+    """Return `stacked_rows` of the fused parameters by name; empty for a transformers class."""
     config = getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return {}
-    found = {name: stacked_rows(name, config) for name, _ in model.named_parameters()}
-    return {name: rows for name, rows in found.items() if rows}
+    all_rows = {name: stacked_rows(name, config) for name, _ in model.named_parameters()}
+    return {name: rows for name, rows in all_rows.items() if rows}
 
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The tensor-parallel processes of one copy of the model.
+    """The tensor-parallel ranks of one model replica.
 
     Attributes:
-        mesh: of one dimension.
+        mesh: one-dimensional device mesh of the ranks.
     """
 
     mesh: DeviceMesh
 
     @property
     def n(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """This one's number among them."""
+        """Index of this rank on the tensor axis."""
         return self.mesh.get_local_rank()
 
     def heads(self, count: int) -> slice:
-        """Those of `count` heads that this process computes."""
-        each = count // self.n
-        return slice(self.rank * each, (self.rank + 1) * each)
+        """Return the slice of `count` heads that this rank computes."""
+        heads_per_rank = count // self.n
+        return slice(self.rank * heads_per_rank, (self.rank + 1) * heads_per_rank)
 
     def padded(self, x: Tensor) -> Tensor:
-        """X (B, T, ...) padded with zeros, so that the processes divide the length of its rows."""
-        more = -x.shape[1] % self.n
-        return F.pad(x, [0, 0] * (x.ndim - 2) + [0, more]) if more else x
+        """Pad x (B, T, ...) with zeros to a multiple of the number of ranks along T."""
+        missing = -x.shape[1] % self.n
+        return F.pad(x, [0, 0] * (x.ndim - 2) + [0, missing]) if missing else x
 
     def local_tokens(self, x: Tensor) -> Tensor:
-        """(B, S, ...): this process's tokens of x (B, T, ...), S = T / n rounded up."""
+        """Return this rank's tokens (B, S, ...) of x (B, T, ...), with S = T / n rounded up."""
         x = self.padded(x)
-        each = x.shape[1] // self.n
-        return x.narrow(1, self.rank * each, each)
+        tokens_per_rank = x.shape[1] // self.n
+        return x.narrow(1, self.rank * tokens_per_rank, tokens_per_rank)
 
-    def local_places(self, rows: int, tokens: int, real: Tensor | None) -> Tensor | None:
-        """(N,) on the host: flat places b * S + s of this process's tokens that are no padding.
+    def local_indices(self, batch_size: int, tokens: int, indices: Tensor | None) -> Tensor | None:
+        """Return the flat indices b * S + s of this rank's tokens that are not padding.
 
         Args:
-            rows: B.
-            tokens: T, of a row.
-            real: (M,) on the host, flat places b * T + t that are no padding; None: all are.
+            batch_size: B.
+            tokens: T, length of a sequence.
+            indices: (M,) on the host, flat indices b * T + t of the tokens of all ranks that are
+                not padding; None: there is no padding.
 
         Returns:
-            None: all are.
+            (N,) on the host; None: this rank has no padding.
         """
-        if real is None and tokens % self.n == 0:
+        if indices is None and tokens % self.n == 0:
             return None
-        mask = torch.ones(rows, tokens, dtype=torch.bool)
-        if real is not None:
-            mask = torch.zeros(rows * tokens, dtype=torch.bool)
-            mask[real] = True
-        return self.local_tokens(mask.view(rows, tokens)).flatten().nonzero()[:, 0]
+        mask = torch.ones(batch_size, tokens, dtype=torch.bool)
+        if indices is not None:
+            mask = torch.zeros(batch_size * tokens, dtype=torch.bool)
+            mask[indices] = True
+        return self.local_tokens(mask.view(batch_size, tokens)).flatten().nonzero()[:, 0]
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
-        """(B, S, D): embeddings of this process's tokens, of tokens (B, T) and a table (V, D).
+        """Return embeddings (B, S, D) of this rank's tokens.
 
-        Each process looks up the tokens of its own rows; their sum, of which one summand is not
-        zero, goes to the process that has the token. DTensor's own embedding does as much, but
-        gives every process the gradient of the full table.
+        Each rank looks up the tokens in its shard of the vocabulary. A reduce-scatter sums the
+        lookups, of which one is not zero, onto the rank that has the token. DTensor's embedding
+        does the same, but materializes the gradient of the full table on every rank.
+
+        Args:
+            weight: (V, D) table, sharded by rows.
+            tokens: (B, T), the tokens of all ranks.
         """
-        rows, shard = self.local_vocabulary(weight)
-        place = self.padded(tokens) - shard.first  # (B, n S)
-        mine = (place >= 0) & (place < len(rows))
-        found = F.embedding(torch.where(mine, place, 0), rows).masked_fill(~mine[..., None], 0)
-        full = DTensor.from_local(found, self.mesh, [Partial()], run_check=False)
+        table, shard = self.local_vocabulary(weight)
+        row = self.padded(tokens) - shard.first  # (B, n S)
+        is_local = (row >= 0) & (row < len(table))
+        lookup = F.embedding(torch.where(is_local, row, 0), table)
+        lookup = lookup.masked_fill(~is_local[..., None], 0)
+        full = DTensor.from_local(lookup, self.mesh, [Partial()], run_check=False)
         return full.redistribute(placements=[Shard(1)]).to_local()
 
     def all_gather(self, x: Tensor, tokens: int) -> Tensor:
-        """(B, T, D) of every process's x (B, S, D); gradients of all of them are added up."""
+        """Gather x (B, S, D) of all ranks to (B, T, D). The backward pass sums gradients."""
         full = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
         full = full.redistribute(placements=[Replicate()])
         return full.to_local(grad_placements=[Partial()])[:, :tokens]
 
     def local_vocabulary(self, weight: Tensor) -> tuple[Tensor, VocabularyShard]:
-        """The rows (V', D) that this process has of an output head (V, D), and which they are."""
+        """Return this rank's rows (V', D) of an output head (V, D), and their location."""
         assert isinstance(weight, DTensor)
         (rows,) = local_ranges(weight, 0)
         return weight.to_local(), VocabularyShard(self.mesh.get_group(), rows[0], weight.shape[0])
 
     def all_logits(self, logits: Tensor, shard: VocabularyShard) -> Tensor:
-        """(..., V) of every process's logits (..., V')."""
+        """Gather logits (..., V') of all ranks to (..., V)."""
         shape = torch.Size((*logits.shape[:-1], shard.size))
         stride = torch.empty(shape, device="meta").stride()
         full = DTensor.from_local(

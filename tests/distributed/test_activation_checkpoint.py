@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from llmfoundry.distributed.activation_checkpoint import check_compiler, check_graphs, wrap_blocks
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.kv_cache import Piece
+from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.ops.packed_layout import PackedLayout
 from tests.models.test_decoder import make_config
 from tests.selection import slow_but
@@ -202,7 +202,7 @@ def generate(root: Root) -> torch.Tensor:
     cache = root.model.new_slots(slots=1, length=16, device=device, dtype=torch.float32)
     logits = [
         root(
-            cache.begin([Piece(0, place, (row[place],), 1)]),
+            cache.begin([TokenChunk(0, place, (row[place],), 1)]),
             None,
             lambda model, hidden: model.head(hidden),
             cache=cache,

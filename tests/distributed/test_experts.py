@@ -27,7 +27,7 @@ from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import place, quantize_frozen
-from llmfoundry.models.router import OtherTokens, Router
+from llmfoundry.models.router import Router, StatisticsGroups
 from llmfoundry.ops import compression
 from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.ops.shard_layout import full_tensor
@@ -235,7 +235,7 @@ def work(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
         found["routers"] = router_weights(spread(world, degrees, "amp_bf16"))
         dense = {**LAYOUTS[size], "tensor_parallel_degree": 1}
         found["routers without ep"] = router_weights(spread(world, dense, "amp_bf16"))
-        found["balance"] = {kind: shared_row(kind, rank) for kind in ("added", "tensor")}
+        found["balance"] = {kind: shared_row(kind, rank) for kind in ("summed", "tensor")}
     torch.save(found, folder / f"{size}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -379,7 +379,7 @@ def shared_row(kind: str, rank: int | None) -> dict[str, Tensor]:
     part = slice(None) if rank is None else (slice(0, 6), slice(6, LENGTH))[rank]
     if rank is not None:
         group = dist.group.WORLD
-        layer.others = OtherTokens(**{kind: group})
+        layer.statistics_groups = StatisticsGroups(**{kind: group})
     places = real[:, part].flatten().nonzero()[:, 0]
     _, routed = layer.train()(x[:, part], places)
     assert routed is not None
@@ -390,16 +390,16 @@ def shared_row(kind: str, rank: int | None) -> dict[str, Tensor]:
     return reported | {"grad": grad}
 
 
-@pytest.mark.parametrize("kind", ["added", "tensor"])
+@pytest.mark.parametrize("kind", ["summed", "tensor"])
 def test_a_router_counts_the_tokens_of_all_that_share_a_row(found: Found, kind: str) -> None:
     """Added up later over the processes: a row then counts twice, and so does its loss."""
     expected = shared_row(kind, None)
     first, second = (rank["balance"][kind] for rank in found)
-    times = 2 if kind == "added" else 1
+    times = 2 if kind == "summed" else 1
     torch.testing.assert_close(first["grad"] + second["grad"], times * expected["grad"])
     for name in ("balance", "z"):
         torch.testing.assert_close(first[name], expected[name])
         torch.testing.assert_close(second[name], expected[name])
     for name in ("load", "probability", "tokens"):
-        summed = first[name] + second[name] if kind == "added" else first[name]
+        summed = first[name] + second[name] if kind == "summed" else first[name]
         torch.testing.assert_close(summed, expected[name])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.kv_cache import Piece
+from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.models.layers import FFNS
 from llmfoundry.ops.activations import ACTIVATIONS
 from llmfoundry.ops.attention.base import alibi_slopes
@@ -232,7 +232,7 @@ def cached(model: Decoder, parts: Sequence[Tensor], length: int) -> list[Tensor]
     cache = model.new_slots(slots=rows, length=length, device=device, dtype=dtype)
     found, past = list[Tensor](), 0
     for part in parts:
-        pieces = [Piece(slot, past, tuple(new), 0) for slot, new in enumerate(part.tolist())]
+        pieces = [TokenChunk(slot, past, tuple(new), 0) for slot, new in enumerate(part.tolist())]
         found.append(model(cache.begin(pieces), cache=cache).unflatten(1, part.shape)[0])
         past += part.shape[1]
     return found

@@ -191,7 +191,7 @@ def _mixture(ffn: dict[str, Any]) -> Decoder:
 def test_fp8_is_refused_where_it_cannot_be(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the device, by a layer's size, and beside what it does not know."""
     monkeypatch.chdir(place)
-    with pytest.raises(UserError, match="precision: amp_fp8: a CPU has no products in fp8; write"):
+    with pytest.raises(UserError, match="precision: amp_fp8: a CPU has no fp8 matmuls; write"):
         train_here("cpu", "precision=amp_fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")

@@ -449,7 +449,7 @@ class StreamedState(MergedState):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        make = self._make(name)
+        make = self._compute(name)
         if make is None:
             return self._read(name)
         with self._with_weights(name):

@@ -26,7 +26,7 @@ from llmfoundry.hf.peft.names import CONFIG, WEIGHTS, check_patterns, read_confi
 from llmfoundry.hf.peft.read import check_start
 from llmfoundry.models.adapter import fill_adapter_from, is_added
 from llmfoundry.models.adapter_targets import select
-from llmfoundry.models.init import Distribution, draw
+from llmfoundry.models.init import Distribution, sample
 from llmfoundry.ops.shard_layout import assign, full_tensor
 from llmfoundry.recipe.adapter import ALL_LINEAR, AdapterConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe
@@ -182,7 +182,7 @@ def init_peft(model: nn.Module, seed: int, init: str) -> None:
             continue
         a, b = module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
         std = 1 / module.r[_NAME] if init == "gaussian" else (3 * a.shape[1]) ** -0.5
-        draw(a, Distribution(std, uniform=init != "gaussian"), seed, f"{name}.lora_A")
+        sample(a, Distribution(std, uniform=init != "gaussian"), seed, f"{name}.lora_A")
         assign(b, torch.zeros(b.shape, device=b.device))
         if module.use_dora.get(_NAME):
             weight = full_tensor(module.get_base_layer().weight)
