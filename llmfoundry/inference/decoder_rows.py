@@ -1,10 +1,10 @@
-"""`DecoderRows`: the project's decoder as `engine` calls models; under DDP and FSDP too.
+"""`DecoderRows`: the project's decoder behind the model interface of `engine`, also under FSDP.
 
-All tokens of a step are one row of the Root's forward pass; keys and values are in a
-`models.kv_cache.SlotCache`. A model of transformers that is being trained has no such cache: it reads
-its sequences anew in each step.
+All tokens of a step are one sequence of the Root's forward pass. Keys and values are in a
+`models.kv_cache.SlotCache`. A transformers class in training has no such cache; its sequences are
+recomputed in each step.
 
-`stream_tokens` does without a cache, for one request.
+`stream_tokens` generates without a cache, for one request.
 """
 
 from __future__ import annotations
