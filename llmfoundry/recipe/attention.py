@@ -326,15 +326,15 @@ class BlockOverridesConfig:
 
         The number is negative if that layer would lie before the first.
         """
-        found: list[int] = []
+        sources: list[int] = []
         for index, name in enumerate(names):
             above = index + min(0, self._kind(name).reuse_kv_layer_idx or 0)
-            found.append(found[above] if 0 <= above < index else above)
-        return found
+            sources.append(sources[above] if 0 <= above < index else above)
+        return sources
 
     def _kind(self, name: str) -> AttentionOverride:
-        found = self.overrides.get(name)
-        return found.attn_config if found is not None else AttentionOverride()
+        override = self.overrides.get(name)
+        return override.attn_config if override is not None else AttentionOverride()
 
 
 @dataclass(frozen=True)
@@ -360,13 +360,13 @@ def layer_configs(
     """Return the settings of every layer of a checked model."""
     if overrides is None or not overrides.order:
         overrides = BlockOverridesConfig(order=[BlockRun(DEFAULT, repeat=n_layers)])
-    names, found = overrides.names(), []
+    names, layers = overrides.names(), []
     for name, source in zip(names, overrides.sources(names), strict=True):
         kind = overrides._kind(name)
         window, tuning = kind.sliding_window_size, kind.attn_temperature_tuning
         tuning = attn.attn_temperature_tuning if tuning is None else tuning
         floor = tuning.floor_scale or FLOOR_SCALE
-        found.append(
+        layers.append(
             LayerConfig(
                 window=attn.sliding_window_size if window is None else window,
                 rotary=attn.rope and not kind.nope,
@@ -374,7 +374,7 @@ def layer_configs(
                 temperature=(floor, tuning.attn_scale) if tuning.attn_scale else None,
             )
         )
-    return found
+    return layers
 
 
 def _length(runs: list[BlockRun]) -> int:

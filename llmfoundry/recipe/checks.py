@@ -75,8 +75,8 @@ def nearest(name: str, options: Iterable[str]) -> str:
     Otherwise the only option that contains the name as whole words counts, as max_seq_len contains
     seq_len.
     """
-    found = nearest_option(name, options)
-    return f"; did you mean '{found}'?" if found is not None else ""
+    option = nearest_option(name, options)
+    return f"; did you mean '{option}'?" if option is not None else ""
 
 
 def nearest_option(name: str, options: Iterable[str]) -> str | None:

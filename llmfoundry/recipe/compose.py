@@ -100,7 +100,7 @@ def config_parts(
     # Hydra expands the list; its errors become lines of ours.
     prefix = "" if recipe is None else f"{show(recipe)}: "
     try:
-        found, chosen = _ask_hydra(defaults, groups, folders)
+        parts, chosen = _ask_hydra(defaults, groups, folders)
     except FileNotFoundError as error:
         raise UserError(prefix + _missing(str(error), options)) from error
     except RecursionError as error:
@@ -110,17 +110,17 @@ def config_parts(
         raise UserError(f"{prefix}defaults: {text}") from error
     # The file of each name, in the first folder that has it.
     paths: dict[str, Path] = {}
-    for part in found:
+    for part in parts:
         candidates = [folder / f"{part.name}.yaml" for folder in folders]
         files = [path for path in candidates if path.is_file()]
         if files:
             paths[part.name] = files[0]
     if recipe is not None:
         paths[_ROOT] = recipe
-    replaced = _replaced(found, paths, groups, chosen)
+    replaced = _replaced(parts, paths, groups, chosen)
     return [
         YamlSource(paths[part.name], part.package, replaced[part])
-        for part in found
+        for part in parts
         if part.name in paths
     ]
 
@@ -256,11 +256,11 @@ def _source() -> type:
             return (Path(self.path) / self._normalize_file_name(config_path)).is_file()
 
         def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
-            found: Names = []
+            results: Names = []
             for file in (Path(self.path) / config_path).iterdir():
                 place = f"{config_path}/{file.name}".lstrip("/")
-                self._list_add_result(found, place, file.name, results_filter)
-            return sorted({*found})
+                self._list_add_result(results, place, file.name, results_filter)
+            return sorted({*results})
 
     return RecipeSource
 
@@ -305,8 +305,8 @@ class ValueSources:
     def where(self, key: str) -> str:
         """Return the prefix `file:line: ` of the source of `key`; "" for the command line."""
         key = key.split("[")[0]
-        for given in self.overridden:
-            if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}."):
+        for overridden_key in self.overridden:
+            if f"{key}.".startswith(f"{overridden_key}.") or overridden_key.startswith(f"{key}."):
                 return ""
         for source in reversed(self.sources):
             line = source.line_of(key)
@@ -511,15 +511,15 @@ def _implied(
     A section's IMPLIES defines them. Nothing is selected if the command line also sets the group or
     the name, or if the recipe has the name already.
     """
-    found: dict[str, str] = {}
+    implied_groups: dict[str, str] = {}
     for section, key in schema.keys.items():
         if key.section is None or not {section, f"{section}.name"}.isdisjoint([*groups, *values]):
             continue
         implies = getattr(key.section.cls, "IMPLIES", {})
-        given = [(k, v) for k, v in implies.items() if _is_given(values.get(f"{section}.{k}"))]
-        if given and value_at(merged, f"{section}.name") != given[0][1][0]:
-            found[section] = given[0][1][1]
-    return found
+        set_keys = [(k, v) for k, v in implies.items() if _is_given(values.get(f"{section}.{k}"))]
+        if set_keys and value_at(merged, f"{section}.name") != set_keys[0][1][0]:
+            implied_groups[section] = set_keys[0][1][1]
+    return implied_groups
 
 
 def _is_given(value: Any) -> bool:
@@ -575,8 +575,8 @@ def _without(value: Any, keys: Mapping[str, str], key: str = "") -> Any:
             if part not in keys
         }
     if isinstance(value, list):
-        kept = [i for i in range(len(value)) if f"{key}[{i}]" not in keys]
-        return [_without(value[i], keys, f"{key}[{i}]") for i in kept]
+        indices = [i for i in range(len(value)) if f"{key}[{i}]" not in keys]
+        return [_without(value[i], keys, f"{key}[{i}]") for i in indices]
     return value
 
 

@@ -78,12 +78,12 @@ class FinetuneRecipe(TrainRecipe):
 
     def _check_context(self) -> Iterator[str]:
         """Check for settings that need full sequences on each rank."""
-        degree, whole = self.parallel.context_parallel_degree, ""
+        degree, reason = self.parallel.context_parallel_degree, ""
         if self.preference.name != "none":
-            whole = f"preference.name: {self.preference.name} compares answers of whole rows"
-        if degree != 1 and whole:
+            reason = f"preference.name: {self.preference.name} compares answers of whole rows"
+        if degree != 1 and reason:
             yield (
-                f"parallel.context_parallel_degree: {degree}, but {whole}; write 1, and"
+                f"parallel.context_parallel_degree: {degree}, but {reason}; write 1, and"
                 " data_parallel_shard_degree: -1"
             )
 

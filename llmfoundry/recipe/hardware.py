@@ -201,11 +201,11 @@ def _read(path: str, key: str, count: int | None) -> Hardware:
     values = read_yaml(file)
     like, gpus = values.pop("like", None), values.pop("gpus", None)
     problems = [*_wrong_base(like), *_wrong_count(gpus)]
-    found: list[Problem] = []
+    build_problems: list[Problem] = []
     base = {} if problems or like is None else dataclasses.asdict(GPUS[str(named_gpu(like))])
-    gpu = build(Gpu, {**base, **values}, found)
-    problems += [problem.line for problem in found]
-    if not found:
+    gpu = build(Gpu, {**base, **values}, build_problems)
+    problems += [problem.line for problem in build_problems]
+    if not build_problems:
         problems += [*check_fields("", gpu), *_missing(gpu, count or gpus)]
     number = count if count is not None else gpus
     if number is None:

@@ -238,10 +238,10 @@ class LaunchConfig:
     @property
     def seconds(self) -> int | None:
         """`time` in seconds."""
-        found = _TIME.fullmatch(self.time or "")
-        if found is None:
+        match = _TIME.fullmatch(self.time or "")
+        if match is None:
             return None
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 

@@ -317,7 +317,7 @@ class ModelConfig:
     """Longest sequence; unset: the recipe's max_seq_len. A larger value only adds learned position
     embeddings."""
     learned_pos_emb: bool | None = None
-    """A learned vector for each position; unset: true unless alibi or rope is on."""
+    """Learned position embeddings; unset: true unless alibi, rope or nope is on."""
     no_bias: bool = False
     """Drop the biases of linear layers and norms."""
     attention_bias: bool | None = None
@@ -325,9 +325,9 @@ class ModelConfig:
     norm_type: Annotated[str, choice(NORMS)] = "layernorm"
     """layernorm or rmsnorm, computed in fp32 (FSDP gathers their weights in bfloat16 under
     amp_bf16); low_precision_layernorm, low_precision_rmsnorm: in the precision of the matrix
-    products."""
+    multiplications."""
     norm_eps: Annotated[float, POSITIVE] = 1e-5
-    """Added to the variance under the norm's root."""
+    """Added to the variance in the norm, for numerical stability."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
     logit_scale: Annotated[

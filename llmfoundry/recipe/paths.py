@@ -73,14 +73,14 @@ def find_recipe(path: str | Path) -> Path:
     if os.path.isfile(given / "recipe.yaml"):
         raise UserError(f"{path} is a folder; did you mean {given / 'recipe.yaml'}?")
     # A shipped recipe, unless a file here has the same name.
-    if (found := _shipped_recipe(given)) is not None:
+    if (recipe := _shipped_recipe(given)) is not None:
         beside = given.with_name(f"{given.name}.yaml")
-        if given.suffix not in _SUFFIXES and beside.is_file() and not beside.samefile(found):
-            name = found.relative_to(ROOT)
+        if given.suffix not in _SUFFIXES and beside.is_file() and not beside.samefile(recipe):
+            name = recipe.relative_to(ROOT)
             raise UserError(
                 f"{path} can be {beside} or the shipped recipe; write {beside} or {name}"
             )
-        return found
+        return recipe
     # Nothing: name what is there, and the nearest recipe.
     what = f"{path} is a folder, no recipe" if os.path.isdir(given) else f"no recipe at {path}"
     if os.path.exists(given) and not os.path.isdir(given):
@@ -141,9 +141,9 @@ def search_folders(recipe: Path | None) -> list[Path]:
     """
     folders = [YAMLS]
     if recipe is not None:
-        own = recipe.absolute().parent
-        at_root = (own / "eval").resolve() == ROOT / "eval"
-        folders = [YAMLS, own] if at_root else [own, YAMLS]
+        recipe_folder = recipe.absolute().parent
+        at_root = (recipe_folder / "eval").resolve() == ROOT / "eval"
+        folders = [YAMLS, recipe_folder] if at_root else [recipe_folder, YAMLS]
     return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
 
 
@@ -152,12 +152,12 @@ def group_options(folders: Iterable[Path], schema: Schema) -> dict[str, list[str
 
     A group is a folder in one of `folders` with YAML files and the name of a section.
     """
-    found = {
+    choices_by_group = {
         name: {file.stem for folder in folders for file in (folder / name).glob("*.yaml")}
         for name, key in schema.keys.items()
         if key.section is not None and name not in getattr(schema.cls, "NOT_GROUPS", ())
     }
-    return {group: sorted(options) for group, options in found.items() if options}
+    return {group: sorted(options) for group, options in choices_by_group.items() if options}
 
 
 def shipped(schema: Schema) -> list[Path]:

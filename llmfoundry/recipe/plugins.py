@@ -64,11 +64,11 @@ def _import_file(module: str, path: Path) -> None:
     spec = importlib.util.spec_from_file_location(module, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise UserError(f"plugins: {show(path)} is not a Python file; write one, my_file.py")
-    made = importlib.util.module_from_spec(spec)
+    plugin = importlib.util.module_from_spec(spec)
     code = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-    sys.modules[module] = made
+    sys.modules[module] = plugin
     try:
-        _run(show(path), code, str(path), partial(spec.loader.exec_module, made))
+        _run(show(path), code, str(path), partial(spec.loader.exec_module, plugin))
     except BaseException:
         del sys.modules[module]
         raise

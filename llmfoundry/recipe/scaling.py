@@ -232,10 +232,10 @@ class ScalingRecipe:
 
     def _check_prediction(self) -> Iterator[str]:
         if self.budget is not None:
-            found = _BUDGET.fullmatch(self.budget.strip())
-            if found is None or not 0 < float(found[1]) < 1e40:
+            match = _BUDGET.fullmatch(self.budget.strip())
+            if match is None or not 0 < float(match[1]) < 1e40:
                 yield f"budget: {self.budget!r}; write FLOPs, 1e21, or hours of a GPU, 1000h"
-            elif found[2] and (self.fit is not None or self.hardware is None):
+            elif match[2] and (self.fit is not None or self.hardware is None):
                 yield "budget: hours are of a base's GPUs; write hardware=8xh100, or FLOPs, 1e21"
         if self.hardware is not None:
             try:

@@ -530,9 +530,9 @@ def _without_effect(prefix: str, section: Any) -> Iterator[str]:
 def _failed_rule(key: Key, schema: Schema, section: Any, prefix: str) -> str | None:
     """Return the clause of the first rule that fails, of a key or of the key that it depends on."""
     for rule in (rule for rule in key.rules if isinstance(rule, Only)):
-        given = {name: _value_at(section, name) for name in rule.names}
+        values = {name: _value_at(section, name) for name in rule.names}
         others = [schema.find(name) for name in rule.names]
-        if any(_is_misspelled(other, v) for other, v in zip(others, given.values(), strict=True)):
+        if any(_is_misspelled(other, v) for other, v in zip(others, values.values(), strict=True)):
             continue  # the misspelled value has an error line of its own
         # A rule on a key without effect fails as well.
         only_other = schema.keys.get(rule.names[0]) if len(rule.names) == 1 else None
@@ -540,8 +540,8 @@ def _failed_rule(key: Key, schema: Schema, section: Any, prefix: str) -> str | N
             clause = _failed_rule(only_other, schema, section, prefix)
             if clause is not None:
                 return clause
-        if not rule.holds(given, schema):
-            return rule.clause(given, prefix)
+        if not rule.holds(values, schema):
+            return rule.clause(values, prefix)
     return None
 
 

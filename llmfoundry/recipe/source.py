@@ -229,9 +229,9 @@ class StreamConfig(SourceConfig):
         """Yield an error line for each invalid, conflicting or ineffective value."""
         yield from check_fields(key, self)
         yield from super().check(key)
-        given = [f for f in ("proportion", "repeat", "choose") if getattr(self, f) is not None]
-        if len(given) > 1:
-            yield f"{key}{given[1]}: and {given[0]} exclude each other; remove one"
+        set_fields = [f for f in ("proportion", "repeat", "choose") if getattr(self, f) is not None]
+        if len(set_fields) > 1:
+            yield f"{key}{set_fields[1]}: and {set_fields[0]} exclude each other; remove one"
 
 
 @contextmanager

@@ -285,9 +285,9 @@ class TrainRecipe:
 
     def _check_model_across(self) -> Iterator[str]:
         """Check the model against the rest of the recipe."""
-        found = [*limits(self.model, self.parallel, self.parallel.written_degrees)]
-        yield from found
-        if self.compile and not found:
+        problems = [*limits(self.model, self.parallel, self.parallel.written_degrees)]
+        yield from problems
+        if self.compile and not problems:
             yield from compiled_limits(self.model, self.parallel)
         if self.tokenizer.name == PRETRAINED:
             yield (

@@ -52,7 +52,7 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
         key: dotted prefix of the section, with its last dot.
     """
     keys, removed = Schema.of(schema).keys, getattr(schema, "REMOVED", {})
-    given: dict[str, Any] = {k.field: None for k in keys.values() if k.required}
+    arguments: dict[str, Any] = {k.field: None for k in keys.values() if k.required}
     for name, value in values.items():
         dotted = f"{key}{name}"
         if name in removed:
@@ -66,12 +66,12 @@ def build(schema: type[T], values: Mapping[Any, Any], problems: list[Problem], k
         before = len(problems)
         converted = to_type(keys[name].hint, value, dotted, problems)
         if len(problems) == before:
-            given[keys[name].field] = converted
+            arguments[keys[name].field] = converted
     # Required keys that are missing.
     for name in (k.name for k in keys.values() if k.required and k.name not in values):
         why = f"is missing; write {_noun(keys[name].hint)}"
         problems.append(Problem(f"{key}{name}", why))
-    return schema(**given)
+    return schema(**arguments)
 
 
 class _Origin(NamedTuple):

@@ -52,13 +52,13 @@ def rank_of(word: str, key: str) -> int:
     """Return how exactly a word, which may contain stars, matches a dotted key."""
     if word == key:
         return 1000
-    names, given = word.split("."), key.split(".")
+    names, parts = word.split("."), key.split(".")
     ends_open = names[-1] == "*"
-    if "*" not in names or len(given) < len(names) - ends_open:
+    if "*" not in names or len(parts) < len(names) - ends_open:
         return 0
-    if not ends_open and len(given) != len(names):
+    if not ends_open and len(parts) != len(names):
         return 0
-    pairs = zip(names, given, strict=False)
+    pairs = zip(names, parts, strict=False)
     if not all(name in ("*", part) for name, part in pairs):
         return 0
     return 2 * sum(name != "*" for name in names) + (not ends_open)
@@ -128,9 +128,9 @@ def hint_for(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str
     is_whole = other is not None and any("." in word for word in other.words.split())
     places = [k for k, _ in schema.walk() if k.endswith(f".{name}")]
     if other is None or (places and other.key not in places and not is_whole):
-        found = _near(schema, key, places)
-        if found:
-            return found
+        suggestion = _near(schema, key, places)
+        if suggestion:
+            return suggestion
     return "" if other is None else _say(schema, other, value)
 
 
@@ -149,19 +149,19 @@ def _near(schema: Schema, key: str, places: list[str]) -> str:
     parent, _, name = key.rpartition(".")
     above = schema.find(parent) if parent else None
     section = (above.section or above.item) if above is not None else None
-    own = (section.keys if section is not None else {}) if parent else schema.keys
-    if places and nearest_option(name, [n for n in own if n == name]) is None:
+    own_keys = (section.keys if section is not None else {}) if parent else schema.keys
+    if places and nearest_option(name, [n for n in own_keys if n == name]) is None:
         fewest = min(place.count(".") for place in places)
         shown = [place for place in places if place.count(".") == fewest][:MOST_PLACES]
         return "; did you mean " + " or ".join(f"'{place}'" for place in shown) + "?"
-    return nearest(name, own)
+    return nearest(name, own_keys)
 
 
 def _other(schema: Schema, word: str) -> OtherToolKey | None:
     """Return the meaning of another tool's key: in this recipe first, else in another script."""
-    found = [other for other in named(word, _keys) if other.write or other.why]
-    here = (o for o in found if not o.write or schema.find(o.key) is not None)
-    return next(here, next((o for o in found if o.script), None))
+    matches = [other for other in named(word, _keys) if other.write or other.why]
+    here = (o for o in matches if not o.write or schema.find(o.key) is not None)
+    return next(here, next((o for o in matches if o.script), None))
 
 
 def _say(schema: Schema, other: OtherToolKey, value: Any) -> str:
@@ -193,7 +193,7 @@ def _carried(schema: Schema, key: str, example: str, unit: str, value: Any) -> s
     if isinstance(value, list) and value and all(map(_fits, value)):
         return f"[{','.join(map(str, value))}]"
     text = str(value)
-    rule = None if (found := schema.find(key)) is None else found.rule(Choice)
+    rule = None if (own_key := schema.find(key)) is None else own_key.rule(Choice)
     groups = group_options(search_folders(None), schema)
     options = groups.get(key) or (rule.options if rule is not None else ())
     if options and text not in options:

@@ -177,8 +177,8 @@ def line_of(path: Path, key: str) -> int | None:
     for part in key.split("."):
         if not isinstance(node, yaml.MappingNode):
             return None
-        found = [(k, v) for k, v in node.value if k.value == part]
-        if not found:
+        matches = [(k, v) for k, v in node.value if k.value == part]
+        if not matches:
             return None
-        line, node = found[-1][0].start_mark.line + 1, found[-1][1]  # after those merged by <<
+        line, node = matches[-1][0].start_mark.line + 1, matches[-1][1]  # after those merged by <<
     return line
