@@ -260,9 +260,9 @@ def _ended(text: str) -> TargetState:
 
 def _is_same(line: str, status: str, began: int) -> bool:
     """Whether ps shows the process that was started, and not a later one of its number."""
-    flags, *words = line.split(maxsplit=6)  # five of them are its start
-    if not flags or flags.startswith("Z"):
+    if not line.strip() or line.lstrip().startswith("Z"):  # it is gone, or nobody waits for it
         return False
+    _, *words = line.split(maxsplit=6)  # five of them are its start
     start = _epoch(" ".join(words[:5]))
     is_then = start is not None and abs(start - began) <= _SLACK
     return is_then or _names(words[5:], status)

@@ -213,6 +213,24 @@ def test_a_clock_that_was_set_has_ended_no_run(
     assert hosts.state(elsewhere).state == ENDED
 
 
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [("75\n", "exit status 75"), (None, "it was killed, or its machine has restarted")],
+)
+def test_a_supervisor_that_has_ended_on_a_host_has(
+    fake: Fake, tmp_path: Path, status: str | None, reason: str
+) -> None:
+    fake("ssh", "exec bash -s")
+    (tmp_path / "launch").mkdir()
+    if status is not None:
+        (tmp_path / "launch/node-0.exit").write_text(status)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    record = replace(of_two(tmp_path, 1, 1), job=f"n1:{process.pid}@5", nodes=1)
+    assert hosts.state(record).reason == reason
+    assert hosts.stop(record, now=False) == "had ended on n1"
+
+
 def test_a_start_is_told_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     began = calendar.timegm((2026, 11, 28, 10, 45, 7, 0, 0, 0))
     monkeypatch.setenv("TZ", "Asia/Tokyo")
