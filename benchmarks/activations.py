@@ -137,8 +137,7 @@ class Contender:
 
 def make(model: str, settings: dict[str, Any]) -> Contender:
     """The same weights for all."""
-    config = build(ModelConfig, MODELS[model], [])
-    config.fill()
+    config = build(ModelConfig, MODELS[model], []).resolve()
     decoder = Decoder(config)
     decoder.init_weights(17)
     root, settings = Root(decoder).train(), dict(settings)

@@ -59,7 +59,6 @@ from benchmarks import contenders
 from benchmarks.contenders import EOS, SAMPLE_TOKENS, SAMPLES, samples
 from benchmarks.harness import interleaved, over_rounds, ratio, table, write
 from llmfoundry.builders.callbacks import MAKERS
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.loader import BatchPrefetcher
@@ -432,9 +431,9 @@ def wait(words: list[str]) -> None:
     path, *overrides = words or ["yamls/quickstart.yaml"]
     with tempfile.TemporaryDirectory() as folder:
         overrides += [f"save_folder={folder}", "logger.mlflow=false"]
-        recipe = load(TrainRecipe, path, overrides)
+        recipe = load(TrainRecipe, path, overrides).resolve()
         with join(recipe.parallel) as world:
-            tracker = Tracker(with_defaults(recipe), Path(folder), is_main=world.is_main)
+            tracker = Tracker(recipe, Path(folder), is_main=world.is_main)
             MAKERS["watch"] = watch
             trainer, _ = build_trainer(recipe, world, tracker, Storage(Path(folder)))
             with closing(BatchPrefetcher(trainer.loader, 0)) as batches:

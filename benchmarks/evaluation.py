@@ -224,8 +224,7 @@ def _model() -> Decoder:
     problems: list[Problem] = []
     config = build(ModelConfig, MODEL, problems)
     assert not problems, problems
-    config.fill(max_seq_len=SEQ)
-    model = Decoder(config)
+    model = Decoder(config.resolve(max_seq_len=SEQ))
     model.init_weights(seed=0)
     return model.eval()
 

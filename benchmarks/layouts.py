@@ -41,7 +41,7 @@ from llmfoundry.plan.memory import GIB, estimate
 from llmfoundry.plan.seconds import StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.recipe.parallel import RECOMPUTED, Degrees, limits
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard
 
@@ -77,7 +77,7 @@ class Built:
         seconds: that all of this took.
     """
 
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     fits: bool
     need: float
     parameters: int
@@ -144,7 +144,7 @@ def build(name: str, layout: str, ranks: int, looked_at: Iterable[int] | None = 
     )
 
 
-def _moments(recipe: TrainRecipe, root: Root) -> torch.optim.Optimizer:
+def _moments(recipe: ResolvedTrainRecipe, root: Root) -> torch.optim.Optimizer:
     """The recipe's optimizer, behind a step."""
     dtype = matmul_dtype(recipe.precision)
     optimizer = build_optimizer(root.model, recipe.optimizer, matmul_dtype=dtype)
@@ -281,7 +281,7 @@ SENT_COLUMNS = {
 }
 
 
-def formula(recipe: TrainRecipe, ranks: int, microbatch: int) -> Counter[tuple[str, int]]:
+def formula(recipe: ResolvedTrainRecipe, ranks: int, microbatch: int) -> Counter[tuple[str, int]]:
     """Bytes by kind of collective and number of processes."""
     found: Counter[tuple[str, int]] = Counter()
     for messages in communication(recipe, ranks, microbatch):

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import table
-from llmfoundry.builders.model import build_autocast, build_root, matmul_dtype, with_defaults
+from llmfoundry.builders.model import build_autocast, build_root, matmul_dtype
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.mesh import Meshes, build_mesh
@@ -50,7 +50,7 @@ from llmfoundry.plan.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
 from llmfoundry.plan.meter import GpuKernels, LiveBytes
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.paths import YAMLS
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 from llmfoundry.train import step
 from llmfoundry.train.objective import CrossEntropy
 from llmfoundry.train.optim.optimizers import build_optimizer
@@ -175,27 +175,27 @@ class Bytes:
     peak: int
 
 
-def read(name: str, ranks: int, words: list[str]) -> TrainRecipe:
-    """A filled recipe, in which auto is decided for GPUs of 80 GB."""
+def read(name: str, ranks: int, words: list[str]) -> ResolvedTrainRecipe:
+    """A resolved recipe, in which auto is decided for GPUs of 80 GB."""
     recipe = spread(name, words)
     decide(recipe, ranks)
     return recipe
 
 
-def decide(recipe: TrainRecipe, ranks: int) -> None:
+def decide(recipe: ResolvedTrainRecipe, ranks: int) -> None:
     """Write what auto stands for on GPUs of 80 GB; a UserError where it does not fit."""
     fit = choose_fit(recipe, world_size=ranks, available=MEMORY, device=GPU)
     recipe.parallel.activation_checkpointing = fit.checkpointing
     recipe.device_train_microbatch_size = fit.microbatch
 
 
-def spread(name: str, words: list[str]) -> TrainRecipe:
-    """A filled recipe."""
-    written = load(TrainRecipe, YAMLS / f"{name}.yaml", words)
-    return with_guessed_vocabulary(with_defaults(written))
+def spread(name: str, words: list[str]) -> ResolvedTrainRecipe:
+    """A resolved recipe."""
+    user_recipe = load(TrainRecipe, YAMLS / f"{name}.yaml", words)
+    return with_guessed_vocabulary(user_recipe.resolve())
 
 
-def estimated(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
+def estimated(recipe: ResolvedTrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
     """The estimate, without the framework."""
     need, rows = estimate(recipe, ranks, device=GPU), recipe.device_train_microbatch_size
     assert isinstance(rows, int)
@@ -203,7 +203,9 @@ def estimated(recipe: TrainRecipe, ranks: int) -> tuple[Bytes, MemoryEstimate]:
     return Bytes(need.parameter_bytes, need.gradient_bytes, need.moment_bytes, peak), need
 
 
-def count(recipe: TrainRecipe, ranks: int, *, microbatches: int = 2) -> tuple[Bytes, SentBytes]:
+def count(
+    recipe: ResolvedTrainRecipe, ranks: int, *, microbatches: int = 2
+) -> tuple[Bytes, SentBytes]:
     """Take a step of `microbatches` on rank 0 of `ranks`, and count what it holds and sends."""
     live = LiveBytes(are_fake=True)
     with built(recipe, ranks, live) as (root, _):
@@ -212,7 +214,7 @@ def count(recipe: TrainRecipe, ranks: int, *, microbatches: int = 2) -> tuple[By
 
 @contextmanager
 def built(
-    recipe: TrainRecipe, ranks: int, live: LiveBytes | None = None, *, rank: int = 0
+    recipe: ResolvedTrainRecipe, ranks: int, live: LiveBytes | None = None, *, rank: int = 0
 ) -> Iterator[tuple[Root, Meshes]]:
     """The recipe's model on one of `ranks`, and its mesh; `live` counts from its shards on."""
     watched = nullcontext() if live is None else live
@@ -232,7 +234,7 @@ def built(
 
 
 def _step(
-    recipe: TrainRecipe, root: Root, live: LiveBytes, microbatches: int
+    recipe: ResolvedTrainRecipe, root: Root, live: LiveBytes, microbatches: int
 ) -> tuple[Bytes, SentBytes]:
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)

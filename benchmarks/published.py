@@ -36,7 +36,7 @@ from llmfoundry.plan.layouts import TAKEN, Layout, Setting, rank
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.seconds import FLASH_3, Speeds, StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import Hardware
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 FOLDER = Path(__file__).parent / "published"
 FITTED = {("mpt-1b", 8), ("mpt-7b", 8), ("mpt-30b", 8)}
@@ -64,7 +64,7 @@ class Row:
     """
 
     name: str
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     hardware: Hardware
     reached: Speeds
     seconds: float
@@ -174,7 +174,9 @@ def others() -> Iterator[Row]:
         )
 
 
-def _published_seconds(row: dict[str, Any], recipe: TrainRecipe, hardware: Hardware) -> float:
+def _published_seconds(
+    row: dict[str, Any], recipe: ResolvedTrainRecipe, hardware: Hardware
+) -> float:
     """Of a step, from whatever was published."""
     step = recipe.global_train_batch_size * recipe.max_seq_len
     if "tokens_s_gpu" in row:

@@ -63,7 +63,7 @@ def make_recipe(name: str, precision: str) -> TrainRecipe:
     recipe = TrainRecipe(
         model=model, max_seq_len=256, precision=precision, global_train_batch_size=64
     )
-    recipe.fill()
+    recipe = recipe.resolve()
     return recipe
 
 
@@ -221,7 +221,7 @@ def test_auto_leaves_room_for_a_process_whose_experts_have_twice_the_load() -> N
     recipe = make_recipe("mpt", "amp_bf16")
     experts = FFNConfig("dmoe", ffn_hidden_size=128, moe_num_experts=8, moe_top_k=2)
     recipe.model.ffn_config = experts
-    recipe.fill()
+    recipe = recipe.resolve()
     recipe.parallel.data_parallel_replicate_degree = 1
     recipe.parallel.data_parallel_shard_degree = recipe.parallel.expert_parallel_degree = 4
     need = estimate(recipe, 4, device=GPU)
@@ -420,9 +420,9 @@ def test_a_model_too_large_to_fine_tune_is_reported_what_fits(
 ) -> None:
     recipe = FinetuneRecipe(max_seq_len=256, global_train_batch_size=4, precision="amp_bf16")
     recipe.adapter.name = adapter
-    recipe.fill()
+    recipe = recipe.resolve()
     config = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50368)
-    config.fill(max_seq_len=256)
+    config = config.resolve(max_seq_len=256)
     recipe.model = config  # type: ignore[assignment]
     with torch.device("meta"):
         model = Decoder(config)

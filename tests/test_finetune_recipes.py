@@ -124,7 +124,7 @@ def test_a_recipe_takes_two_steps_with_a_tiny_model(path: Path, tmp_path: Path) 
     else:
         write_recipe(tmp_path / "text")
         words += ["data=files", f"data.paths=[{tmp_path / 'text' / 'corpus'}]"]
-    train(checked(FinetuneRecipe, path, words))
+    train(checked(FinetuneRecipe, path, words).resolve())
     found = losses(tmp_path / "run")
     assert sorted(found) == [1, 2]
     if written.preference.name == "dpo":  # the model is its own reference until it has learned

@@ -219,7 +219,7 @@ def test_a_sweep_and_a_dry_run_know_it(place: Path, capsys: pytest.CaptureFixtur
 
 def test_the_estimate_knows_what_a_plugins_optimizer_keeps(place: Path) -> None:
     recipe = checked(TrainRecipe, "tiny.yaml", [*CHOSEN])
-    recipe.fill()
+    recipe = recipe.resolve()
     need = estimate(with_guessed_vocabulary(recipe), 1)
     assert need.weights == 4 * (1 + 1 + 1) * need.parameters  # weight, gradient, SGD's momentum
 

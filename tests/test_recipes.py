@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.builders.model import build_root, with_defaults
+from llmfoundry.builders.model import build_root
 from llmfoundry.cli.commands.train import train
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan.fit import guess_vocab_size
@@ -81,7 +81,7 @@ def shrunk(recipe: Path, folder: Path) -> TrainRecipe:
     ids=lambda path: path.stem,
 )
 def test_a_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
-    train(shrunk(recipe, tmp_path))
+    train(shrunk(recipe, tmp_path).resolve())
     assert sorted(losses(tmp_path / "run")) == [1, 2]
 
 
@@ -89,7 +89,7 @@ def test_what_any_recipe_chooses_one_that_is_trained_chooses() -> None:
     """By each key of model, optimizer, schedule and layout; numbers are no choice."""
     chosen: dict[str, set[tuple[str, object]]] = {}
     for path in RECIPES:
-        recipe = to_dict(with_defaults(checked(TrainRecipe, path)))
+        recipe = to_dict(checked(TrainRecipe, path).resolve())
         sections = {name: recipe[name] for name in ("model", "optimizer", "schedule", "parallel")}
         chosen[path.stem] = {*choices(sections)}
     trained = set().union(*(chosen[name] for name in TRAINED))
@@ -107,7 +107,7 @@ def choices(section: dict[str, Any], within: str = "") -> Iterator[tuple[str, ob
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_builds_its_model(path: Path) -> None:
-    recipe = with_defaults(checked(TrainRecipe, path))
+    recipe = checked(TrainRecipe, path).resolve()
     recipe.model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
     assert len(build_root(recipe).model.blocks) == recipe.model.n_layers
 
@@ -147,7 +147,7 @@ def test_every_recipe_of_a_published_size_is_counted() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_has_the_published_parameters_and_tokens(name: str) -> None:
-    recipe = with_defaults(checked(TrainRecipe, YAMLS / f"{name}.yaml"))
+    recipe = checked(TrainRecipe, YAMLS / f"{name}.yaml").resolve()
     parameters, tokens = PUBLISHED[name]
     assert parameter_count(recipe.model) == parameters
     batches = Duration.parse(recipe.max_duration)
@@ -161,7 +161,7 @@ def test_a_group_composes_and_its_model_builds(group: Path) -> None:
     name = f"{group.parent.name}/{group.stem}"
     choice = f"{group.parent.name}={group.stem}"
     written = checked(TrainRecipe, YAMLS / "quickstart.yaml", [choice, *NEEDED.get(name, [])])
-    recipe = with_defaults(written)
+    recipe = written.resolve()
     recipe.model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
     root = build_root(recipe)
     assert {p.device.type for p in root.parameters()} == {"meta"}

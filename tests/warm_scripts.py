@@ -217,7 +217,6 @@ def _warm() -> None:
     import psutil
     import torch
 
-    from llmfoundry.builders.model import with_defaults
     from llmfoundry.loggers.pages.page import page, table
     from llmfoundry.plan.fit import choose_microbatch, with_guessed_vocabulary
     from llmfoundry.recipe.load import checked
@@ -225,7 +224,7 @@ def _warm() -> None:
 
     recipe = str(SCRIPTS.parent / "yamls/quickstart.yaml")
     shape = ("model.d_model=32", "model.n_layers=2", "model.n_heads=2", "max_seq_len=64")
-    ready = with_guessed_vocabulary(with_defaults(checked(TrainRecipe, recipe, shape)))
+    ready = with_guessed_vocabulary(checked(TrainRecipe, recipe, shape).resolve())
     shown = table(("",), [("",)])
     page(title="", status="none", reached="", tiles=(), sections=[("", shown)], has_charts=True)
     if not torch.cuda.device_count():

@@ -31,10 +31,10 @@ from llmfoundry.models.adapter import (
 from llmfoundry.models.adapter_targets import matches, plan_adapter
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.paths import find_file
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 
 FOLDER = "adapter"
 """In a checkpoint: the adapter as peft's own folder."""
@@ -47,8 +47,7 @@ def has_adapter(recipe: TrainRecipe) -> bool:
 
 def adapt(
     model: Decoder,
-    recipe: TrainRecipe,
-    written: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     *,
     note: Callable[[str], None] = lambda line: None,
     checkpoint: Path | None = None,
@@ -57,8 +56,7 @@ def adapt(
 
     Args:
         model: the base.
-        recipe: filled.
-        written: the same as written, whose model section says what was asked.
+        recipe: resolved, with the shape of the base.
         note: reports what was wrapped, frozen or quantized.
         checkpoint: of the same run, which resumes from it; None: it begins.
 
@@ -66,14 +64,17 @@ def adapt(
         UserError: a name matches nothing, or an adapter does not fit.
     """
     _choose_trained(model, recipe, note, checkpoint)  # first: it adds parameters
-    _hold_frozen(model, recipe, written, note)
+    _hold_frozen(model, recipe, note)
 
 
 def _choose_trained(
-    model: Decoder, recipe: TrainRecipe, note: Callable[[str], None], checkpoint: Path | None
+    model: Decoder,
+    recipe: ResolvedTrainRecipe,
+    note: Callable[[str], None],
+    checkpoint: Path | None,
 ) -> None:
     """Add the recipe's adapter, or freeze what it names."""
-    if not isinstance(recipe, FinetuneRecipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe):
         return
     if recipe.adapter.name == "lora" and isinstance(recipe.model, HFModelConfig):
         _add_to_class(model, recipe, note, checkpoint)
@@ -91,26 +92,27 @@ def _choose_trained(
 
 
 def _hold_frozen(
-    model: Decoder, recipe: TrainRecipe, written: TrainRecipe, note: Callable[[str], None]
+    model: Decoder,
+    recipe: ResolvedTrainRecipe,
+    note: Callable[[str], None],
 ) -> None:
     """Keep what an adapter stands on in as few bits as the recipe says.
 
     Matrices in the dtype that products compute in, or in 4 bits. What `freeze` names stays as it
     is: it is a part of the model that is saved.
     """
-    if not has_adapter(recipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.adapter.name == "none":
         return
-    assert isinstance(written, FinetuneRecipe)
     if recipe.precision == "amp_bf16":
         narrow_frozen(model, torch.bfloat16)
-    if written.model.quantize == "nf4":
+    if recipe.base.quantize == "nf4":
         if isinstance(recipe.model, HFModelConfig):
             raise UserError(
                 "model.quantize: nf4 is for models that the decoder holds, and transformers' class"
-                f" holds {written.model.pretrained}; write none"
+                f" holds {recipe.base.pretrained}; write none"
             )
         before = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-        count = quantize_frozen(model, double=written.model.double_quantize is not False)
+        count = quantize_frozen(model, double=recipe.base.double_quantize is not False)
         after = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         note(
             f"model.quantize: {count} matrices in 4 bits; frozen weights take"
@@ -118,21 +120,19 @@ def _hold_frozen(
         )
 
 
-def train_new_rows(recipe: TrainRecipe, written: TrainRecipe, note: Callable[[str], None]) -> None:
+def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) -> None:
     """Have the rows of tokens train that the model did not know before.
 
     All new rows are equal at first. Beside an adapter, embedding and head train whole then, which
-    both recipes say afterwards.
+    the resolved and the user's recipe say afterwards.
 
     Args:
-        recipe: filled.
-        written: the same as written.
+        recipe: of the run.
         note: gets a line where `adapter.modules_to_save` gains names.
 
     Raises:
         UserError: the rows could not train.
     """
-    assert isinstance(recipe, FinetuneRecipe) and isinstance(written, FinetuneRecipe)
     adapter = recipe.adapter
     if isinstance(recipe.model, HFModelConfig):
         if adapter.name == "none":
@@ -141,7 +141,7 @@ def train_new_rows(recipe: TrainRecipe, written: TrainRecipe, note: Callable[[st
             "adapter.name: lora on a model of transformers' class does not train the rows of new"
             " tokens; write none, or tokenizer.chat_template: zephyr, which adds no tokens"
         )
-    tied = recipe.model.tie_word_embeddings  # type: ignore[attr-defined]
+    tied = recipe.model.tie_word_embeddings
     tables = ["wte"] if tied else ["wte", "lm_head"]
     if adapter.name == "none":
         frozen = [t for t in tables if any(matches(p, f"{t}.weight") for p in recipe.freeze)]
@@ -165,7 +165,7 @@ def train_new_rows(recipe: TrainRecipe, written: TrainRecipe, note: Callable[[st
     missing = [table for table in tables if not any(matches(p, table) for p in trained)]
     if missing:
         adapter.modules_to_save = [*adapter.modules_to_save, *missing]
-        written.adapter.modules_to_save = adapter.modules_to_save
+        recipe.user_recipe.adapter.modules_to_save = adapter.modules_to_save
         note(
             f"adapter.modules_to_save: {', '.join(missing)} trains whole as well, for the rows of"
             " new tokens"
@@ -173,7 +173,10 @@ def train_new_rows(recipe: TrainRecipe, written: TrainRecipe, note: Callable[[st
 
 
 def _add_to_class(
-    model: Decoder, recipe: FinetuneRecipe, note: Callable[[str], None], checkpoint: Path | None
+    model: Decoder,
+    recipe: ResolvedFinetuneRecipe,
+    note: Callable[[str], None],
+    checkpoint: Path | None,
 ) -> None:
     from llmfoundry.hf.peft.class_adapter import add_to_class  # transformers takes seconds
 
@@ -181,7 +184,7 @@ def _add_to_class(
     add_to_class(model, recipe, folder, dtype=weight_dtype(recipe.precision), note=note)
 
 
-def _folder(recipe: FinetuneRecipe, checkpoint: Path | None) -> Path | None:
+def _folder(recipe: ResolvedFinetuneRecipe, checkpoint: Path | None) -> Path | None:
     """Where adapter.pretrained is, or what a checkpoint has of it; None: the run has none."""
     if recipe.adapter.pretrained is None:
         return None
@@ -189,7 +192,7 @@ def _folder(recipe: FinetuneRecipe, checkpoint: Path | None) -> Path | None:
     return own or find_file(recipe.adapter.pretrained, "adapter.pretrained")
 
 
-def _add(model: Decoder, recipe: FinetuneRecipe, checkpoint: Path | None) -> None:
+def _add(model: Decoder, recipe: ResolvedFinetuneRecipe, checkpoint: Path | None) -> None:
     from llmfoundry.hf.peft.names import splits_qkv
     from llmfoundry.hf.peft.read import read_adapter
 
@@ -203,8 +206,8 @@ def _add(model: Decoder, recipe: FinetuneRecipe, checkpoint: Path | None) -> Non
     add_adapter(model, plan, modules_to_save=whole, dtype=weight_dtype(recipe.precision))
 
 
-def _check_experts(recipe: FinetuneRecipe) -> None:
-    impl = recipe.model.ffn_config.moe_impl  # type: ignore[attr-defined]
+def _check_experts(recipe: ResolvedFinetuneRecipe) -> None:
+    impl = recipe.model.ffn_config.moe_impl
     if impl == "megablocks":
         raise UserError(
             "model.config_overrides.ffn_config.moe_impl: megablocks has no adapters; write"
@@ -212,7 +215,7 @@ def _check_experts(recipe: FinetuneRecipe) -> None:
         )
 
 
-def begin_adapter(model: Decoder, recipe: TrainRecipe) -> None:
+def begin_adapter(model: Decoder, recipe: ResolvedTrainRecipe) -> None:
     """Fill the adapter, of a base that has its weights: anew, or from adapter.pretrained.
 
     Every process calls it, as it may gather shards.
@@ -220,9 +223,8 @@ def begin_adapter(model: Decoder, recipe: TrainRecipe) -> None:
     Raises:
         UserError: the adapter was made for another base.
     """
-    if not has_adapter(recipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.adapter.name == "none":
         return
-    assert isinstance(recipe, FinetuneRecipe)
     folder = _folder(recipe, None)
     if folder is not None:
         check_base(model, folder, "adapter.pretrained")
@@ -299,8 +301,8 @@ class BaseCheck:
             self.compare({name: tensor_sample(tensor, rows)})
 
 
-def lora_plus_ratio(recipe: TrainRecipe) -> float:
+def lora_plus_ratio(recipe: ResolvedTrainRecipe) -> float:
     """Learning rate of an adapter's B over that of all else."""
-    if not isinstance(recipe, FinetuneRecipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe):
         return 1.0
     return recipe.adapter.lora_plus_ratio or 1.0

@@ -56,7 +56,6 @@ def profilers(job: Job) -> Iterator[Callback]:
             f"profile.ranks: {beyond[0]}, but the run has ranks 0 to {world.size - 1}; write one"
             " of those, or all"
         )
-    assert config.max_gib is not None, "the recipe was not filled"
     files = ProfileFiles(job.run.folder, world, max_gib=config.max_gib)
     if config.trace:
         yield Tracer(config, files)

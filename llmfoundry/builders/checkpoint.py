@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.builders.adapter import FOLDER, adapt, check_base, has_adapter
-from llmfoundry.builders.model import attention_refusal, build_root, served_precision, with_defaults
+from llmfoundry.builders.model import attention_refusal, build_root, served_precision
 from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.load import check_weights, load_adapter, load_weights, read_state
 from llmfoundry.checkpoint.open_run import find_place
@@ -27,15 +27,15 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
-from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe, load_run
+from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schema import check_fields
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 from llmfoundry.recipe.typed import flat, know_secrets, require
 
 
-def model_identity(config: ModelConfig) -> dict[str, Any]:
+def model_identity(config: ResolvedModelConfig) -> dict[str, Any]:
     """Every setting of a model by its dotted key, but for how its layers are computed."""
     settings = dict(flat(dataclasses.asdict(config), "model"))
     how = (".attn_impl", ".moe_impl")
@@ -47,7 +47,7 @@ class Loaded:
     """A checkpoint ready to use on this process alone."""
 
     checkpoint: Checkpoint
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     """Filled."""
     root: Root
     tokenizer: Tokenizer
@@ -99,20 +99,19 @@ def open_checkpoint(
         raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
     folder = checkpoint.folder
 
-    def read_files() -> tuple[TrainRecipe, Tokenizer, ModelConfig | None]:
-        written = load_run(folder / "recipe.yaml")
-        require(written, "model", "precision", "max_seq_len", "global_train_batch_size")
-        model = read_model(checkpoint) if isinstance(written, FinetuneRecipe) else None
-        return written, Tokenizer.load(folder / "tokenizer"), model
+    def read_files() -> tuple[TrainRecipe, Tokenizer, ResolvedModelConfig | None]:
+        user_recipe = load_run(folder / "recipe.yaml")
+        require(user_recipe, "model", "precision", "max_seq_len", "global_train_batch_size")
+        model = read_model(checkpoint) if isinstance(user_recipe, FinetuneRecipe) else None
+        return user_recipe, Tokenizer.load(folder / "tokenizer"), model
 
-    written, tokenizer, model = on_rank0(world, read_files)
-    problems = [*check_fields("model.", written.model)]
+    user_recipe, tokenizer, model = on_rank0(world, read_files)
+    problems = [*check_fields("model.", user_recipe.model)]
     if problems:
         raise UserError(*(f"{checkpoint}/recipe.yaml: {line}" for line in problems))
-    know_secrets(written)
-    recipe = with_defaults(written)
-    recipe.parallel = ParallelConfig()  # each process has all of the model
-    recipe.parallel.fill()
+    know_secrets(user_recipe)
+    recipe = user_recipe.resolve()
+    recipe.parallel = ParallelConfig().resolve()  # each process has all of the model
     recipe.model = model or recipe.model
     recipe.precision = served_precision(precision or recipe.precision, world, note)
     reason = attention_refusal(recipe, world.device)
@@ -131,16 +130,14 @@ def open_checkpoint(
             )
     root = build_root(recipe)
     loaded = Loaded(checkpoint, recipe, root.eval(), tokenizer, state)
-    return loaded, partial(_fill_loaded, loaded, written, world, note)
+    return loaded, partial(_fill_loaded, loaded, world, note)
 
 
-def _fill_loaded(
-    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
-) -> None:
+def _fill_loaded(loaded: Loaded, world: World, note: Callable[[str], None]) -> None:
     """Weights of a checkpoint, or of an adapter's base and the adapter."""
     checkpoint, root = loaded.checkpoint, loaded.root
     if has_adapter(loaded.recipe):
-        _fill_adapted(loaded, written, world, note)
+        _fill_adapted(loaded, world, note)
     else:
         table = check_weights(checkpoint, root.model, world=world)
         root.to_empty(device=world.device)
@@ -148,13 +145,11 @@ def _fill_loaded(
     checkpoint.unpin()
 
 
-def _fill_adapted(
-    loaded: Loaded, written: TrainRecipe, world: World, note: Callable[[str], None]
-) -> None:
-    assert isinstance(written, FinetuneRecipe)
+def _fill_adapted(loaded: Loaded, world: World, note: Callable[[str], None]) -> None:
+    assert isinstance(loaded.recipe, ResolvedFinetuneRecipe)
     folder, model = loaded.folder, loaded.root.model
-    adapt(model, loaded.recipe, written, checkpoint=folder)
+    adapt(model, loaded.recipe, checkpoint=folder)
     loaded.root.to_empty(device=world.device)
-    open_pretrained(base_of(written, folder), world, note=note).fill(model)
+    open_pretrained(base_of(loaded.recipe.base, folder), world, note=note).fill(model)
     check_base(model, folder / FOLDER, "model.pretrained")
     load_adapter(loaded.checkpoint, model, world=world)

@@ -53,7 +53,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig, FilterConfig
 from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig, under_key
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 _STEPS = 10  # fewer do not warm an optimizer up
 _EPOCHS, _WORTH = 16, 4  # repeating text is worth little beyond, and nearly as much as new text up
@@ -109,7 +109,7 @@ class _Probed:
     cut: list[str] = field(default_factory=list)
 
 
-def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
+def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     """Open all that the recipe's `data` section names; every process calls it.
 
     Raises:
@@ -142,7 +142,7 @@ def open_data(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     )
 
 
-def _is_measured(recipe: TrainRecipe) -> bool:
+def _is_measured(recipe: ResolvedTrainRecipe) -> bool:
     """Whether a run needs held-out text: to measure on, or to answer."""
     generate = recipe.callbacks.generate
     return recipe.eval.validation or bool(generate and generate.from_validation)
@@ -158,7 +158,7 @@ def _refuse_filters(config: DataConfig) -> None:
         )
 
 
-def open_held_out(recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
+def open_held_out(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
     """The held-out text alone, to measure a run: its training shards are left alone."""
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
@@ -217,7 +217,7 @@ def learning_corpus(config: DataConfig) -> DataConfig:
     )
 
 
-def few_rows_lines(recipe: TrainRecipe, data: Data, clock: Clock) -> Iterator[str]:
+def few_rows_lines(recipe: ResolvedTrainRecipe, data: Data, clock: Clock) -> Iterator[str]:
     """Lines about what a run amounts to whose rows, or whose held-out text, are few."""
     batch, rows, total = recipe.global_train_batch_size, data.epoch_rows, clock.total
     epochs = total / clock.batches_per_epoch
@@ -254,7 +254,7 @@ def few_rows_lines(recipe: TrainRecipe, data: Data, clock: Clock) -> Iterator[st
 class _Opening:
     """Opens one source after another, for the same recipe and tokenizer."""
 
-    def __init__(self, recipe: TrainRecipe, tokenizer: Tokenizer, world: World) -> None:
+    def __init__(self, recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> None:
         self._recipe, self._config = recipe, recipe.data
         self._tokenizer, self._world = tokenizer, world
         self._options = FetchOptions.from_config(recipe.data)

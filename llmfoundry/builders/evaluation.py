@@ -37,9 +37,9 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.ops.loss import chunk_tokens
 from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_process, microbatches
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.paths import find_shipped
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.train.preference_loss import Preference, build_preference
 from llmfoundry.train.validation import validate, validate_answers
 
@@ -47,7 +47,7 @@ Record = Callable[[int, GauntletResult, list[Answered]], None]
 MOST_ROWS = 8  # of max_seq_len that are evaluated at a time by themselves: more is not faster
 
 
-def evaluation_rows(recipe: TrainRecipe, root: Root, world: World) -> int:
+def evaluation_rows(recipe: ResolvedTrainRecipe, root: Root, world: World) -> int:
     """Rows of max_seq_len that a model by itself evaluates at a time; every process calls it.
 
     The most of those that training would choose from of which a forward pass fits beside the
@@ -381,7 +381,7 @@ def ladder(share: float) -> float:
 def build_objective(job: Job) -> Preference | None:
     """The recipe's method of preference tuning; None: the cross-entropy."""
     recipe = job.recipe
-    if not isinstance(recipe, FinetuneRecipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe):
         return None
     by_adapter = recipe.preference.reference == "adapter"
     return build_preference(

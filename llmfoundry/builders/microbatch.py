@@ -57,7 +57,7 @@ from llmfoundry.processes import start_module
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.parallel import EXPERT
 from llmfoundry.recipe.plugins import imported
-from llmfoundry.recipe.train import GRAPH_MODES, TrainRecipe
+from llmfoundry.recipe.train import GRAPH_MODES, ResolvedTrainRecipe
 from llmfoundry.telemetry import BEATS
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 
@@ -86,8 +86,7 @@ class ProbeRequest:
     """What a probe's process is told.
 
     Attributes:
-        recipe: filled, its activation checkpointing decided.
-        written: the same as written.
+        recipe: of the run, its activation checkpointing decided.
         sizes: rows at a time to try, ascending.
         rows: of a step, on each process.
         available: bytes that it may take; on a GPU the device is the limit.
@@ -95,8 +94,7 @@ class ProbeRequest:
         plugins: of `imported`.
     """
 
-    recipe: TrainRecipe
-    written: TrainRecipe
+    recipe: ResolvedTrainRecipe
     sizes: Sequence[int]
     rows: int
     available: int
@@ -143,8 +141,7 @@ class Measured:
 
 
 def probe_fit(
-    recipe: TrainRecipe,
-    written: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     fit: Fit,
     world: World,
     *,
@@ -155,8 +152,7 @@ def probe_fit(
     """The fit with the most rows that were measured to fit; every process calls it.
 
     Args:
-        recipe: filled, its activation checkpointing that of `fit`.
-        written: the same as written.
+        recipe: of the run, its activation checkpointing that of `fit`.
         fit: of the estimate, which is kept where the probe finds nothing.
         world: this process.
         available: bytes that each process may take.
@@ -175,7 +171,7 @@ def probe_fit(
     problem = ""
     while not problem and (tried := found.next_sizes(sizes, fit.microbatch, available)):
         note(f"auto_probe: measuring steps of {_listed(tried)} rows at a time ...")
-        request = ProbeRequest(recipe, written, tried, rows, available, Path(), imported())
+        request = ProbeRequest(recipe, tried, rows, available, Path(), imported())
         problem = _measure(request, found, world, note)
         if world.is_main:
             with suppress(OSError):  # the next start measures again
@@ -295,7 +291,7 @@ def _free_port() -> int:
         return port
 
 
-def _cache_path(recipe: TrainRecipe, world: World) -> Path:
+def _cache_path(recipe: ResolvedTrainRecipe, world: World) -> Path:
     """Where what was measured is kept."""
     every = dataclasses.asdict(recipe)
     facts = {key: value for key, value in every.items() if not _OTHER.fullmatch(key)}
@@ -353,8 +349,7 @@ _SPARING = (  # of parallel, beside its degrees
 
 
 def settle_microbatch(
-    recipe: TrainRecipe,
-    written: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     fit: Fit,
     run: Storage,
     world: World,
@@ -365,8 +360,7 @@ def settle_microbatch(
     """The fit, with the rows at a time that a run begins with; every process calls it.
 
     Args:
-        recipe: filled, its activation checkpointing that of `fit`.
-        written: the same as written.
+        recipe: of the run, its activation checkpointing that of `fit`.
         fit: of the estimate.
         run: which remembers what an earlier start was left with.
         world: this process.
@@ -374,7 +368,7 @@ def settle_microbatch(
         note: reports what is not the estimate's.
     """
     if recipe.auto_probe == "on":
-        fit = probe_fit(recipe, written, fit, world, available=available, note=note)
+        fit = probe_fit(recipe, fit, world, available=available, note=note)
     if recipe.save_overwrite:  # begins anew
         return fit
     facts = memory_facts(recipe, world)
@@ -388,7 +382,7 @@ def settle_microbatch(
     return dataclasses.replace(fit, microbatch=least)
 
 
-def memory_facts(recipe: TrainRecipe, world: World) -> dict[str, Any]:
+def memory_facts(recipe: ResolvedTrainRecipe, world: World) -> dict[str, Any]:
     """What a step's memory depends on beside rows at a time and the run's own model, by key.
 
     Where one of them changes, a run may find that more rows fit.

@@ -5,11 +5,10 @@ Whoever makes a model calls these: training, evaluation, generation, conversion,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 
@@ -21,19 +20,10 @@ from llmfoundry.ops import devices
 from llmfoundry.ops.attention.select import refusal
 from llmfoundry.ops.moe import mixture as moe
 from llmfoundry.recipe.model import HFModelConfig
-from llmfoundry.recipe.train import TrainRecipe
-
-Recipe = TypeVar("Recipe", bound=TrainRecipe)
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 
-def with_defaults(written: Recipe) -> Recipe:
-    """A copy with every unset value derived or set to its default."""
-    recipe = copy.deepcopy(written)
-    recipe.fill()
-    return recipe
-
-
-def build_root(recipe: TrainRecipe) -> Root:
+def build_root(recipe: ResolvedTrainRecipe) -> Root:
     """The model on the meta device, in the dtype of its weights: shapes without memory."""
     if isinstance(recipe.model, HFModelConfig):
         from llmfoundry.hf.causal_lm import HFCausalLM
@@ -79,7 +69,7 @@ def matmul_dtype(precision: str) -> torch.dtype:
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
-def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
+def attention_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str | None:
     """Why the backend that a filled recipe names cannot serve all its layers; None: it can."""
     model, dtype = recipe.model, matmul_dtype(recipe.precision)
     if isinstance(model, HFModelConfig):
@@ -92,12 +82,11 @@ def attention_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
     return None
 
 
-def experts_refusal(recipe: TrainRecipe, device: torch.device) -> str | None:
+def experts_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str | None:
     """Why the backend that a filled recipe names cannot serve its experts; None: it can."""
     model, ffn = recipe.model, recipe.model.ffn_config
-    if ffn.moe_impl is None:
+    if ffn.ffn_type != "dmoe":
         return None
-    assert ffn.ffn_hidden_size is not None, "the recipe was not filled"
     dtype = matmul_dtype(recipe.precision)
     return moe.refusal(ffn.moe_impl, device.type, dtype, model.d_model, ffn.ffn_hidden_size)
 

@@ -48,7 +48,7 @@ class LoadedModel:
     Attributes:
         tokenizer: the model's.
         device: where it is.
-        precision: see TrainRecipe.
+        precision: see ResolvedTrainRecipe.
         end_ids: tokens that end a text.
         n_tokens: ids below it may be drawn.
         longest: tokens that it can read; None: there is no end to it.
@@ -214,7 +214,6 @@ def _open_run(
 ) -> OpenedModel:
     loaded, fill = open_checkpoint(name, world, note=note, precision=precision)
     window = loaded.recipe.model.max_seq_len
-    assert window is not None, "the recipe was filled"
 
     def load() -> LoadedModel:
         fill()
@@ -233,17 +232,11 @@ def of_run(loaded: Loaded, world: World) -> LoadedModel:
         device=world.device,
         precision=loaded.recipe.precision,
         end_ids=frozenset(loaded.tokenizer.end_ids),
-        n_tokens=_head_rows(model.config.vocab_size),
+        n_tokens=model.config.vocab_size,
         longest=longest_document(model.config),
         root=None if is_class else loaded.root,
         hugging_face=model.hf if is_class else None,
     )
-
-
-def _head_rows(vocab_size: int | None) -> int:
-    """Ids that are drawn: all that the head has, as in transformers, also those without a token."""
-    assert vocab_size is not None, "the model is filled"
-    return vocab_size
 
 
 def _open_hugging_face(
@@ -286,7 +279,7 @@ def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> Load
         world,
         precision,
         root=root.eval(),
-        n_tokens=_head_rows(found.config.vocab_size),
+        n_tokens=found.config.vocab_size,
         longest=longest_document(found.config),
     )
 

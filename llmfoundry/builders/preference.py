@@ -41,15 +41,15 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.terminal import progress
 from llmfoundry.train.preference_loss import answer_log_probs, mismatched
 
 
-def check_sides(data: Data, recipe: TrainRecipe) -> None:
+def check_sides(data: Data, recipe: ResolvedTrainRecipe) -> None:
     """What kto learns must be of both kinds."""
-    if not isinstance(recipe, FinetuneRecipe) or recipe.preference.name != "kto":
+    if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.preference.name != "kto":
         return
     sources = [s.source for s in data.streams if isinstance(s, OrderedStream)]
     sides = [source.sides for source in sources if isinstance(source, SupervisedSource)]
@@ -116,14 +116,14 @@ def _with(row: Row, values: np.ndarray) -> Row:
     return row._replace(references=values[:, : len(row.lengths)])
 
 
-def needs_reference(recipe: TrainRecipe) -> bool:
+def needs_reference(recipe: ResolvedTrainRecipe) -> bool:
     """Whether a filled recipe's rows bring a reference's log-probabilities."""
-    if not isinstance(recipe, FinetuneRecipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe):
         return False
     return recipe.preference.reference in ("auto", "precompute")
 
 
-def with_places(data: Data, recipe: TrainRecipe) -> Data:
+def with_places(data: Data, recipe: ResolvedTrainRecipe) -> Data:
     """The same data, whose rows have a place for the reference's log-probabilities, if needed."""
     check_sides(data, recipe)
     if not needs_reference(recipe):
@@ -224,7 +224,7 @@ class Reference:
 
     def _table(self, rows: str, n_rows: int, read: Callable[[int], Row]) -> _Table:
         recipe = self.job.recipe
-        assert isinstance(recipe, FinetuneRecipe)
+        assert isinstance(recipe, ResolvedFinetuneRecipe)
         with_others = recipe.preference.name == "kto"
         key = cache_key(
             version=1,

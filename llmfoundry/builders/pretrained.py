@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from llmfoundry.builders.adapter import FOLDER, BaseCheck, adapt, check_base, has_adapter
-from llmfoundry.builders.model import build_root, with_defaults
+from llmfoundry.builders.model import build_root
 from llmfoundry.builders.registry import find_address
 from llmfoundry.checkpoint.load import load_tensors, load_weights, read_table
 from llmfoundry.checkpoint.object_storage import find_run, is_url
@@ -38,8 +38,8 @@ from llmfoundry.ops.shard_layout import assign, full_tensor
 from llmfoundry.recipe.adapter import PretrainedConfig
 from llmfoundry.recipe.attention import ATTN_IMPLS
 from llmfoundry.recipe.checks import nearest, one_of
-from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
-from llmfoundry.recipe.model import HF_CAUSAL_LM, HFModelConfig, ModelConfig
+from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe, load_run
+from llmfoundry.recipe.model import HF_CAUSAL_LM, HFModelConfig, ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import TrainRecipe
@@ -74,7 +74,7 @@ class Pretrained:
         may_grow: rows may be added for tokens that its tokenizer gains.
     """
 
-    config: ModelConfig
+    config: ResolvedModelConfig
     tokenizer: Tokenizer
     fill: Callable[[Decoder], None]
     summary: str
@@ -82,32 +82,31 @@ class Pretrained:
     may_grow: bool = False
 
 
-def resolve(
-    written: FinetuneRecipe, world: World, *, note: Callable[[str], None]
-) -> tuple[FinetuneRecipe, Pretrained]:
-    """A filled copy whose `model` is the pretrained model's shape, and that model.
+def open_base(
+    recipe: ResolvedFinetuneRecipe, world: World, *, note: Callable[[str], None]
+) -> Pretrained:
+    """Open the model that a run begins with; its shape becomes the recipe's `model`.
 
     Args:
-        written: checked, unfilled; where it names registered versions, those become the addresses
-            of the weights, which the run's recipe then has: an alias may move.
+        recipe: of the run. Where the user's recipe names registered versions, the addresses of the
+            weights replace them, also in the run's recipe.yaml: an alias may move.
         world: this process.
         note: reports checkpoints that are passed over.
 
     Raises:
         UserError: there is no such model, or it does not fit the recipe.
     """
-    look = partial(find_address, world=world, uri=written.logger.tracking_uri, note=note)
-    written.model.pretrained = look(str(written.model.pretrained), "model.pretrained")
-    if written.adapter.pretrained is not None:
-        written.adapter.pretrained = look(written.adapter.pretrained, "adapter.pretrained")
-    recipe = with_defaults(written)
-    assert isinstance(recipe, FinetuneRecipe)
-    asked = recipe.model
+    user_recipe = recipe.user_recipe
+    look = partial(find_address, world=world, uri=user_recipe.logger.tracking_uri, note=note)
+    recipe.base.pretrained = look(str(recipe.base.pretrained), "model.pretrained")
+    if recipe.adapter.pretrained is not None:
+        address = look(recipe.adapter.pretrained, "adapter.pretrained")
+        recipe.adapter.pretrained = user_recipe.adapter.pretrained = address
+    asked = recipe.base
     options = FetchOptions.from_config(recipe.data)
     pretrained = open_pretrained(asked, world, note=note, options=options)
     pretrained = replace(pretrained, may_grow=asked.resize_embeddings)
     config = pretrained.config
-    assert config.max_seq_len is not None
     if config.learned_pos_emb and recipe.max_seq_len > config.max_seq_len:
         raise UserError(
             f"max_seq_len: {recipe.max_seq_len}, but {asked.pretrained} has learned positions for"
@@ -121,8 +120,8 @@ def resolve(
         problems = [*one_of("model.attn_impl", config.attn_config.attn_impl, ATTN_IMPLS)]
         if problems:
             raise UserError(*problems)
-    recipe.model = config  # type: ignore[assignment]
-    return recipe, pretrained
+    recipe.model = config
+    return pretrained
 
 
 def open_pretrained(
@@ -153,13 +152,12 @@ def open_pretrained(
     return open_folder(folder, asked, note, world)
 
 
-def base_of(written: FinetuneRecipe, checkpoint: Path) -> PretrainedConfig:
+def base_of(asked: PretrainedConfig, checkpoint: Path) -> PretrainedConfig:
     """What an adapter's run began with, also where both were copied to another place together.
 
     A relative path that is not there is looked for from each folder above the run; that it is the
     right base is checked by its numbers (`check_base`).
     """
-    asked = written.model
     assert asked.pretrained is not None, "checked by the recipe"
     given = Path(asked.pretrained).expanduser()
     if is_url(asked.pretrained) or given.is_absolute():
@@ -194,36 +192,36 @@ def _open_run(
         )
     folder = checkpoint.folder
 
-    def read_run() -> tuple[Tokenizer, ModelConfig, TrainRecipe]:
+    def read_run() -> tuple[Tokenizer, ResolvedModelConfig, TrainRecipe]:
         model = read_model(checkpoint, asked.config_overrides)
         return Tokenizer.load(folder / "tokenizer"), model, load_run(folder / "recipe.yaml")
 
-    tokenizer, config, written = on_rank0(world, read_run)
-    know_secrets(written)
+    tokenizer, config, run_recipe = on_rank0(world, read_run)
+    know_secrets(run_recipe)
     config.fill(vocab_size=tokenizer.vocab_size)
     if asked.name not in ("auto", config.name):
         raise UserError(
             f"model.name: {asked.name}, but {folder} is of a run of {config.name}; write auto, or"
             " the folder that scripts/convert.py to=hf makes of it"
         )
-    if has_adapter(written):
-        assert isinstance(written, FinetuneRecipe)
+    if isinstance(run_recipe, FinetuneRecipe) and has_adapter(run_recipe):
         if isinstance(config, HFModelConfig):
             raise UserError(
                 f"model.pretrained: {folder} is an adapter on a model of transformers' class; merge"
                 " it first by scripts/convert.py to=hf, and write its output"
             )
-        base = open_pretrained(base_of(written, folder), world, note=note)
+        base = open_pretrained(base_of(run_recipe.model, folder), world, note=note)
         own = copy.deepcopy(config)  # which does not grow
 
         def merge(model: Decoder) -> None:
-            merge_run(model, base, folder, written, own)
+            merge_run(model, base, folder, run_recipe, own)
 
-        how = f"its adapter merged into {written.model.pretrained}, loaded into the native decoder"
-        read = MergedRun(base, folder, written, own).read
+        how = (
+            f"its adapter merged into {run_recipe.model.pretrained}, loaded into the native decoder"
+        )
+        read = MergedRun(base, folder, run_recipe, own).read
         return Pretrained(config, tokenizer, merge, f"{folder}, {how}", read)
     rows = config.vocab_size
-    assert rows is not None, "filled"
 
     def fill(model: Decoder) -> None:
         fill_from_run(model, checkpoint, rows, world)
@@ -233,14 +231,15 @@ def _open_run(
     return Pretrained(config, tokenizer, fill, f"{folder}, loaded into {holder}", read)
 
 
-def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer, asked: PretrainedConfig) -> None:
+def fit_vocabulary(
+    config: ResolvedModelConfig, tokenizer: Tokenizer, asked: PretrainedConfig
+) -> None:
     """Add rows, in place, for the tokens that the model has none for, where that is asked.
 
     Raises:
         UserError: there are such tokens, and the recipe does not ask for rows; or it asks for them
             without need.
     """
-    assert config.vocab_size is not None, "the model's own files say it"
     rows = config.vocab_size
     if tokenizer.vocab_size <= rows:
         if asked.resize_embeddings:
@@ -257,17 +256,18 @@ def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer, asked: PretrainedC
         config.hf_config["vocab_size"] = config.vocab_size
 
 
-def check_rows(config: ModelConfig, tokenizer: Tokenizer, where: str, advice: str) -> None:
+def check_rows(config: ResolvedModelConfig, tokenizer: Tokenizer, where: str, advice: str) -> None:
     """Raise a UserError that begins with `where` if a model lacks rows for its tokenizer."""
     size, rows = tokenizer.vocab_size, config.vocab_size
-    assert rows is not None, "the model's own files say it"
     if size > rows:
         raise UserError(
             f"{where}: the tokenizer has {size} tokens, and the model {rows} rows; {advice}"
         )
 
 
-def read_model(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def read_model(
+    checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = None
+) -> ResolvedModelConfig:
     """The shape of a checkpoint's model, filled but for the vocabulary.
 
     Args:
@@ -281,13 +281,13 @@ def read_model(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = Non
     if (folder / MODEL).is_file():
         values, max_seq_len = read_yaml(folder / MODEL), None
     else:
-        written = load_run(folder / "recipe.yaml")
-        require(written, "model", "max_seq_len")
-        values, max_seq_len = to_dict(written.model), written.max_seq_len
+        run_recipe = load_run(folder / "recipe.yaml")
+        require(run_recipe, "model", "max_seq_len")
+        values, max_seq_len = to_dict(run_recipe.model), run_recipe.max_seq_len
     for key, value in flat(overrides or {}):
         _override(values, key, value)
     problems: list[Problem] = []
-    schema = HFModelConfig if values.get("name") == HF_CAUSAL_LM else ModelConfig
+    schema = HFModelConfig if values.get("name") == HF_CAUSAL_LM else ResolvedModelConfig
     config = build(schema, values, problems)
     lines = [problem.line for problem in problems] or [*config.check("")]
     if lines:
@@ -302,8 +302,7 @@ def read_model(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = Non
             f"{folder}: its class is the Python code of {config.code}, which is not run; set"
             f" {TRUST}=1 in the environment if you trust it"
         )
-    config.fill(max_seq_len=max_seq_len)
-    return config
+    return config.resolve(max_seq_len=max_seq_len)
 
 
 def _override(values: dict[str, Any], key: str, value: Any) -> None:
@@ -317,7 +316,7 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def model_yaml(config: ModelConfig) -> str:
+def model_yaml(config: ResolvedModelConfig) -> str:
     """A fine-tuned model's shape, for the file `MODEL` beside its recipe."""
     return dump(to_dict(config))
 
@@ -366,7 +365,7 @@ def _by_decoder(
 ) -> Pretrained:
     from llmfoundry.hf.read_folder import open_hf
 
-    def read() -> tuple[ModelConfig, str]:
+    def read() -> tuple[ResolvedModelConfig, str]:
         with open_hf(folder, written=written, note=note) as opened:  # reads all but the weights
             return opened.config, opened.architecture
 
@@ -538,7 +537,11 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
 
 
 def merge_run(
-    model: Decoder, base: Pretrained, folder: Path, written: FinetuneRecipe, config: ModelConfig
+    model: Decoder,
+    base: Pretrained,
+    folder: Path,
+    user_recipe: FinetuneRecipe,
+    config: ResolvedModelConfig,
 ) -> None:
     """Fill a model with an adapter's base, and add the adapter of that checkpoint.
 
@@ -546,13 +549,13 @@ def merge_run(
         model: with memory.
         base: what the adapter's run began with.
         folder: its checkpoint.
-        written: its recipe as written.
+        user_recipe: its recipe as the user wrote it.
         config: the shape of its model.
     """
     refuse_quantized(model, folder)
     base.fill(model)
     check_base(model, folder / FOLDER, "model.pretrained", rows=config.vocab_size)
-    run = MergedRun(base, folder, written, config)
+    run = MergedRun(base, folder, user_recipe, config)
     for name, hold in run.held.items():
         parameter = model.get_parameter(name)
         assign(parameter, hold(full_tensor(parameter)))
@@ -574,14 +577,23 @@ class MergedRun:
     Args:
         base: what the run began with.
         folder: its checkpoint.
-        written: its recipe as written.
+        user_recipe: its recipe as the user wrote it.
         config: the shape of its model.
     """
 
     def __init__(
-        self, base: Pretrained, folder: Path, written: FinetuneRecipe, config: ModelConfig
+        self,
+        base: Pretrained,
+        folder: Path,
+        user_recipe: FinetuneRecipe,
+        config: ResolvedModelConfig,
     ) -> None:
-        self._base, self._folder, self._written, self._config = base, folder, written, config
+        self._base, self._folder, self._user_recipe, self._config = (
+            base,
+            folder,
+            user_recipe,
+            config,
+        )
 
     @cached_property
     def adapter(self) -> ReadAdapter:
@@ -595,7 +607,7 @@ class MergedRun:
     @cached_property
     def held(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """What the run made of the base's tensors that it kept in fewer bits, by name."""
-        return dict(as_held(_trained(self._written, self._config, self._folder)))
+        return dict(as_held(_trained(self._user_recipe, self._config, self._folder)))
 
     @cached_property
     def _check(self) -> BaseCheck:
@@ -615,12 +627,12 @@ class MergedRun:
         return merged.to(like.dtype)
 
 
-def _trained(written: FinetuneRecipe, config: ModelConfig, folder: Path) -> Decoder:
+def _trained(user_recipe: FinetuneRecipe, config: ResolvedModelConfig, folder: Path) -> Decoder:
     """The run's model on the meta device, held as it was trained."""
-    recipe = with_defaults(written)
-    recipe.model = config  # type: ignore[assignment]
+    recipe = user_recipe.resolve()
+    recipe.model = config
     model = build_root(recipe).model
-    adapt(model, recipe, written, checkpoint=folder)
+    adapt(model, recipe, checkpoint=folder)
     return model
 
 

@@ -31,7 +31,7 @@ from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.shard_layout import local_shard
 from llmfoundry.processes import end_with
 from llmfoundry.recipe.plugins import import_plugins
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.train.callbacks import peak_memory
 from llmfoundry.train.spikes import Guard
 from llmfoundry.train.step import StepSettings, train_step
@@ -72,7 +72,7 @@ def _measure(request: ProbeRequest, world: World) -> None:
         _limit_memory(request.available)
     meshes = build_mesh(recipe.parallel, world)
     world = with_mesh(world, meshes)
-    root = build_model(recipe, world, meshes, lambda line: None, written=request.written)
+    root = build_model(recipe, world, meshes, lambda line: None)
     _fill(root)
     optimizer = make_optimizer(recipe, root)
     module = apply_ddp(root, meshes)
@@ -116,10 +116,9 @@ def _fill(root: Root) -> None:
             own.zero_()
 
 
-def draw_batch(recipe: TrainRecipe, rows: int) -> Batch:
+def draw_batch(recipe: ResolvedTrainRecipe, rows: int) -> Batch:
     """Rows of two documents of random tokens, each of them labeled."""
     length, vocabulary = recipe.max_seq_len, recipe.model.vocab_size
-    assert vocabulary is not None, "the tokenizer is known"
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocabulary, (rows, length), generator=generator)
     layout = None

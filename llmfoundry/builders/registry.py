@@ -59,7 +59,7 @@ from llmfoundry.recipe.registry import (
     RegistryConfig,
     name_problem,
 )
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.redaction import public
 
 CHECKPOINT = "checkpoint"  # a version's kind; of exports it is convert.py's `to`
@@ -122,7 +122,7 @@ class Weights:
         return same and Tag.PRUNED not in tags
 
 
-def registration(recipe: TrainRecipe, run: Storage) -> Task | None:
+def registration(recipe: ResolvedTrainRecipe, run: Storage) -> Task | None:
     """What makes a model's versions those of a run's checkpoints; None: the recipe names none."""
     config = recipe.registry
     if config.name is None:

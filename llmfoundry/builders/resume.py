@@ -39,8 +39,8 @@ from llmfoundry.errors import GivenUp, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantization
-from llmfoundry.recipe.finetune import FinetuneRecipe
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import flat
 from llmfoundry.train.spikes import Return
 from llmfoundry.train.trainer import Trainer
@@ -61,7 +61,7 @@ class Start:
 
 
 def find_start(
-    recipe: TrainRecipe, run: Storage, world: World, note: Callable[[str], None]
+    recipe: ResolvedTrainRecipe, run: Storage, world: World, note: Callable[[str], None]
 ) -> Start:
     """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
 
@@ -199,7 +199,9 @@ def fill_weights(
     return state
 
 
-def _changes(recipe: TrainRecipe, checkpoint: Checkpoint, state: dict[str, Any]) -> Iterator[str]:
+def _changes(
+    recipe: ResolvedTrainRecipe, checkpoint: Checkpoint, state: dict[str, Any]
+) -> Iterator[str]:
     """A line for every setting of the training that is no longer the checkpoint's."""
     then = state["settings"]  # not recipe.yaml's: its values may come from outside
     defaults = type(recipe)().training_settings()  # of keys that are newer than the checkpoint
@@ -223,7 +225,6 @@ def roll_back(trainer: Trainer, spike: int) -> Return:
     """
     checkpointer, loader, world = trainer.checkpointer, trainer.loader, trainer.world
     config = trainer.recipe.callbacks.watch
-    assert config.roll_back_steps is not None and config.roll_back_skip is not None
     checkpoint = checkpointer.find(spike - config.roll_back_steps)
     batch, state = spike, dict[str, Any]()
     if checkpoint is not None:
@@ -261,15 +262,15 @@ def run_identity(job: Job) -> dict[str, Any]:
     }
 
 
-def _finetuning_identity(recipe: TrainRecipe) -> dict[str, Any]:
+def _finetuning_identity(recipe: ResolvedTrainRecipe) -> dict[str, Any]:
     """What a fine-tuned run may not change beside: which parameters there are, and which train."""
-    if not isinstance(recipe, FinetuneRecipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe):
         return {}
     adapter = flat(dataclasses.asdict(recipe.adapter), "adapter")
     return {**dict(adapter), "freeze": recipe.freeze, "preference.name": recipe.preference.name}
 
 
-def check_same_recipe(recipe: TrainRecipe, world: World) -> None:
+def check_same_recipe(recipe: ResolvedTrainRecipe, world: World) -> None:
     """Compare the settings of all processes, but for paths and what concerns a machine alone.
 
     Raises:

@@ -12,14 +12,14 @@ from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 
 @dataclass(frozen=True)
 class Job:
     """What the parts of a run share."""
 
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     """Filled, the vocabulary's size included."""
     world: World
     tokenizer: Tokenizer
@@ -37,7 +37,7 @@ class Job:
         return build_autocast(self.recipe.precision, self.world.device)
 
 
-def eval_rows(recipe: TrainRecipe, microbatch: int) -> int:
+def eval_rows(recipe: ResolvedTrainRecipe, microbatch: int) -> int:
     """Rows evaluated at a time; without gradients a microbatch always fits."""
     rows = recipe.device_eval_batch_size
     return rows if isinstance(rows, int) else microbatch

@@ -29,7 +29,6 @@ from llmfoundry.builders.model import (
     experts_refusal,
     matmul_dtype,
     served_precision,
-    with_defaults,
 )
 from llmfoundry.builders.preference import open_reference, with_places
 from llmfoundry.builders.pretrained import MODEL, Pretrained, fit_vocabulary, model_yaml
@@ -90,11 +89,11 @@ from llmfoundry.plan.microbatch_sizes import memory_of_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import PRETRAINED
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_size, recomputation
 from llmfoundry.recipe.source import under_key
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.objective import CROSS_ENTROPY, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
@@ -104,40 +103,37 @@ from llmfoundry.train.trainer import Trainer
 
 
 def build_trainer(
-    written: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     world: World,
     tracker: Tracker,
     run: Storage,
     *,
-    recipe: TrainRecipe | None = None,
     pretrained: Pretrained | None = None,
 ) -> tuple[Trainer, Job]:
     """All parts of a run: a trainer ready to `fit`, and what its parts share.
 
     Args:
-        written: the recipe as it was written.
+        recipe: of the run; of fine-tuning with the pretrained model's shape.
         world: this process.
         tracker: the run's record and console.
         run: where it is kept.
-        recipe: of fine-tuning: filled, with the pretrained model's shape; None: `written`, filled.
         pretrained: the model that fine-tuning begins with.
 
     Raises:
         UserError: the recipe asks for what cannot be had; nothing has been trained.
     """
-    recipe = with_defaults(written) if recipe is None else recipe
     note = tracker.note
     # 1. This process among all, and what may be missing on one machine: before any text is read.
     world, meshes = _join_mesh(recipe, world, note)
-    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe, written))
+    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe))
     # 2. Where the run begins, and what it reads.
     start = find_start(recipe, run, world, note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, note)
-    settle_vocabulary(recipe, written, tokenizer, note)
+    settle_vocabulary(recipe, tokenizer, note)
     # 3. The model, in what fits into memory.
-    chosen = _fitted(recipe, written, fit, start, run, world, note)
-    root = build_model(recipe, world, meshes, note, written=written, checkpoint=start.checkpoint)
+    chosen = _fitted(recipe, fit, start, run, world, note)
+    root = build_model(recipe, world, meshes, note, checkpoint=start.checkpoint)
     job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. What trains it, on which rows when.
     optimizer, clock = make_optimizer(recipe, root), build_clock(recipe, data)
@@ -163,7 +159,7 @@ def build_trainer(
         settings=step_settings(recipe, world, root, job.microbatch, build_objective(job)),
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
-        checkpointer=build_checkpointer(written, job, tracker, start),
+        checkpointer=build_checkpointer(job, tracker, start),
         roll_back=roll_back,
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
@@ -175,7 +171,7 @@ def build_trainer(
     return trainer, job
 
 
-def make_optimizer(recipe: TrainRecipe, root: Root) -> Optimizer:
+def make_optimizer(recipe: ResolvedTrainRecipe, root: Root) -> Optimizer:
     """The recipe's, of what trains of the model."""
     return build_optimizer(
         root.model,
@@ -186,7 +182,7 @@ def make_optimizer(recipe: TrainRecipe, root: Root) -> Optimizer:
 
 
 def step_settings(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     world: World,
     root: Root,
     microbatch: int,
@@ -206,7 +202,7 @@ def step_settings(
 
 
 def _join_mesh(
-    recipe: TrainRecipe, world: World, note: Callable[[str], None]
+    recipe: ResolvedTrainRecipe, world: World, note: Callable[[str], None]
 ) -> tuple[World, Meshes | None]:
     """This process's place in the layout, which all have agreed upon."""
     check_same_recipe(recipe, world)  # first: what is asked of all depends on it
@@ -221,7 +217,9 @@ def _join_mesh(
     return with_mesh(world, meshes), meshes
 
 
-def _memory_fit(recipe: TrainRecipe, world: World, trained: Decoder | None) -> Callable[..., Fit]:
+def _memory_fit(
+    recipe: ResolvedTrainRecipe, world: World, trained: Decoder | None
+) -> Callable[..., Fit]:
     """`choose_fit` for the processes of the run, all of which call this, on machines that will do.
 
     `trained` is the model of fine-tuning on the meta device.
@@ -239,8 +237,7 @@ def _memory_fit(recipe: TrainRecipe, world: World, trained: Decoder | None) -> C
 
 
 def _fitted(
-    recipe: TrainRecipe,
-    written: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     fit: Callable[..., Fit],
     start: Start,
     run: Storage,
@@ -265,10 +262,10 @@ def _fitted(
     parallel.activation_checkpointing = chosen.checkpointing
     parallel.activation_compression = chosen.compression
     free = memory_of_process(world)
-    return settle_microbatch(recipe, written, chosen, run, world, available=free, note=note)
+    return settle_microbatch(recipe, chosen, run, world, available=free, note=note)
 
 
-def _check_machine(recipe: TrainRecipe, world: World, fit: Callable[..., Fit]) -> None:
+def _check_machine(recipe: ResolvedTrainRecipe, world: World, fit: Callable[..., Fit]) -> None:
     """Before any text is read: what may be missing on this machine alone."""
     fit(with_guessed_vocabulary(recipe))
     check_workers(recipe.data, world)
@@ -276,7 +273,7 @@ def _check_machine(recipe: TrainRecipe, world: World, fit: Callable[..., Fit]) -
 
 
 def _open_data(
-    recipe: TrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
+    recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
 ) -> Data:
     """The recipe's rows, of which `note` reports it."""
     data = with_places(open_data(recipe, tokenizer, world), recipe)
@@ -297,7 +294,7 @@ def _note_costs(job: Job, loader: Loader, clock: Clock) -> None:
 def _predicted(job: Job, batches: int) -> Iterator[str]:
     """A line with a step's seconds by the plan, where the GPU is known and all weights train."""
     gpu, recipe = gpu_here(job.world.device), job.recipe
-    if gpu is None or isinstance(recipe, FinetuneRecipe):
+    if gpu is None or isinstance(recipe, ResolvedFinetuneRecipe):
         return
     step = step_seconds(recipe, job.world.size, job.microbatch, speeds(gpu, recipe))
     yield (
@@ -323,7 +320,7 @@ def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
 
 
 def make_tokenizer(
-    recipe: TrainRecipe, world: World, pretrained: Pretrained | None = None
+    recipe: ResolvedTrainRecipe, world: World, pretrained: Pretrained | None = None
 ) -> Tokenizer:
     """The recipe's tokenizer; `train` learns from the recipe's corpora."""
     if recipe.tokenizer.name == PRETRAINED:
@@ -331,7 +328,6 @@ def make_tokenizer(
         tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
         tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
         if recipe.tokenizer.chat_template is not None:
-            assert rows is not None, "the model is there"
             room = None if pretrained.may_grow else rows - tokenizer.vocab_size
             choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
             tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
@@ -350,21 +346,20 @@ def make_tokenizer(
     " parallel.data_parallel_shard_degree"
 )
 def build_model(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     world: World,
     meshes: Meshes | None,
     note: Callable[[str], None],
     *,
-    written: TrainRecipe,
     checkpoint: Checkpoint | None = None,
 ) -> Root:
     """The model in its shards, with memory and without weights. The order matters.
 
-    `checkpoint` is what the run resumes from; `written` the recipe as it was written.
+    `checkpoint` is what the run resumes from.
     """
     root = build_root(recipe)
     folder = None if checkpoint is None else checkpoint.folder
-    adapt(root.model, recipe, written, note=note, checkpoint=folder)
+    adapt(root.model, recipe, note=note, checkpoint=folder)
     freeze(root.model, recipe.optimizer)
     _compute_in_float8(root.model, recipe, note)
     parallelize(
@@ -378,7 +373,9 @@ def build_model(
     return root
 
 
-def _compute_in_float8(model: Decoder, recipe: TrainRecipe, note: Callable[[str], None]) -> None:
+def _compute_in_float8(
+    model: Decoder, recipe: ResolvedTrainRecipe, note: Callable[[str], None]
+) -> None:
     if recipe.fp8_recipe is None:
         return
     names = use_float8(model, recipe.fp8_recipe, emulate=bool(recipe.fp8_emulate))
@@ -390,10 +387,10 @@ def _compute_in_float8(model: Decoder, recipe: TrainRecipe, note: Callable[[str]
     )
 
 
-def sketch(recipe: TrainRecipe, written: TrainRecipe) -> Decoder:
+def sketch(recipe: ResolvedTrainRecipe) -> Decoder:
     """The model that is to be fine-tuned on the meta device, to count what it takes."""
     root = build_root(recipe)
-    adapt(root.model, recipe, written)
+    adapt(root.model, recipe)
     freeze(root.model, recipe.optimizer)
     return root.model
 
@@ -414,7 +411,7 @@ def build_measure(
     return build_evaluate(job, config, rows=rows, record=record, resumed=resumed)
 
 
-def check_layout(recipe: TrainRecipe, world: World) -> None:
+def check_layout(recipe: ResolvedTrainRecipe, world: World) -> None:
     """The degrees must suit the processes and the model."""
     degrees = recipe.parallel.degrees(world.size)
     problems = list(limits(recipe.model, recipe.parallel, degrees))
@@ -424,7 +421,7 @@ def check_layout(recipe: TrainRecipe, world: World) -> None:
         raise UserError(*problems)
 
 
-def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
+def check_kernels(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
     """Before any text is read: attention, experts and compilation must work on this device."""
     reason = attention_refusal(recipe, device)
     if reason is not None:
@@ -444,10 +441,10 @@ def check_kernels(recipe: TrainRecipe, device: torch.device) -> None:
         check_compiler(recipe.compile_mode, device)
 
 
-def _check_float8(recipe: TrainRecipe, device: torch.device) -> None:
+def _check_float8(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
     if isinstance(recipe.model, HFModelConfig):
         raise UserError("precision: amp_fp8 is for our own decoder; write amp_bf16")
-    if isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none":
+    if isinstance(recipe, ResolvedFinetuneRecipe) and recipe.adapter.name != "none":
         raise UserError(
             "precision: amp_fp8 has no effect on adapters' frozen layers; write amp_bf16"
         )
@@ -457,17 +454,16 @@ def _check_float8(recipe: TrainRecipe, device: torch.device) -> None:
 
 
 def settle_vocabulary(
-    recipe: TrainRecipe, written: TrainRecipe, tokenizer: Tokenizer, note: Callable[[str], None]
+    recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, note: Callable[[str], None]
 ) -> None:
     """The embedding has a row for every token: as many as the tokenizer has, or as written."""
-    if isinstance(written, FinetuneRecipe):
+    if isinstance(recipe, ResolvedFinetuneRecipe):
         rows = recipe.model.vocab_size
-        fit_vocabulary(recipe.model, tokenizer, written.model)
+        fit_vocabulary(recipe.model, tokenizer, recipe.base)
         if tokenizer.template_tokens or recipe.model.vocab_size != rows:
-            train_new_rows(recipe, written, note)
+            train_new_rows(recipe, note)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     size = recipe.model.vocab_size
-    assert size is not None
     if size < tokenizer.vocab_size:
         raise UserError(
             f"model.vocab_size: {size} is less than the tokenizer's {tokenizer.vocab_size};"
@@ -475,7 +471,7 @@ def settle_vocabulary(
         )
 
 
-def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
+def build_clock(recipe: ResolvedTrainRecipe, data: Data) -> Clock:
     """Batches in each unit of time."""
     size = recipe.global_train_batch_size
     return Clock(
@@ -486,7 +482,7 @@ def build_clock(recipe: TrainRecipe, data: Data) -> Clock:
     )
 
 
-def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
+def build_phases(recipe: ResolvedTrainRecipe, data: Data, clock: Clock) -> list[Phase]:
     """The proportions at the run's start, and each of the recipe's phases by its first step."""
     phases, before = [Phase(0, data.weights)], 0.0
     for n, phase in enumerate(recipe.data.phases):
@@ -503,7 +499,7 @@ def build_phases(recipe: TrainRecipe, data: Data, clock: Clock) -> list[Phase]:
 
 
 def build_loader(
-    recipe: TrainRecipe, data: Data, clock: Clock, tokenizer: Tokenizer, world: World
+    recipe: ResolvedTrainRecipe, data: Data, clock: Clock, tokenizer: Tokenizer, world: World
 ) -> Loader:
     """This process's share of every global batch."""
     mixture = Mixture(
@@ -541,15 +537,13 @@ def mixture_lines(loader: Loader, total: int) -> list[str]:
     ]
 
 
-def build_checkpointer(
-    written: TrainRecipe, job: Job, tracker: Tracker, start: Start
-) -> Checkpointer:
-    """The writer of checkpoints, each with the recipe as written and the tokenizer."""
+def build_checkpointer(job: Job, tracker: Tracker, start: Start) -> Checkpointer:
+    """The writer of checkpoints, each with the recipe as the user wrote it and the tokenizer."""
     found = None if job.recipe.save_overwrite else start.checkpoint
     own = found is not None and found.folder.parent == job.run.folder / CHECKPOINTS
-    files = {"recipe.yaml": to_yaml(written)}
+    files = {"recipe.yaml": to_yaml(job.recipe.user_recipe)}
     files |= {f"tokenizer/{name}": text for name, text in job.tokenizer.files().items()}
-    if isinstance(written, FinetuneRecipe):
+    if isinstance(job.recipe, ResolvedFinetuneRecipe):
         files[MODEL] = model_yaml(job.recipe.model)
     stacked = all_stacked_rows(job.root.model)
 
@@ -561,7 +555,7 @@ def build_checkpointer(
     return Checkpointer(
         job.run,
         job.world,
-        Contents(files, stacked, adapter_writer(written, job)),
+        Contents(files, stacked, adapter_writer(job)),
         SavePolicy(
             keep=job.recipe.save_num_checkpoints_to_keep,
             background=job.recipe.save_async,
@@ -613,7 +607,7 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     ]
 
 
-def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | None:
+def adapter_writer(job: Job) -> Callable[[Path], None] | None:
     """A function of a checkpoint's folder that adds the adapter in peft's format; None: no adapter.
 
     It reads the tensors back from the checkpoint, which was just written there: by then the model
@@ -621,15 +615,14 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | N
     the main one what it gives.
     """
     recipe, model = job.recipe, job.root.model
-    if not has_adapter(recipe):
+    if not isinstance(recipe, ResolvedFinetuneRecipe) or not has_adapter(recipe):
         return None
-    assert isinstance(written, FinetuneRecipe)
     sample = base_sample(model, frozen=True)
     plan = {name: lora for name, _, _, lora in adapted_layers(model)}
     kept = set(saved_names(model))
     like = {n: (p.shape, p.dtype) for n, p in model.named_parameters() if n in kept}
     experts = model.config.ffn_config.moe_num_experts or 1
-    base = written.model.pretrained
+    base = recipe.base.pretrained
 
     def write(folder: Path) -> None:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
@@ -650,7 +643,7 @@ def adapter_writer(written: TrainRecipe, job: Job) -> Callable[[Path], None] | N
             target_matrices(plan, tensors, experts),
             whole={name: t for name, t in tensors.items() if not is_added(name)},
             base=base,
-            is_resized=written.model.resize_embeddings,
+            is_resized=recipe.base.resize_embeddings,
         )
 
     return write

@@ -18,9 +18,9 @@ import torch
 
 from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
-from llmfoundry.builders.model import attention_refusal, served_precision, with_defaults
+from llmfoundry.builders.model import attention_refusal, served_precision
 from llmfoundry.builders.open_model import check_model, is_adapter, is_hugging_face
-from llmfoundry.builders.pretrained import resolve
+from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.registry import find_address, is_version
 from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
@@ -74,21 +74,21 @@ from llmfoundry.recipe.before_training import (
     Checked,
     CheckRecipe,
     FetchRecipe,
-    LaunchRecipe,
+    InspectRecipe,
     MigrateRecipe,
     PlanRecipe,
-    PrepareRecipe,
+    ResolvedPrepareRecipe,
 )
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
-from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe, load_run
 from llmfoundry.recipe.hardware import Gpu, Hardware
 from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.paths import find_file, find_shipped, show
 from llmfoundry.recipe.scaling import ScalingRecipe
 from llmfoundry.recipe.source import SourceConfig, under_key
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.check.host import recipe_paths
 from llmfoundry.scaling.points import read_points
@@ -122,19 +122,17 @@ def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> N
         Console().banner([(label, public(value)) for label, value in [*rows, last]])
 
 
-def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Rows:
+def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None) -> Rows:
     """A run of scripts/train.py or scripts/finetune.py, here or on other hardware."""
-    world = _world(written, hardware)
-    recipe, model = with_defaults(written), None
-    if isinstance(written, FinetuneRecipe):
-        if _is_on_hub(written):
-            place = "" if is_url(str(written.model.pretrained)) else " of the hub"
-            yield "model", f"{written.model.pretrained}{place}, fetched when the run begins"
+    world, model = _world(recipe, hardware), None
+    if isinstance(recipe, ResolvedFinetuneRecipe):
+        if _is_on_hub(recipe):
+            place = "" if is_url(str(recipe.base.pretrained)) else " of the hub"
+            yield "model", f"{recipe.base.pretrained}{place}, fetched when the run begins"
             yield from _data(recipe)
             return
-        recipe, pretrained = resolve(written, _alone(), note=lambda line: None)
-        yield "pretrained", pretrained.summary
-        model = sketch(recipe, written)
+        yield "pretrained", open_base(recipe, _alone(), note=lambda line: None).summary
+        model = sketch(recipe)
     recipe.precision = served_precision(recipe.precision, world, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
     check_layout(recipe, world)
@@ -175,7 +173,7 @@ def plan_training(written: TrainRecipe, hardware: Hardware | None = None) -> Row
     yield "measured", _measured(recipe)
 
 
-def _time(recipe: TrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
+def _time(recipe: ResolvedTrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
     """Seconds of a step where the GPU is known."""
     gpu = _timed_gpu(world, hardware)
     if gpu is None:
@@ -192,7 +190,7 @@ def _timed_gpu(world: World, hardware: Hardware | None) -> Gpu | None:
     return hardware.gpu if hardware.is_timed else None
 
 
-def _begins(recipe: TrainRecipe) -> str:
+def _begins(recipe: ResolvedTrainRecipe) -> str:
     """Where a run would begin; of one in a store no more is read than the names."""
     if is_url(recipe.save_folder):
         run = run_storage(recipe)
@@ -227,9 +225,9 @@ def _alone() -> World:
     return World(rank=0, size=1, local_rank=0, device=CPU)
 
 
-def _is_on_hub(recipe: FinetuneRecipe) -> bool:
+def _is_on_hub(recipe: ResolvedFinetuneRecipe) -> bool:
     """Whether the model would have to be downloaded, which a dry run does not."""
-    name = str(recipe.model.pretrained)
+    name = str(recipe.base.pretrained)
     if name.startswith((".", "/", "~", "runs/")) or is_version(name):
         return False
     try:
@@ -239,7 +237,7 @@ def _is_on_hub(recipe: FinetuneRecipe) -> bool:
     return False
 
 
-def _size(recipe: TrainRecipe, need: MemoryEstimate) -> str:
+def _size(recipe: ResolvedTrainRecipe, need: MemoryEstimate) -> str:
     model = f"{recipe.model.name}, about {short_count(need.parameters)} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
         model += f", {short_count(active_parameter_count(recipe.model))} active"
@@ -269,7 +267,7 @@ def _files(data: DataConfig) -> str:
     return "; ".join([f"{len(found.files):,} files", *lines])
 
 
-def _length(recipe: TrainRecipe) -> str:
+def _length(recipe: ResolvedTrainRecipe) -> str:
     """Of the run, as far as it is known before the text is counted."""
     rows, length = recipe.global_train_batch_size, Duration.parse(recipe.max_duration)
     step = rows * recipe.max_seq_len
@@ -299,7 +297,9 @@ def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
     return f"{total}: {parts_text(need, rows)}; {format_gib(free / GIB)} are free"
 
 
-def _layout(guessed: TrainRecipe, world: World, fit: Fit, node: int, gpu: Gpu | None) -> Rows:
+def _layout(
+    guessed: ResolvedTrainRecipe, world: World, fit: Fit, node: int, gpu: Gpu | None
+) -> Rows:
     """Which load of experts fits, what a process sends, and degrees that span nodes."""
     recipe = with_level(guessed, fit.checkpointing)
     if load := load_line(recipe, fit, world.size):  # below the memory
@@ -325,7 +325,7 @@ def _sends(messages: Iterable[Messages]) -> str:
     return f"about {format_gib(each.total() / GIB)} a process and step{out}: {parts}"
 
 
-def _checkpoints(recipe: TrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:
+def _checkpoints(recipe: ResolvedTrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:
     """How often, how many, and how large: weights and moments of what trains."""
     keep = recipe.save_num_checkpoints_to_keep
     kept = "all are kept" if keep == -1 else f"the newest {keep} are kept"
@@ -346,19 +346,19 @@ def _measured(recipe: TrainRecipe) -> str:
     return every if what else "nothing"
 
 
-def plan_preparing(written: PrepareRecipe) -> Rows:
+def plan_preparing(recipe: ResolvedPrepareRecipe) -> Rows:
     """Of scripts/prepare_data.py."""
-    recipe = with_defaults(written)
     yield from _data(recipe)
     yield "tokenizer", recipe.tokenizer.name
     output = recipe.prepare.output
     yield "to", f"{output}, as {recipe.prepare.format}" if output else recipe.data.cache_folder
 
 
-def plan_inspecting(written: TrainRecipe) -> Rows:
+def plan_inspecting(recipe: ResolvedTrainRecipe) -> Rows:
     """Of scripts/inspect_data.py."""
-    yield from _data(with_defaults(written))
-    yield "at", str(getattr(written, "at", ""))
+    assert isinstance(recipe.user_recipe, InspectRecipe)
+    yield from _data(recipe)
+    yield "at", recipe.user_recipe.at
 
 
 def plan_evaluation(recipe: EvalRecipe) -> Rows:
@@ -431,19 +431,21 @@ def _checkpoint(path: str) -> Rows:
     yield "checkpoint", str(found)
     yield "model", f"{recipe.model.name}, {recipe.precision}"
     if not isinstance(recipe, FinetuneRecipe):
-        reason = attention_refusal(with_defaults(recipe), CPU)
+        reason = attention_refusal(recipe.resolve(), CPU)
         if reason is not None:
             yield "attention", f"auto here; {reason}"
 
 
-def plan_planning(written: PlanRecipe) -> Rows:
+def plan_planning(recipe: ResolvedTrainRecipe) -> Rows:
     """Of scripts/plan.py, which writes nothing either."""
-    yield "hardware", str(Hardware.parse(written.hardware, "hardware"))
-    yield "layouts", f"the {written.layouts} fastest" if written.layouts else "the recipe's own"
-    yield "to", f"the screen, as {written.format}"
+    asked = recipe.user_recipe
+    assert isinstance(asked, PlanRecipe)
+    yield "hardware", str(Hardware.parse(asked.hardware, "hardware"))
+    yield "layouts", f"the {asked.layouts} fastest" if asked.layouts else "the recipe's own"
+    yield "to", f"the screen, as {asked.format}"
 
 
-def plan_launching(recipe: LaunchRecipe) -> Rows:
+def plan_launching(recipe: ResolvedTrainRecipe) -> Rows:
     """Where a run would be started; `dry_run=true` prints the target's object."""
     job = job_of(recipe)
     machines = f"{job.nodes} machine{'s' * (job.nodes > 1)}"
@@ -516,19 +518,21 @@ def plan_migration(recipe: MigrateRecipe) -> Rows:
         yield "to do", problem
 
 
-def plan_check(recipe: Checked) -> Rows:
+def plan_check(recipe: CheckRecipe | ResolvedTrainRecipe) -> Rows:
     """Of scripts/check.py."""
+    asked = recipe if isinstance(recipe, CheckRecipe) else recipe.user_recipe
+    assert isinstance(asked, Checked)
     settings = recipe.health_check
     processes = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
     yield "processes", str(processes)
     yield "machines", "GPU counters, kernel log, paths, clocks, limits, versions"
-    if recipe.level == "full":
+    if asked.level == "full":
         yield "burn", f"{settings.burn_seconds:g} s of products, and copies in memory"
         rounds = "all rounds" if settings.pair_rounds is None else f"{settings.pair_rounds} rounds"
         yield "pairs", f"all-reduces between {settings.pairs_of}, {rounds}"
     for path in [] if isinstance(recipe, CheckRecipe) else recipe_paths(recipe):
         yield "path", f"{path.key}: {path.path}, {'written' if path.is_written else 'read'}"
-    yield "report", recipe.output
+    yield "report", asked.output
 
 
 PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {

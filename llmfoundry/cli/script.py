@@ -48,7 +48,7 @@ def run(
 
     Args:
         recipe_type: the script's recipe, a dataclass with `check()`; or what chooses it.
-        target: `package.module:function`, called with the checked, unfilled recipe.
+        target: `package.module:function`, called with the checked recipe, defaults resolved.
         argv: the arguments; unset: those of the process.
         help: the script's docstring, printed by --help.
 
@@ -74,12 +74,13 @@ def run(
             module, _, function = target.partition(":")
             quiet_libraries()
             show_loading()
+            resolved = recipe.resolve() if hasattr(recipe, "resolve") else recipe
             if "--dry-run" in command.flags:
                 from llmfoundry.cli.dry_run import print_plan  # imports what the commands do
 
-                print_plan(function, recipe, command.hardware)
+                print_plan(function, resolved, command.hardware)
             else:
-                getattr(importlib.import_module(module), function)(recipe)
+                getattr(importlib.import_module(module), function)(resolved)
     except (UserError, RunFailure) as error:
         rank = int(os.environ.get("RANK", 0))
         # Every process finds the same mistakes in a recipe; later ones may be a single rank's.

@@ -14,14 +14,14 @@ from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.distributed.process_group import World
 from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.models.decoder import Root
-from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.parallel import ResolvedParallelConfig
 
 
 def parallelize(
     root: Root,
     world: World,
     meshes: Meshes | None,
-    config: ParallelConfig,
+    config: ResolvedParallelConfig,
     *,
     precision: str,
     compile_mode: str | None = None,

@@ -27,11 +27,16 @@ from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.models.router import Router
 from llmfoundry.ops.torch_private import Replicas
-from llmfoundry.recipe.parallel import GLOO, ParallelConfig
+from llmfoundry.recipe.parallel import GLOO, ResolvedParallelConfig
 
 
 def materialize(
-    root: Root, world: World, meshes: Meshes | None, config: ParallelConfig, *, precision: str
+    root: Root,
+    world: World,
+    meshes: Meshes | None,
+    config: ResolvedParallelConfig,
+    *,
+    precision: str,
 ) -> None:
     """Shard a model built on the meta device, where the recipe does, and allocate its memory.
 
@@ -58,7 +63,9 @@ class Routers(nn.Module):
 OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 
 
-def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: str) -> None:
+def _fully_shard(
+    root: Root, meshes: Meshes, config: ResolvedParallelConfig, precision: str
+) -> None:
     """Each block its own unit; embeddings, final norm and head stay with the root.
 
     Experts that other processes share are a unit of their own within a block, sharded over the
@@ -83,7 +90,6 @@ def _fully_shard(root: Root, meshes: Meshes, config: ParallelConfig, precision: 
     keeps_fp32 = precision == "bf16" and bool(config.reduce_scatter_each_microbatch)
     replicated = meshes.degrees.replicate > 1 or keeps_fp32
     reshard = config.reshard_after_forward
-    assert reshard is not None, "the recipe was not filled"
 
     def used(mesh: DeviceMesh) -> DeviceMesh:
         assert mesh.mesh_dim_names is not None

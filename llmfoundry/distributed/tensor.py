@@ -90,7 +90,6 @@ def apply_tensor_parallel(root: Root, meshes: Meshes | None) -> None:
 
 def _check(model: Decoder, mesh: DeviceMesh) -> None:
     vocabulary, n = model.config.vocab_size, mesh.size()
-    assert vocabulary is not None, "the recipe was not filled"
     quantize = str(quantization(model)["model.quantize"])
     adapter = "some" if any(map(is_added, model.state_dict())) else "none"
     problems = list(tensor_adapters(adapter, quantize, Degrees(tensor=n)))

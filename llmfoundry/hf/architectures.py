@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 DOCUMENT_START = "llmfoundry_document_start"
 """Key of an exported model's config.json: ids that documents began with in its training."""
@@ -70,7 +70,7 @@ class Need:
 
     key: str
     value: Any = None
-    holds: Callable[[ModelConfig], bool] | None = None
+    holds: Callable[[ResolvedModelConfig], bool] | None = None
     must: str = ""
 
 
@@ -91,7 +91,7 @@ class Field:
     ours: str
     default: Any = REQUIRED
     choices: Mapping[Any, Any] | None = None
-    write: Callable[[ModelConfig], Any] | None = None
+    write: Callable[[ResolvedModelConfig], Any] | None = None
     read: Callable[[Any], Any] | None = None
     also: tuple[str, ...] = ()
     gguf: str = ""
@@ -198,19 +198,18 @@ SUM_TO_ONE = Need(
 )
 
 
-def is_mixture(config: ModelConfig) -> bool:
+def is_mixture(config: ResolvedModelConfig) -> bool:
     """Whether the decoder's feed-forward layers are mixtures; else they are dense gated layers."""
     return config.ffn_config.ffn_type == "dmoe"
 
 
-def attention_scale(config: ModelConfig) -> float:
+def attention_scale(config: ResolvedModelConfig) -> float:
     """The factor on attention's logits."""
     scale, width = config.attn_config.softmax_scale, config.head_dim
-    assert width is not None, "the recipe was not filled"
     return width**-0.5 if scale is None else scale
 
 
-def logits_divisor(config: ModelConfig) -> float:
+def logits_divisor(config: ResolvedModelConfig) -> float:
     """What Granite divides logits by; `config` is plain, so its logit_scale is a number."""
     factor = config.logit_scale
     assert not isinstance(factor, str)
@@ -309,12 +308,12 @@ GRANITE_FIELDS = (
 GRANITE_FIXED = (Fixed("embedding_multiplier", 1.0, 1.0), Fixed("residual_multiplier", 1.0, 1.0))
 
 
-def _is_root_of_whole(config: ModelConfig) -> bool:
+def _is_root_of_whole(config: ResolvedModelConfig) -> bool:
     square = attention_scale(config) ** -2
     return math.isclose(square, round(square), rel_tol=1e-9)
 
 
-def _gemma_head(config: ModelConfig) -> bool:
+def _gemma_head(config: ResolvedModelConfig) -> bool:
     """Gemma multiplies the embedding, not the head that shares it, by sqrt(d_model)."""
     wanted = config.d_model**-0.5 if config.tie_word_embeddings else 1.0
     return math.isclose(1 / logits_divisor(config), wanted, rel_tol=1e-9)
@@ -366,7 +365,7 @@ def expert_fields(
     )
 
 
-def _loss_weight(config: ModelConfig) -> float:
+def _loss_weight(config: ResolvedModelConfig) -> float:
     """Theirs: transformers' loss is moe_top_k where loads are equal, megablocks' and ours is 1."""
     ffn = config.ffn_config
     return (ffn.moe_loss_weight or 0.0) / (ffn.moe_top_k or 1)

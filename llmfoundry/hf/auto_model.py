@@ -51,10 +51,10 @@ class LlmfoundryConfig(PreTrainedConfig):
     def __init__(self, settings: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Build from a `model` section; an absent one stands for the recipe's defaults."""
         problems: list[Problem] = []
-        config = build(ModelConfig, settings or {}, problems, "settings.")
+        section = build(ModelConfig, settings or {}, problems, "settings.")
         if problems:
             raise UserError(*(problem.line for problem in problems))
-        config.fill()
+        config = section.resolve()
         self.settings = to_dict(config)
         self.use_cache = kwargs.pop("use_cache", True)
         kwargs["tie_word_embeddings"] = config.tie_word_embeddings
@@ -110,7 +110,7 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LlmfoundryConfig) -> None:
         super().__init__(config)
-        self.model = Decoder(build(ModelConfig, config.settings, []))
+        self.model = Decoder(build(ModelConfig, config.settings, []).resolve())
         for index, block in enumerate(self.model.blocks):  # what attention functions ask for
             attn = cast(Any, block).attn
             attn.layer_idx, attn.config, attn.is_causal = index, config, True

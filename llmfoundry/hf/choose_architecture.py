@@ -30,13 +30,13 @@ from llmfoundry.hf.layer_keys import missed_layers
 from llmfoundry.hf.tensor_names import MAPS, padding
 from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
 
 
 def choose_architecture(
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     architecture: str | None,
     among: Mapping[str, Architecture] = ARCHITECTURES,
     *,
@@ -84,13 +84,15 @@ def choose_architecture(
     raise UserError(f"architecture: {why}; {advice}", *lines)
 
 
-def _distance(plain: ModelConfig, name: str, missed: Mapping[str, str]) -> tuple[int, int, int]:
+def _distance(
+    plain: ResolvedModelConfig, name: str, missed: Mapping[str, str]
+) -> tuple[int, int, int]:
     """Missed needs, those of positions and experts first: no one changes these for an export."""
     grave = sum(key in POSITIONS or (key == TYPE and is_mixture(plain)) for key in missed)
     return grave, len(missed), padding(MAPS[name], plain)
 
 
-def _value_text(config: ModelConfig, key: str) -> str:
+def _value_text(config: ResolvedModelConfig, key: str) -> str:
     if key != "block_overrides":
         return field_text(get(config, key))
     assert config.block_overrides is not None
@@ -98,7 +100,7 @@ def _value_text(config: ModelConfig, key: str) -> str:
 
 
 def _missed(
-    plain: ModelConfig, layers: Sequence[LayerConfig], architecture: Architecture
+    plain: ResolvedModelConfig, layers: Sequence[LayerConfig], architecture: Architecture
 ) -> dict[str, str]:
     """What prevents an export: settings, and what they must be."""
     missed = {need.key: need.must or field_text(need.value) for need in architecture.needs
@@ -121,11 +123,11 @@ def _missed(
     return missed | missed_layers(plain, layers, architecture)
 
 
-def _holds(need: Need, plain: ModelConfig) -> bool:
+def _holds(need: Need, plain: ResolvedModelConfig) -> bool:
     return get(plain, need.key) == need.value if need.holds is None else need.holds(plain)
 
 
-def unkept(config: ModelConfig, name: str) -> list[str]:
+def unkept(config: ResolvedModelConfig, name: str) -> list[str]:
     """A line for each setting that `name` has no key for, and that logits do not depend on."""
     if name == OWN:
         return []
@@ -152,7 +154,7 @@ def unkept(config: ModelConfig, name: str) -> list[str]:
     ]
 
 
-def remarks(config: ModelConfig, name: str) -> list[str]:
+def remarks(config: ResolvedModelConfig, name: str) -> list[str]:
     """Lines of the model card on a mixture in transformers' class `name`."""
     if name == OWN or not is_mixture(config):
         return []

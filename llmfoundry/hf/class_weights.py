@@ -20,7 +20,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.causal_lm import HFCausalLM, read_hf_config
 from llmfoundry.hf.read_folder import open_weights
 from llmfoundry.models.adapter import is_added, plain_name
-from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.model import HFModelConfig, ResolvedHFModelConfig
 
 Read = Callable[[str], Tensor]
 PREFIX = "hf."  # before the class's own names in ours
@@ -150,7 +150,7 @@ _ROWS = 4096  # of an embedding that are added up at a time
 
 def class_config(
     written: dict[str, Any], *, attn_impl: str | None, code: str | None
-) -> HFModelConfig:
+) -> ResolvedHFModelConfig:
     """The shape of the model that a config.json describes, filled.
 
     Args:
@@ -190,8 +190,7 @@ def class_config(
     config.attn_config.kv_n_heads = first(["num_key_value_heads"], heads)
     config.ffn_config.ffn_hidden_size = first(HIDDEN, 4 * width)
     _count(config, theirs)
-    config.fill()
-    return config
+    return config.resolve()
 
 
 def _count(config: HFModelConfig, theirs: Any) -> None:
@@ -220,7 +219,7 @@ def _count(config: HFModelConfig, theirs: Any) -> None:
     config.hf_matrices = matrices
 
 
-def check_class(config: HFModelConfig, folder: Path) -> bool:
+def check_class(config: ResolvedHFModelConfig, folder: Path) -> bool:
     """Go through a folder's tensors by shapes alone.
 
     Returns:

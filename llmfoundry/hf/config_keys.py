@@ -35,7 +35,7 @@ from llmfoundry.hf.layer_keys import read_layers, write_layers
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.hf.rope_keys import ROPES, read_rope, write_rope
 from llmfoundry.hf.tensor_names import MAPS, has_bias
-from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.schema import MOST_LAYERS, Schema
 from llmfoundry.recipe.typed import Problem, build, to_dict, to_type
 
@@ -66,7 +66,7 @@ CAUSAL = Fixed("is_causal", True, True)  # false in models that embed texts, of 
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
 
-def write_settings(config: ModelConfig, name: str) -> dict[str, Any]:
+def write_settings(config: ResolvedModelConfig, name: str) -> dict[str, Any]:
     """The keys of config.json that make transformers' class `name` this model."""
     if name == OWN:
         names = {"architectures": ["LlmfoundryForCausalLM"], "model_type": OWN_TYPE}
@@ -89,7 +89,7 @@ def write_settings(config: ModelConfig, name: str) -> dict[str, Any]:
     return written
 
 
-def _written(field: Field, config: ModelConfig) -> Any:
+def _written(field: Field, config: ResolvedModelConfig) -> Any:
     if field.write is not None:
         return field.write(config)
     value = get(config, field.ours)
@@ -122,10 +122,10 @@ def field_text(value: Any) -> str:
     return str(value)
 
 
-def plain_settings(config: ModelConfig) -> ModelConfig:
+def plain_settings(config: ResolvedModelConfig) -> ResolvedModelConfig:
     """The model of the same logits in fp32, each setting in the shortest way to say it."""
     attn, ffn = config.attn_config, config.ffn_config
-    scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
+    scale, default = attn.softmax_scale, config.head_dim**-0.5
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
         attn = replace(attn, softmax_scale=None)
     if attn.norm_type is not None:
@@ -153,7 +153,7 @@ def plain_settings(config: ModelConfig) -> ModelConfig:
     )
 
 
-def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
+def read_settings(written: dict[str, Any]) -> tuple[str, ResolvedModelConfig]:
     """The architecture and the filled `model` section that config.json describes.
 
     `no_bias` and `attention_bias` are left at what the architecture forces; the file's tensors
@@ -170,7 +170,7 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
         return OWN, _read_own(written)
     if is_foundry(written):
         config = read_foundry(written, problems)
-        return FOUNDRY, _filled(config, problems)
+        return FOUNDRY, _resolved(config, problems)
     names = {a.model_type: name for name, a in ARCHITECTURES.items()}
     if kind not in names:
         known = ", ".join([*names, OWN_TYPE])
@@ -194,12 +194,12 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ModelConfig]:
     return names[kind], _assemble(values)
 
 
-def _read_own(written: dict[str, Any]) -> ModelConfig:
+def _read_own(written: dict[str, Any]) -> ResolvedModelConfig:
     problems: list[Problem] = []
     config = build(ModelConfig, written.get("settings", {}), problems, "settings.")
     if problems:
         raise UserError(*(f"config.json: {problem.line}" for problem in problems))
-    return _filled(config, [])
+    return _resolved(config, [])
 
 
 def check_layers(written: Mapping[str, Any], where: str = "config.json: ") -> None:
@@ -294,8 +294,8 @@ def _settle_mixture(values: dict[str, Any]) -> None:
     values[BALANCING] = "loss" if weight else "none"
 
 
-def _assemble(values: dict[str, Any]) -> ModelConfig:
-    """A filled `model` section with `values` at dotted keys."""
+def _assemble(values: dict[str, Any]) -> ResolvedModelConfig:
+    """A resolved `model` section with `values` at dotted keys."""
     config = ModelConfig(attn_config=AttentionConfig(), ffn_config=FFNConfig())
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -304,23 +304,24 @@ def _assemble(values: dict[str, Any]) -> ModelConfig:
     if attn.kv_n_heads is not None:
         kinds = {1: "multiquery_attention", heads: "multihead_attention"}
         attn.attn_type = kinds.get(attn.kv_n_heads, "grouped_query_attention")
-    _filled(config, [])
-    scale, default = attn.softmax_scale, (config.head_dim or 1) ** -0.5
+    resolved = _resolved(config, [])
+    scale, default = attn.softmax_scale, resolved.head_dim**-0.5
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
-        attn.softmax_scale = None
-    return config
+        resolved.attn_config.softmax_scale = None
+    return resolved
 
 
-def _filled(config: ModelConfig, problems: list[str]) -> ModelConfig:
-    """The same, checked and filled; what was found wrong before is raised with what is now."""
+def _resolved(config: ModelConfig, problems: list[str]) -> ResolvedModelConfig:
+    """Check and resolve a section; `problems` found before are raised with its own."""
     problems = problems or [f"config.json: {line}" for line in config.check()]
     if problems:
         raise UserError(*problems)
-    config.fill()
-    return config
+    return config.resolve()
 
 
-def said_biases(written: Mapping[str, Any], name: str, config: ModelConfig) -> dict[str, bool]:
+def said_biases(
+    written: Mapping[str, Any], name: str, config: ResolvedModelConfig
+) -> dict[str, bool]:
     """Whether rules of each kind of bias (`tensor_names.has_bias`) have one in the file.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import is_mixture
 from llmfoundry.models.lazy_tensors import Make, Read
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 Made = Iterator[tuple[str, Make]]
 Stack = Make  # of w1, v1 or w2, (E, f, D)
@@ -70,7 +70,9 @@ def present(choices: tuple[ExpertNames, ...], names: Collection[str]) -> ExpertN
     return next(files, choices[0])
 
 
-def experts_to_theirs(names: ExpertNames, config: ModelConfig, ours: Collection[str]) -> Made:
+def experts_to_theirs(
+    names: ExpertNames, config: ResolvedModelConfig, ours: Collection[str]
+) -> Made:
     """Their names, and what makes each of our tensors, whose names are `ours`; block by block."""
     for block in range(config.n_layers):
         here, at = names.of(block), f"blocks.{block}.ffn."
@@ -87,7 +89,7 @@ def experts_to_theirs(names: ExpertNames, config: ModelConfig, ours: Collection[
             yield here.shared[1], _one(down)
 
 
-def experts_to_ours(names: ExpertNames, config: ModelConfig, sketch: Read) -> Made:
+def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Read) -> Made:
     """Our names of the feed-forward layers' tensors, and what makes each of theirs.
 
     What makes it raises a UserError where theirs has another shape than config.json makes it;
@@ -111,7 +113,7 @@ def experts_to_ours(names: ExpertNames, config: ModelConfig, sketch: Read) -> Ma
                 yield f"{at}shared.{name}.weight", _then(Tensor.contiguous, part)
 
 
-def _feed_forward(name: str, stack: Stack, at: str, config: ModelConfig) -> Made:
+def _feed_forward(name: str, stack: Stack, at: str, config: ResolvedModelConfig) -> Made:
     """Ours of one of `DENSE` (E, f, D): of a mixture's experts, or of the one that is the layer."""
     whole = _then(_flat, stack)
     if not is_mixture(config):
@@ -125,7 +127,7 @@ def _feed_forward(name: str, stack: Stack, at: str, config: ModelConfig) -> Made
         yield f"{at}experts.{name}_bias", lambda read: torch.zeros(wide)
 
 
-def _our_stack(name: str, at: str, config: ModelConfig) -> Stack:
+def _our_stack(name: str, at: str, config: ResolvedModelConfig) -> Stack:
     """One of ours (E, f, D): of a mixture's experts, or of the layer that is one."""
     count = _count(config)
     if is_mixture(config):
@@ -154,11 +156,11 @@ def _flat(stack: Tensor) -> Tensor:
     return stack.flatten(0, 1)
 
 
-def _count(config: ModelConfig) -> int:
+def _count(config: ResolvedModelConfig) -> int:
     return config.ffn_config.moe_num_experts or 1
 
 
-def _has_shared(config: ModelConfig) -> bool:
+def _has_shared(config: ResolvedModelConfig) -> bool:
     return config.ffn_config.shared_expert_hidden_size is not None
 
 
@@ -184,7 +186,7 @@ def _write_joint(here: ExpertNames, stacks: Stacks, count: int) -> Made:
     yield here.down, _then(lambda down: down.transpose(1, 2), w2)
 
 
-def _read_stacked(here: ExpertNames, config: ModelConfig) -> Stacks:
+def _read_stacked(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
 
     def stack(name: str) -> Stack:
@@ -195,7 +197,7 @@ def _read_stacked(here: ExpertNames, config: ModelConfig) -> Stacks:
     return stack(here.gate), stack(here.up) if gated else None, stack(here.down)
 
 
-def _read_each(here: ExpertNames, config: ModelConfig) -> Stacks:
+def _read_each(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
 
     def stack(name: str, *shape: int) -> Stack:
@@ -214,15 +216,14 @@ def _read_each(here: ExpertNames, config: ModelConfig) -> Stacks:
     return stack(here.gate, hidden, width), stack(here.up, hidden, width), down
 
 
-def _read_joint(here: ExpertNames, config: ModelConfig) -> Stacks:
+def _read_joint(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
     both = _theirs(here.gate, (count, 2 * hidden, width))
     down = _theirs(here.down, (count, width, hidden))
     return _half(both, 0, 1), _half(both, 1, 1), _then(lambda down: down.transpose(1, 2), down)
 
 
-def _shape(config: ModelConfig) -> tuple[int, int, int]:
-    assert config.ffn_config.ffn_hidden_size is not None, "the recipe was not filled"
+def _shape(config: ResolvedModelConfig) -> tuple[int, int, int]:
     return _count(config), config.ffn_config.ffn_hidden_size, config.d_model
 
 
@@ -245,7 +246,7 @@ FORMS: dict[
     str,
     tuple[
         Callable[[ExpertNames, Stacks, int], Made],
-        Callable[[ExpertNames, ModelConfig], Stacks],
+        Callable[[ExpertNames, ResolvedModelConfig], Stacks],
     ],
 ] = {
     "stacked": (_write_stacked, _read_stacked),

@@ -16,7 +16,7 @@ from llmfoundry.hf import expert_names
 from llmfoundry.hf.architectures import FOUNDRY_OFF
 from llmfoundry.hf.tensor_names import Rule, WeightMap
 from llmfoundry.recipe.attention import LLAMA3_KEYS
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.typed import Problem, build
 
@@ -170,7 +170,7 @@ def _read_ffn(ffn: dict[str, Any], problems: list[str]) -> None:
         ffn["moe_balancing"] = "none"
 
 
-def foundry_map(config: ModelConfig, written: Mapping[str, Any]) -> WeightMap:
+def foundry_map(config: ResolvedModelConfig, written: Mapping[str, Any]) -> WeightMap:
     """Names of the weights: ours after `transformer.`, but for routers and experts."""
     block = "transformer.blocks.{i}."
     inside = "norm_attn_norm." if written.get("fuse_norm_attn_norm") else ""

@@ -29,7 +29,7 @@ from llmfoundry.hf.safetensors_file import SafetensorsFile
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy_tensors import LazyTensor, Read, lazy, same
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = "lm_head.weight"
@@ -64,7 +64,7 @@ class HFFolder:
     """
 
     architecture: str
-    config: ModelConfig
+    config: ResolvedModelConfig
     weights: WeightFiles
     _named: _Named | None = None
 
@@ -186,7 +186,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _own_state(
-    config: ModelConfig, names: set[str], sketch: Read, read: Read
+    config: ResolvedModelConfig, names: set[str], sketch: Read, read: Read
 ) -> Iterator[LazyTensor]:
     """The state of a folder of our own class, whose names are the decoder's after `model.`."""
     with torch.device("meta"):
@@ -225,7 +225,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
 
 def from_hf(
     path_or_id: str, *, note: Callable[[str], None] = print
-) -> tuple[ModelConfig, dict[str, Tensor]]:
+) -> tuple[ResolvedModelConfig, dict[str, Tensor]]:
     """The filled `model` section and the decoder's whole state, for models that fit in memory.
 
     Raises:

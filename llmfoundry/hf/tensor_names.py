@@ -23,7 +23,7 @@ from llmfoundry.hf import expert_names
 from llmfoundry.hf.expert_names import ExpertNames, experts_to_ours, experts_to_theirs, present
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy_tensors import LazyTensor, Make, Read, Unread, last_read, lazy, same
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ MAPS: dict[str, WeightMap] = {
 }
 
 
-def has_bias(kind: str, config: ModelConfig) -> bool:
+def has_bias(kind: str, config: ResolvedModelConfig) -> bool:
     """Whether their layer has a bias.
 
     Args:
@@ -224,12 +224,11 @@ def has_bias(kind: str, config: ModelConfig) -> bool:
             our other layers have; `any`: where either has.
         config: filled.
     """
-    assert config.attention_bias is not None, "the recipe was not filled"
     qkv, other = config.attention_bias, not config.no_bias
     return {"never": False, "always": True, "qkv": qkv, "other": other, "any": qkv or other}[kind]
 
 
-def padding(weights: WeightMap, config: ModelConfig) -> int:
+def padding(weights: WeightMap, config: ResolvedModelConfig) -> int:
     """Linear layers of a block that have a bias in theirs alone: it is written as zeros."""
     return sum(
         has_bias(rule.bias, config)
@@ -240,7 +239,7 @@ def padding(weights: WeightMap, config: ModelConfig) -> int:
 
 
 def to_theirs(
-    weights: WeightMap, config: ModelConfig, shapes: Mapping[str, Tensor], read: Read
+    weights: WeightMap, config: ResolvedModelConfig, shapes: Mapping[str, Tensor], read: Read
 ) -> Iterator[LazyTensor]:
     """Their tensors, in order.
 
@@ -280,7 +279,7 @@ def to_theirs(
 
 
 def _part(
-    rule: Rule, config: ModelConfig, source: str, which: tuple[int, int], read: Read
+    rule: Rule, config: ResolvedModelConfig, source: str, which: tuple[int, int], read: Read
 ) -> Tensor:
     """One of theirs, (number, of how many), made of our weight."""
     part = _rows(rule, computed(rule, config, read(source)), which[1], config)[which[0]]
@@ -288,14 +287,16 @@ def _part(
 
 
 def _bias_part(
-    rule: Rule, config: ModelConfig, source: str | int, which: tuple[int, int], read: Read
+    rule: Rule, config: ResolvedModelConfig, source: str | int, which: tuple[int, int], read: Read
 ) -> Tensor:
     """The same of our bias, or of so many zeros."""
     bias = torch.zeros(source) if isinstance(source, int) else read(source)
     return _rows(rule, bias, which[1], config)[which[0]]
 
 
-def computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = False) -> Tensor:
+def computed(
+    rule: Rule, config: ResolvedModelConfig, weight: Tensor, *, back: bool = False
+) -> Tensor:
     """Theirs of our weight, or, `back`, ours of theirs; in fp32 where anything is computed."""
     if rule.less:
         return weight.float() + (rule.less if back else -rule.less)
@@ -307,7 +308,7 @@ def computed(rule: Rule, config: ModelConfig, weight: Tensor, *, back: bool = Fa
 
 def to_ours(
     weights: WeightMap,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     names: Collection[str],
     sketch: Read,
     read: Read,
@@ -353,7 +354,7 @@ def to_ours(
 
 
 def _expected_shapes(
-    weights: WeightMap, config: ModelConfig, state: Mapping[str, Tensor]
+    weights: WeightMap, config: ResolvedModelConfig, state: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, torch.Size]]:
     """Yield the shape of each of their tensors that a rule makes of `state`, which is on meta.
 
@@ -372,7 +373,7 @@ def _expected_shapes(
 
 def _ours_of_theirs(
     weights: WeightMap,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     sketch: Read,
     names: Collection[str],
     ours: Collection[str],
@@ -394,13 +395,15 @@ def _ours_of_theirs(
             yield f"{layer}.bias", partial(_whole_bias, rule, config, theirs, present_biases)
 
 
-def _whole_weight(rule: Rule, config: ModelConfig, theirs: tuple[str, ...], read: Read) -> Tensor:
+def _whole_weight(
+    rule: Rule, config: ResolvedModelConfig, theirs: tuple[str, ...], read: Read
+) -> Tensor:
     parts = [read(name).T if rule.transposed else read(name) for name in theirs]
     return computed(rule, config, _joined(rule, parts, config), back=True)
 
 
 def _whole_bias(
-    rule: Rule, config: ModelConfig, theirs: tuple[str, ...], there: set[str], read: Read
+    rule: Rule, config: ResolvedModelConfig, theirs: tuple[str, ...], there: set[str], read: Read
 ) -> Tensor:
     """Their biases joined, zeros where they have none."""
     parts = []
@@ -440,7 +443,7 @@ def _check_same(names: tuple[str, ...], sketch: Read) -> None:
 
 
 def bias_names(
-    weights: WeightMap, config: ModelConfig, names: Collection[str], *, qkv: bool
+    weights: WeightMap, config: ResolvedModelConfig, names: Collection[str], *, qkv: bool
 ) -> list[str]:
     """Biases among `names`: those of queries, keys and values, or all the others."""
     known = {
@@ -452,7 +455,9 @@ def bias_names(
     return sorted(known & set(names))
 
 
-def layers(weights: WeightMap, config: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+def layers(
+    weights: WeightMap, config: ResolvedModelConfig
+) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
     """Each rule with our layer and their weights, block by block."""
     heads = {"q": config.n_heads, "k": config.attn_config.kv_n_heads or 1, "": 1}
     for rule in weights.rules:
@@ -462,10 +467,11 @@ def layers(weights: WeightMap, config: ModelConfig) -> Iterator[tuple[Rule, str,
             yield rule, rule.ours.format(i=block), tuple(theirs)
 
 
-def _rows(rule: Rule, tensor: Tensor, parts: int, config: ModelConfig) -> tuple[Tensor, ...]:
+def _rows(
+    rule: Rule, tensor: Tensor, parts: int, config: ResolvedModelConfig
+) -> tuple[Tensor, ...]:
     if parts == 1 or rule.heads:
         return (tensor,) * parts
-    assert config.head_dim is not None and config.attn_config.kv_n_heads is not None
     kv_width = config.attn_config.kv_n_heads * config.head_dim
     q, k, v = tensor.split((config.n_heads * config.head_dim, kv_width, kv_width))
     if rule.interleaved:
@@ -482,12 +488,11 @@ def _bias_name(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _joined(rule: Rule, parts: list[Tensor], config: ModelConfig) -> Tensor:
+def _joined(rule: Rule, parts: list[Tensor], config: ResolvedModelConfig) -> Tensor:
     """What `_rows` takes apart."""
     if len(parts) == 1:
         return parts[0].contiguous()
     if rule.interleaved:
-        assert config.head_dim is not None
         pairs = [swap_pairs(part, config.head_dim // 2, 2) for part in parts[:2]]
         parts = [*pairs, *parts[2:]]
     return torch.cat(parts)

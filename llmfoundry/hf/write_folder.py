@@ -45,7 +45,7 @@ from llmfoundry.hf.safetensors_file import Layout, write_tensor
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.lazy_tensors import LazyTensor, Read, by_source, lazy, same
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 NOTED_BYTES = 1 << 28  # written before the journal has it: 256 MiB, which a resumption may repeat
 SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
@@ -127,7 +127,7 @@ class Export:
 
 
 def to_hf(
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     state: MergedState,
     tokenizer: TokenizerFiles,
     output: Path,
@@ -172,7 +172,7 @@ def to_hf(
 
 def _write_configs(
     folder: Path,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     name: str,
     dtype: str,
     tokenizer: TokenizerFiles,
@@ -232,7 +232,9 @@ class _Weights:
     layouts: dict[str, Layout]
 
     @classmethod
-    def plan(cls, name: str, config: ModelConfig, state: MergedState, export: Export) -> _Weights:
+    def plan(
+        cls, name: str, config: ResolvedModelConfig, state: MergedState, export: Export
+    ) -> _Weights:
         """One file, or several with an index."""
         dtype, limit = DTYPES[export.dtype], export.shard_bytes or SHARD_BYTES
         tensors = list(export_tensors(name, config, state.shapes(), state.__getitem__))
@@ -291,7 +293,7 @@ def _kept(held: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 def export_tensors(
-    architecture: str, config: ModelConfig, shapes: Mapping[str, Tensor], read: Read
+    architecture: str, config: ResolvedModelConfig, shapes: Mapping[str, Tensor], read: Read
 ) -> Iterator[LazyTensor]:
     """The tensors of an architecture's folder, in order, made of ours.
 

@@ -62,7 +62,6 @@ class DecoderRows:
         """
         model = decoder_of(root)
         config = model.config
-        assert config.vocab_size and config.max_seq_len, "the recipe was not filled"
         self._root, self._autocast = root, autocast
         self.slots, self.length, self.n_tokens = slots, length, n_tokens or config.vocab_size
         is_dynamic = config.attn_config.rope_hf_config.type == "dynamic"

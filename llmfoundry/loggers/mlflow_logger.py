@@ -43,7 +43,7 @@ from llmfoundry.loggers.mlflow_database import (
     sqlite_path,
 )
 from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.recipe.logger import ResolvedLoggerConfig
 from llmfoundry.redaction import public
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
@@ -110,13 +110,12 @@ class MlflowSession:
         self.client.set_terminated(self.run_id, STATUS[status])
 
 
-def mlflow_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
+def mlflow_target(config: ResolvedLoggerConfig, run_folder: Path) -> LogTarget:
     """Where `logger.tracking_uri` points.
 
     Raises:
         UserError: it is of no kind that MLflow writes to.
     """
-    assert config.tracking_uri is not None and config.experiment_name is not None
     check_uri(config.tracking_uri)
     return LogTarget(
         f"MLflow ({public(config.tracking_uri)})",

@@ -28,7 +28,7 @@ from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, JsonLines, plain
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS
 from llmfoundry.loggers.pages.report import STATUS, write_report
 from llmfoundry.loggers.writers import close_all, make_writers, stores
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.redaction import public, public_texts
 
@@ -49,7 +49,7 @@ class Tracker:
 
     def __init__(
         self,
-        recipe: TrainRecipe,
+        recipe: ResolvedTrainRecipe,
         run_folder: Path,
         *,
         is_main: bool,
@@ -297,7 +297,7 @@ class Tracker:
 
 
 def send_record(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     folder: Path,
     task: Task | None,
     *,
@@ -355,6 +355,6 @@ def tags_of(run: Mapping[str, Any]) -> dict[str, str]:
     return tags
 
 
-def flatten(recipe: TrainRecipe) -> dict[str, Any]:
+def flatten(recipe: ResolvedTrainRecipe) -> dict[str, Any]:
     """Dotted key → value of every field, for the loggers; as it was written, secrets masked."""
     return dict(flat(as_written(recipe)))

@@ -33,7 +33,7 @@ from llmfoundry.loggers.background_queue import (
 )
 from llmfoundry.loggers.folder_run import FolderRun
 from llmfoundry.loggers.tensorboard_logger import TEXTS, literal
-from llmfoundry.recipe.logger import LoggerConfig
+from llmfoundry.recipe.logger import ResolvedLoggerConfig
 from llmfoundry.redaction import public
 
 RUN_ID_FILE = "trackio_run_id"
@@ -105,7 +105,7 @@ class TrackioSession:
         )
 
 
-def trackio_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
+def trackio_target(config: ResolvedLoggerConfig, run_folder: Path) -> LogTarget:
     """The project of `logger.trackio_project`.
 
     Raises:
@@ -115,7 +115,6 @@ def trackio_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
         raise UserError(
             "logger.trackio: needs the package trackio; pip install 'llmfoundry-recipes[trackio]'"
         )
-    assert config.trackio_project is not None
     return LogTarget(
         f"trackio (project {config.trackio_project})",
         partial(_open, config.trackio_project),

@@ -28,7 +28,7 @@ from llmfoundry.models.layers import Embedding, Linear
 from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.router import Router
-from llmfoundry.recipe.adapter import ALL_LINEAR, AdapterConfig
+from llmfoundry.recipe.adapter import ALL_LINEAR, ResolvedAdapterConfig
 
 QKV = ("q_proj", "k_proj", "v_proj")
 FUSED = "Wqkv"
@@ -88,7 +88,9 @@ def _with_parts(model: Decoder, targets: dict[str, AdapterTarget]) -> dict[str, 
     return divided
 
 
-def plan_adapter(model: Decoder, config: AdapterConfig, *, split_qkv: bool) -> dict[str, LowRank]:
+def plan_adapter(
+    model: Decoder, config: ResolvedAdapterConfig, *, split_qkv: bool
+) -> dict[str, LowRank]:
     """Return the adapter of each chosen matrix, by name.
 
     Args:
@@ -103,7 +105,6 @@ def plan_adapter(model: Decoder, config: AdapterConfig, *, split_qkv: bool) -> d
     """
     targets = find_targets(model, split_qkv=split_qkv)
     chosen = _chosen(targets, config)
-    assert config.r and config.lora_alpha and config.init_lora_weights, "the recipe was not filled"
     plan = {}
     for name, parts in chosen.items():
         lora = LowRank(
@@ -135,7 +136,7 @@ def check_tied(names: Collection[str], model: Decoder, where: str) -> None:
 
 
 def _chosen(
-    targets: Mapping[str, AdapterTarget], config: AdapterConfig
+    targets: Mapping[str, AdapterTarget], config: ResolvedAdapterConfig
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """Return the parts of each chosen matrix that get an adapter."""
     # names that target_modules includes

@@ -25,21 +25,19 @@ from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec, alibi_sl
 from llmfoundry.ops.attention.select import attend
 from llmfoundry.ops.packed_layout import PackedLayout, at
 from llmfoundry.recipe.attention import LayerConfig
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values, (B, S, KV, hd) each
 Table = tuple[Tensor, Tensor]  # cosine and sine, (..., T, 1, head_dim) in fp32
 
 
 def attention_specs(
-    config: ModelConfig, layers: Iterable[LayerConfig], device: torch.device
+    config: ResolvedModelConfig, layers: Iterable[LayerConfig], device: torch.device
 ) -> dict[int, AttentionSpec]:
     """Return the attention settings of each window that occurs in the layers."""
     attn, head_dim = config.attn_config, config.head_dim
-    assert head_dim is not None, "the recipe was not filled"
     slopes = None
     if attn.alibi:
-        assert attn.alibi_bias_max is not None, "the recipe was not filled"
         slopes = alibi_slopes(config.n_heads, attn.alibi_bias_max, device)
     return {
         window: AttentionSpec(
@@ -149,11 +147,10 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
+        self, config: ResolvedModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
     ) -> None:
         super().__init__()
         attn = config.attn_config
-        assert attn.kv_n_heads and config.head_dim and config.attention_bias is not None
         self.index, self.head_dim = index, config.head_dim
         self.rotary, self.is_reused = layer.rotary, is_reused
         self.rotated_keys = config.layers()[layer.kv_from].rotary
@@ -171,7 +168,6 @@ class Attention(nn.Module):
         self.q_ln: nn.Module | None = None
         self.k_ln: nn.Module | None = None
         if attn.qk_ln or attn.qk_gn:
-            assert attn.norm_type and attn.norm_eps, "the recipe was not filled"
             norm = partial(norm_maker(attn.norm_type), eps=attn.norm_eps, bias=bias)
             q_norm, k_norm = (config.head_dim,) * 2 if attn.qk_gn else (q_width, kv_width)
             self.q_ln = norm(q_norm)
@@ -277,7 +273,9 @@ def rotate(x: Tensor, table: Table) -> Tensor:
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
-def rotary_frequencies(config: ModelConfig, lengths: Tensor | None, device: torch.device) -> Tensor:
+def rotary_frequencies(
+    config: ResolvedModelConfig, lengths: Tensor | None, device: torch.device
+) -> Tensor:
     """Return the rotary frequencies in radians per position, in fp32.
 
     Pair i has the frequency rope_theta^(-2i / head_dim), scaled as rope_hf_config says. Rounding
@@ -292,12 +290,10 @@ def rotary_frequencies(config: ModelConfig, lengths: Tensor | None, device: torc
         (half,), or (..., T, half) with lengths.
     """
     attn, head_dim = config.attn_config, config.head_dim
-    assert attn.rope_theta is not None and head_dim is not None, "the recipe was not filled"
     base: float | Tensor = attn.rope_theta
     if lengths is not None:
         # NTK-aware scaling of the base, as `type: dynamic` of transformers
         factor, max_seq_len = attn.rope_hf_config.factor, config.max_seq_len
-        assert factor is not None and max_seq_len is not None
         growth = factor * lengths.clamp(min=max_seq_len) / max_seq_len - (factor - 1)
         base = (base * growth ** (head_dim / (head_dim - 2)))[..., None]
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -307,7 +303,7 @@ def rotary_frequencies(config: ModelConfig, lengths: Tensor | None, device: torc
 
 
 def dynamic_lengths(
-    config: ModelConfig, layout: PackedLayout | None, total: int, device: torch.device
+    config: ResolvedModelConfig, layout: PackedLayout | None, total: int, device: torch.device
 ) -> Tensor | None:
     """Return the sequence lengths that set the frequencies of `rope_hf_config.type: dynamic`.
 
@@ -334,7 +330,6 @@ def dynamic_lengths(
     Raises:
         UserError: a path of a prefix tree is longer than max_seq_len.
     """
-    assert config.max_seq_len is not None, "the recipe was not filled"
     if config.attn_config.rope_hf_config.type != "dynamic":
         return None
     if layout is None:
@@ -363,14 +358,13 @@ def dynamic_lengths(
     return lengths.to(device, non_blocking=True)
 
 
-def _linear(frequencies: Tensor, config: ModelConfig) -> Tensor:
+def _linear(frequencies: Tensor, config: ResolvedModelConfig) -> Tensor:
     """Divide positions by `factor` (position interpolation, Chen et al., 2023)."""
     factor = config.attn_config.rope_hf_config.factor
-    assert factor is not None
     return frequencies / factor
 
 
-def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
+def _llama3(frequencies: Tensor, config: ResolvedModelConfig) -> Tensor:
     """Scale the frequencies as Llama 3.1 does.
 
     A pair with fewer than low_freq_factor rotations over the original length is divided by
@@ -383,13 +377,12 @@ def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
         rope.low_freq_factor,
         rope.high_freq_factor,
     )
-    assert rope.factor and original and low is not None and high is not None
     rotations = original / (2 * math.pi / frequencies)
     smooth = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 
-ROPE_SCALINGS: dict[str, Callable[[Tensor, ModelConfig], Tensor]] = {
+ROPE_SCALINGS: dict[str, Callable[[Tensor, ResolvedModelConfig], Tensor]] = {
     "linear": _linear,
     "llama3": _llama3,
 }  # `dynamic` scales the base instead, in `rotary_frequencies`
@@ -405,6 +398,6 @@ def query_temperature(positions: Tensor, floor_scale: int, attn_scale: float) ->
     return (1 + attn_scale * torch.log1p(steps))[..., None, None]
 
 
-def longest_document(config: ModelConfig) -> int | None:
+def longest_document(config: ResolvedModelConfig) -> int | None:
     """Return the maximal tokens of a document; None: no limit, as no positions are learned."""
     return config.max_seq_len if config.learned_pos_emb else None

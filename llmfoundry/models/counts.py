@@ -24,39 +24,39 @@ from llmfoundry.models.decoder import Block, Decoder
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantized_shapes
 from llmfoundry.recipe.hardware import GPUS, Gpu, known_gpu
-from llmfoundry.recipe.model import HFModelConfig, ModelConfig
+from llmfoundry.recipe.model import HFModelConfig, ResolvedModelConfig
 
 EXPERTS = "ffn.experts."  # in the names of what routers choose from
 
 
-def parameter_count(config: ModelConfig) -> int:
+def parameter_count(config: ResolvedModelConfig) -> int:
     """Return the number of parameters; a tied head is counted once."""
     if isinstance(config, HFModelConfig):
         return config.hf_parameters
     return sum(count * p.numel() for _, p, count in _parameters(config))
 
 
-def active_parameter_count(config: ModelConfig) -> int:
+def active_parameter_count(config: ResolvedModelConfig) -> int:
     """Return the number of parameters used by one token: top-k experts and everything else."""
     if isinstance(config, HFModelConfig):
         return config.hf_parameters
     return sum(count * _active(name, p, config) for name, p, count in _parameters(config))
 
 
-def expert_parameter_count(config: ModelConfig) -> int:
+def expert_parameter_count(config: ResolvedModelConfig) -> int:
     """Return the number of parameters of all routed experts."""
     if isinstance(config, HFModelConfig):
         return 0
     return sum(count * p.numel() for name, p, count in _parameters(config) if EXPERTS in name)
 
 
-def _parameters(config: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
+def _parameters(config: ResolvedModelConfig) -> Iterator[tuple[str, Tensor, int]]:
     """Yield name, shape and multiplicity of the parameters; equal blocks are built once."""
     for module, count in parts(config):
         yield from ((name, p, count) for name, p in module.named_parameters())
 
 
-def parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
+def parts(config: ResolvedModelConfig) -> list[tuple[nn.Module, int]]:
     """Return a decoder without blocks and each kind of block, with their multiplicities.
 
     They are on the meta device. The time does not grow with n_layers, so a recipe of absurd depth
@@ -76,7 +76,7 @@ _PARTS: dict[str, list[tuple[nn.Module, int]]] = {}
 MOST_PARTS = 16  # models in the cache
 
 
-def _make_parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
+def _make_parts(config: ResolvedModelConfig) -> list[tuple[nn.Module, int]]:
     one_layer = dataclasses.replace(config, n_layers=1, block_overrides=None)
     layers = (one_layer if config.block_overrides is None else config).layers()
     reusing = [i for i, layer in enumerate(layers) if layer.kv_from != i]
@@ -91,13 +91,13 @@ def _make_parts(config: ModelConfig) -> list[tuple[nn.Module, int]]:
     return result
 
 
-def _active(name: str, parameter: Tensor, config: ModelConfig) -> int:
+def _active(name: str, parameter: Tensor, config: ResolvedModelConfig) -> int:
     if EXPERTS not in name:
         return parameter.numel()
     return round(parameter.numel() * config.ffn_config.active_share)
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+def flops_per_token(config: ResolvedModelConfig, seq_len: int) -> float:
     """Return the FLOPs of training on one token of a sequence of `seq_len`."""
     if isinstance(config, HFModelConfig):
         return 6 * (config.hf_matrices + _attention(config, seq_len))
@@ -107,15 +107,13 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
         for name, p, count in _parameters(config)
         if p.ndim == 2 and name not in lookups
     )
-    assert config.vocab_size is not None
     if config.tie_word_embeddings:
         matrices += config.vocab_size * config.d_model
     return 3 * 2 * (matrices + _attention(config, seq_len))
 
 
-def _attention(config: ModelConfig, seq_len: int) -> int:
+def _attention(config: ResolvedModelConfig, seq_len: int) -> int:
     """Return the multiply-adds of one token's attention over a full sequence."""
-    assert config.head_dim is not None
     return config.n_layers * 2 * config.n_heads * config.head_dim * seq_len
 
 
@@ -135,7 +133,6 @@ def trained_flops_per_token(model: Decoder, seq_len: int) -> float:
     config, total = model.config, 0.0
     if isinstance(config, HFModelConfig):
         return flops_per_token(config, seq_len)
-    assert config.head_dim is not None
     attention = 2 * config.n_heads * config.head_dim * seq_len
     named = dict(model.named_parameters())
     before = any(p.requires_grad for n, p in named.items() if n.startswith(_FIRST))
@@ -173,7 +170,9 @@ _LAST_BEFORE_ATTENTION = _STAGES[2]
 _FACTORS = ("weight", "lora_A", "lora_B", "lora_A_init", "lora_B_init")
 
 
-def _stage_flops(block: Block, stage: re.Pattern[str], config: ModelConfig, before: bool) -> float:
+def _stage_flops(
+    block: Block, stage: re.Pattern[str], config: ResolvedModelConfig, before: bool
+) -> float:
     """Return the FLOPs of a block's matmuls in one stage, per token."""
     sizes, total = dict(quantized_shapes(block)), 0.0
     for name, parameter in block.named_parameters():
@@ -184,7 +183,7 @@ def _stage_flops(block: Block, stage: re.Pattern[str], config: ModelConfig, befo
     return total
 
 
-def _visits(name: str, block: Block, config: ModelConfig) -> float:
+def _visits(name: str, block: Block, config: ResolvedModelConfig) -> float:
     """Return how often each weight of a matrix is used per token; below 1 for experts."""
     ffn = config.ffn_config
     if EXPERTS not in name:

@@ -42,7 +42,7 @@ from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.attention import LayerConfig
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 R = TypeVar("R")
 ContextKey = tuple[int, tuple[int, float] | None]
@@ -60,7 +60,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
+        self, config: ResolvedModelConfig, index: int, layer: LayerConfig, *, is_reused: bool
     ) -> None:
         super().__init__()
         norm, bias = norm_maker(config.norm_type), not config.no_bias
@@ -127,9 +127,8 @@ class Decoder(nn.Module):
     tensor_ranks: TensorRanks | None = None
     loss_chunk: int | None = None
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ResolvedModelConfig) -> None:
         super().__init__()
-        assert config.vocab_size and config.max_seq_len and config.head_dim, "fill the recipe"
         self.config = config
         self.layers = config.layers()
         self.kernels = AttentionKernels(config.attn_config.attn_impl, config.head_dim)

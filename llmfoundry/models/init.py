@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.shard_layout import assign
-from llmfoundry.recipe.model import InitConfig, ModelConfig
+from llmfoundry.recipe.model import ResolvedInitConfig, ResolvedModelConfig
 
 # projections that write to the residual stream
 RESIDUAL = ("out_proj.weight", "down_proj.weight", "experts.w2")
@@ -44,7 +44,7 @@ class Distribution:
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
+def init_weights(model: nn.Module, config: ResolvedModelConfig, seed: int) -> None:
     """Initialize every parameter in place.
 
     Matrices follow the scheme of the recipe, norm weights are 1 and biases 0. Only `default_` also
@@ -72,14 +72,16 @@ def _weight_of_bias(name: str) -> str:
     return layer.removesuffix("_") if layer.endswith("_") else f"{layer}weight"
 
 
-def _bias_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distribution | None:
+def _bias_distribution(
+    name: str, weight: Tensor, config: ResolvedModelConfig
+) -> Distribution | None:
     """Return the distribution of the bias of the weight `name`; None: it is 0."""
     if config.init_config.name != "default_" or weight.ndim == 1:
         return None
     return Distribution(default_std(config, *_fans(name, weight, config)), uniform=True)
 
 
-def weight_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distribution:
+def weight_distribution(name: str, weight: Tensor, config: ResolvedModelConfig) -> Distribution:
     """Return the distribution of the matrix `name` (out, in), or of stacked experts."""
     init = config.init_config
     if name.endswith(EMBEDDINGS):
@@ -94,7 +96,7 @@ def weight_distribution(name: str, weight: Tensor, config: ModelConfig) -> Distr
     return Distribution(std, uniform=init.name in UNIFORM)
 
 
-def _embedding_distribution(init: InitConfig) -> Distribution | None:
+def _embedding_distribution(init: ResolvedInitConfig) -> Distribution | None:
     """Return the distribution that the recipe sets for embeddings only; None: it sets none."""
     if init.emb_init_std is not None:
         return Distribution(init.emb_init_std)
@@ -105,7 +107,7 @@ def _embedding_distribution(init: InitConfig) -> Distribution | None:
     return Distribution(1.0) if init.name == "default_" else None  # as nn.Embedding
 
 
-def residual_divisor(config: ModelConfig) -> float:
+def residual_divisor(config: ResolvedModelConfig) -> float:
     """Return the divisor of the std of projections that write to the residual stream."""
     init = config.init_config
     if init.name == "neox_init_":
@@ -117,48 +119,43 @@ def residual_divisor(config: ModelConfig) -> float:
     return float(init.init_div_is_residual)
 
 
-def _fans(name: str, weight: Tensor, config: ModelConfig) -> tuple[int, int]:
+def _fans(name: str, weight: Tensor, config: ResolvedModelConfig) -> tuple[int, int]:
     """Return fan-in and fan-out of a matrix: of one expert, and of one head as LLM Foundry does."""
-    assert config.head_dim is not None, "the recipe was not filled"
     fan_out, fan_in = weight.shape
     if name.endswith(EXPERTS + TRANSPOSED_EXPERTS):
-        assert config.ffn_config.moe_num_experts is not None
         width = fan_out // config.ffn_config.moe_num_experts
         return (width, fan_in) if name.endswith(TRANSPOSED_EXPERTS) else (fan_in, width)
     return fan_in, config.head_dim if name.endswith(STACKED_HEADS) else fan_out
 
 
-def default_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+def default_std(config: ResolvedModelConfig, fan_in: int, fan_out: int) -> float:
     """Default of nn.Linear: uniform in ± 1 / sqrt(fan_in)."""
     return math.sqrt(1 / (3 * fan_in))
 
 
-def baseline_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+def baseline_std(config: ResolvedModelConfig, fan_in: int, fan_out: int) -> float:
     """init_std, independent of the shape."""
-    assert config.init_config.init_std is not None, "the recipe was not filled"
     return config.init_config.init_std
 
 
-def small_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+def small_std(config: ResolvedModelConfig, fan_in: int, fan_out: int) -> float:
     """sqrt(2 / (5 d_model)) (Nguyen and Salazar, 2019)."""
     return math.sqrt(2 / (5 * config.d_model))
 
 
-def kaiming_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+def kaiming_std(config: ResolvedModelConfig, fan_in: int, fan_out: int) -> float:
     """Gain / sqrt(fan) (He et al., 2015)."""
     init = config.init_config
-    assert init.fan_mode and init.init_nonlinearity, "the recipe was not filled"
     gain = nn.init.calculate_gain(init.init_nonlinearity, init.init_gain)  # type: ignore[arg-type]
     return gain / math.sqrt(fan_in if init.fan_mode == "fan_in" else fan_out)
 
 
-def xavier_std(config: ModelConfig, fan_in: int, fan_out: int) -> float:
+def xavier_std(config: ResolvedModelConfig, fan_in: int, fan_out: int) -> float:
     """Gain * sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio, 2010)."""
-    assert config.init_config.init_gain is not None, "the recipe was not filled"
     return config.init_config.init_gain * math.sqrt(2 / (fan_in + fan_out))
 
 
-STDS: dict[str, Callable[[ModelConfig, int, int], float]] = {
+STDS: dict[str, Callable[[ResolvedModelConfig, int, int], float]] = {
     "default_": default_std,
     "baseline_": baseline_std,
     "small_init_": small_std,

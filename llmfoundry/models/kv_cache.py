@@ -26,7 +26,7 @@ from llmfoundry.models.attention import (
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels, attend
 from llmfoundry.ops.devices import available_host_memory
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 MAX_PADDING_RATIO = 2
 """Bound on (keys read) / (keys of the sequences) for slots that attend in one call."""
@@ -141,7 +141,7 @@ class SlotCache(SlottedCache):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ResolvedModelConfig,
         *,
         slots: int,
         length: int,
@@ -163,7 +163,6 @@ class SlotCache(SlottedCache):
             MemoryError: the host does not have enough memory.
         """
         kv_heads, head_dim = config.attn_config.kv_n_heads, config.head_dim
-        assert kv_heads is not None and head_dim is not None, "the recipe was not filled"
         owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
         self._cache_index = {layer: index for index, layer in enumerate(owners)}
         self.config, self.slots, self.length = config, slots, length

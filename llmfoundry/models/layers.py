@@ -21,7 +21,7 @@ from llmfoundry.ops.devices import to_autocast_dtype
 from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.attention import NORMS
 from llmfoundry.recipe.choice_table import load_code
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 
 class Linear(nn.Linear):
@@ -161,11 +161,12 @@ class FFN(nn.Module):
         hidden: inner width; None: ffn_hidden_size.
     """
 
-    def __init__(self, config: ModelConfig, *, gated: bool, hidden: int | None = None) -> None:
+    def __init__(
+        self, config: ResolvedModelConfig, *, gated: bool, hidden: int | None = None
+    ) -> None:
         super().__init__()
         ffn, d, bias = config.ffn_config, config.d_model, not config.no_bias
         hidden = hidden or ffn.ffn_hidden_size
-        assert hidden is not None, "the recipe was not filled"
         self.act = from_text(to_text(*ffn.activation)).function
         self.up_proj = Linear(d, hidden, bias=bias)
         self.gate_proj = Linear(d, hidden, bias=bias) if gated else None
@@ -178,7 +179,7 @@ class FFN(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-FFNS: dict[str, Callable[[ModelConfig], FFN]] = {  # `dmoe` is in models/moe.py
+FFNS: dict[str, Callable[[ResolvedModelConfig], FFN]] = {  # `dmoe` is in models/moe.py
     "mptmlp": partial(FFN, gated=False),
     "mptglu": partial(FFN, gated=True),
 }

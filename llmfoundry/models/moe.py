@@ -30,7 +30,7 @@ from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.moe.mixture import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.ops.shard_layout import full_tensor
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 
 class ExpertWeights(nn.Module):
@@ -57,10 +57,9 @@ class ExpertWeights(nn.Module):
     w1: nn.Parameter
     packing: Nf4Layout | None = None
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ResolvedModelConfig) -> None:
         super().__init__()
         ffn, self.d = config.ffn_config, config.d_model
-        assert ffn.ffn_hidden_size and ffn.moe_num_experts, "the recipe was not filled"
         self.n, self.f = ffn.moe_num_experts, ffn.ffn_hidden_size
         self.activation = to_text(*ffn.activation)
         self.lora: dict[str, LowRank] = {}
@@ -149,7 +148,7 @@ class MoE(nn.Module):
     group: dist.ProcessGroup | None = None
     statistics_groups = StatisticsGroups()
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ResolvedModelConfig) -> None:
         super().__init__()
         self.config = ffn = config.ffn_config
         self.router, self.experts = Router(config), ExpertWeights(config)
@@ -199,7 +198,6 @@ class MoE(nn.Module):
 
     def combine(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts, plus the shared expert, for x (N, D)."""
-        assert self.config.moe_impl is not None, "the recipe was not filled"
         compute_experts = partial(self.experts, impl=self.config.moe_impl)
         if self.group is None:
             y = compute_experts(x, weights, experts)

@@ -23,7 +23,7 @@ from llmfoundry.models.router import Router
 from llmfoundry.models.tensor_parallel import stacked_rows
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize, quantize
 from llmfoundry.ops.shard_layout import block_view, local_blocks, local_ranges
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 
 
 def narrow_frozen(model: Decoder, dtype: torch.dtype) -> None:
@@ -168,7 +168,7 @@ def place(model: nn.Module, name: str, tensor: Tensor, *, expert: int | None = N
     packing = getattr(module, "packing", None)
     if packing is None or last not in matrices(module):
         copies = module.n if expert is not None and isinstance(module, ExpertWeights) else 1
-        config = getattr(model, "config", None)
+        config: ResolvedModelConfig | None = getattr(model, "config", None)
         stacked = stacked_rows(name, config) if isinstance(config, ModelConfig) else ()
         _write(parameter, tensor, copies, expert or 0, stacked)
         return

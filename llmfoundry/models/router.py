@@ -22,7 +22,7 @@ from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import adapted
 from llmfoundry.ops.devices import without_autocast
 from llmfoundry.ops.torch_private import start_all_reduce, wait
-from llmfoundry.recipe.model import FFNConfig, ModelConfig
+from llmfoundry.recipe.model import ResolvedFFNConfig, ResolvedModelConfig
 
 
 class Router(Linear):
@@ -37,9 +37,8 @@ class Router(Linear):
 
     bias_steps: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ResolvedModelConfig) -> None:
         ffn = config.ffn_config
-        assert ffn.moe_num_experts is not None
         super().__init__(config.d_model, ffn.moe_num_experts, bias=False)
         self.config, self.jitter = ffn, ffn.moe_jitter_eps
         if ffn.moe_balancing == "bias":
@@ -76,13 +75,11 @@ class Router(Linear):
             Weights and indices of the experts, (N, k) each.
         """
         ffn = self.config
-        assert ffn.moe_top_k is not None
         n_experts = scores.shape[1]
 
         # choose k experts per token, without a gradient
         biased_scores = scores.detach()  # (N, E)
         if ffn.moe_balancing == "bias":
-            assert ffn.moe_bias_update_rate is not None
             biased_scores = biased_scores + ffn.moe_bias_update_rate * self.bias_steps
         chosen = biased_scores.topk(ffn.moe_top_k).indices  # (N, k)
         experts = _round_robin(chosen, n_experts) if ffn.moe_force_balance else chosen
@@ -185,7 +182,7 @@ class Routing(NamedTuple):
     tokens: Tensor
 
 
-def over_layers(layers: list[Routed], ffn: FFNConfig) -> Routing:
+def over_layers(layers: list[Routed], ffn: ResolvedFFNConfig) -> Routing:
     """Merge the statistics of all layers and weight the losses.
 
     Averaged over layers, the balancing loss is megablocks' batched_load_balancing_loss. At perfect

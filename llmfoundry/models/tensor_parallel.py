@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from llmfoundry.ops.loss import VocabularyShard
 from llmfoundry.ops.shard_layout import local_ranges
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 
 _ROWS = re.compile(
     r"(^|\.)(wte|lm_head)\.weight$|attn\.W\w+\.(weight|bias)$|(up|gate)_proj\.(weight|bias)$"
@@ -38,7 +38,7 @@ def tensor_parallel_dim(name: str) -> int | None:
     return 1 if _COLUMNS.search(name) else None
 
 
-def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
+def stacked_rows(name: str, config: ResolvedModelConfig) -> tuple[int, ...]:
     """Return the row counts of the matrices that are fused in a parameter (Wqkv).
 
     Each tensor rank has a shard of each of them. Empty: the parameter is sharded as one matrix.
@@ -46,14 +46,13 @@ def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
     if not name.endswith(_STACKED) or config.head_dim is None:
         return ()
     kv_heads = config.attn_config.kv_n_heads
-    assert kv_heads is not None, "the recipe was not filled"
     kv_width = kv_heads * config.head_dim
     return (config.n_heads * config.head_dim, kv_width, kv_width)
 
 
 def all_stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return `stacked_rows` of the fused parameters by name; empty for a transformers class."""
-    config = getattr(model, "config", None)
+    config: ResolvedModelConfig | None = getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return {}
     all_rows = {name: stacked_rows(name, config) for name, _ in model.named_parameters()}

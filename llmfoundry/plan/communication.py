@@ -27,7 +27,7 @@ from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.parameter_shards import REDUCED, Shares, seen_by_tokens, shares, tokens_of_row
 from llmfoundry.recipe.hardware import GPUS, Gpu
 from llmfoundry.recipe.parallel import NODE, Degrees, context_method, recomputation
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 LINK_REACHED, NETWORK_REACHED = 0.8, 0.9
 """Shares of the data sheets' bytes/s that NCCL's rings reach with large messages: 361 to 367 of 450
@@ -82,7 +82,7 @@ class Messages(NamedTuple):
 
 
 def communication(
-    recipe: TrainRecipe, world_size: int, microbatch: int, node: int = NODE
+    recipe: ResolvedTrainRecipe, world_size: int, microbatch: int, node: int = NODE
 ) -> list[Messages]:
     """All that a process sends in a step of a filled recipe.
 
@@ -139,7 +139,7 @@ def waited_for(found: Iterable[Messages], gpu: Gpu) -> float:
 
 
 def spanning(
-    recipe: TrainRecipe, world_size: int, microbatch: int, node: int, gpu: Gpu | None = None
+    recipe: ResolvedTrainRecipe, world_size: int, microbatch: int, node: int, gpu: Gpu | None = None
 ) -> Iterator[str]:
     """A line for each degree whose processes wait for each other across nodes, with its cost.
 
@@ -186,7 +186,7 @@ def data_parallel(held: Shares, degrees: Degrees) -> Iterator[Messages]:
 
 
 def fully_sharded(
-    recipe: TrainRecipe, held: Shares, degrees: Degrees, microbatches: int
+    recipe: ResolvedTrainRecipe, held: Shares, degrees: Degrees, microbatches: int
 ) -> Iterator[Messages]:
     """FSDP2 and HSDP: weights gathered, gradients reduce-scattered, those of shards all-reduced.
 
@@ -213,7 +213,7 @@ def fully_sharded(
 
 
 def tensor_parallel(
-    recipe: TrainRecipe, degrees: Degrees, rows: int, microbatches: int
+    recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
 ) -> Iterator[Messages]:
     """Tensor parallelism with sequence-sharded norms (Korthikanti et al., 2022).
 
@@ -243,7 +243,7 @@ def tensor_parallel(
 
 
 def context_parallel(
-    recipe: TrainRecipe, degrees: Degrees, rows: int, microbatches: int
+    recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
 ) -> Iterator[Messages]:
     """Either method, of h heads and k heads of keys and values of width w on a process.
 
@@ -255,7 +255,6 @@ def context_parallel(
     p, model = degrees.context, recipe.model
     again = recomputation(recipe.parallel.activation_checkpointing)
     kv_heads, width = model.attn_config.kv_n_heads, model.head_dim
-    assert kv_heads and width, "the recipe was not filled"
     heads, kv = model.n_heads // degrees.tensor, kv_heads // degrees.tensor
     makers = sum(layer.kv_from == i for i, layer in enumerate(model.layers()))
     tokens = rows * tokens_of_row(recipe, degrees)
@@ -276,7 +275,7 @@ def context_parallel(
 
 
 def expert_parallel(
-    recipe: TrainRecipe, degrees: Degrees, rows: int, microbatches: int
+    recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
 ) -> Iterator[Messages]:
     """Rows to the experts and back, forward and backward: 4 (p - 1) / p * top_k * d of each token.
 
@@ -288,7 +287,6 @@ def expert_parallel(
     if p == 1:
         return
     top_k = model.ffn_config.moe_top_k
-    assert top_k, "the recipe was not filled"
     tokens = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor)
     values = (p - 1) * tokens * top_k * model.d_model // p
     whole = recomputation(recipe.parallel.activation_checkpointing) == "whole"
@@ -297,7 +295,7 @@ def expert_parallel(
     yield Messages("tokens", "all_to_all", p, 1, sent, calls=calls)
 
 
-def _low(recipe: TrainRecipe) -> int:
+def _low(recipe: ResolvedTrainRecipe) -> int:
     """Bytes of a value in matrix products."""
     return 4 if recipe.precision == "fp32" else 2
 

@@ -33,9 +33,9 @@ from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.torch_private import unwatched_shapes
 from llmfoundry.plan.meter import Amounts, GpuKernels, Meter, Pass, Reading, Recorded, Work
 from llmfoundry.recipe.attention import LayerConfig
-from llmfoundry.recipe.model import HFModelConfig, ModelConfig
+from llmfoundry.recipe.model import HFModelConfig, ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.parallel import ActivationMemory, Degrees, ParallelConfig, recomputation
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 CPU = torch.device("cpu")
 FEW = 2
@@ -140,7 +140,7 @@ def _sum(parts: Sequence[Pass]) -> Pass:
 
 
 def count(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     degrees: Degrees,
     *,
     device: torch.device = CPU,
@@ -163,14 +163,16 @@ def count(
         return _count(recipe, degrees, device, meta_model)
     except Exception:  # a class that asks tensors for their values, or has kernels of its own
         alike = {each.name: getattr(recipe.model, each.name) for each in fields(ModelConfig)}
-        ours = replace(recipe, model=ModelConfig(**alike))  # of the same sizes, all of it trained
+        ours = replace(
+            recipe, model=ResolvedModelConfig(**alike)
+        )  # of the same sizes, all of it trained
         return _count(ours, degrees, device, None)
     finally:
         noise.disabled = before
 
 
 def _count(
-    recipe: TrainRecipe, degrees: Degrees, device: torch.device, meta_model: Decoder | None
+    recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.device, meta_model: Decoder | None
 ) -> ModelCount:
     depth = recipe.model.n_layers if meta_model is None else len(meta_model.blocks)
     memory = _decided(recipe.parallel).activation_memory(depth)
@@ -185,7 +187,7 @@ def _count(
     known = _known if meta_model is None else _known_of.setdefault(meta_model, {})
     of_ends = repr(facts)
     if model is not None:
-        model.vocab_size = None  # nothing to blocks
+        model.vocab_size = 0  # nothing to blocks
     of_blocks = repr([*facts, memory])
     setting = _Setting(recipe, degrees, device, meta_model)
     if of_blocks not in known:
@@ -205,7 +207,7 @@ _known_of: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 class _Setting:
     """What `count` was asked."""
 
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     degrees: Degrees
     device: torch.device
     meta_model: Decoder | None
@@ -247,7 +249,7 @@ def _decided(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, activation_checkpointing="none", activation_checkpointing_target=None)
 
 
-def _layouts(recipe: TrainRecipe, kind: str, degrees: Degrees) -> dict[int, PackedLayout]:
+def _layouts(recipe: ResolvedTrainRecipe, kind: str, degrees: Degrees) -> dict[int, PackedLayout]:
     """Of so many rows on a CPU two documents in each: it attends to packed rows otherwise.
 
     Made of real numbers. GPUs' kernels keep as much of packed rows as of plain ones.
@@ -321,7 +323,7 @@ class _Trait:
 
 
 def _reduced(
-    recipe: TrainRecipe, meta_model: Decoder | None, memory: ActivationMemory
+    recipe: ResolvedTrainRecipe, meta_model: Decoder | None, memory: ActivationMemory
 ) -> tuple[Root, list[_Kind], ActivationMemory]:
     """The model on the meta device with one block of each kind, and how these keep activations."""
     layers = recipe.model.layers() if meta_model is None else getattr(meta_model, "layers", None)
@@ -353,7 +355,7 @@ def _reduced(
     return Root(model), found, replace(memory, targets=targets)
 
 
-def _shallow(recipe: TrainRecipe, layers: Sequence[tuple[LayerConfig, _Trait]]) -> Decoder:
+def _shallow(recipe: ResolvedTrainRecipe, layers: Sequence[tuple[LayerConfig, _Trait]]) -> Decoder:
     """The recipe's model on the meta device, with these blocks alone."""
     config = recipe.model
     with torch.device("meta"):
@@ -398,7 +400,7 @@ class _Counter:
 
     def __init__(
         self,
-        recipe: TrainRecipe,
+        recipe: ResolvedTrainRecipe,
         root: Root,
         kind: str,
         layouts: dict[int, PackedLayout],

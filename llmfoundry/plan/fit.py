@@ -29,12 +29,12 @@ from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate, weight_bytes
 from llmfoundry.plan.microbatch_sizes import USABLE, microbatches, rows_per_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.hardware import Gpu
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.parallel import RECOMPUTED, compiled_limits, recomputation
 from llmfoundry.recipe.paths import YAMLS, recipe_name
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 
 WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
 EXPERT_LOAD = 2.0
@@ -77,7 +77,7 @@ class Fit:
 
 
 def choose_fit(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     *,
     world_size: int,
     available: int,
@@ -152,7 +152,9 @@ def _fitting(
     return fits
 
 
-def _by_seconds(recipe: TrainRecipe, fits: list[Fit], world_size: int, gpu: Gpu) -> list[Fit]:
+def _by_seconds(
+    recipe: ResolvedTrainRecipe, fits: list[Fit], world_size: int, gpu: Gpu
+) -> list[Fit]:
     """The fits, the shortest step first, each with the next one."""
     reached = speeds(gpu, recipe)
     timed = [
@@ -172,25 +174,24 @@ def _by_seconds(recipe: TrainRecipe, fits: list[Fit], world_size: int, gpu: Gpu)
     return [dataclasses.replace(a, second=b) for a, b in zip(timed, after, strict=True)]
 
 
-def load_line(recipe: TrainRecipe, fit: Fit, world_size: int) -> str | None:
+def load_line(recipe: ResolvedTrainRecipe, fit: Fit, world_size: int) -> str | None:
     """Which load of a process's experts fits; None: processes share no experts."""
     p = recipe.parallel.degrees(world_size).expert
     if p == 1 or math.isinf(fit.load):
         return None
     ffn = recipe.model.ffn_config
-    assert ffn.moe_num_experts and ffn.moe_top_k, "the recipe was not filled"
     most = min(ffn.moe_top_k, ffn.moe_num_experts // p) * p / ffn.moe_top_k
     each = f"{fit.need.load_bytes(fit.microbatch) / GIB:.1f} GiB for each mean above the first"
     fits = f"up to {fit.load:.1f}" if fit.load < most else "any"
     return f"expert load of a process, in means: {fits} fits ({each}; {most:.1f} is the limit)"
 
 
-def choose_microbatch(recipe: TrainRecipe, **memory: Any) -> int:
+def choose_microbatch(recipe: ResolvedTrainRecipe, **memory: Any) -> int:
     """Rows that a process computes at a time, of `choose_fit`, which takes the same."""
     return choose_fit(recipe, **memory).microbatch
 
 
-def checkpointing_line(recipe: TrainRecipe, fit: Fit, begun_with: str | None = None) -> str:
+def checkpointing_line(recipe: ResolvedTrainRecipe, fit: Fit, begun_with: str | None = None) -> str:
     """What `parallel.activation_checkpointing: auto` stands for, and why, in one line."""
     more = RECOMPUTED[: RECOMPUTED.index(fit.checkpointing)]
     second = fit.second
@@ -212,7 +213,7 @@ def checkpointing_line(recipe: TrainRecipe, fit: Fit, begun_with: str | None = N
     )
 
 
-def _ways(recipe: TrainRecipe, device: torch.device) -> list[tuple[str, str]]:
+def _ways(recipe: ResolvedTrainRecipe, device: torch.device) -> list[tuple[str, str]]:
     """Levels and compressions: those written, or what auto may stand for, the least work first."""
     parallel = recipe.parallel
     level, small = recomputation(parallel.activation_checkpointing), parallel.activation_compression
@@ -225,12 +226,14 @@ def _ways(recipe: TrainRecipe, device: torch.device) -> list[tuple[str, str]]:
     return found or ways
 
 
-def _levels(recipe: TrainRecipe, device: torch.device) -> list[str]:
+def _levels(recipe: ResolvedTrainRecipe, device: torch.device) -> list[str]:
     without = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
     return [level for level in RECOMPUTED if not (without and level == "selective")]
 
 
-def with_level(recipe: TrainRecipe, level: str, compression: str | None = None) -> TrainRecipe:
+def with_level(
+    recipe: ResolvedTrainRecipe, level: str, compression: str | None = None
+) -> ResolvedTrainRecipe:
     """A copy of which so much is computed again, and activations wait in this form."""
     parallel = dataclasses.replace(recipe.parallel, activation_checkpointing=level)
     if compression is not None:
@@ -248,7 +251,7 @@ def _gradients_do_not_fit(need: MemoryEstimate, rows: int, available: int) -> st
 
 
 def _does_not_fit(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     need: MemoryEstimate,
     rows: int,
     world_size: int,
@@ -266,13 +269,17 @@ def _does_not_fit(
 
 
 def _does_not_fit_frozen(
-    recipe: TrainRecipe, need: MemoryEstimate, rows: int, available: int, meta_model: Decoder
+    recipe: ResolvedTrainRecipe,
+    need: MemoryEstimate,
+    rows: int,
+    available: int,
+    meta_model: Decoder,
 ) -> str:
     """For fine-tuning: what makes it smaller is an adapter, 4 bits, or more processes."""
     frozen = not all(p.requires_grad for p in meta_model.parameters())
     if is_quantized(meta_model):
         hint = "write a smaller max_seq_len, parallel.activation_checkpointing: true"
-    elif frozen and isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none":
+    elif frozen and isinstance(recipe, ResolvedFinetuneRecipe) and recipe.adapter.name != "none":
         hint = "write model.quantize: nf4"
     else:
         small = (
@@ -302,11 +309,9 @@ def largest_fitting_recipe(world_size: int, available: int, device: torch.device
     Activations, which take long to count, are counted of those alone whose weights fit.
     """
     room = int(USABLE * available)
-    found: list[tuple[int, Path, TrainRecipe]] = []
+    found: list[tuple[int, Path, ResolvedTrainRecipe]] = []
     for path in sorted(YAMLS.glob("*.yaml")):
-        recipe = load(TrainRecipe, path)
-        recipe.fill()
-        recipe = with_guessed_vocabulary(recipe)
+        recipe = with_guessed_vocabulary(load(TrainRecipe, path).resolve())
         try:
             weights = weight_bytes(recipe, world_size)
         except UserError:  # a mesh that these processes cannot form
@@ -319,7 +324,7 @@ def largest_fitting_recipe(world_size: int, available: int, device: torch.device
     return None
 
 
-def with_guessed_vocabulary(recipe: TrainRecipe) -> TrainRecipe:
+def with_guessed_vocabulary(recipe: ResolvedTrainRecipe) -> ResolvedTrainRecipe:
     """A filled copy whose vocabulary is guessed, to estimate before any text is read."""
     if recipe.model.vocab_size is not None:
         return recipe

@@ -20,8 +20,15 @@ from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
 from llmfoundry.plan.microbatch_sizes import USABLE
 from llmfoundry.plan.seconds import Speeds, StepSeconds, in_seconds, step_seconds
 from llmfoundry.recipe.checks import divisors
-from llmfoundry.recipe.parallel import AXES, EXPERT, RECOMPUTED, Degrees, ParallelConfig, limits
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.parallel import (
+    AXES,
+    EXPERT,
+    RECOMPUTED,
+    Degrees,
+    ResolvedParallelConfig,
+    limits,
+)
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 
 CUDA = torch.device("cuda")
 TAKEN = 3 * 10**9
@@ -67,7 +74,7 @@ class Layout:
         room: bytes that there are.
     """
 
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     step: StepSeconds
     need: MemoryEstimate
     room: int
@@ -113,15 +120,15 @@ class Layout:
         kept = ", weights kept" if parallel.reshard_after_forward is False else ""
         return f"{found}{kept}, {self.level}, {self.microbatch} rows"
 
-    def overrides(self, written: TrainRecipe) -> list[str]:
-        """What to write behind `written` to have it."""
-        new, old = self.recipe.parallel, written.parallel
+    def overrides(self, user_recipe: TrainRecipe) -> list[str]:
+        """What to write behind the user's recipe to have it."""
+        new, old = self.recipe.parallel, user_recipe.parallel
         pairs = {name: (getattr(new, name), getattr(old, name)) for name in CHOSEN}
         for name in SHARDS_ONLY:  # which are true where nothing is written
             if pairs[name] == (True, None):
                 del pairs[name]
         changed = {f"parallel.{name}": now for name, (now, was) in pairs.items() if now != was}
-        if self.microbatch != written.device_train_microbatch_size:
+        if self.microbatch != user_recipe.device_train_microbatch_size:
             changed["device_train_microbatch_size"] = self.microbatch
         plain = {True: "true", False: "false", None: "null"}
         return [
@@ -147,7 +154,7 @@ class Ranking:
     estimated: int
 
 
-def own_layout(recipe: TrainRecipe, setting: Setting) -> Layout:
+def own_layout(recipe: ResolvedTrainRecipe, setting: Setting) -> Layout:
     """The recipe's own, `auto` decided as a run would.
 
     Raises:
@@ -160,7 +167,7 @@ def own_layout(recipe: TrainRecipe, setting: Setting) -> Layout:
     return _layout(chosen, setting, fit.need)
 
 
-def rank(recipe: TrainRecipe, setting: Setting, most: int) -> Ranking:
+def rank(recipe: ResolvedTrainRecipe, setting: Setting, most: int) -> Ranking:
     """The `most` best kinds of layout that fit, of each the best degrees of replicas and shards.
 
     Args:
@@ -199,7 +206,7 @@ def _exactly(layout: Layout, setting: Setting) -> Layout:
     return dataclasses.replace(layout, step=step)
 
 
-def _kind(recipe: TrainRecipe) -> tuple[Any, ...]:
+def _kind(recipe: ResolvedTrainRecipe) -> tuple[Any, ...]:
     """What layouts have in common that differ in replicas and shards alone."""
     parallel = recipe.parallel
     return (
@@ -229,7 +236,7 @@ def why(first: Layout, other: Layout) -> str:
 
 
 def _layout(
-    recipe: TrainRecipe, setting: Setting, need: MemoryEstimate, *, roughly: bool = False
+    recipe: ResolvedTrainRecipe, setting: Setting, need: MemoryEstimate, *, roughly: bool = False
 ) -> Layout:
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
@@ -237,14 +244,14 @@ def _layout(
     return Layout(recipe, step, need, int(USABLE * setting.available))
 
 
-def _written(recipe: TrainRecipe, world: int, microbatch: int) -> TrainRecipe:
+def _written(recipe: ResolvedTrainRecipe, world: int, microbatch: int) -> ResolvedTrainRecipe:
     """A copy in which degrees and rows are numbers."""
     parallel = recipe.parallel
     parallel = dataclasses.replace(parallel, **_keys(parallel.degrees(world)))
     return dataclasses.replace(recipe, parallel=parallel, device_train_microbatch_size=microbatch)
 
 
-def _all(recipe: TrainRecipe, setting: Setting) -> Iterator[TrainRecipe]:
+def _all(recipe: ResolvedTrainRecipe, setting: Setting) -> Iterator[ResolvedTrainRecipe]:
     """Every sensible layout with every recomputation, all rows of a process at a time."""
     for degrees in layouts(recipe, setting):
         parallel = _with(recipe.parallel, degrees)
@@ -270,7 +277,7 @@ def _all(recipe: TrainRecipe, setting: Setting) -> Iterator[TrainRecipe]:
                 yield again
 
 
-def _with(parallel: ParallelConfig, degrees: Degrees) -> ParallelConfig:
+def _with(parallel: ResolvedParallelConfig, degrees: Degrees) -> ResolvedParallelConfig:
     """The section with these degrees; what has no effect with them is unset."""
     sharded = not degrees.is_replicas
     method = parallel.context_parallel_method if degrees.context > 1 else None
@@ -288,7 +295,7 @@ def _keys(degrees: Degrees) -> dict[str, Any]:
     return dict(zip((*AXES, EXPERT), dataclasses.astuple(degrees), strict=True))
 
 
-def layouts(recipe: TrainRecipe, setting: Setting) -> Iterator[Degrees]:
+def layouts(recipe: ResolvedTrainRecipe, setting: Setting) -> Iterator[Degrees]:
     """Degrees that the processes and the batch allow.
 
     Tensor and expert parallelism stay inside a node, whose links they wait for; a copy of the model
@@ -318,14 +325,14 @@ def _is_even(copy: int, node: int, world: int) -> bool:
     return copy == world or node % copy == 0 or (rest == 0 and nodes & (nodes - 1) == 0)
 
 
-def _bound(recipe: TrainRecipe, setting: Setting) -> float:
+def _bound(recipe: ResolvedTrainRecipe, setting: Setting) -> float:
     """Seconds with as many rows at a time as there are; fewer are not faster."""
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
     return step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=True).total
 
 
-def _fitting(recipe: TrainRecipe, setting: Setting) -> Layout:
+def _fitting(recipe: ResolvedTrainRecipe, setting: Setting) -> Layout:
     """With as many rows as fit; with one where none does."""
     need = estimate(recipe, setting.gpus, device=CUDA)
     room = int(USABLE * setting.available)

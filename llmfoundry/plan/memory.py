@@ -29,7 +29,7 @@ from llmfoundry.plan.parameter_shards import (
     values_of,
 )
 from llmfoundry.recipe.parallel import Degrees
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ class MemoryEstimate:
 
 
 def estimate(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     world_size: int,
     *,
     meta_model: Decoder | None = None,
@@ -173,7 +173,7 @@ def estimate(
     )
 
 
-def weight_bytes(recipe: TrainRecipe, world_size: int) -> int:
+def weight_bytes(recipe: ResolvedTrainRecipe, world_size: int) -> int:
     """Of an estimate `weights` and `fixed`, where all parameters train: what takes no counting."""
     held = _weights(recipe, recipe.parallel.degrees(world_size)).trained.shard
     width = 2 if recipe.precision == "bf16" else 4
@@ -184,9 +184,8 @@ def _times(rows: Bytes, heap: float) -> Bytes:
     return Bytes(rows.fixed, heap * rows.row, heap * rows.load, rows.logits)
 
 
-def _chunk_rows(recipe: TrainRecipe, degrees: Degrees, device: torch.device) -> float:
+def _chunk_rows(recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.device) -> float:
     """Rows whose logits the loss holds at once."""
-    assert recipe.model.vocab_size is not None
     vocabulary = -(-recipe.model.vocab_size // degrees.tensor)
     chunk = chunk_tokens(vocabulary, device, recipe.device_loss_chunk_tokens)
     return chunk / -(-recipe.max_seq_len // degrees.context)
@@ -217,7 +216,7 @@ class Whole(NamedTuple):
     reduced_ends: int
 
 
-def _whole(recipe: TrainRecipe, held: WeightBytes, low: int) -> Whole:
+def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> Whole:
     """FSDP gathers fp32 weights in bf16 under amp_bf16, and adds gradients up in fp32."""
     width = 2 if recipe.precision == "bf16" else 4
     narrow = width // low
@@ -241,7 +240,7 @@ def _whole(recipe: TrainRecipe, held: WeightBytes, low: int) -> Whole:
 
 
 def _moments(
-    recipe: TrainRecipe, degrees: Degrees, whole: Whole, counted: ModelCount
+    recipe: ResolvedTrainRecipe, degrees: Degrees, whole: Whole, counted: ModelCount
 ) -> list[Moment]:
     """All at which a step may need most.
 
@@ -281,7 +280,7 @@ def _moments(
 
 
 def _at_block(
-    recipe: TrainRecipe, whole: Whole, block: BlockCount, kept: Bytes, *, on_its_way: int
+    recipe: ResolvedTrainRecipe, whole: Whole, block: BlockCount, kept: Bytes, *, on_its_way: int
 ) -> Iterator[Moment]:
     """Moments of a block's backward pass under FSDP.
 
@@ -308,7 +307,7 @@ def _at_block(
         yield Moment(stay + sent, kept.plus(rows))
 
 
-def _weights(recipe: TrainRecipe, degrees: Degrees) -> WeightBytes:
+def _weights(recipe: ResolvedTrainRecipe, degrees: Degrees) -> WeightBytes:
     """Of a model all of which trains, from its settings."""
     width = 2 if recipe.precision == "bf16" else 4
     held = shares(recipe.model, degrees)
@@ -329,7 +328,9 @@ def _weights(recipe: TrainRecipe, degrees: Degrees) -> WeightBytes:
     )
 
 
-def accumulated_bytes(recipe: TrainRecipe, degrees: Degrees, gathered: int, shard: int) -> int:
+def accumulated_bytes(
+    recipe: ResolvedTrainRecipe, degrees: Degrees, gathered: int, shard: int
+) -> int:
     """What gradients take between microbatches over the shard's own.
 
     FSDP keeps them in fp32 until the last: those of the shard, or, where none are reduce-scattered

@@ -13,14 +13,14 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.recipe.checks import divisors
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 CPU_TOKENS = 1024
 """Tokens that a matrix meets in a microbatch on a CPU: more is not faster there, and takes more
 memory. A mixture's microbatch holds more, for each expert meets only its share."""
 
 
-def microbatches(recipe: TrainRecipe, rows: int, device: torch.device) -> list[int]:
+def microbatches(recipe: ResolvedTrainRecipe, rows: int, device: torch.device) -> list[int]:
     """Microbatches of a process's rows, the largest first; the one that the recipe writes."""
     asked = recipe.device_train_microbatch_size
     if isinstance(asked, int):
@@ -32,7 +32,7 @@ def microbatches(recipe: TrainRecipe, rows: int, device: torch.device) -> list[i
     return [n for n in reversed(divisors(rows)) if n <= most]
 
 
-def rows_per_process(recipe: TrainRecipe, data_size: int) -> int:
+def rows_per_process(recipe: ResolvedTrainRecipe, data_size: int) -> int:
     """This process's rows of a global batch; raises UserError where they do not divide."""
     rows, rest = divmod(recipe.global_train_batch_size, data_size)
     if rest or rows == 0:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from llmfoundry.models.counts import EXPERTS, parts
 from llmfoundry.models.tensor_parallel import tensor_parallel_dim
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import Degrees, context_method
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 REDUCED = 4  # bytes of a gradient on its way to its shard: added up in fp32
 _OF_TOKENS = re.compile(r"(^|\.)(wpe|norm_\w+|[qk]_ln)\.(weight|bias)$")
@@ -98,7 +98,7 @@ class Shares(NamedTuple):
         return self.ends.plus(self.blocks)
 
 
-def shares(model: ModelConfig, degrees: Degrees) -> Shares:
+def shares(model: ResolvedModelConfig, degrees: Degrees) -> Shares:
     """What a process has of a filled model."""
     (bare, _), *blocks = parts(model)
     each = [(by_unit(block.named_parameters(), degrees), count) for block, count in blocks]
@@ -151,7 +151,7 @@ def apart(unit: str, degrees: Degrees) -> int:
     return {BLOCK: degrees.tensor, OF_LAYER: 1, OF_EXPERTS: degrees.expert}[unit]
 
 
-def tokens_of_row(recipe: TrainRecipe, degrees: Degrees) -> int:
+def tokens_of_row(recipe: ResolvedTrainRecipe, degrees: Degrees) -> int:
     """A process's tokens of a row that context parallelism divides; padded where it does not."""
     if degrees.context == 1:
         return recipe.max_seq_len
@@ -160,7 +160,7 @@ def tokens_of_row(recipe: TrainRecipe, degrees: Degrees) -> int:
     return -(-recipe.max_seq_len // (pieces * degrees.context)) * pieces
 
 
-def seen_by_tokens(model: ModelConfig) -> int:
+def seen_by_tokens(model: ResolvedModelConfig) -> int:
     """Values of what tensor parallelism gives each process whole, for its own tokens.
 
     Norms and positions. Biases of the second matrices are added to what all tokens gave, and layers

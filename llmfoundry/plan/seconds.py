@@ -30,9 +30,9 @@ from llmfoundry.plan.count import count
 from llmfoundry.plan.meter import BACKWARD_OF_FORWARD, Amounts, Pass
 from llmfoundry.plan.parameter_shards import BLOCK, shares, tokens_of_row, unit_of
 from llmfoundry.recipe.hardware import Gpu
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import Degrees, context_method
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 CUDA = torch.device("cuda")
 ALONE = Degrees(shard=2)
@@ -79,7 +79,7 @@ class Speeds:
     launch: float = LAUNCH
 
 
-def speeds(gpu: Gpu, recipe: TrainRecipe) -> Speeds:
+def speeds(gpu: Gpu, recipe: ResolvedTrainRecipe) -> Speeds:
     """Of a GPU, by its data sheet."""
     newer = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
     share, narrow = gpu.sustained * gpu.reached, FP32 if recipe.precision == "fp32" else 1.0
@@ -155,7 +155,7 @@ def step_line(step: StepSeconds) -> str:
     return f"about {in_seconds(step.total)}: {named}"
 
 
-def speed_line(step: StepSeconds, recipe: TrainRecipe, gpus: int, gpu: Gpu) -> str:
+def speed_line(step: StepSeconds, recipe: ResolvedTrainRecipe, gpus: int, gpu: Gpu) -> str:
     """Tokens a second and shares of the peak."""
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total
     hfu = f", HFU {percent(step.hfu(gpu))}" if step.again_flops else ""
@@ -214,7 +214,7 @@ class Computation:
 
 
 def step_seconds(
-    recipe: TrainRecipe,
+    recipe: ResolvedTrainRecipe,
     world_size: int,
     microbatch: int,
     reached: Speeds,
@@ -258,7 +258,12 @@ def step_seconds(
 
 
 def _work(
-    recipe: TrainRecipe, degrees: Degrees, microbatch: int, reached: Speeds, *, roughly: bool
+    recipe: ResolvedTrainRecipe,
+    degrees: Degrees,
+    microbatch: int,
+    reached: Speeds,
+    *,
+    roughly: bool,
 ) -> Computation:
     """Of a microbatch: products by their shapes, all else by what is counted."""
     model, tokens = recipe.model, microbatch * tokens_of_row(recipe, degrees)
@@ -301,7 +306,7 @@ def _over(part: float, whole: float) -> float:
 
 
 def _moved(
-    recipe: TrainRecipe, passes: Iterable[tuple[Pass, int]], rows: float, reached: Speeds
+    recipe: ResolvedTrainRecipe, passes: Iterable[tuple[Pass, int]], rows: float, reached: Speeds
 ) -> Spent:
     """Operations bound by memory, each a kernel, or fused where the recipe is compiled."""
     spent = Spent()
@@ -328,11 +333,10 @@ def _multiplied(found: list[Product], reached: Speeds, *, narrow: bool = False) 
 
 
 def _attention(
-    recipe: TrainRecipe, degrees: Degrees, microbatch: int, window: int, reached: Speeds
+    recipe: ResolvedTrainRecipe, degrees: Degrees, microbatch: int, window: int, reached: Speeds
 ) -> Spent:
     """A layer's, forward: of whole rows, of which a token sees half, or its window."""
     model, length = recipe.model, recipe.max_seq_len
-    assert model.head_dim is not None
     seen = length / 2 if window < 0 else min(length / 2, window + 1)
     shared = degrees.tensor * degrees.context
     flops = 4.0 * microbatch * length * seen * model.n_heads * model.head_dim / shared
@@ -344,7 +348,7 @@ def _attention(
     return Spent(attention=flops / (reached.attention * ramp * narrow), flops=flops)
 
 
-def _optimizer(recipe: TrainRecipe, degrees: Degrees, reached: Speeds) -> float:
+def _optimizer(recipe: ResolvedTrainRecipe, degrees: Degrees, reached: Speeds) -> float:
     """Clipping reads a gradient twice and writes it once; the update writes all but gradients."""
     width = 2 if recipe.precision == "bf16" else 4
     moments = recipe.optimizer.moment_bytes(width)
@@ -353,7 +357,11 @@ def _optimizer(recipe: TrainRecipe, degrees: Degrees, reached: Speeds) -> float:
 
 
 def _waiting(
-    recipe: TrainRecipe, found: list[Messages], work: Computation, microbatches: float, gpu: Gpu
+    recipe: ResolvedTrainRecipe,
+    found: list[Messages],
+    work: Computation,
+    microbatches: float,
+    gpu: Gpu,
 ) -> dict[str, float]:
     """Seconds of messages that nothing hides, by what is sent.
 
@@ -434,7 +442,7 @@ class Product(NamedTuple):
 
 
 def products(
-    module: nn.Module, model: ModelConfig, degrees: Degrees, tokens: float
+    module: nn.Module, model: ResolvedModelConfig, degrees: Degrees, tokens: float
 ) -> Iterator[Product]:
     """Those of a block, or of the head, on one process in a forward pass over so many tokens.
 
@@ -463,11 +471,10 @@ def products(
 
 
 def _expert(
-    name: str, height: int, width: int, model: ModelConfig, degrees: Degrees, tokens: float
+    name: str, height: int, width: int, model: ResolvedModelConfig, degrees: Degrees, tokens: float
 ) -> Product:
     """Of a stack of experts (experts * hidden, d), each with its share of evenly loaded rows."""
     ffn = model.ffn_config
-    assert ffn.moe_num_experts and ffn.moe_top_k, "the recipe was not filled"
     experts = ffn.moe_num_experts // degrees.expert
     rows = tokens / degrees.tensor * ffn.moe_top_k / experts
     hidden = height // ffn.moe_num_experts
@@ -475,7 +482,6 @@ def _expert(
     return Product(rows, outputs, inputs, experts)
 
 
-def head(model: ModelConfig, degrees: Degrees, tokens: float) -> Product:
+def head(model: ResolvedModelConfig, degrees: Degrees, tokens: float) -> Product:
     """The output head's, tied or not."""
-    assert model.vocab_size is not None
     return Product(tokens, -(-model.vocab_size // degrees.tensor), model.d_model)

@@ -156,3 +156,18 @@ class AdapterConfig:
             )
             assert self.r is not None
             set_defaults(self, lora_alpha=2.0 * self.r)
+
+
+class ResolvedAdapterConfig(AdapterConfig):
+    """`AdapterConfig` with defaults resolved."""
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    target_modules: str | list[str]
+    train_router: bool
+    experts: str
+    use_rslora: bool
+    use_dora: bool
+    init_lora_weights: str
+    lora_plus_ratio: float

@@ -80,6 +80,15 @@ class RopeConfig:
             yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
 
 
+class ResolvedRopeConfig(RopeConfig):
+    """`RopeConfig` after its check: what the type needs is set."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
 FLOOR_SCALE = 8192  # as in Llama 4
 
 
@@ -101,6 +110,12 @@ class TemperatureConfig:
         """Resolve defaults in place."""
         if self.attn_scale:
             set_defaults(self, floor_scale=FLOOR_SCALE)
+
+
+class ResolvedTemperatureConfig(TemperatureConfig):
+    """`TemperatureConfig` with defaults resolved."""
+
+    floor_scale: int
 
 
 @dataclass
@@ -199,6 +214,18 @@ class AttentionConfig:
         if self.rope:
             set_defaults(self, rope_theta=10000.0)
         self.attn_temperature_tuning.fill()
+
+
+class ResolvedAttentionConfig(AttentionConfig):
+    """`AttentionConfig` with defaults resolved."""
+
+    kv_n_heads: int
+    norm_type: str
+    norm_eps: float
+    alibi_bias_max: int
+    rope_theta: float
+    rope_hf_config: ResolvedRopeConfig
+    attn_temperature_tuning: ResolvedTemperatureConfig
 
 
 def check_window(key: str, size: int | None) -> Iterator[str]:

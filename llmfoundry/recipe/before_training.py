@@ -19,7 +19,7 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.resilience import HealthCheckConfig
 from llmfoundry.recipe.schema import PATH, TOKENS, Only, Range, Unless, check_fields, choice
 from llmfoundry.recipe.source import AUTO, CORPORA, TEXT
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe, resolve_as
 
 PREPARED_FORMATS = ("tokens", "mds")
 COLUMNS = ("tokens", "text")
@@ -95,6 +95,16 @@ class PrepareConfig:
             set_defaults(self, concat_tokens=max_seq_len, bos_text="", no_wrap=False, dtype="int32")
 
 
+class ResolvedPrepareConfig(PrepareConfig):
+    """`PrepareConfig` with defaults resolved."""
+
+    column: str
+    concat_tokens: int
+    bos_text: str
+    no_wrap: bool
+    dtype: str
+
+
 @dataclass
 class PrepareRecipe(TrainRecipe):
     """A training recipe whose text is prepared, without training."""
@@ -139,6 +149,16 @@ class PrepareRecipe(TrainRecipe):
                 self.data.text_column += ","
         super().fill()
         self.prepare.fill(max_seq_len=self.max_seq_len)
+
+    def resolve(self) -> ResolvedPrepareRecipe:
+        """Return a copy with every default resolved; call after `check` found nothing."""
+        return resolve_as(ResolvedPrepareRecipe, self)
+
+
+class ResolvedPrepareRecipe(PrepareRecipe, ResolvedTrainRecipe):
+    """`PrepareRecipe` with every default resolved."""
+
+    prepare: ResolvedPrepareConfig
 
 
 @dataclass

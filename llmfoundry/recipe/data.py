@@ -92,6 +92,14 @@ class TokenizerConfig:
             set_defaults(self, encoding="gpt-4")
 
 
+class ResolvedTokenizerConfig(TokenizerConfig):
+    """`TokenizerConfig` with defaults resolved."""
+
+    vocab_size: int
+    train_bytes: int
+    encoding: str
+
+
 @dataclass
 class FilterConfig:
     """Rules that a document must pass; unset rules pass every document.

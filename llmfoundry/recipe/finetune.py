@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from llmfoundry.recipe.adapter import AdapterConfig, PretrainedConfig
-from llmfoundry.recipe.data import PRETRAINED, TokenizerConfig
+from llmfoundry.recipe.adapter import AdapterConfig, PretrainedConfig, ResolvedAdapterConfig
+from llmfoundry.recipe.data import PRETRAINED, ResolvedTokenizerConfig, TokenizerConfig
 from llmfoundry.recipe.load import load
+from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import tensor_adapters
 from llmfoundry.recipe.paths import find_recipe
-from llmfoundry.recipe.preference import PreferenceConfig
+from llmfoundry.recipe.preference import PreferenceConfig, ResolvedPreferenceConfig
 from llmfoundry.recipe.schema import Only
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe, resolve_as
 from llmfoundry.recipe.yaml_file import read_yaml
 
 
@@ -91,6 +92,10 @@ class FinetuneRecipe(TrainRecipe):
         """Yield nothing: the model is checked when its files are read."""
         return iter(())
 
+    def resolve(self) -> ResolvedFinetuneRecipe:
+        """Return a copy with every default resolved; the model's once its files are read."""
+        return resolve_as(ResolvedFinetuneRecipe, self)
+
     def fill(self) -> None:
         """Write derived values in place; the model's once its files are read."""
         super().fill()
@@ -99,6 +104,24 @@ class FinetuneRecipe(TrainRecipe):
 
     def _fill_model(self) -> None:
         """Do nothing: the shape of the model is unknown until its files are read."""
+
+
+class ResolvedFinetuneRecipe(FinetuneRecipe, ResolvedTrainRecipe):
+    """`FinetuneRecipe` with every default resolved.
+
+    `model` is the pretrained model's shape once `builders.pretrained` has opened it.
+    """
+
+    user_recipe: FinetuneRecipe
+    model: ResolvedModelConfig  # type: ignore[assignment]
+    tokenizer: ResolvedTokenizerConfig
+    adapter: ResolvedAdapterConfig
+    preference: ResolvedPreferenceConfig
+
+    @property
+    def base(self) -> PretrainedConfig:
+        """The model to begin with, and how it is held: the user's `model` section."""
+        return self.user_recipe.model
 
 
 def load_run(path: str | Path) -> TrainRecipe:

@@ -18,7 +18,7 @@ from llmfoundry.recipe.choice_table import (
     check_plugins,
     settings_of,
 )
-from llmfoundry.recipe.resilience import WatchConfig
+from llmfoundry.recipe.resilience import ResolvedWatchConfig, WatchConfig
 from llmfoundry.recipe.schema import (
     NEW_TOKENS,
     TEMPERATURE,
@@ -148,6 +148,16 @@ class LoggerConfig:
         return [name for name in LOGGERS if getattr(self, name, False)] + [*self.plugins]
 
 
+class ResolvedLoggerConfig(LoggerConfig):
+    """`LoggerConfig` with defaults resolved."""
+
+    tracking_uri: str
+    experiment_name: str
+    wandb_mode: str
+    wandb_project: str
+    trackio_project: str
+
+
 @dataclass
 class GenerateConfig:
     """Text samples during training, on the console and in the report."""
@@ -186,6 +196,12 @@ class GenerateConfig:
             set_defaults(self, top_p=DEFAULT_TOP_P)
 
 
+class ResolvedGenerateConfig(GenerateConfig):
+    """`GenerateConfig` with defaults resolved."""
+
+    top_p: float
+
+
 @dataclass
 class EarlyStopperConfig:
     """Early stopping on a metric; the last state is saved as at any end of a run."""
@@ -212,6 +228,14 @@ class EarlyStopperConfig:
         """Resolve defaults in place."""
         if self.metric is not None:
             set_defaults(self, mode=better_way(self.metric), patience=3, min_delta=0.0)
+
+
+class ResolvedEarlyStopperConfig(EarlyStopperConfig):
+    """`EarlyStopperConfig` with defaults resolved."""
+
+    mode: str
+    patience: int
+    min_delta: float
 
 
 def better_way(metric: str) -> str:
@@ -307,6 +331,14 @@ class CallbacksConfig:
         return [*shipped, *self.plugins]
 
 
+class ResolvedCallbacksConfig(CallbacksConfig):
+    """`CallbacksConfig` with defaults resolved."""
+
+    watch: ResolvedWatchConfig
+    early_stopper: ResolvedEarlyStopperConfig
+    generate: ResolvedGenerateConfig
+
+
 ALL_RANKS = "all"
 _WINDOW = "each is held in memory until the trace is written"
 _STEPS = Range(0, 2**31, "no run has as many steps")
@@ -396,3 +428,20 @@ class ProfileConfig:
     def has_rank(self, rank: int) -> bool:
         """Whether a rank is profiled; the defaults must be resolved."""
         return self.ranks == ALL_RANKS or (isinstance(self.ranks, list) and rank in self.ranks)
+
+
+class ResolvedProfileConfig(ProfileConfig):
+    """`ProfileConfig` with defaults resolved."""
+
+    skip_first: int
+    wait: int
+    warmup: int
+    active: int
+    repeat: int
+    ranks: list[int] | str
+    record_shapes: bool
+    profile_memory: bool
+    with_stack: bool
+    with_flops: bool
+    memory_snapshot_entries: int
+    max_gib: float

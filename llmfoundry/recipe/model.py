@@ -17,9 +17,11 @@ from llmfoundry.recipe.attention import (
     AttentionConfig,
     BlockOverridesConfig,
     LayerConfig,
+    ResolvedAttentionConfig,
     layer_configs,
 )
 from llmfoundry.recipe.checks import above, divides, inert, one_of, set_defaults
+from llmfoundry.recipe.resolve import copy_as
 from llmfoundry.recipe.schema import (
     FRACTION,
     MOST_LAYERS,
@@ -134,14 +136,6 @@ class FFNConfig:
     expert after another, the slow reference. megablocks: the megablocks package, on CUDA."""
 
     @property
-    def active_share(self) -> float:
-        """Share of the experts that process a token; 1 for a dense layer."""
-        if self.ffn_type != "dmoe":
-            return 1.0
-        assert self.moe_top_k and self.moe_num_experts, "the recipe was not filled"
-        return self.moe_top_k / self.moe_num_experts
-
-    @property
     def activation(self) -> tuple[str, dict[str, Any]]:
         """Name and arguments of the activation function."""
         if isinstance(self.ffn_act_fn, str):
@@ -201,6 +195,25 @@ class FFNConfig:
             set_defaults(self, moe_loss_weight=0.01, moe_lbl_scope="row")
         if self.moe_balancing == "bias":
             set_defaults(self, moe_bias_update_rate=1e-3)
+
+
+class ResolvedFFNConfig(FFNConfig):
+    """`FFNConfig` with defaults resolved."""
+
+    ffn_hidden_size: int
+    moe_num_experts: int
+    moe_top_k: int
+    mlp_type: str
+    moe_balancing: str
+    moe_loss_weight: float
+    moe_lbl_scope: str
+    moe_bias_update_rate: float
+    moe_impl: str
+
+    @property
+    def active_share(self) -> float:
+        """Share of the experts that a token visits; 1 where there are none to choose from."""
+        return self.moe_top_k / self.moe_num_experts if self.ffn_type == "dmoe" else 1.0
 
 
 INITS = (
@@ -289,6 +302,15 @@ class InitConfig:
             set_defaults(self, init_gain=1.0)
         if self.name not in ("neox_init_", "default_"):
             set_defaults(self, init_div_is_residual=True)
+
+
+class ResolvedInitConfig(InitConfig):
+    """`InitConfig` with defaults resolved."""
+
+    fan_mode: str
+    init_nonlinearity: str
+    init_gain: float
+    init_std: float
 
 
 __all__ = ["AttentionConfig", "FFNConfig", "InitConfig", "ModelConfig"]
@@ -424,9 +446,30 @@ class ModelConfig:
         if vocab_size is not None:
             set_defaults(self, vocab_size=-(-vocab_size // 64) * 64)
 
+    def resolve(
+        self, *, max_seq_len: int | None = None, vocab_size: int | None = None
+    ) -> ResolvedModelConfig:
+        """Return a copy with defaults resolved; arguments as of `fill`."""
+        model = copy_as(ResolvedModelConfig, self)
+        model.fill(max_seq_len=max_seq_len, vocab_size=vocab_size)
+        return model
+
     def layers(self) -> list[LayerConfig]:
         """Return the settings of each block's attention; the model must be checked."""
         return layer_configs(self.attn_config, self.block_overrides, self.n_layers)
+
+
+class ResolvedModelConfig(ModelConfig):
+    """`ModelConfig` with defaults resolved; the tokenizer decides an unset `vocab_size` later."""
+
+    head_dim: int
+    vocab_size: int
+    max_seq_len: int
+    learned_pos_emb: bool
+    attention_bias: bool
+    attn_config: ResolvedAttentionConfig
+    ffn_config: ResolvedFFNConfig
+    init_config: ResolvedInitConfig
 
 
 HF_CAUSAL_LM = "hf_causal_lm"
@@ -455,3 +498,15 @@ class HFModelConfig(ModelConfig):
     def check(self, key: str = "model.") -> Iterator[str]:
         """Yield nothing: transformers has checked it."""
         return iter(())
+
+    def resolve(
+        self, *, max_seq_len: int | None = None, vocab_size: int | None = None
+    ) -> ResolvedHFModelConfig:
+        """As of `ModelConfig`."""
+        model = copy_as(ResolvedHFModelConfig, self)
+        model.fill(max_seq_len=max_seq_len, vocab_size=vocab_size)
+        return model
+
+
+class ResolvedHFModelConfig(HFModelConfig, ResolvedModelConfig):
+    """`HFModelConfig` with defaults resolved."""

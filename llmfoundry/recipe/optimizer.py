@@ -185,6 +185,14 @@ class OptimizerConfig:
         return OPTIMIZERS[self.name].moments * each
 
 
+class ResolvedOptimizerConfig(OptimizerConfig):
+    """`OptimizerConfig` with defaults resolved."""
+
+    betas: list[float]
+    eps: float
+    momentum: float
+
+
 def check_betas(key: str, betas: list[float] | None) -> Iterator[str]:
     """Check that betas are two numbers in [0, 1)."""
     if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import divides, divisors, nearest
 from llmfoundry.recipe.model import HFModelConfig, ModelConfig
+from llmfoundry.recipe.resolve import copy_as
 from llmfoundry.recipe.schema import (
     MOST_LAYERS,
     PROCESSES,
@@ -402,6 +403,12 @@ class ParallelConfig:
         if self.reduce_scatter_each_microbatch is None:
             self.reduce_scatter_each_microbatch = True
 
+    def resolve(self) -> ResolvedParallelConfig:
+        """Return a copy with defaults resolved."""
+        config = copy_as(ResolvedParallelConfig, self)
+        config.fill()
+        return config
+
     def degrees(self, world_size: int) -> Degrees:
         """Return the degrees for a number of processes, with -1 resolved.
 
@@ -443,6 +450,13 @@ class ParallelConfig:
         free = -1 in [v for name, v in written.items() if name != blamed]
         close = _nearest(written[blamed], divisors(room)) if free else str(room)
         return f"parallel.{blamed}: {why}; write {close}, or -1 for one of them"
+
+
+class ResolvedParallelConfig(ParallelConfig):
+    """`ParallelConfig` with defaults resolved."""
+
+    reshard_after_forward: bool
+    reduce_scatter_each_microbatch: bool
 
 
 def _nearest(value: int, options: list[int]) -> str:

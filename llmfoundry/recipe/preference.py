@@ -119,3 +119,16 @@ class PreferenceConfig:
         """Resolve defaults in place."""
         if self.name in _DEFAULTS:
             set_defaults(self, **_DEFAULTS[self.name])
+
+
+class ResolvedPreferenceConfig(PreferenceConfig):
+    """`PreferenceConfig` with defaults resolved."""
+
+    loss: str
+    beta: float
+    label_smoothing: float
+    gamma: float
+    sft_weight: float
+    desirable_weight: float
+    undesirable_weight: float
+    reference: str

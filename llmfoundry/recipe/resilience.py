@@ -134,6 +134,19 @@ class HangConfig:
                 setattr(self, name, default)
 
 
+class ResolvedHangConfig(HangConfig):
+    """`HangConfig` with defaults resolved."""
+
+    action: str
+    first_step_seconds: float
+    stopped_seconds: float
+    data_seconds: float
+    save_seconds: float
+    evaluation_seconds: float
+    callback_seconds: float
+    notice_seconds: float
+
+
 _HANG_SECONDS: dict[str, float | None] = {
     "step_seconds": None,
     "first_step_seconds": 1800.0,
@@ -246,6 +259,14 @@ class WatchConfig:
         """Whether processes share their step times."""
         names = (self.slow_rank, self.mfu_drop, self.data_wait, self.stall, self.gpu)
         return any(name != "off" for name in names)
+
+
+class ResolvedWatchConfig(WatchConfig):
+    """`WatchConfig` with defaults resolved."""
+
+    roll_back_steps: int
+    roll_back_skip: int
+    roll_back_most: int
 
 
 RESTART_CHECKS = ("off", "quick", "full")

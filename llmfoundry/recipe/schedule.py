@@ -111,3 +111,14 @@ class ScheduleConfig:
         """Resolve defaults in place."""
         if self.name in SCHEDULES:  # unknown if the plugin of a run is not imported
             SCHEDULES[self.name].fill(self)
+
+
+class ResolvedScheduleConfig(ScheduleConfig):
+    """`ScheduleConfig` with defaults resolved."""
+
+    t_max: str
+    alpha_f: float
+    t_cooldown: str
+    t_scale: str
+    alpha_f_decay: float
+    alpha_f_cooldown: float

@@ -117,7 +117,9 @@ class Schema:
 
     @staticmethod
     def of(recipe_type: type) -> Schema:
-        """Return the schema of a recipe type or of a section."""
+        """Return the schema of a recipe type or of a section, also of their resolved types."""
+        mro = recipe_type.__mro__
+        recipe_type = next((c for c in mro if "__dataclass_fields__" in vars(c)), recipe_type)
         return _made.setdefault(recipe_type, Schema(recipe_type))
 
     @functools.cached_property

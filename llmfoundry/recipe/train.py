@@ -9,19 +9,49 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from llmfoundry.recipe.checks import check_duration
-from llmfoundry.recipe.data import PRETRAINED, TOKENIZERS, DataConfig, TokenizerConfig
+from llmfoundry.recipe.data import (
+    PRETRAINED,
+    TOKENIZERS,
+    DataConfig,
+    ResolvedTokenizerConfig,
+    TokenizerConfig,
+)
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.launch import LaunchConfig
-from llmfoundry.recipe.logger import CallbacksConfig, LoggerConfig, ProfileConfig
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
-from llmfoundry.recipe.parallel import AXES, EXPERT, ParallelConfig, compiled_limits, limits
+from llmfoundry.recipe.logger import (
+    CallbacksConfig,
+    LoggerConfig,
+    ProfileConfig,
+    ResolvedCallbacksConfig,
+    ResolvedLoggerConfig,
+    ResolvedProfileConfig,
+)
+from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
+from llmfoundry.recipe.optimizer import (
+    GradientClippingConfig,
+    OptimizerConfig,
+    ResolvedOptimizerConfig,
+)
+from llmfoundry.recipe.parallel import (
+    AXES,
+    EXPERT,
+    ParallelConfig,
+    ResolvedParallelConfig,
+    compiled_limits,
+    limits,
+)
 from llmfoundry.recipe.registry import RegistryConfig
-from llmfoundry.recipe.resilience import HangConfig, HealthCheckConfig, SuperviseConfig
-from llmfoundry.recipe.schedule import ScheduleConfig
+from llmfoundry.recipe.resilience import (
+    HangConfig,
+    HealthCheckConfig,
+    ResolvedHangConfig,
+    SuperviseConfig,
+)
+from llmfoundry.recipe.resolve import copy_as
+from llmfoundry.recipe.schedule import ResolvedScheduleConfig, ScheduleConfig
 from llmfoundry.recipe.schema import (
     AUTO_ROWS,
     LENGTH,
@@ -35,7 +65,7 @@ from llmfoundry.recipe.schema import (
     choice,
 )
 from llmfoundry.recipe.source import COMPARED
-from llmfoundry.recipe.typed import flat
+from llmfoundry.recipe.typed import flat, keep_origin
 
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "amp_fp8")
 FP8_RECIPES = ("rowwise", "tensorwise")
@@ -370,6 +400,10 @@ class TrainRecipe:
         settings = flat(asdict(self))
         return {key: value for key, value in settings if not NOT_LEARNT.fullmatch(key)}
 
+    def resolve(self) -> ResolvedTrainRecipe:
+        """Return a copy with every default resolved; call after `check` found nothing."""
+        return resolve_as(ResolvedTrainRecipe, self)
+
     def fill(self) -> None:
         """Resolve defaults in place; call it after `check` has yielded no line."""
         self._fill_model()
@@ -396,3 +430,31 @@ class TrainRecipe:
 
     def _fill_model(self) -> None:
         self.model.fill(max_seq_len=self.max_seq_len)
+
+
+class ResolvedTrainRecipe(TrainRecipe):
+    """`TrainRecipe` with every default resolved; the runner makes it, and all below it take it."""
+
+    user_recipe: TrainRecipe
+    """What the user wrote, which a run folder's recipe.yaml repeats."""
+    model: ResolvedModelConfig
+    tokenizer: ResolvedTokenizerConfig
+    optimizer: ResolvedOptimizerConfig
+    schedule: ResolvedScheduleConfig
+    parallel: ResolvedParallelConfig
+    logger: ResolvedLoggerConfig
+    callbacks: ResolvedCallbacksConfig
+    profile: ResolvedProfileConfig
+    hang: ResolvedHangConfig
+
+
+Resolved = TypeVar("Resolved", bound=ResolvedTrainRecipe)
+
+
+def resolve_as(resolved_type: type[Resolved], user_recipe: TrainRecipe) -> Resolved:
+    """Return a user's recipe as `resolved_type`, with every default resolved."""
+    recipe = copy_as(resolved_type, user_recipe)
+    recipe.fill()
+    recipe.user_recipe = user_recipe
+    keep_origin(user_recipe, recipe)
+    return recipe

@@ -6,7 +6,6 @@ name ends with an underscore (because Python reserves the word) is written witho
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 import types
@@ -92,7 +91,12 @@ def remember(recipe: Any, raw: Mapping[str, Any], pending: Mapping[str, str], pl
         pending: for each dotted key without an available value, the line that says why.
         places: compose.ValueSources, which finds the file and line of a key.
     """
-    recipe._origin = _Origin(copy.deepcopy(dict(raw)), to_dict(recipe), dict(pending), places)
+    recipe._origin = _Origin(dict(raw), to_dict(recipe), dict(pending), places)
+
+
+def keep_origin(recipe: Any, resolved: Any) -> None:
+    """Let `as_written` and the others answer for a resolved recipe as for the user's."""
+    resolved._origin = _origin(recipe)
 
 
 def placed(recipe: Any, line: str) -> str:

@@ -25,7 +25,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.ops.shard_layout import l2_norms
 from llmfoundry.ops.torch_private import watch_fsdp
 from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.logger import EarlyStopperConfig, GenerateConfig
+from llmfoundry.recipe.logger import ResolvedEarlyStopperConfig, ResolvedGenerateConfig
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.telemetry import OTHER, SPANS, SpanClock, observe_spans, span, stop_observing
 from llmfoundry.train.trainer import Callback, Trainer
@@ -235,7 +235,7 @@ class GenerateSamples(Callback):
     """Writes texts every interval, and at the end."""
 
     def __init__(
-        self, config: GenerateConfig, write: Callable[[int], list[tuple[str, ...]]]
+        self, config: ResolvedGenerateConfig, write: Callable[[int], list[tuple[str, ...]]]
     ) -> None:
         """Take over what writes after a batch: prompts, texts, and where known the right ones."""
         self._config, self._write = config, write
@@ -289,9 +289,9 @@ class GarbageCollection(Callback):
 class EarlyStopper(Callback):
     """Looks at every logged step and evaluation; comes last among callbacks, to see all metrics."""
 
-    def __init__(self, config: EarlyStopperConfig) -> None:
-        """`config` is filled and names a metric."""
-        assert config.metric is not None and config.patience is not None, "fill the recipe"
+    def __init__(self, config: ResolvedEarlyStopperConfig) -> None:
+        """`config` names a metric."""
+        assert config.metric is not None, "else the recipe has no such callback"
         self._config, self._metric, self._patience = config, config.metric, config.patience
         self._best: float | None = None
         self._since = 0  # measurements since the best
@@ -345,7 +345,6 @@ class EarlyStopper(Callback):
         if self._best is None or math.isnan(value):
             return not math.isnan(value)
         gain = self._best - value if self._config.mode == "min" else value - self._best
-        assert self._config.min_delta is not None
         return gain > self._config.min_delta
 
     def _end_if_exhausted(self, trainer: Trainer) -> None:

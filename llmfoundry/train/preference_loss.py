@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
-from llmfoundry.recipe.preference import PreferenceConfig
+from llmfoundry.recipe.preference import ResolvedPreferenceConfig
 from llmfoundry.train.objective import Finish, Look, sum_over_processes
 
 Context = Callable[[], AbstractContextManager[None]]
@@ -87,7 +87,7 @@ PairLoss = Callable[[Compared, Compared], Tensor]
 """Of chosen and rejected answers, all (B, D - 1), what each pair adds."""
 
 
-def dpo_loss(config: PreferenceConfig) -> PairLoss:
+def dpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
     """DPO and its variants, functions of the margin of log-ratios, h.
 
     sigmoid: -log sigmoid(beta h) (Rafailov et al., 2023, arXiv 2305.18290, eq. 7), with label
@@ -98,7 +98,6 @@ def dpo_loss(config: PreferenceConfig) -> PairLoss:
     over tokens, as its authors confirmed to TRL.
     """
     beta, smoothing = config.beta, config.label_smoothing
-    assert beta is not None and smoothing is not None, "fill the recipe"
 
     def sigmoid(chosen: Compared, rejected: Compared) -> Tensor:
         h = beta * (chosen.ratio - rejected.ratio)
@@ -111,11 +110,10 @@ def dpo_loss(config: PreferenceConfig) -> PairLoss:
         chosen_mean, rejected_mean = (s.ratio / s.tokens.clamp(min=1) for s in (chosen, rejected))
         return (chosen_mean - rejected_mean - 1 / (2 * beta)).square()
 
-    assert config.loss is not None
     return {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo}[config.loss]
 
 
-def orpo_loss(config: PreferenceConfig) -> PairLoss:
+def orpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
     """Beta times -log sigmoid(log odds(chosen) / odds(rejected)).
 
     odds = P / (1 - P), log P the mean over tokens (Hong et al., 2024, arXiv 2403.07691, eqs. 1, 3,
@@ -123,7 +121,6 @@ def orpo_loss(config: PreferenceConfig) -> PairLoss:
     answer that is all but certain, log P counts as -1e-6.
     """
     beta = config.beta
-    assert beta is not None, "fill the recipe"
 
     def log_odds(side: Compared) -> Tensor:
         mean = torch.where(side.tokens > 0, side.mean, -1.0).clamp(max=ALMOST_CERTAIN)
@@ -132,17 +129,16 @@ def orpo_loss(config: PreferenceConfig) -> PairLoss:
     return lambda chosen, rejected: -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
-def simpo_loss(config: PreferenceConfig) -> PairLoss:
+def simpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
     """-log sigmoid(beta (mean of chosen - mean of rejected) - gamma).
 
     Means are of log-probabilities over tokens (Meng et al., 2024, arXiv 2405.14734, eq. 6).
     """
     beta, gamma = config.beta, config.gamma
-    assert beta is not None and gamma is not None, "fill the recipe"
     return lambda chosen, rejected: -F.logsigmoid(beta * (chosen.mean - rejected.mean) - gamma)
 
 
-PAIR_LOSSES: dict[str, Callable[[PreferenceConfig], PairLoss]] = {
+PAIR_LOSSES: dict[str, Callable[[ResolvedPreferenceConfig], PairLoss]] = {
     "dpo": dpo_loss,
     "orpo": orpo_loss,
     "simpo": simpo_loss,
@@ -159,9 +155,10 @@ class Pairs:
 
     is_cross_entropy = False
 
-    def __init__(self, config: PreferenceConfig, switched_off: Context | None = None) -> None:
+    def __init__(
+        self, config: ResolvedPreferenceConfig, switched_off: Context | None = None
+    ) -> None:
         """By the filled recipe; `switched_off`: makes the model its own reference."""
-        assert config.beta is not None, "fill the recipe"
         self.beta = config.beta
         self.sft_weight = 1.0 if config.name == "orpo" else config.sft_weight or 0.0
         self.by_sum = self.has_reference = config.name == "dpo"
@@ -234,9 +231,10 @@ class KTO:
 
     is_cross_entropy, has_reference = False, True
 
-    def __init__(self, config: PreferenceConfig, switched_off: Context | None = None) -> None:
+    def __init__(
+        self, config: ResolvedPreferenceConfig, switched_off: Context | None = None
+    ) -> None:
         """By the filled recipe; `switched_off`: makes the model its own reference."""
-        assert config.beta is not None, "fill the recipe"
         self.beta = config.beta
         self.weights = config.desirable_weight, config.undesirable_weight
         self.switched_off = switched_off
@@ -286,7 +284,6 @@ class KTO:
         side, ratio, baseline = compared.side, compared.ratio, compared.baseline
         assert baseline is not None, "prepare finds it"
         desirable, undesirable = self.weights
-        assert desirable is not None and undesirable is not None, "fill the recipe"
         weight = torch.where(side > 0, desirable, undesirable)
         losses = weight * torch.sigmoid(-side * self.beta * (ratio - baseline[:, None]))
         total = torch.where(side == 0, 0, losses).sum()
@@ -316,7 +313,7 @@ Preference = Pairs | KTO
 
 
 def build_preference(
-    config: PreferenceConfig, switched_off: Context | None = None
+    config: ResolvedPreferenceConfig, switched_off: Context | None = None
 ) -> Preference | None:
     """The objective of a filled section; None where it is `none`.
 

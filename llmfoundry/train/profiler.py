@@ -41,7 +41,7 @@ from llmfoundry.ops.torch_private import (
     on_out_of_memory,
     record_memory,
 )
-from llmfoundry.recipe.logger import ProfileConfig
+from llmfoundry.recipe.logger import ResolvedProfileConfig
 from llmfoundry.telemetry import STACKS, observe_spans, stop_observing
 from llmfoundry.train.trainer import Callback, Trainer
 
@@ -152,7 +152,7 @@ def start_profiler(device: torch.device, **settings: Any) -> profile:
 class Tracer(Callback):
     """Traces the steps of a schedule; all processes pause while those chosen write."""
 
-    def __init__(self, config: ProfileConfig, files: ProfileFiles) -> None:
+    def __init__(self, config: ResolvedProfileConfig, files: ProfileFiles) -> None:
         """`config`: filled."""
         self._config, self._files = config, files
         self._is_chosen = config.has_rank(files.world.rank)
@@ -187,7 +187,6 @@ class Tracer(Callback):
         if not (self._is_chosen and self._begins_cycle()):
             return
         config = self._config
-        assert config.warmup is not None and config.active is not None, "the recipe was not filled"
         names = ("record_shapes", "profile_memory", "with_stack", "with_flops")
         cycle = schedule(wait=0, warmup=config.warmup, active=config.active, repeat=1)
         try:
@@ -313,7 +312,7 @@ def contents(snapshot: dict[str, Any]) -> tuple[int, int]:
 class MemorySnapshots(Callback):
     """Keeps a history of memory, and writes it when asked."""
 
-    def __init__(self, config: ProfileConfig, files: ProfileFiles) -> None:
+    def __init__(self, config: ResolvedProfileConfig, files: ProfileFiles) -> None:
         """`config`: filled."""
         self._config, self._files = config, files
         self._on_device = files.world.device.type == "cuda"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import GivenUp
-from llmfoundry.recipe.resilience import WatchConfig
+from llmfoundry.recipe.resilience import ResolvedWatchConfig, WatchConfig
 
 KINDS = ("not_finite", "loss_spike", "gradient_spike")
 _SEVERITY = ("off", "log", "skip", "roll_back", "stop")
@@ -60,7 +60,7 @@ class Guard:
             -1: there was none.
     """
 
-    def __init__(self, device: torch.device, config: WatchConfig | None = None) -> None:
+    def __init__(self, device: torch.device, config: ResolvedWatchConfig | None = None) -> None:
         """`config` unset: steps that are not finite stop the updates, and spikes are not seen."""
         self._device = device
         self._config = config or WatchConfig(loss_spike="off", gradient_spike="off")
@@ -216,7 +216,7 @@ class SpikeDecision:
 
 
 def decide_spike(
-    verdict: StepVerdict, config: WatchConfig, record: SpikeRecord
+    verdict: StepVerdict, config: ResolvedWatchConfig, record: SpikeRecord
 ) -> tuple[SpikeDecision | None, SpikeRecord]:
     """What is done about a step, None where it was sound, and the record after it."""
     flagged = [kind for kind, flag in zip(KINDS, verdict.flags, strict=True) if flag]
@@ -241,7 +241,6 @@ def decide_spike(
         again = record.roll_backs + 1 if verdict.batch <= record.furthest else 1
         furthest = max(verdict.batch, record.furthest)
         record = replace(record, roll_backs=again, furthest=furthest)
-        assert config.roll_back_most is not None, "the recipe was not filled"
         if again > config.roll_back_most:
             done = f"the run ends: it went back {again - 1} times without passing this ({key})"
             action = "stop"
@@ -283,7 +282,7 @@ class SpikeHandler:
 
     def __init__(
         self,
-        config: WatchConfig,
+        config: ResolvedWatchConfig,
         device: torch.device,
         report: Callable[..., None],
         state: dict[str, Any],

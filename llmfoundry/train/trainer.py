@@ -27,11 +27,11 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.recipe.checks import Clock
-from llmfoundry.recipe.logger import CallbacksConfig
-from llmfoundry.recipe.model import ModelConfig
-from llmfoundry.recipe.optimizer import OptimizerConfig
-from llmfoundry.recipe.parallel import ParallelConfig
-from llmfoundry.recipe.schedule import ScheduleConfig
+from llmfoundry.recipe.logger import ResolvedCallbacksConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
+from llmfoundry.recipe.optimizer import ResolvedOptimizerConfig
+from llmfoundry.recipe.parallel import ResolvedParallelConfig
+from llmfoundry.recipe.schedule import ResolvedScheduleConfig
 from llmfoundry.telemetry import beat, in_callback, span
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
@@ -94,11 +94,11 @@ class LoopRecipe(Protocol):
     eval_first: bool
     save_interval: str
     pause_at: str | None
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    parallel: ParallelConfig
-    callbacks: CallbacksConfig
+    model: ResolvedModelConfig
+    optimizer: ResolvedOptimizerConfig
+    schedule: ResolvedScheduleConfig
+    parallel: ResolvedParallelConfig
+    callbacks: ResolvedCallbacksConfig
 
     def training_settings(self) -> dict[str, Any]:
         """Every setting that changes what is learned, by key; a checkpoint keeps them."""
@@ -498,7 +498,6 @@ class Trainer:
         if routing is None:
             return
         tokens, top_k = self.clock.tokens_per_batch, self.recipe.model.ffn_config.moe_top_k
-        assert top_k is not None
         metrics |= routing_metrics(routing, choices=round(routing.tokens[0].item()) * top_k)
         self.tracker.routing(batch, batch * tokens, routing.load.long().tolist())
 

@@ -16,7 +16,6 @@ from llmfoundry.builders.model import (
     matmul_dtype,
     served_precision,
     weight_dtype,
-    with_defaults,
 )
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
@@ -42,7 +41,7 @@ EXPERTS = (
 def recipe(tmp_path: Path) -> TrainRecipe:
     found = checked(TrainRecipe, write_recipe(tmp_path), ["model.vocab_size=257"])
     assert isinstance(found, TrainRecipe)
-    return with_defaults(found)
+    return found.resolve()
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -60,14 +59,14 @@ def test_weights_and_products_have_the_precisions_dtypes(
 
 def test_a_model_of_any_size_is_built_without_memory(tmp_path: Path) -> None:
     words = ["model.d_model=65536", "model.n_layers=1", "model.vocab_size=257"]
-    root = build_root(with_defaults(checked(TrainRecipe, write_recipe(tmp_path), words)))
+    root = build_root(checked(TrainRecipe, write_recipe(tmp_path), words).resolve())
     assert {p.device.type for p in root.parameters()} == {"meta"}
     assert max(p.numel() for p in root.parameters()) == 4 * 65536**2  # 64 GiB in one matrix
 
 
 def test_defaults_are_written_into_a_copy(tmp_path: Path) -> None:
     written = checked(TrainRecipe, write_recipe(tmp_path))
-    filled = with_defaults(written)
+    filled = written.resolve()
     assert written.optimizer.betas is None or filled.optimizer == written.optimizer
     assert written.model.ffn_config.ffn_hidden_size is None
     assert filled.model.ffn_config.ffn_hidden_size == 4 * 32  # LLM Foundry's expansion ratio
@@ -103,7 +102,7 @@ def test_backends_that_need_a_gpu_are_refused_on_a_cpu(tmp_path: Path, recipe: T
     assert attention_refusal(recipe, CPU)
     assert experts_refusal(recipe, CPU) is None  # there are none
     words = [EXPERTS, "model.vocab_size=257"]
-    mixture = with_defaults(checked(TrainRecipe, tmp_path / "tiny.yaml", words))
+    mixture = checked(TrainRecipe, tmp_path / "tiny.yaml", words).resolve()
     assert experts_refusal(mixture, CPU) is None
     mixture.model.ffn_config.moe_impl = "megablocks"
     assert experts_refusal(mixture, CPU)

@@ -37,8 +37,7 @@ def data(*streams: list[int]) -> Any:
 def tuned(name: str) -> FinetuneRecipe:
     recipe = FinetuneRecipe()
     recipe.preference.name = name
-    recipe.preference.fill()
-    return recipe
+    return recipe.resolve()
 
 
 @pytest.mark.parametrize(

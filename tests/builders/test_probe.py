@@ -28,7 +28,7 @@ Start = Callable[[ProbeRequest, Any], subprocess.Popen[bytes]]
 
 def recipe(folder: Path, *overrides: str) -> TrainRecipe:
     found: TrainRecipe = checked(TrainRecipe, str(folder / "tiny.yaml"), [*ROWS, *overrides])
-    found.fill()
+    found = found.resolve()
     found.model.fill(vocab_size=257)
     return found
 
@@ -44,7 +44,7 @@ def choose(place: Path, start: int, *, available: int = GIB, most: int | None = 
     lines: list[str] = []
     tiny = recipe(place)
     fit: Any = Fit(start, "none", need=None)  # type: ignore[arg-type]
-    found = probe_fit(tiny, tiny, fit, ALONE, available=available, note=lines.append, most=most)
+    found = probe_fit(tiny, fit, ALONE, available=available, note=lines.append, most=most)
     return found.microbatch, lines
 
 
@@ -158,7 +158,7 @@ def test_a_size_beyond_the_memory_that_is_free_fails_there_and_not_here(place: P
 
 def test_a_request_can_be_sent(place: Path) -> None:
     tiny = recipe(place)
-    request = ProbeRequest(tiny, tiny, [1, 2], 8, GIB, place, [])
+    request = ProbeRequest(tiny, [1, 2], 8, GIB, place, [])
     assert pickle.loads(pickle.dumps(request)) == request
 
 

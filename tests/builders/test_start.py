@@ -49,7 +49,7 @@ def saved(place: Path, tmp_path: Path) -> Path:
 
 def start(folder: Path, *words: str, reported: list[str] | None = None) -> Start:
     recipe = checked(TrainRecipe, "tiny.yaml", [f"save_folder={folder}", *words])
-    recipe.fill()
+    recipe = recipe.resolve()
     run, note = Storage(folder), [].append if reported is None else reported.append
     return find_start(recipe, run, ALONE, note)
 
@@ -137,11 +137,11 @@ def test_each_setting_that_makes_it_another_run_is_refused_on_resume(saved: Path
     assert {k for k in then if not k.startswith("model.")} == {*OTHER, "tokenizer"}
     for key, word in OTHER.items():
         recipe = checked(TrainRecipe, "tiny.yaml", [word])
-        recipe.fill()
+        recipe = recipe.resolve()
         recipe.model.fill(vocab_size=then["model.vocab_size"])
         assert refused(newest, job(recipe, then["tokenizer"])) == [key]
     recipe = checked(TrainRecipe, "tiny.yaml", [])
-    recipe.fill()
+    recipe = recipe.resolve()
     recipe.model.fill(vocab_size=then["model.vocab_size"])
     assert refused(newest, job(recipe, "another")) == ["tokenizer"]
 
@@ -150,7 +150,7 @@ def test_each_setting_of_the_model_is_refused_on_resume_and_of_its_weights(saved
     newest = checkpoints(saved)[-1]
     state = read_state(Checkpoint.at(newest))
     recipe = checked(TrainRecipe, "tiny.yaml", [])
-    recipe.fill()
+    recipe = recipe.resolve()
     recipe.model.fill(vocab_size=state["identity"]["model.vocab_size"])
     this = job(recipe, state["identity"]["tokenizer"])
     sections = {".".join(key.split(".")[:2]) for key in state["identity"]}
@@ -165,6 +165,7 @@ def test_each_setting_of_fine_tuning_is_refused_on_resume(tmp_path: Path) -> Non
     def made(key: str = "", value: object = None) -> Any:
         recipe = FinetuneRecipe()
         recipe.adapter.name, recipe.adapter.r = "lora", 8
+        recipe = recipe.resolve()
         section, _, name = key.rpartition(".")
         if key:
             setattr(getattr(recipe, section) if section else recipe, name, value)
@@ -204,8 +205,8 @@ def test_a_key_newer_than_the_checkpoint_is_reported_only_where_it_changes_somet
     saved: Path, words: tuple[str, ...], reported: int
 ) -> None:
     recipe = checked(TrainRecipe, "tiny.yaml", [])
-    recipe.fill()
+    recipe = recipe.resolve()
     then = {k: v for k, v in recipe.training_settings().items() if not k.startswith("callbacks")}
     now = checked(TrainRecipe, "tiny.yaml", list(words))
-    now.fill()
+    now = now.resolve()
     assert len(list(_changes(now, saved, {"settings": then}))) == reported

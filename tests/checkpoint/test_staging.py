@@ -252,7 +252,7 @@ def test_a_bound_without_saves_in_the_background_is_refused(
     with pytest.raises(UserError, match="save_max_wait: has no effect with save_async: false"):
         checked(TrainRecipe, "tiny.yaml", ["save_async=false", "save_max_wait=5"])
     recipe = checked(TrainRecipe, "tiny.yaml", ["save_async=true"])
-    recipe.fill()
+    recipe = recipe.resolve()
     assert recipe.save_max_wait == 30.0
 
 

@@ -322,7 +322,7 @@ def test_training_begins_with_what_a_url_has(place: Path, tmp_path: Path) -> Non
                 FinetuneRecipe,
                 f"{name}.yaml",
                 [f"run_name={name}-tuned", "max_duration=2ba", *SHORT],
-            )
+            ).resolve()
         )
     for kind in ("", "-weights", "-tuned"):
         assert losses(Path(f"runs/on-url{kind}")) == losses(Path(f"runs/on-folder{kind}"))

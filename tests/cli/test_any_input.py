@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.builders.model import attention_refusal, build_root, experts_refusal, with_defaults
+from llmfoundry.builders.model import attention_refusal, build_root, experts_refusal
 from llmfoundry.cli import sweep_runs as sweep
 from llmfoundry.cli.script import run
 from llmfoundry.errors import LONGEST_LINE, MOST_LINES, UserError
@@ -85,7 +85,7 @@ def carried(received: list[Any]) -> str:
         return ""
     cpu = torch.device("cpu")
     try:
-        ready = with_guessed_vocabulary(with_defaults(recipe))
+        ready = with_guessed_vocabulary(recipe)
         choose_microbatch(ready, world_size=1, available=100 * GIB, device=cpu)
         attention_refusal(ready, cpu)
         experts_refusal(ready, cpu)

@@ -43,7 +43,7 @@ def test_settings_reach_the_target_with_and_without_plus(front: Front) -> None:
     assert got.status == 0, got.errors
     recipe = got.recipe
     assert (recipe.model.n_layers, recipe.eval.icl_rows, recipe.optimizer.lr) == (4, 10, 1e-3)
-    assert recipe.model.head_dim is None, "the target gets the recipe before anything is derived"
+    assert recipe.model.head_dim is None, "nothing is derived in the user's recipe"
 
 
 def test_groups_on_the_command_line_replace_those_of_the_recipe(front: Front) -> None:

@@ -115,7 +115,7 @@ def test_a_choice_of_data_trains_two_steps(
         "global_train_batch_size=8",
         "save_interval=0ba",
     ]
-    train(checked(TrainRecipe, write_recipe(tmp_path / "recipe"), overrides))
+    train(checked(TrainRecipe, write_recipe(tmp_path / "recipe"), overrides).resolve())
     assert sorted(losses(tmp_path / "run")) == [1, 2]
 
 

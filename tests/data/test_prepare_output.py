@@ -82,7 +82,7 @@ def samples(path: Path, column: str) -> list[Any]:
 
 
 def test_token_shards_are_read_back_and_counted(source: Path) -> None:
-    prepare_data(recipe(source, "prepare.licence=CC0", "prepare.hashes=[md5]"))
+    prepare_data(recipe(source, "prepare.licence=CC0", "prepare.hashes=[md5]").resolve())
     out = source.parent / "out"
     manifest = json.loads((out / "manifest.json").read_bytes())
     for name, expected in zip(("train", "validation"), split(texts()), strict=True):
@@ -108,7 +108,7 @@ def test_token_shards_are_read_back_and_counted(source: Path) -> None:
 @pytest.mark.parametrize("compression", ["null", "zstd"])
 def test_mds_text_is_the_documents(source: Path, compression: str) -> None:
     more = ("prepare.format=mds", "prepare.column=text", f"prepare.compression={compression}")
-    prepare_data(recipe(source, *more, "prepare.size_limit=300"))
+    prepare_data(recipe(source, *more, "prepare.size_limit=300").resolve())
     train, validation = split(texts())
     assert samples(source.parent / "out/train", "text") == train
     assert samples(source.parent / "out/validation", "text") == validation
@@ -131,7 +131,7 @@ def test_mds_tokens_are_foundrys_rows(source: Path, wrap: bool, bos: str, eos: s
     more = [f"prepare.bos_text='{bos}'"] if bos else []
     more += [] if eos is None else [f"prepare.eos_text='{eos}'"]
     more += [] if wrap else ["prepare.no_wrap=true"]
-    prepare_data(recipe(source, "prepare.format=mds", "prepare.size_limit=2000", *more))
+    prepare_data(recipe(source, "prepare.format=mds", "prepare.size_limit=2000", *more).resolve())
     ids = {"": [], "<|endoftext|>": [EOS], None: [EOS], "ab": [97, 98], "ä": [195, 164]}
     train, _ = split(texts())
     expected = concatenated(train, bos=ids[bos], eos=ids[eos], wrap=wrap)
@@ -156,7 +156,7 @@ def test_integers_too_small_for_the_vocabulary_are_refused_before_anything_is_re
     more = ["prepare.format=mds", "prepare.dtype=uint16"]
     line = r"^prepare\.dtype: uint16 holds ids up to 65,535, the tokenizer's go up to 69,999; write"
     with pytest.raises(UserError, match=line):
-        prepare_data(recipe(source, *more))
+        prepare_data(recipe(source, *more).resolve())
     assert not (source.parent / "out").exists()
 
 
@@ -174,7 +174,7 @@ def test_columns_are_kept_as_they_are(tmp_path: Path, form: str) -> None:
         rows = [{"messages": [{"role": "user", "content": r["prompt"]}], "n": None} for r in rows]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         columns = "prepare.columns={messages: json}"
-    prepare_data(recipe(tmp_path / f"rows.{form}", "prepare.format=mds", columns))
+    prepare_data(recipe(tmp_path / f"rows.{form}", "prepare.format=mds", columns).resolve())
     kept = ["messages"] if form == "jsonl" else ["prompt", "response"]
     found = [
         dict(zip(kept, values, strict=True))
@@ -190,20 +190,20 @@ def test_a_row_without_its_column_is_named(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
     columns = "prepare.columns={prompt: str, response: str}"
     with pytest.raises(UserError, match=r"rows\.jsonl:2: 'response' holds a value of type int"):
-        prepare_data(recipe(file, "prepare.format=mds", columns))
+        prepare_data(recipe(file, "prepare.format=mds", columns).resolve())
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:1: no column 'response'"):
-        prepare_data(recipe(file, "prepare.format=mds", columns))
+        prepare_data(recipe(file, "prepare.format=mds", columns).resolve())
 
 
 def test_mds_is_an_input_too(source: Path) -> None:
-    prepare_data(recipe(source, "prepare.format=mds", "prepare.column=text"))
+    prepare_data(recipe(source, "prepare.format=mds", "prepare.column=text").resolve())
     again = recipe(source, "prepare.format=tokens", f"prepare.output={source.parent / 'again'}")
     again.data = replace(
         again.data, name="shards", paths=[], local=str(source.parent / "out/train")
     )
     again.data.text_column = None
-    prepare_data(again)
+    prepare_data(again.resolve())
     train, _ = split(texts())
     manifest = json.loads((source.parent / "again/manifest.json").read_bytes())
     # No hash of the training text lies below the bound: of these few the longest lose their ends.
@@ -211,10 +211,10 @@ def test_mds_is_an_input_too(source: Path) -> None:
 
 
 def test_the_same_again_is_nothing_to_do(source: Path) -> None:
-    prepare_data(recipe(source))
+    prepare_data(recipe(source).resolve())
     out = source.parent / "out"
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    prepare_data(recipe(source))
+    prepare_data(recipe(source).resolve())
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
 
 
@@ -223,19 +223,19 @@ def test_a_folder_of_something_else_is_refused(source: Path) -> None:
     out.mkdir()
     (out / "letter.txt").write_text("mine")
     with pytest.raises(UserError, match=r"prepare\.output: .*letter\.txt is not of a preparation"):
-        prepare_data(recipe(source))
+        prepare_data(recipe(source).resolve())
     assert os.listdir(out) == ["letter.txt"]
     (out / "letter.txt").unlink()
-    prepare_data(recipe(source))
+    prepare_data(recipe(source).resolve())
     with pytest.raises(
         UserError, match=r"made with validation_fraction 0\.1, and not 0\.2; choose"
     ):
-        prepare_data(recipe(source, "data.validation_fraction=0.2"))
+        prepare_data(recipe(source, "data.validation_fraction=0.2").resolve())
     with pytest.raises(UserError, match=r"made with output\.kind tokens, and not mds-tokens"):
-        prepare_data(recipe(source, "prepare.format=mds"))
+        prepare_data(recipe(source, "prepare.format=mds").resolve())
     source.write_text(source.read_text() * 2)
     with pytest.raises(UserError, match=r"corpus' files are others, or changed"):
-        prepare_data(recipe(source))
+        prepare_data(recipe(source).resolve())
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_without_output_only_token_shards_can_be_written(source: Path) -> None:
 def test_filters_and_repeats_are_counted_by_reason(source: Path) -> None:
     rows = [*texts(), *texts(5), "short", " "]
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    prepare_data(recipe(source, "data.filter.min_chars=10", "data.deduplicate=exact"))
+    prepare_data(recipe(source, "data.filter.min_chars=10", "data.deduplicate=exact").resolve())
     manifest = json.loads((source.parent / "out/manifest.json").read_bytes())
     assert manifest["dropped"] == {"blank": 1, "min_chars": 1, "repeats another": 5}
     assert sum(counts["documents"] for counts in manifest["counts"].values()) == len(texts())
@@ -281,14 +281,14 @@ def store() -> Iterator[Any]:
 
 
 def test_text_at_a_url_is_prepared_to_a_url(source: Path, store: Any) -> None:
-    prepare_data(recipe(source))
+    prepare_data(recipe(source).resolve())
     store.pipe_file("/in/deep/rows.jsonl", source.read_bytes())
     store.pipe_file("/in/picture.png", b"PNG")
     for paths in ("memory://in", "memory://in/deep/rows.jsonl", "memory://in/*/*.jsonl"):
         there = recipe(source, f"data.paths=['{paths}']", "prepare.output=memory://bucket/out")
-        prepare_data(there)
+        prepare_data(there.resolve())
         before = store.find("/bucket", detail=True)
-        prepare_data(there)
+        prepare_data(there.resolve())
         assert store.find("/bucket", detail=True) == before
         for path in (source.parent / "out").rglob("part-*/*"):
             name = path.relative_to(source.parent / "out")
@@ -305,7 +305,7 @@ def test_a_preparation_to_a_url_is_gone_on_with(
 ) -> None:
     monkeypatch.setattr(partition, "_SMALLEST", 1000)
     there = recipe(source, "prepare.output=memory://bucket/out")
-    prepare_data(there)
+    prepare_data(there.resolve())
     whole = {name: store.cat_file(name) for name in store.find("/bucket")}
     store.rm("/bucket", recursive=True)
     made: list[str] = []
@@ -318,10 +318,10 @@ def test_a_preparation_to_a_url_is_gone_on_with(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("llmfoundry.data.preparation.prepare.make_part", stop)
-        prepare_data(there)
+        prepare_data(there.resolve())
     kept = store.find("/bucket/out/train", detail=True)
     assert len(kept) == 2
-    prepare_data(there)
+    prepare_data(there.resolve())
     assert {name: store.cat_file(name) for name in store.find("/bucket")} == whole
     found = store.find("/bucket/out/train", detail=True)
     assert all(found[name]["created"] == entry["created"] for name, entry in kept.items())
@@ -331,7 +331,7 @@ def test_a_preparation_to_a_url_is_gone_on_with(
 def test_urls_of_nothing_are_named(source: Path, store: Any, path: str) -> None:
     store.pipe_file("/in/a.txt", b"a")
     with pytest.raises(UserError, match=rf"data\.paths: {re.escape(path)}: .*not? "):
-        prepare_data(recipe(source, f"data.paths=['{path}']"))
+        prepare_data(recipe(source, f"data.paths=['{path}']").resolve())
 
 
 def test_lines_at_a_url_are_cut_as_here(source: Path, store: Any) -> None:

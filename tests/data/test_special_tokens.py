@@ -155,7 +155,7 @@ def test_mds_rows_are_foundrys_for_every_kind_of_tokenizer(
                 source,
                 *("tokenizer=huggingface", f"tokenizer.path={saved[kind]}", "prepare.format=mds"),
                 *(f"prepare.output={out}", f"tokenizer.split_special_tokens={not read}", *more),
-            )
+            ).resolve()
         )
         texts = train_documents(source)
         expected = concatenated(texts, theirs, bos_text=bos, eos_text=eos, read=read)
@@ -256,7 +256,7 @@ def test_token_shards_of_the_other_reading_are_refused(
     from llmfoundry.data.sources import RowOptions, open_source
 
     choose = ("tokenizer=huggingface", f"tokenizer.path={saved['Llama 3']}")
-    prepare_data(recipe(source, *choose))
+    prepare_data(recipe(source, *choose).resolve())
     files = folder(source.parent / "out/train")
     read = Tokenizer.load(saved["Llama 3"])
     open_source("a", "data", files, read_index(files), RowOptions(16, read.fingerprint))

@@ -59,7 +59,7 @@ def make_recipe(shard: int, precision: str, each: bool | None) -> TrainRecipe:
     recipe.parallel.data_parallel_shard_degree = shard
     recipe.parallel.reduce_scatter_each_microbatch = each
     recipe.parallel.activation_checkpointing = True
-    recipe.fill()
+    recipe = recipe.resolve()
     return recipe
 
 
@@ -135,7 +135,7 @@ def dbrx_steps(layout: str, clipping: str, world: World) -> dict[str, Any]:
     recipe.max_seq_len, recipe.optimizer.lr, recipe.optimizer.eps = 16, 3e-3, 1e-4
     recipe.parallel.data_parallel_replicate_degree = replicate
     recipe.parallel.data_parallel_shard_degree = shard
-    recipe.fill()
+    recipe = recipe.resolve()
     mesh = build_mesh(recipe.parallel, world)
     world = with_mesh(world, mesh)
     with torch.device("meta"):

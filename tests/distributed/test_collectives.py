@@ -48,7 +48,7 @@ def make_recipe() -> TrainRecipe:
         global_train_batch_size=12 * SIZE,
     )
     recipe.parallel.data_parallel_shard_degree = SIZE
-    recipe.fill()
+    recipe = recipe.resolve()
     return recipe
 
 

@@ -142,7 +142,7 @@ def test_processes_of_different_memory_train_alike(alone: Path) -> None:
     words = ("global_train_batch_size=16", "device_train_microbatch_size=auto", "eval=off")
     shards = (f"parallel.{REPLICATE}=1", f"parallel.{SHARD}=2", "parallel.dist_timeout=30")
     recipe = checked(TrainRecipe, alone / "tiny.yaml", [*words, *shards])
-    recipe.fill()
+    recipe = recipe.resolve()
     need = estimate(with_guessed_vocabulary(recipe), 2)
     free = [2 * int(need.total(rows) / USABLE) + 2**10 for rows in (4, 1)]
     (alone / "memory.py").write_text(

@@ -51,7 +51,7 @@ def score(root: nn.Module, rank: int = 0, world_size: int = 1) -> list[dict[str,
 
 def tiny_root() -> Root:
     config = ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=257, max_seq_len=64)
-    config.fill(max_seq_len=64)
+    config = config.resolve(max_seq_len=64)
     model = Decoder(config)
     model.init_weights(seed=1)
     return Root(model)

@@ -57,7 +57,7 @@ def tiny_root(**settings: Any) -> Root:
     for name, value in settings.items():
         setattr(config.attn_config, name, value)
         config.learned_pos_emb = False
-    config.fill(max_seq_len=64)
+    config = config.resolve(max_seq_len=64)
     model = Decoder(config)
     model.init_weights(seed=1)
     return Root(model)

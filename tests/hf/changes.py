@@ -60,7 +60,7 @@ def _positions(kind: str) -> Change:
         attn.rope_hf_config, attn.sliding_window_size = RopeConfig(), -1
         if kind != "learned":
             setattr(attn, kind, True)
-        config.fill()
+        config = config.resolve()
         return config
 
     return change
@@ -117,7 +117,7 @@ def _qk_norm(key: str) -> Change:
         attn.qk_ln = attn.qk_gn = False
         attn.norm_type = attn.norm_eps = None
         setattr(attn, key, not on)
-        config.fill()
+        config = config.resolve()
         return config
 
     return change
@@ -144,7 +144,7 @@ def _stack(names: str, **kinds: Any) -> Change:
             return None
         for key, value in stack(names, **kinds).items():
             setattr(config, key, value)
-        config.fill()
+        config = config.resolve()
         return config
 
     return change
@@ -165,7 +165,7 @@ def _experts(config: ModelConfig) -> ModelConfig:
         ffn.mlp_type = {"mptglu": "glu", "mptmlp": "mlp"}[ffn.ffn_type]
         ffn.ffn_type = "dmoe"
     ffn.moe_num_experts = 7
-    config.fill()
+    config = config.resolve()
     return config
 
 
@@ -186,7 +186,7 @@ def _moe(**values: Any) -> Change:
             return None
         for key, value in values.items():
             setattr(ffn, key, value(ffn) if callable(value) else value)
-        config.fill()
+        config = config.resolve()
         return config
 
     return change

@@ -46,7 +46,7 @@ def settings(
         ffn_config=FFNConfig(**(ffn or {})),
     )
     assert not list(config.check()), list(config.check())
-    config.fill()
+    config = config.resolve()
     return config
 
 

@@ -31,7 +31,7 @@ NONE = "mpt-7b-storywriter"  # transformers' MPT has ALiBi of exponent 8 alone
 
 def shipped(name: str, vocab_size: int) -> ModelConfig:
     config = build(ModelConfig, read_yaml(MODELS / f"{name}.yaml"), [])
-    config.fill(max_seq_len=64, vocab_size=vocab_size)
+    config = config.resolve(max_seq_len=64, vocab_size=vocab_size)
     return config
 
 

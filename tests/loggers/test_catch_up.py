@@ -60,7 +60,7 @@ def tracker(folder: Path, *, tensorboard: bool = False, uri: str | None = None) 
     recipe.logger.tensorboard = tensorboard
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
-    recipe.fill()
+    recipe = recipe.resolve()
     return Tracker(recipe, folder, is_main=True, console=Console(stream=io.StringIO()))
 
 

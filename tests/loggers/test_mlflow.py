@@ -360,7 +360,7 @@ def test_nothing_is_imported_before_the_first_step_and_nothing_printed(tmp_path:
         "from llmfoundry.loggers.tracker import Tracker\n"
         # A busy machine imports MLflow in more than the seconds that a run's end waits.
         "module.close_all = partial(module.close_all, timeout=300.0)\n"
-        "recipe = TrainRecipe(run_name='tiny'); recipe.fill()\n"
+        "recipe = TrainRecipe(run_name='tiny').resolve()\n"
         "folder = Path('runs/tiny'); folder.mkdir(parents=True)\n"
         "(folder / 'recipe.yaml').write_text('run_name: tiny')\n"
         "console = Console(stream=io.StringIO())\n"

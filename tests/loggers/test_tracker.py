@@ -23,7 +23,7 @@ from llmfoundry.recipe.train import TrainRecipe
 def recipe() -> TrainRecipe:
     made = TrainRecipe(run_name="tiny")
     made.logger.mlflow = False
-    made.fill()
+    made = made.resolve()
     return made
 
 
@@ -151,7 +151,7 @@ def test_a_report_that_fails_is_said_and_ends_nothing(tmp_path: Path) -> None:
 def test_a_recipe_is_flat_and_its_passwords_hidden() -> None:
     made = TrainRecipe(run_name="tiny")
     made.logger.tracking_uri = "http://me:hunter-2@host:5000"
-    made.fill()
+    made = made.resolve()
     flat = flatten(made)
     assert flat["optimizer.betas"] == [0.9, 0.95]
     assert flat["model.attn_config.attn_type"] == "multihead_attention"
@@ -176,7 +176,7 @@ def test_an_address_that_mlflow_has_no_store_for_is_a_user_error(
 ) -> None:
     made = TrainRecipe(run_name="tiny")
     made.logger.tracking_uri = uri
-    made.fill()
+    made = made.resolve()
     with pytest.raises(UserError, match=r"logger\.tracking_uri") as caught:
         Tracker(made, tmp_path, is_main=True)
     assert words in str(caught.value) and "sqlite:///runs/mlflow.db" in str(caught.value)
@@ -241,7 +241,7 @@ def test_the_report_is_there_while_the_run_goes(
     monkeypatch.setattr(tracker_module, "_REPORT_SECONDS", 0.0)
     recipe = TrainRecipe(run_name="live", save_folder=str(tmp_path))
     recipe.logger.mlflow = False
-    recipe.fill()
+    recipe = recipe.resolve()
     record = Tracker(recipe, tmp_path, is_main=True, console=Console(stream=io.StringIO()))
     record.start(0, total=3)
     record.log(1, 8, {"loss/train/total": 2.0})

@@ -160,7 +160,7 @@ def make_config(**settings: Any) -> ModelConfig:
     config = build(ModelConfig, SIZES | copy.deepcopy(settings), problems)
     config.init_config = init
     assert not problems and not list(config.check()), [*problems, *config.check()]
-    config.fill()
+    config = config.resolve()
     return config
 
 

@@ -104,7 +104,7 @@ RECIPES = {  # d_model, layers, heads, inner width
 @pytest.mark.parametrize("name", RECIPES)
 def test_parameters_and_active_parameters_are_the_closed_formulas(name: str) -> None:
     config = checked(TrainRecipe, YAMLS / f"{name}.yaml").model
-    config.fill(max_seq_len=2048)
+    config = config.resolve(max_seq_len=2048)
     shape = RECIPES[name]
     assert parameter_count(config) == dbrx(*shape, experts=16)
     assert active_parameter_count(config) == dbrx(*shape, experts=4)

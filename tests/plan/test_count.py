@@ -38,7 +38,7 @@ def make_recipe(**parallel: object) -> TrainRecipe:
     )
     for key, value in parallel.items():
         setattr(recipe.parallel, key, value)
-    recipe.fill()
+    recipe = recipe.resolve()
     return recipe
 
 
@@ -47,7 +47,7 @@ def mixture(**parallel: object) -> TrainRecipe:
     recipe.model.ffn_config = FFNConfig(
         "dmoe", "silu", 96, mlp_type="glu", moe_num_experts=8, moe_top_k=2
     )
-    recipe.fill()
+    recipe = recipe.resolve()
     return recipe
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import sketch
 from llmfoundry.plan import fit
 from llmfoundry.plan.fit import Fit, choose_fit, with_guessed_vocabulary
@@ -85,19 +84,17 @@ def fitted(launch: Launch) -> Fit:
     memory = LAPTOP if launch.memory is None else launch.memory - TAKEN
     device = torch.device("cpu" if launch.memory is None else "cuda")
     if launch.path.parent.name != "finetune":
-        recipe = with_guessed_vocabulary(
-            with_defaults(load(TrainRecipe, launch.path, launch.words))
-        )
+        recipe = with_guessed_vocabulary(load(TrainRecipe, launch.path, launch.words).resolve())
         return choose_fit(recipe, world_size=launch.processes, available=memory, device=device)
     written = load(FinetuneRecipe, launch.path, launch.words)
-    tuned = with_defaults(written)
+    tuned = written.resolve()
     tuned.model = shape(written)  # type: ignore[assignment]
     return choose_fit(
         tuned,
         world_size=launch.processes,
         available=memory,
         device=device,
-        meta_model=sketch(tuned, written),
+        meta_model=sketch(tuned),
     )
 
 
@@ -107,7 +104,7 @@ def shape(written: FinetuneRecipe) -> ModelConfig:
     if pretrained.startswith("runs/my"):
         pretrained = "meta-llama/Llama-3.1-8B-Instruct"
     ours = with_guessed_vocabulary(
-        with_defaults(load(TrainRecipe, YAMLS / f"{SHAPES[pretrained]}.yaml"))
+        load(TrainRecipe, YAMLS / f"{SHAPES[pretrained]}.yaml").resolve()
     ).model
     if pretrained.startswith("Qwen"):
         ffn = dataclasses.replace(ours.ffn_config, ffn_hidden_size=12_288)

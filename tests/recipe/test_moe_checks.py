@@ -9,7 +9,7 @@ import pytest
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.load import checked
-from llmfoundry.recipe.model import OTHER_MOE_NAMES, FFNConfig
+from llmfoundry.recipe.model import OTHER_MOE_NAMES, FFNConfig, ModelConfig
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.schema import Only, Schema
 from llmfoundry.recipe.train import TrainRecipe
@@ -103,8 +103,7 @@ def test_defaults_are_written_and_no_mistakes() -> None:
 
 
 def test_a_dense_model_has_none_of_the_keys() -> None:
-    config = FFNConfig()
-    config.fill()
+    config = ModelConfig().resolve().ffn_config
     assert all(getattr(config, key) is None for key in MOE_KEYS)
     assert config.active_share == 1
 
@@ -112,13 +111,13 @@ def test_a_dense_model_has_none_of_the_keys() -> None:
 @pytest.mark.parametrize("path", sorted((YAMLS / "model").glob("dbrx*.yaml")), ids=lambda p: p.stem)
 def test_dbrx_models_visit_4_of_16_experts(path: Path) -> None:
     recipe = checked(TrainRecipe, YAMLS / "quickstart.yaml", [f"model={path.stem}"])
-    recipe.fill()
+    recipe = recipe.resolve()
     ffn = recipe.model.ffn_config
     if path.stem == "dbrx-tiny-dense":
         experts = checked(TrainRecipe, YAMLS / "quickstart.yaml", ["model=dbrx-tiny"]).model
         assert ffn.ffn_hidden_size == 4 * (experts.ffn_config.ffn_hidden_size or 0)
         same = dataclasses.replace(recipe.model, ffn_config=experts.ffn_config)
-        experts.fill(max_seq_len=recipe.max_seq_len)
+        experts = experts.resolve(max_seq_len=recipe.max_seq_len)
         experts.init_config.router_init_std = None  # it has no router
         assert same == dataclasses.replace(experts, ffn_config=same.ffn_config)
     else:

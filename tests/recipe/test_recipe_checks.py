@@ -162,7 +162,7 @@ def test_generate_recipe() -> None:
 def test_the_tail_of_a_distribution_is_left_out_where_tokens_are_drawn() -> None:
     def generate(*words: str) -> GenerateConfig:
         recipe = checked(TrainRecipe, None, words)
-        recipe.fill()
+        recipe = recipe.resolve()
         return recipe.callbacks.generate
 
     assert generate().top_p == 0.9
@@ -180,7 +180,7 @@ def test_the_tail_of_a_distribution_is_left_out_where_tokens_are_drawn() -> None
 def test_derived_values() -> None:
     words = ["run_name=x", "model.d_model=96", "model.n_heads=6", "model.attn_config.alibi=true"]
     recipe = checked(TrainRecipe, None, words)
-    recipe.fill()
+    recipe = recipe.resolve()
     recipe.model.fill(vocab_size=257)
     model = recipe.model
     assert (model.head_dim, model.attn_config.kv_n_heads) == (16, 6)

@@ -46,7 +46,7 @@ def header(path: Path) -> str:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_is_sound_and_says_how_to_run_it(path: Path) -> None:
     recipe = checked(TrainRecipe, path)
-    recipe.fill()
+    recipe = recipe.resolve()
     assert list(recipe.check()) == [], "derived values must not be mistakes"
     assert re.search(rf"python scripts/train.py yamls/{path.name}(\s|$)", header(path))
     assert len(path.read_text().splitlines()) < 40
@@ -64,7 +64,7 @@ def test_group_choice_fits_other_recipes(path: Path, partners: list[Path]) -> No
     words = [choice, *NEEDED.get(choice, [])]
     for recipe in partners:
         filled = checked(TrainRecipe, recipe, words)
-        filled.fill()
+        filled = filled.resolve()
         assert list(filled.check()) == []
     assert 1 <= len(header(path).splitlines()) <= (7 if group == "launch" else 4)
     if group == "eval":

@@ -57,13 +57,13 @@ def test_the_number_of_machines_is_known_in_a_job_alone(monkeypatch: pytest.Monk
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     recipe = TrainRecipe(supervise=SuperviseConfig(launch=["srun", "--nodes={nodes}"]))
     with pytest.raises(UserError, match=r"^supervise.launch: \{nodes\} is the number of"):
-        supervise(recipe)
+        supervise(recipe.resolve())
 
 
 def test_a_process_that_srun_has_started_is_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "SLURM_STEP_NUM_TASKS", attempt.SUPERVISED):
         monkeypatch.delenv(name, raising=False)
     recipe = TrainRecipe(supervise=SuperviseConfig(enabled=True))
-    assert is_supervised(recipe)
+    assert is_supervised(recipe.resolve())
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
-    assert not is_supervised(recipe)
+    assert not is_supervised(recipe.resolve())

@@ -344,7 +344,7 @@ def test_who_is_started_by_a_launcher_does_not_supervise(
 ) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(UserError, match="start it alone"):
-        supervise(TrainRecipe())
+        supervise(TrainRecipe().resolve())
 
 
 def test_an_endless_line_is_passed_on_and_only_its_end_is_kept(
@@ -483,7 +483,7 @@ def wait_for_step(place: Place, step: int) -> None:
 )
 def test_a_run_that_would_not_continue_is_not_supervised(recipe: TrainRecipe, line: str) -> None:
     with pytest.raises(UserError, match=line):
-        supervise(recipe)
+        supervise(recipe.resolve())
 
 
 def test_a_pretrained_model_on_the_command_line_makes_it_fine_tuning() -> None:

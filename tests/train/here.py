@@ -21,7 +21,7 @@ from llmfoundry.recipe.train import TrainRecipe
 
 def train_here(name: str, *overrides: str) -> Path:
     """Train runs/<name> of tiny.yaml in the working directory; its folder."""
-    train(checked(TrainRecipe, "tiny.yaml", [f"run_name={name}", *overrides]))
+    train(checked(TrainRecipe, "tiny.yaml", [f"run_name={name}", *overrides]).resolve())
     return Path("runs") / name
 
 

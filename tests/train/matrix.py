@@ -206,7 +206,7 @@ def write_cell(cell: Cell, folder: Path, base: Path, adapter: Path | None, **par
 
 def run_steps(recipe: Path) -> None:
     """Train a recipe in this process."""
-    train(load(FinetuneRecipe, recipe))
+    train(load(FinetuneRecipe, recipe).resolve())
 
 
 def steps_of(run: Path) -> list[tuple[float, float]]:

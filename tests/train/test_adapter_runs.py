@@ -35,7 +35,7 @@ TOKENS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(
 
 def finetune_here(name: str, *overrides: str) -> Path:
     """Fine-tune runs/<name> of finetune.yaml; its folder."""
-    train(checked(FinetuneRecipe, "finetune.yaml", [f"run_name={name}", *overrides]))
+    train(checked(FinetuneRecipe, "finetune.yaml", [f"run_name={name}", *overrides]).resolve())
     return Path("runs") / name
 
 

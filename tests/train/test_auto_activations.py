@@ -27,7 +27,7 @@ CUDA, H100, GIB = torch.device("cuda"), GPUS["H100"], 2**30
 
 def make_recipe(name: str) -> TrainRecipe:
     recipe = load(TrainRecipe, YAMLS / f"{name}.yaml")
-    recipe.fill()
+    recipe = recipe.resolve()
     recipe.parallel.activation_checkpointing = "auto"
     return with_guessed_vocabulary(recipe)
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.plan import microbatch_sizes
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.microbatch_sizes import USABLE
@@ -112,7 +111,7 @@ def sharded(rank: int, folder: str, port: str, name: str, *overrides: str) -> No
 
     def need(level: str) -> int:
         asked = [*SHARDS, f"parallel.activation_checkpointing={level}", "run_name=none"]
-        recipe = with_defaults(checked(TrainRecipe, "tiny.yaml", asked))
+        recipe = checked(TrainRecipe, "tiny.yaml", asked).resolve()
         recipe.model.fill(vocab_size=257)
         return estimate(recipe, 2, device=torch.device("cpu")).total(2)
 

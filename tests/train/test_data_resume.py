@@ -12,7 +12,6 @@ import torch
 import yaml
 
 from llmfoundry.builders.data import Data, learning_corpus, open_data
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.trainer import build_clock, build_loader, mixture_lines
 from llmfoundry.data.loader import Loader
 from llmfoundry.distributed.process_group import World
@@ -60,7 +59,7 @@ def stop_at(run_folder: Path, batch: int) -> dict[str, Any]:
 def opened(folder: Path, **changes: Any) -> tuple[TrainRecipe, Data, Loader]:
     """What build_trainer makes of mix.yaml's data."""
     write(folder, **changes)
-    recipe = with_defaults(load(TrainRecipe, folder / "mix.yaml"))
+    recipe = load(TrainRecipe, folder / "mix.yaml").resolve()
     world, tokenizer = World(0, 1, 0, torch.device("cpu")), bytes_tokenizer()
     data = open_data(recipe, tokenizer, world)
     clock = build_clock(recipe, data)

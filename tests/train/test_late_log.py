@@ -230,7 +230,7 @@ recipe = TrainRecipe(
     max_seq_len=32, precision="fp32", global_train_batch_size=4, save_interval="0ba",
     eval_interval="0ba",
 )
-recipe.fill()
+recipe = recipe.resolve()
 recipe.callbacks.watch.spike_window = 2  # so that all but the first are compared
 nothing = SimpleNamespace(log=lambda *a: None, routing=lambda *a: None, metrics=lambda: {},
                           check=lambda: None, event=lambda *a, **more: None,

@@ -141,7 +141,7 @@ def _decoder(**settings: Any) -> Decoder:
     config = ModelConfig(
         **{"d_model": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 250} | settings
     )
-    config.fill(max_seq_len=64)
+    config = config.resolve(max_seq_len=64)
     model = Decoder(config)
     model.init_weights(3)
     return model
@@ -184,7 +184,7 @@ def _mixture(ffn: dict[str, Any]) -> Decoder:
     values = {"d_model": 64, "n_layers": 1, "n_heads": 2, "vocab_size": 250, "no_bias": True}
     config = build(ModelConfig, values | {"ffn_config": ffn}, problems)
     assert not problems
-    config.fill(max_seq_len=64)
+    config = config.resolve(max_seq_len=64)
     return Decoder(config)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmfoundry.builders.checkpoint import load_checkpoint
-from llmfoundry.builders.model import build_root, with_defaults
+from llmfoundry.builders.model import build_root
 from llmfoundry.builders.open_model import of_run
 from llmfoundry.cli.commands.convert import convert
 from llmfoundry.distributed.process_group import World
@@ -55,7 +55,7 @@ def test_weights_and_moments_are_bfloat16_on_the_disk(place: Path) -> None:
 def test_weights_begin_as_those_of_fp32_rounded(place: Path) -> None:
     roots = {}
     for precision in ("fp32", "bf16"):
-        recipe = with_defaults(checked(TrainRecipe, "tiny.yaml", [f"precision={precision}"]))
+        recipe = checked(TrainRecipe, "tiny.yaml", [f"precision={precision}"]).resolve()
         recipe.model.fill(vocab_size=257)
         roots[precision] = build_root(recipe).to_empty(device="cpu")
         roots[precision].model.init_weights(17)

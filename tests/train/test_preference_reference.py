@@ -89,7 +89,7 @@ class Run:
         config = make_config(max_seq_len=T, vocab_size=257)
         recipe = FinetuneRecipe(max_seq_len=T, precision="fp32")
         recipe.preference.name = method
-        recipe.preference.fill()
+        recipe = recipe.resolve()
         recipe.model = config  # type: ignore[assignment]
         recipe.data.cache_folder = str(folder / "cache")
         self.pretrained = make_model(config).state_dict()

@@ -202,6 +202,7 @@ def test_rows_that_cannot_be_compared_are_one_line(tmp_path: Path, case: str) ->
     recipe.data.name, recipe.data.paths = "files", [str(path)]
     recipe.data.format, recipe.data.cache_folder = FORMATS[method], str(tmp_path / "cache")
     recipe.data.supervised.too_long = "error"
+    recipe = recipe.resolve()
     with pytest.raises(UserError, match=re.escape(said)) as raised:
         with_places(open_data(recipe, bytes_tokenizer(), World(0, 1, 0, CPU)), recipe)
     assert len(raised.value.problems) == 1

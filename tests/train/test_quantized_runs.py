@@ -43,7 +43,7 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
     def run(name: str, *words: str) -> Path:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            train(checked(FinetuneRecipe, str(path), [f"run_name={name}", *words]))
+            train(checked(FinetuneRecipe, str(path), [f"run_name={name}", *words]).resolve())
         return folder / "runs" / name
 
     return run

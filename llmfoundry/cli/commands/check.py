@@ -21,7 +21,7 @@ from llmfoundry.files import read_json
 from llmfoundry.processes import keep_children, kill_all
 from llmfoundry.recipe.before_training import Checked, CheckRecipe
 from llmfoundry.recipe.resilience import HealthCheckConfig
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.resilience.check.check_report import JSON, check_lines, write_check
 from llmfoundry.resilience.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.resilience.check.host import NamedPath, recipe_paths, write_and_read
@@ -31,16 +31,18 @@ _OURS = "LLMFOUNDRY_CHECK_STARTED"  # in the environment of processes that `chec
 _GRACE = 5.0  # seconds from the report until a process that has not ended hangs
 
 
-def check(recipe: Checked) -> None:
+def check(recipe: CheckRecipe | ResolvedTrainRecipe) -> None:
     """Check, print, write check.json and check.html.
 
     Raises:
         SystemExit: 3 where anything is bad.
         UserError: a file that the recipe names is not there.
     """
+    asked = recipe if isinstance(recipe, CheckRecipe) else recipe.user_recipe
+    assert isinstance(asked, Checked)
     is_started = "RANK" in os.environ or bool(slurm_environment())
     wanted = 1 if is_started else wanted_processes(recipe.parallel)
-    folder = Path(recipe.output).expanduser()
+    folder = Path(asked.output).expanduser()
 
     def check_files() -> None:
         _check_log(recipe.health_check)
@@ -55,12 +57,12 @@ def check(recipe: Checked) -> None:
         paths = recipe_paths(recipe)
     with join(recipe.parallel) as world:
         on_rank0(world, check_files)
-        status = _check(recipe.health_check, paths, world, folder, is_full=recipe.level == "full")
+        status = _check(recipe.health_check, paths, world, folder, is_full=asked.level == "full")
         if status and _OURS not in os.environ:  # who started this reads check.json
             _leave(status)
 
 
-def before_run(recipe: TrainRecipe, world: World, folder: Path) -> None:
+def before_run(recipe: ResolvedTrainRecipe, world: World, folder: Path) -> None:
     """The check that a recipe asks for, its report in the run's folder of this machine.
 
     Ends every process where anything is bad.

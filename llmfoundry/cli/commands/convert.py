@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmfoundry.builders.adapter import FOLDER, BaseCheck, adapt, has_adapter
 from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
-from llmfoundry.builders.model import build_root, with_defaults
+from llmfoundry.builders.model import build_root
 from llmfoundry.builders.pretrained import base_of, check_rows, fill_tensor, open_pretrained
 from llmfoundry.builders.registry import (
     Tag,
@@ -48,7 +48,7 @@ from llmfoundry.models.lazy_tensors import LazyTensor
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.recipe.after_training import ConvertRecipe
 from llmfoundry.recipe.data import TokenizerConfig
-from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.source import TEXT
@@ -200,31 +200,31 @@ def _export_adapter(recipe: ConvertRecipe) -> Loaded:
     return loaded
 
 
-def _write_resized_base(loaded: Loaded, folder: Path, recipe: ConvertRecipe) -> str | None:
+def _write_resized_base(loaded: Loaded, folder: Path, asked: ConvertRecipe) -> str | None:
     """Write a base that gained rows beside its adapter; its later name, or None: it gained none."""
-    written = load_run(loaded.folder / "recipe.yaml")
-    if not isinstance(written, FinetuneRecipe) or not written.model.resize_embeddings:
+    recipe = loaded.recipe
+    if not isinstance(recipe, ResolvedFinetuneRecipe) or not recipe.base.resize_embeddings:
         return None
     if isinstance(loaded.recipe.model, HFModelConfig):
         raise UserError(
-            f"to: peft would put the adapter on {written.model.pretrained}, which has fewer rows"
+            f"to: peft would put the adapter on {recipe.base.pretrained}, which has fewer rows"
             " than the model that was trained; write to=hf, which merges it"
         )
-    read = open_pretrained(base_of(written, loaded.folder), ALONE, note=print).read
+    read = open_pretrained(base_of(recipe.base, loaded.folder), ALONE, note=print).read
     assert read is not None, "only of transformers' class"
     with torch.device("meta"):
         model = Decoder(loaded.root.model.config)
     export = Export(
         dtype="fp32",
         card=_card(loaded),
-        architecture=recipe.architecture,
+        architecture=asked.architecture,
         is_trained=loaded.is_trained,
     )
     state = StreamedState(model, partial(read, model))
     to_hf(model.config, state, _tokenizer_files(loaded), folder / "base", export)
     (folder / "base" / "README.md").unlink()  # it reports the run that made the adapter
-    name = f"{recipe.output}/base"
-    print(f"{written.model.pretrained} with rows for new tokens is in {show(Path(name))}")
+    name = f"{asked.output}/base"
+    print(f"{recipe.base.pretrained} with rows for new tokens is in {show(Path(name))}")
     return name
 
 
@@ -289,8 +289,8 @@ def _published(place: str) -> str:
 
 def _base(loaded: Loaded) -> str | None:
     """What a fine-tuned run began with."""
-    written = load_run(loaded.folder / "recipe.yaml")
-    return written.model.pretrained if isinstance(written, FinetuneRecipe) else None
+    recipe = loaded.recipe
+    return recipe.base.pretrained if isinstance(recipe, ResolvedFinetuneRecipe) else None
 
 
 def _import(recipe: ConvertRecipe) -> None:
@@ -303,10 +303,10 @@ def _import(recipe: ConvertRecipe) -> None:
     with open_hf(folder) as opened:
         shown = public(recipe.checkpoint)
         check_rows(opened.config, tokenizer, shown, _MORE_ROWS)
-        written = _imported_recipe(opened, output)
-        tensors = _streamed(opened, build_root(with_defaults(written)).model)
-        print(f"precision: {written.precision}, as the weights are stored")
-        files = {"recipe.yaml": to_yaml(written)}
+        user_recipe = _imported_recipe(opened, output)
+        tensors = _streamed(opened, build_root(user_recipe.resolve()).model)
+        print(f"precision: {user_recipe.precision}, as the weights are stored")
+        files = {"recipe.yaml": to_yaml(user_recipe)}
         files |= {f"tokenizer/{name}": text for name, text in tokenizer.files().items()}
         state = {"batch": 0, "identity": model_identity(opened.config), "is_trained": is_trained}
         identity = repr((files, state, _stamps(folder)))
@@ -428,8 +428,7 @@ def fill_adapter_alone(loaded: Loaded) -> None:
         UserError: the checkpoint lacks one.
     """
     model = loaded.root.model
-    written = load_run(loaded.folder / "recipe.yaml")
-    adapt(model, loaded.recipe, written, checkpoint=loaded.folder)
+    adapt(model, loaded.recipe, checkpoint=loaded.folder)
     own = set(saved_names(model))
     like = {name: p for name, p in model.named_parameters() if name in own}
     tensors = {name: torch.empty_like(p, device="cpu") for name, p in like.items()}
@@ -491,12 +490,11 @@ def _plain(loaded: Loaded) -> ReadParameter:
 
 def _adapted(loaded: Loaded, note: Callable[[str], None]) -> ReadParameter:
     """Parameters of an adapter's checkpoint, and of the base that it was trained on."""
-    folder, model = loaded.folder, loaded.root.model
-    written = load_run(folder / "recipe.yaml")
-    assert isinstance(written, FinetuneRecipe)
-    adapt(model, loaded.recipe, written, checkpoint=folder)
+    folder, model, recipe = loaded.folder, loaded.root.model, loaded.recipe
+    assert isinstance(recipe, ResolvedFinetuneRecipe)
+    adapt(model, recipe, checkpoint=folder)
     own, like = set(saved_names(model)), model.state_dict()
-    base = open_pretrained(base_of(written, folder), ALONE, note=note)
+    base = open_pretrained(base_of(recipe.base, folder), ALONE, note=note)
     check, table = BaseCheck(folder / FOLDER, "model.pretrained"), read_table(loaded.checkpoint)
     read_base = base.read
     assert read_base is not None

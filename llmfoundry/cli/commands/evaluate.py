@@ -62,7 +62,7 @@ from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import missing, require
 from llmfoundry.redaction import OPTIONS, public, public_texts
 
@@ -245,7 +245,7 @@ class _Run:
 
     name: str
     loaded: Loaded
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     config: EvalConfig
     held_out: Data
     rows: int
@@ -314,9 +314,8 @@ def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> 
     run = dataclasses.replace(
         loaded.recipe,
         device_eval_batch_size=recipe.device_eval_batch_size,
-        parallel=ParallelConfig(),  # every process holds the model, however it was trained
+        parallel=ParallelConfig().resolve(),  # each process holds the whole model
     )
-    run.parallel.fill()
     rows = evaluation_rows(run, loaded.root, world)
     held_out = _held_out(loaded, run, config, world, console)
     return _Run(path, loaded, run, config, held_out, rows, fill)
@@ -383,7 +382,7 @@ def _own(
 
 
 def _held_out(
-    loaded: Loaded, run: TrainRecipe, config: EvalConfig, world: World, console: Console
+    loaded: Loaded, run: ResolvedTrainRecipe, config: EvalConfig, world: World, console: Console
 ) -> Data:
     """The run's held-out text; none where it is not measured and cannot be had here.
 

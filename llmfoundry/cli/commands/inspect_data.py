@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from llmfoundry.builders.data import Data, open_data
-from llmfoundry.builders.model import with_defaults
-from llmfoundry.builders.pretrained import resolve
+from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.trainer import build_clock, build_loader, build_phases, make_tokenizer
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.object_storage import find_run, is_url
@@ -36,7 +35,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import printable
 from llmfoundry.recipe.before_training import InspectRecipe
 from llmfoundry.recipe.checks import Clock
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 
@@ -130,32 +130,29 @@ class PhaseFacts:
     proportions: dict[str, float]
 
 
-def inspect_data(written: InspectRecipe) -> None:
+def inspect_data(recipe: ResolvedTrainRecipe) -> None:
     """Print the rows of a step, the streams until it, and the phases.
 
     Raises:
         UserError: the time lies beyond the run, or the data cannot be read.
     """
-    recipe = with_defaults(written)
-    assert isinstance(recipe, InspectRecipe)
-    pretrained = None
-    if isinstance(written, FinetuneRecipe):
-        resolved, pretrained = resolve(written, ALONE, note=print)
-        assert isinstance(resolved, InspectRecipe)
-        recipe = resolved
+    asked, pretrained = recipe.user_recipe, None
+    assert isinstance(asked, InspectRecipe)
+    if isinstance(recipe, ResolvedFinetuneRecipe):
+        pretrained = open_base(recipe, ALONE, note=print)
     tokenizer = make_tokenizer(recipe, ALONE, pretrained)
     data = open_data(recipe, tokenizer, ALONE)
     clock = build_clock(recipe, data)
-    step = step_of(recipe, clock)
+    step = step_of(asked, clock)
     loader = build_loader(recipe, data, clock, tokenizer, ALONE)
     note = _go_on(recipe, loader, step)
     rows = (
-        [] if step == clock.total else _rows(loader, tokenizer, step, recipe.n, recipe.max_seq_len)
+        [] if step == clock.total else _rows(loader, tokenizer, step, asked.n, recipe.max_seq_len)
     )
     streams = _streams(loader, step, clock, recipe.max_seq_len)
     phases = _phases(recipe, data, clock, step)
     loader.close()
-    if recipe.json:
+    if asked.json:
         facts = {"step": step, "steps_of_run": clock.total, "tokens": step * clock.tokens_per_batch}
         print(json.dumps({"kind": "step", **facts}))
         for kind, found in (("row", rows), ("stream", streams), ("phase", phases)):
@@ -184,7 +181,7 @@ def step_of(recipe: InspectRecipe, clock: Clock) -> int:
     return math.floor(batches + 1e-9)
 
 
-def _go_on(recipe: InspectRecipe, loader: Loader, step: int) -> list[str]:
+def _go_on(recipe: ResolvedTrainRecipe, loader: Loader, step: int) -> list[str]:
     """Take over what the streams had given at the run's newest checkpoint up to `step`."""
     if not recipe.autoresume or recipe.save_overwrite:
         return []
@@ -263,7 +260,7 @@ def _streams(loader: Loader, step: int, clock: Clock, seq_len: int) -> list[Stre
     ]
 
 
-def _phases(recipe: InspectRecipe, data: Data, clock: Clock, step: int) -> list[PhaseFacts]:
+def _phases(recipe: ResolvedTrainRecipe, data: Data, clock: Clock, step: int) -> list[PhaseFacts]:
     names = [stream.name for stream in data.streams]
     times = ["0ba", *(phase.at for phase in recipe.data.phases)]
     phases = build_phases(recipe, data, clock)

@@ -22,19 +22,21 @@ from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.console import Console
 from llmfoundry.recipe.before_training import LaunchRecipe
 from llmfoundry.recipe.paths import show
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.redaction import public
 
 LOCK = "launch.lock"
 
 
-def launch(recipe: LaunchRecipe) -> None:
+def launch(recipe: ResolvedTrainRecipe) -> None:
     """Render a checked recipe for its target, and submit it unless `dry_run`.
 
     Raises:
         UserError: it runs there already, or the target's client is missing or refuses.
     """
-    job = job_of(recipe)
-    if recipe.dry_run:
+    user_recipe, job = recipe.user_recipe, job_of(recipe)
+    assert isinstance(user_recipe, LaunchRecipe)
+    if user_recipe.dry_run:
         name = job.config.target
         render = skypilot.render if name == "skypilot" else TARGETS[name].render
         print(public(render(job)), end="")
@@ -98,11 +100,11 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(f"save_folder: {show(folder)} cannot be written: {one_line(error)}")
 
 
-def job_of(recipe: LaunchRecipe) -> Job:
-    """What this command launches."""
+def job_of(recipe: ResolvedTrainRecipe) -> Job:
+    """What this command launches: the recipe as the user wrote it."""
     command = parse(sys.argv[1:])
     given = command.recipe or "a command line"
-    return make_job(recipe, given=given, overrides=command.overrides)
+    return make_job(recipe.user_recipe, given=given, overrides=command.overrides)
 
 
 def _refuse_running(job: Job) -> None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.errors import UserError
 from llmfoundry.files import read_json
 from llmfoundry.loggers.console import Console, duration, format_gib, percent, short_count
@@ -41,10 +40,10 @@ from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.seconds import Speeds, in_seconds, speed_line, speeds, step_line
 from llmfoundry.recipe.before_training import PlanRecipe
 from llmfoundry.recipe.checks import Clock, Duration
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.hardware import GPUS, Hardware, known_gpu, short_name
 from llmfoundry.recipe.paths import find_file
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 
@@ -86,46 +85,52 @@ class Costs:
         return None if hours is None or self.price is None else hours * self.price
 
 
-def plan(written: PlanRecipe) -> None:
+def plan(recipe: ResolvedTrainRecipe) -> None:
     """Print what a checked recipe would take.
 
     Raises:
         UserError: no layout fits, or the recipe fine-tunes.
     """
-    if isinstance(written, FinetuneRecipe):
+    if isinstance(recipe, ResolvedFinetuneRecipe):
         raise UserError(
             "model.pretrained: fine-tuning is not timed; write --dry-run=8x80gb behind"
             " scripts/finetune.py for its memory"
         )
-    hardware = Hardware.parse(written.hardware, "hardware")
-    recipe = with_guessed_vocabulary(with_defaults(written))
+    user_recipe = recipe.user_recipe
+    assert isinstance(user_recipe, PlanRecipe)
+    hardware = Hardware.parse(user_recipe.hardware, "hardware")
+    recipe = with_guessed_vocabulary(recipe)
     if recipe.fp8_recipe is not None and not hardware.gpu.fp8_tflops:
         raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
-    reached, source = measured_speeds(hardware, recipe, written.gpu_check)
+    reached, source = measured_speeds(hardware, recipe, user_recipe.gpu_check)
     setting = Setting(hardware.gpus, reached, hardware.memory - TAKEN)
     own, refused = _own(recipe, setting)
-    ranking = rank(recipe, setting, written.layouts) if written.layouts else Ranking([], None, 0, 0)
+    ranking = (
+        rank(recipe, setting, user_recipe.layouts)
+        if user_recipe.layouts
+        else Ranking([], None, 0, 0)
+    )
     shown = own or next(iter(ranking.best), None)
     if shown is None:
         raise UserError(*(refused or ["hardware: no layout fits"]), *_nearest(ranking))
-    if written.format == "json":
-        found = _as_json(written, recipe, own, ranking, setting)
+    if user_recipe.format == "json":
+        found = _as_json(user_recipe, recipe, own, ranking, setting)
         print(json.dumps(found | {"refused": refused, "speeds": source}, indent=1))
         return
     rows = [("model", _model(recipe)), ("hardware", f"{hardware}; {source}")]
     if own is None:
         rows += [("the recipe's own", line) for line in refused]
     rows += [("layout" if own else "the fastest", shown.name()), *describe(shown, setting)]
-    rows += _run(shown, written, setting)
+    rows += _run(shown, user_recipe, setting)
     if ranking.best:
-        rows += _ranked(written, own, ranking)
+        rows += _ranked(user_recipe, own, ranking)
     console = Console()
     console.banner([(label, public(text)) for label, text in rows])
     if ranking.best:
         console.table("\n".join(_table(ranking.best, setting)))
 
 
-def _own(recipe: TrainRecipe, setting: Setting) -> tuple[Layout | None, list[str]]:
+def _own(recipe: ResolvedTrainRecipe, setting: Setting) -> tuple[Layout | None, list[str]]:
     """The recipe's own layout, or why it cannot be."""
     try:
         return own_layout(recipe, setting), []
@@ -133,7 +138,7 @@ def _own(recipe: TrainRecipe, setting: Setting) -> tuple[Layout | None, list[str
         return None, error.lines()
 
 
-def _model(recipe: TrainRecipe) -> str:
+def _model(recipe: ResolvedTrainRecipe) -> str:
     total, active = parameter_count(recipe.model), active_parameter_count(recipe.model)
     text = f"{recipe.model.name}, {short_count(total)} parameters"
     if active != total:
@@ -161,23 +166,23 @@ def describe(layout: Layout, setting: Setting) -> Rows:
     yield "speed", speed_line(layout.step, layout.recipe, setting.gpus, gpu)
 
 
-def costs(layout: Layout, written: PlanRecipe, setting: Setting) -> Costs:
+def costs(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> Costs:
     """Of the whole run."""
     recipe = layout.recipe
     step = recipe.global_train_batch_size * recipe.max_seq_len
-    tokens, length = written.tokens, Duration.parse(recipe.max_duration)
+    tokens, length = user_recipe.tokens, Duration.parse(recipe.max_duration)
     if tokens is None and length.unit != "ep":
         clock = Clock(recipe.global_train_batch_size, step, 1.0, length)
         tokens = float(clock.total * step)
     seconds = None if tokens is None else math.ceil(tokens / step) * layout.step.total
     goodput = 1.0
-    if written.failures is not None:
-        between = written.failures / setting.gpus * 3600
+    if user_recipe.failures is not None:
+        between = user_recipe.failures / setting.gpus * 3600
         goodput = between / (between + RESTART + _interval(recipe, layout) / 2)
-    return Costs(tokens, seconds, goodput, setting.gpus, written.price)
+    return Costs(tokens, seconds, goodput, setting.gpus, user_recipe.price)
 
 
-def _interval(recipe: TrainRecipe, layout: Layout) -> float:
+def _interval(recipe: ResolvedTrainRecipe, layout: Layout) -> float:
     """Seconds between saves; 0 where that is not known."""
     rows = recipe.global_train_batch_size
     every = Duration.parse(recipe.save_interval)
@@ -186,15 +191,17 @@ def _interval(recipe: TrainRecipe, layout: Layout) -> float:
     return Clock(rows, rows * recipe.max_seq_len, 1.0, every).total * layout.step.total
 
 
-def _run(layout: Layout, written: PlanRecipe, setting: Setting) -> Rows:
+def _run(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> Rows:
     """Days, GPU-hours, money; what a checkpoint holds."""
-    found = costs(layout, written, setting)
+    found = costs(layout, user_recipe, setting)
     if found.seconds is None or found.gpu_hours is None or found.tokens is None:
-        yield "run", f"{written.max_duration} of a text of unknown length; write tokens=1e12"
+        yield "run", f"{user_recipe.max_duration} of a text of unknown length; write tokens=1e12"
     else:
         days = f"{duration(found.seconds / found.goodput)} for {short_count(found.tokens)} tokens"
         hours = f"{short_count(found.gpu_hours)} GPU-hours"
-        money = "" if found.money is None else f", {found.money:,.0f} at {written.price:g} an hour"
+        money = (
+            "" if found.money is None else f", {found.money:,.0f} at {user_recipe.price:g} an hour"
+        )
         lost = f"; goodput {percent(found.goodput)}" if found.goodput < 1 else ""
         yield "run", f"{days}, {hours}{money}{lost}"
     yield "checkpoint", f"about {format_gib(checkpoint_bytes(layout) / GIB)}"
@@ -207,10 +214,10 @@ def checkpoint_bytes(layout: Layout) -> int:
     return round((width + recipe.optimizer.moment_bytes(width)) * layout.need.parameters)
 
 
-def _ranked(written: PlanRecipe, own: Layout | None, ranking: Ranking) -> Rows:
+def _ranked(user_recipe: PlanRecipe, own: Layout | None, ranking: Ranking) -> Rows:
     """The fastest, and why it is."""
     first, *others = ranking.best
-    words = first.overrides(written)
+    words = first.overrides(user_recipe)
     if not words:
         yield "fastest", "the recipe as it is written"
     else:
@@ -251,30 +258,34 @@ def _table(found: list[Layout], setting: Setting) -> list[str]:
 
 
 def _as_json(
-    written: PlanRecipe, recipe: TrainRecipe, own: Layout | None, ranking: Ranking, setting: Setting
+    user_recipe: PlanRecipe,
+    recipe: ResolvedTrainRecipe,
+    own: Layout | None,
+    ranking: Ranking,
+    setting: Setting,
 ) -> dict[str, Any]:
     near = ranking.nearest
     return {
-        "hardware": written.hardware,
+        "hardware": user_recipe.hardware,
         "gpus": setting.gpus,
         "parameters": parameter_count(recipe.model),
         "active_parameters": active_parameter_count(recipe.model),
         "flops_per_token": flops_per_token(recipe.model, recipe.max_seq_len),
-        "own": None if own is None else _layout_json(own, written, setting),
-        "best": [_layout_json(one, written, setting) for one in ranking.best],
-        "nearest": None if near is None else _layout_json(near, written, setting),
+        "own": None if own is None else _layout_json(own, user_recipe, setting),
+        "best": [_layout_json(one, user_recipe, setting) for one in ranking.best],
+        "nearest": None if near is None else _layout_json(near, user_recipe, setting),
         "looked_at": ranking.looked_at,
     }
 
 
-def _layout_json(layout: Layout, written: PlanRecipe, setting: Setting) -> dict[str, Any]:
+def _layout_json(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> dict[str, Any]:
     recipe, step, gpu = layout.recipe, layout.step, setting.reached.gpu
-    found = costs(layout, written, setting)
+    found = costs(layout, user_recipe, setting)
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total / setting.gpus
     messages = communication(recipe, setting.gpus, layout.microbatch, gpu.node)
     return {
         "layout": layout.name(),
-        "overrides": layout.overrides(written),
+        "overrides": layout.overrides(user_recipe),
         "microbatch": layout.microbatch,
         "bytes": layout.bytes,
         "bytes_by_kind": layout.need.parts(layout.microbatch),
@@ -299,7 +310,7 @@ GPU_CHECK = Path("gpu-check/gpu-check.json")
 
 
 def measured_speeds(
-    hardware: Hardware, recipe: TrainRecipe, path: str | None
+    hardware: Hardware, recipe: ResolvedTrainRecipe, path: str | None
 ) -> tuple[Speeds, str]:
     """What such a GPU reaches, and where that is from, for people.
 

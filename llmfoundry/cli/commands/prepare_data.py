@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,24 +18,25 @@ from llmfoundry.data.preparation.prepare import (
 from llmfoundry.data.preparation.write_part import Output, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.before_training import PrepareConfig, PrepareRecipe
+from llmfoundry.recipe.before_training import (
+    ResolvedPrepareConfig,
+    ResolvedPrepareRecipe,
+)
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import CORPORA, under_key
 from llmfoundry.redaction import public
 
 
-def prepare_data(written: PrepareRecipe) -> None:
+def prepare_data(recipe: ResolvedPrepareRecipe) -> None:
     """Write prepare.output, or fill the cache that `scripts/train.py` reads for the same recipe."""
-    recipe = copy.deepcopy(written)
-    recipe.fill()
     if recipe.prepare.output is None:
         _fill_cache(recipe)
     else:
         _write(recipe, recipe.prepare, recipe.prepare.output)
 
 
-def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
-    """What the filled `prepare` section asks for."""
+def build_output(config: ResolvedPrepareConfig, tokenizer: Tokenizer) -> Output:
+    """What the resolved `prepare` section asks for."""
     if config.format == "tokens":
         return token_output(tokenizer, shard_bytes=config.size_limit, hashes=tuple(config.hashes))
     output = Output(
@@ -50,7 +50,6 @@ def build_output(config: PrepareConfig, tokenizer: Tokenizer) -> Output:
     )
     if not output.tokenizes:
         return output
-    assert config.concat_tokens is not None and config.bos_text is not None, "not filled"
     _check_dtype(str(config.dtype), tokenizer)
     if config.eos_text is None:  # the end of text, unless the tokenizer puts it there itself
         around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
@@ -77,7 +76,7 @@ def _check_dtype(dtype: str, tokenizer: Tokenizer) -> None:
         )
 
 
-def _fill_cache(recipe: PrepareRecipe) -> None:
+def _fill_cache(recipe: ResolvedPrepareRecipe) -> None:
     data = recipe.data
     if data.streams and recipe.tokenizer.name == "train":
         from llmfoundry.builders.data import learning_corpus  # with torch, and for this alone
@@ -92,7 +91,7 @@ def _fill_cache(recipe: PrepareRecipe) -> None:
         print(f"{name}: {rows:,} training rows of {recipe.max_seq_len:,} tokens")
 
 
-def _write(recipe: PrepareRecipe, config: PrepareConfig, output: str) -> None:
+def _write(recipe: ResolvedPrepareRecipe, config: ResolvedPrepareConfig, output: str) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=True)
     folder = output.rstrip("/") if "://" in output else str(Path(output).expanduser().absolute())
     manifest = prepare_to(

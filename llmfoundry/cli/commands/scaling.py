@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.cli.commands.plan import costs, measured_speeds
 from llmfoundry.cli.commands.scaling_grid import GridPoint, grid, point_of, shape_near
 from llmfoundry.cli.commands.scaling_runs import is_done, refuse_changed, run_all, with_result
@@ -148,7 +147,7 @@ def _planned(recipe: ScalingRecipe, one: GridPoint) -> float | None:
     """
     written = checked(PlanRecipe, recipe.base, [*one.words, f"hardware={recipe.hardware}"])
     hardware = Hardware.parse(written.hardware, "hardware")
-    filled = with_guessed_vocabulary(with_defaults(written))
+    filled = with_guessed_vocabulary(written.resolve())
     reached, _ = measured_speeds(hardware, filled, None)
     setting = Setting(hardware.gpus, reached, hardware.memory - TAKEN)
     try:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.errors import UserError
 from llmfoundry.models.counts import active_parameter_count, flops_per_token, parameter_count
 from llmfoundry.plan.fit import with_guessed_vocabulary
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.overrides import as_list
 from llmfoundry.recipe.scaling import PowerRule, ScalingRecipe
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.scaling.points import Point
 
@@ -64,7 +63,7 @@ class Shape:
     family: str
     width: int
     words: list[str]
-    recipe: TrainRecipe
+    recipe: ResolvedTrainRecipe
     counts: dict[str, int]
     flops: float
 
@@ -108,7 +107,7 @@ def grid(recipe: ScalingRecipe) -> list[GridPoint]:
     return points
 
 
-def base_of(recipe: ScalingRecipe, family: str) -> TrainRecipe:
+def base_of(recipe: ScalingRecipe, family: str) -> ResolvedTrainRecipe:
     """A family's recipe before any rule, filled.
 
     Raises:
@@ -119,7 +118,7 @@ def base_of(recipe: ScalingRecipe, family: str) -> TrainRecipe:
         raise UserError("base: eval.validation is false, but the law is of held-out text's loss")
     if any(group.lr is not None for group in base.optimizer.param_groups):
         raise UserError("base: optimizer.param_groups set an lr, which no rule changes; remove it")
-    return with_defaults(base)
+    return base.resolve()
 
 
 def _words(recipe: ScalingRecipe, family: str) -> list[str]:
@@ -128,7 +127,7 @@ def _words(recipe: ScalingRecipe, family: str) -> list[str]:
     return [*plugins, *recipe.overrides, *recipe.families.get(family, [])]
 
 
-def _refuse_unlike(bases: dict[str, TrainRecipe]) -> None:
+def _refuse_unlike(bases: dict[str, ResolvedTrainRecipe]) -> None:
     """Losses of other tokens or other text do not compare."""
     (first, mine), *others = [(f, dict(flat(as_written(base)))) for f, base in bases.items()]
     for family, written in others:
@@ -140,7 +139,7 @@ def _refuse_unlike(bases: dict[str, TrainRecipe]) -> None:
                 )
 
 
-def shape_of(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) -> Shape:
+def shape_of(recipe: ScalingRecipe, family: str, base: ResolvedTrainRecipe, width: int) -> Shape:
     """The family's model of a width, by the rules.
 
     Raises:
@@ -148,7 +147,6 @@ def shape_of(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) 
     """
     model, rules = base.model, recipe.rules
     head = rules.head_dim or model.head_dim
-    assert head is not None
     if width % head:
         near = max(1, round(width / head)) * head
         raise UserError(f"sizes: {width} is no multiple of rules.head_dim {head}; write {near}")
@@ -167,9 +165,8 @@ def shape_of(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) 
         words.append(f"model.ffn_config.ffn_hidden_size={hidden}")
     own = [*_words(recipe, family), *words]
     made = checked(TrainRecipe, recipe.base, [*own, "run_name=scaling"])
-    filled = with_guessed_vocabulary(with_defaults(made))
+    filled = with_guessed_vocabulary(made.resolve())
     shaped = filled.model
-    assert shaped.vocab_size is not None
     embedded = shaped.vocab_size * width * (1 if shaped.tie_word_embeddings else 2)
     if shaped.learned_pos_emb:
         embedded += (shaped.max_seq_len or 0) * width
@@ -180,7 +177,9 @@ def shape_of(recipe: ScalingRecipe, family: str, base: TrainRecipe, width: int) 
 
 
 def _settle_rules(
-    recipe: ScalingRecipe, bases: dict[str, TrainRecipe], aims: Sequence[tuple[Shape, float]]
+    recipe: ScalingRecipe,
+    bases: dict[str, ResolvedTrainRecipe],
+    aims: Sequence[tuple[Shape, float]],
 ) -> None:
     """Write in place where a rule has its base's number, and which that is."""
     recipe.fill()

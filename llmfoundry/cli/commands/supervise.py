@@ -5,7 +5,6 @@ It imports no PyTorch: it waits for days next to processes that need the memory.
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from llmfoundry.processes import end_with_starters
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.paths import ROOT
 from llmfoundry.recipe.resilience import NODES
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.supervise import slurm_nodes
 from llmfoundry.resilience.supervise.attempt import SUPERVISED
@@ -29,7 +28,7 @@ from llmfoundry.resilience.supervise.supervisor import Supervisor, earlier_attem
 from llmfoundry.terminal import outlast_full_disks
 
 
-def supervise(recipe: TrainRecipe) -> None:
+def supervise(recipe: ResolvedTrainRecipe) -> None:
     """Train until the run is complete, or another attempt is of no use.
 
     Raises:
@@ -56,9 +55,8 @@ def supervise(recipe: TrainRecipe) -> None:
     end_with_starters()
     outlast_full_disks()
     name = "finetune" if isinstance(recipe, FinetuneRecipe) else "train"
-    folder, logger = _folder(recipe), copy.deepcopy(recipe.logger)
-    logger.fill()
-    final_events: list[Callable[[str], str]] = [partial(send_to_mlflow, logger, folder)]
+    folder = _folder(recipe)
+    final_events: list[Callable[[str], str]] = [partial(send_to_mlflow, recipe.logger, folder)]
     options, url = FetchOptions.from_config(recipe.data), recipe.save_folder
     is_remote = "://" in url
     if is_remote:
@@ -73,20 +71,20 @@ def supervise(recipe: TrainRecipe) -> None:
         ),
         url=public(url) if is_remote else "",
         kernel_log=recipe.health_check.kernel_log,
-        export=export_to(recipe.supervise, logger),
+        export=export_to(recipe.supervise, recipe.logger),
         final_events=final_events,
         attempts=earlier_attempts(folder),
     )
     sys.exit(supervisor.run())
 
 
-def is_supervised(recipe: TrainRecipe) -> bool:
+def is_supervised(recipe: ResolvedTrainRecipe) -> bool:
     """Whether this process is to become a supervisor: none is around it, and no launcher."""
     is_launched = "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
     return recipe.supervise.enabled and SUPERVISED not in os.environ and not is_launched
 
 
-def _folder(recipe: TrainRecipe) -> Path:
+def _folder(recipe: ResolvedTrainRecipe) -> Path:
     """Where the run works on this machine."""
     if "://" not in recipe.save_folder:
         return Path(recipe.save_folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.builders.registry import registration
 from llmfoundry.checkpoint.open_run import find_place, hold_run
 from llmfoundry.checkpoint.record_sync import read_record
@@ -25,16 +24,16 @@ def track(recipe: TrackRecipe) -> None:
     """
     run = run_with_record(recipe)
     folder = run.folder
-    written = load_run(folder / "recipe.yaml")
+    user_recipe = load_run(folder / "recipe.yaml")
     if recipe.logger is None:
-        require(written, "logger")
+        require(user_recipe, "logger")
     else:
-        written.logger = recipe.logger
+        user_recipe.logger = recipe.logger
     console = Console()
     with hold_run(run, ALONE, note=console.note):  # a run under way sends its record itself
-        filled = with_defaults(written)
-        task = registration(filled, run)
-        send_record(filled, folder, task, note=console.note, warn=console.warn)
+        run_recipe = user_recipe.resolve()
+        task = registration(run_recipe, run)
+        send_record(run_recipe, folder, task, note=console.note, warn=console.warn)
 
 
 def run_with_record(recipe: TrackRecipe) -> Storage:

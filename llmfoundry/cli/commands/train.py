@@ -9,8 +9,7 @@ from itertools import islice
 
 from llmfoundry.builders.callbacks import MAKERS
 from llmfoundry.builders.evaluation import check_gauntlet
-from llmfoundry.builders.model import with_defaults
-from llmfoundry.builders.pretrained import resolve
+from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.run_context import Job
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.object_storage import is_url
@@ -28,9 +27,9 @@ from llmfoundry.files import atomic_write
 from llmfoundry.loggers.pages.report import metric_rows, read_evaluations
 from llmfoundry.loggers.pages.score_tables import changes, console_lines
 from llmfoundry.loggers.tracker import Tracker
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.source import TEXT
-from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.resilience.hang.start_monitor import keep_recorder, monitored
 from llmfoundry.resilience.watch.watch import watch
@@ -41,8 +40,8 @@ MAKERS["watch"] = watch  # of a package above builders
 GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds
 
 
-def train(recipe: TrainRecipe) -> None:
-    """Run a checked, unfilled recipe on every process that it wants.
+def train(recipe: ResolvedTrainRecipe) -> None:
+    """Run a checked recipe on every process that it wants.
 
     Raises:
         SystemExit: 75, of the main process: a signal has stopped the run, which was saved; as
@@ -54,15 +53,14 @@ def train(recipe: TrainRecipe) -> None:
     relaunch(recipe.parallel, again=_resuming(recipe))
     if recipe.deterministic:
         set_deterministic()
-    filled = with_defaults(recipe)
-    run, hang = run_storage(filled), filled.hang
+    run, hang = run_storage(recipe), recipe.hang
     keep_recorder(hang)
     with (
         join(recipe.parallel) as world,
         hold_run(run, world, note=print),
         monitored(hang, world, run.folder, is_compiled=recipe.compile),
     ):
-        before_run(filled, world, run.folder)
+        before_run(recipe, world, run.folder)
         stopped_by = _train(recipe, world, run)
     is_cut_off = stopped_by not in ("", PAUSED)
     if world.is_main or world.local_rank == 0:  # each machine may have a supervisor of its own
@@ -74,29 +72,27 @@ def train(recipe: TrainRecipe) -> None:
         sys.exit(SAVED)
 
 
-def _resuming(recipe: TrainRecipe) -> list[str]:
+def _resuming(recipe: ResolvedTrainRecipe) -> list[str]:
     """What a command lacks to go on with the run that it has begun."""
     words = ["save_overwrite=false"] if recipe.save_overwrite else []
     return words if recipe.autoresume else [*words, "autoresume=true"]
 
 
-def _train(written: TrainRecipe, world: World, run: Storage) -> str:
+def _train(recipe: ResolvedTrainRecipe, world: World, run: Storage) -> str:
     """Train; the name of the signal that has stopped it, empty where it is complete."""
-    recipe, pretrained = with_defaults(written), None
+    pretrained = None
     on_rank0(world, lambda: check_gauntlet(recipe.eval))
     notes: list[str] = []
-    if isinstance(written, FinetuneRecipe):
-        recipe, pretrained = resolve(written, world, note=notes.append)
+    if isinstance(recipe, ResolvedFinetuneRecipe):
+        pretrained = open_base(recipe, world, note=notes.append)
         notes.append(f"model.pretrained: {pretrained.summary}")
     tracker = Tracker(recipe, run.folder, is_main=world.is_main)
     status, final = "failed", {}
     try:
         for line in notes:
             tracker.note(line)
-        trainer, job = build_trainer(
-            written, world, tracker, run, recipe=recipe, pretrained=pretrained
-        )
-        on_rank0(world, lambda: _write_what_it_is(written, job))
+        trainer, job = build_trainer(recipe, world, tracker, run, pretrained=pretrained)
+        on_rank0(world, lambda: _write_recipe(job))
         stopped_by = trainer.fit()
         status = "killed" if stopped_by else "finished"
         final = trainer.latest_evaluation
@@ -111,9 +107,10 @@ def _train(written: TrainRecipe, world: World, run: Storage) -> str:
     return stopped_by
 
 
-def _write_what_it_is(written: TrainRecipe, job: Job) -> None:
+def _write_recipe(job: Job) -> None:
+    """Write what the user asked for, and the tokenizer, to the run's folder."""
     try:
-        atomic_write(job.run.folder / "recipe.yaml", to_yaml(written))
+        atomic_write(job.run.folder / "recipe.yaml", to_yaml(job.recipe.user_recipe))
         job.tokenizer.save(job.run.folder / "tokenizer")
     except OSError as error:
         raise UserError(

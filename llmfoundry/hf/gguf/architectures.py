@@ -28,7 +28,7 @@ from llmfoundry.hf.architectures import (
 )
 from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.recipe.attention import RopeConfig
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 ACTIVATION, SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config.type"
 APPROXIMATED = (
@@ -95,7 +95,7 @@ def _narrowed(name: str) -> Architecture:
     return replace(architecture, needs=(*architecture.needs, *SHAPES[name].needs), windows=None)
 
 
-def choose(config: ModelConfig, architecture: str | None) -> str:
+def choose(config: ResolvedModelConfig, architecture: str | None) -> str:
     """The class, a key of `SHAPES`, whose tensors are written: the one asked for, or one that fits.
 
     Raises:
@@ -110,14 +110,14 @@ def choose(config: ModelConfig, architecture: str | None) -> str:
     )
 
 
-def settings_of(config: ModelConfig, name: str) -> ModelConfig:
+def settings_of(config: ResolvedModelConfig, name: str) -> ResolvedModelConfig:
     """The settings with the biases that llama.cpp's architecture has."""
     if not SHAPES[name].is_biased:
         return config
     return replace(config, no_bias=False, attention_bias=True)
 
 
-def add_settings(writer: Any, config: ModelConfig, name: str) -> None:
+def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
     """Write the model's settings under llama.cpp's keys.
 
     Args:
@@ -161,7 +161,7 @@ def _add_scaling(writer: Any, scaling: RopeConfig) -> None:
         writer.add_rope_scaling_factor(scaling.factor)
 
 
-def computed_tensors(config: ModelConfig) -> Mapping[str, Tensor]:
+def computed_tensors(config: ResolvedModelConfig) -> Mapping[str, Tensor]:
     """Tensors that a checkpoint does not have: what llama3's scaling divides frequencies by.
 
     The formula is Llama 3.1's.
@@ -180,12 +180,12 @@ def computed_tensors(config: ModelConfig) -> Mapping[str, Tensor]:
     return {"rope_freqs.weight": divisors.float()}
 
 
-def remarks(config: ModelConfig, name: str) -> list[str]:
+def remarks(config: ResolvedModelConfig, name: str) -> list[str]:
     """A line for each way in which llama.cpp computes otherwise."""
     exact = config.ffn_config.activation[0] == "gelu"
     is_gelu = GELU in SHAPES[name].needs
     return [APPROXIMATED] if exact and is_gelu and not _is_tanh(config) else []
 
 
-def _is_tanh(config: ModelConfig) -> bool:
+def _is_tanh(config: ResolvedModelConfig) -> bool:
     return config.ffn_config.activation == ("gelu", {"approximate": "tanh"})

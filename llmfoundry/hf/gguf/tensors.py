@@ -20,7 +20,7 @@ from llmfoundry.hf.architectures import is_mixture
 from llmfoundry.hf.gguf.architectures import SHAPES, computed_tensors
 from llmfoundry.hf.tensor_names import MAPS, swap_pairs
 from llmfoundry.models.lazy_tensors import LazyTensor
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 Make = Callable[[], Tensor]
 PIECE = 1 << 24  # numbers that are converted at a time: 64 MB in fp32
@@ -54,7 +54,9 @@ class Planned:
     reads: tuple[Make, ...]
 
 
-def plan(sources: Iterable[LazyTensor], config: ModelConfig, architecture: str) -> list[Planned]:
+def plan(
+    sources: Iterable[LazyTensor], config: ResolvedModelConfig, architecture: str
+) -> list[Planned]:
     """The file's tensors, in its order.
 
     Args:
@@ -93,7 +95,7 @@ def plan(sources: Iterable[LazyTensor], config: ModelConfig, architecture: str) 
     return planned
 
 
-def _transposed(architecture: str, config: ModelConfig) -> set[str]:
+def _transposed(architecture: str, config: ResolvedModelConfig) -> set[str]:
     """Their weights that are (in, out)."""
     return {
         name.format(i=block)
@@ -108,7 +110,7 @@ def _then(read: Make, change: Callable[[Tensor], Tensor]) -> Make:
     return lambda: change(read())
 
 
-def _stacked(name: str, sources: list[LazyTensor], config: ModelConfig) -> Planned:
+def _stacked(name: str, sources: list[LazyTensor], config: ResolvedModelConfig) -> Planned:
     """Experts (E, f, D), or (E, D, f) of what is multiplied last."""
     count, hidden, width = config.ffn_config.moe_num_experts, _hidden(config), config.d_model
     is_last = ".ffn_down_exps." in name
@@ -124,8 +126,7 @@ def _stacked(name: str, sources: list[LazyTensor], config: ModelConfig) -> Plann
     return Planned(name, shape, tuple(reads))
 
 
-def _hidden(config: ModelConfig) -> int:
-    assert config.ffn_config.ffn_hidden_size is not None, "the recipe was not filled"
+def _hidden(config: ResolvedModelConfig) -> int:
     return config.ffn_config.ffn_hidden_size
 
 

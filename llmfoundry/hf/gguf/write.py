@@ -21,7 +21,7 @@ from llmfoundry.hf.gguf.tensors import Planned, pieces, plan, tensor_type
 from llmfoundry.hf.gguf.tokenizer import add_tokenizer, read_vocabulary, unnamed_ends
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.lazy_tensors import Read
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 SUFFIX = ".gguf"
@@ -42,7 +42,7 @@ class GGUFModel:
     """
 
     name: str
-    config: ModelConfig
+    config: ResolvedModelConfig
     shapes: Mapping[str, Tensor]
     read: Read
     tokenizer: Tokenizer
@@ -100,7 +100,6 @@ def to_gguf(
     gguf = import_optional("gguf", "to: gguf", extra="gguf")
     check_output(output)
     config = model.config
-    assert config.vocab_size is not None, "the recipe was not filled"
     name = choose(config, architecture)
     vocabulary = read_vocabulary(model.tokenizer, config.vocab_size)
     tensors = to_theirs(MAPS[name], settings_of(config, name), model.shapes, model.read)

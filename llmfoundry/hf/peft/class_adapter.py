@@ -28,8 +28,8 @@ from llmfoundry.models.adapter import fill_adapter_from, is_added
 from llmfoundry.models.adapter_targets import select
 from llmfoundry.models.init import Distribution, sample
 from llmfoundry.ops.shard_layout import assign, full_tensor
-from llmfoundry.recipe.adapter import ALL_LINEAR, AdapterConfig
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.adapter import ALL_LINEAR, ResolvedAdapterConfig
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.terminal import columns
 
 _KEY, _NAME = "adapter.target_modules", "default"
@@ -71,7 +71,7 @@ def _expert_count(model: HFCausalLM) -> int:
     return next((n for n in counts if isinstance(n, int)), 0)
 
 
-def peft_config(model: HFCausalLM, config: AdapterConfig) -> Any:
+def peft_config(model: HFCausalLM, config: ResolvedAdapterConfig) -> Any:
     """Peft's configuration of a filled recipe's adapter.
 
     Raises:
@@ -92,7 +92,6 @@ def peft_config(model: HFCausalLM, config: AdapterConfig) -> Any:
         raise UserError(f"{_KEY}: exclude_modules leaves nothing of it; remove some of its names")
     stacks = [name for name in taken if name in targets.stacks]
     _check(model, config, [n for n in taken if n not in stacks], stacks)
-    assert config.r and config.lora_alpha, "the recipe was not filled"
     return peft.LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,  # a fraction serves as well
@@ -112,7 +111,7 @@ def import_peft() -> Any:
 
 
 def _check(
-    model: HFCausalLM, config: AdapterConfig, layers: Sequence[str], stacks: Sequence[str]
+    model: HFCausalLM, config: ResolvedAdapterConfig, layers: Sequence[str], stacks: Sequence[str]
 ) -> None:
     """Raise a UserError for what peft would refuse by a traceback, or do otherwise."""
     if config.init_lora_weights == "pissa":
@@ -130,7 +129,6 @@ def _check(
         )
     if stacks and config.experts == "shared":
         raise UserError("adapter.experts: peft has independent alone; write that")
-    assert config.r is not None, "the recipe was not filled"
     for name in layers:
         smallest = min(model.hf.get_submodule(name).weight.shape)
         if config.r > smallest:
@@ -267,7 +265,7 @@ def values_from_peft(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
 
 def add_to_class(
     model: Any,
-    recipe: FinetuneRecipe,
+    recipe: ResolvedFinetuneRecipe,
     folder: Path | None,
     *,
     dtype: torch.dtype,
@@ -302,7 +300,7 @@ def _read_lora_config(folder: Path, model: Any) -> Any:
     return config
 
 
-def begin_in_class(model: nn.Module, recipe: FinetuneRecipe, folder: Path | None) -> None:
+def begin_in_class(model: nn.Module, recipe: ResolvedFinetuneRecipe, folder: Path | None) -> None:
     """Fill the adapter, anew or from a folder."""
     init_peft(model, recipe.seed, recipe.adapter.init_lora_weights or "default")
     if folder is not None:

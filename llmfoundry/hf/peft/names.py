@@ -23,7 +23,7 @@ from llmfoundry.hf.architectures import OWN, is_mixture
 from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.expert_names import ExpertNames
 from llmfoundry.hf.tensor_names import MAPS, Rule, layers, swap_pairs
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -74,7 +74,7 @@ class PeftModule:
     kind: str = "linear"
 
 
-def adapter_architecture(config: ModelConfig, architecture: str | None = None) -> str:
+def adapter_architecture(config: ResolvedModelConfig, architecture: str | None = None) -> str:
     """The architecture whose names an adapter takes: what the model exports to, else our own."""
     if architecture is not None:
         return choose_architecture(config, architecture)
@@ -84,7 +84,7 @@ def adapter_architecture(config: ModelConfig, architecture: str | None = None) -
         return OWN
 
 
-def splits_qkv(config: ModelConfig) -> bool:
+def splits_qkv(config: ResolvedModelConfig) -> bool:
     """Whether that architecture keeps queries, keys and values apart: each has its adapter then."""
     name = adapter_architecture(config)
     if name == OWN:
@@ -93,7 +93,7 @@ def splits_qkv(config: ModelConfig) -> bool:
 
 
 def peft_modules(
-    config: ModelConfig, architecture: str, *, separate: bool = False
+    config: ResolvedModelConfig, architecture: str, *, separate: bool = False
 ) -> list[PeftModule]:
     """Every matrix of the architecture that can have an adapter.
 
@@ -115,7 +115,7 @@ def peft_modules(
 
 
 def _linear(
-    rule: Rule, ours: str, theirs: tuple[str, ...], config: ModelConfig
+    rule: Rule, ours: str, theirs: tuple[str, ...], config: ResolvedModelConfig
 ) -> Iterator[PeftModule]:
     if rule.ours in ("wte", "wpe"):
         if rule.ours == "wte":
@@ -128,7 +128,6 @@ def _linear(
         return
     heights = [_height(ours, config)]
     if len(theirs) == 3:
-        assert config.head_dim and config.attn_config.kv_n_heads, "the recipe was not filled"
         kv = config.attn_config.kv_n_heads * config.head_dim
         heights = [config.n_heads * config.head_dim, kv, kv]
     begin = 0
@@ -139,7 +138,9 @@ def _linear(
         begin += rows
 
 
-def _pairs(config: ModelConfig) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _pairs(
+    config: ResolvedModelConfig,
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     half = (config.head_dim or 0) // 2
     return lambda rows: swap_pairs(rows, 2, half), lambda rows: swap_pairs(rows, half, 2)
 
@@ -149,7 +150,7 @@ def module_name(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 
-def _height(layer: str, config: ModelConfig) -> int:
+def _height(layer: str, config: ResolvedModelConfig) -> int:
     """Output rows of one of our linear layers."""
     assert config.head_dim and config.attn_config.kv_n_heads and config.vocab_size
     if layer == "lm_head":
@@ -158,12 +159,11 @@ def _height(layer: str, config: ModelConfig) -> int:
         return (config.n_heads + 2 * config.attn_config.kv_n_heads) * config.head_dim
     if layer.endswith(("out_proj", "down_proj")):
         return config.d_model
-    assert config.ffn_config.ffn_hidden_size is not None
     return config.ffn_config.ffn_hidden_size
 
 
 def _experts(
-    names: ExpertNames, at: str, config: ModelConfig, architecture: str
+    names: ExpertNames, at: str, config: ResolvedModelConfig, architecture: str
 ) -> Iterator[PeftModule]:
     ffn, d = config.ffn_config, config.d_model
     n, f = ffn.moe_num_experts or 0, ffn.ffn_hidden_size or 0

@@ -43,7 +43,7 @@ from llmfoundry.hf.peft.names import (
 )
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, computed, layers
 from llmfoundry.models.low_rank import LowRank
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def target_matrices(
 
 def write_adapter(
     folder: Path,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     adapted: Mapping[str, AdaptedMatrix],
     *,
     whole: Mapping[str, Tensor],
@@ -233,7 +233,7 @@ class _Writer:
                 self._linear(place.module, a[0], b[0], scale, magnitude)
 
     def add_whole(
-        self, whole: Mapping[str, Tensor], weights: WeightMap | None, config: ModelConfig
+        self, whole: Mapping[str, Tensor], weights: WeightMap | None, config: ResolvedModelConfig
     ) -> None:
         """Parameters that trained whole."""
         rules = {} if weights is None else {

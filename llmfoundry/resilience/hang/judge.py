@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from llmfoundry.recipe.resilience import HangConfig
+from llmfoundry.recipe.resilience import ResolvedHangConfig
 from llmfoundry.telemetry import LEARNED, PHASES
 
 _FACTOR = 5.0  # times the longest step, as in NVIDIA's resiliency extension
@@ -92,14 +92,13 @@ class HangVerdict:
 
 
 def judge(
-    readings: Sequence[RankReading], config: HangConfig, *, is_compiled: bool = False
+    readings: Sequence[RankReading], config: ResolvedHangConfig, *, is_compiled: bool = False
 ) -> HangVerdict | None:
     """Who hangs, if the run is stuck for too long; who is behind, after `notice_seconds`.
 
     `readings`: of every process that still runs; `config`: filled; `is_compiled`: whether steps may
     compile once more.
     """
-    assert config.stopped_seconds is not None and config.notice_seconds is not None
     if not readings:
         return None
     stopped = [r for r in readings if r.stopped_for > config.stopped_seconds]
@@ -124,7 +123,7 @@ def judge(
 
 
 def _limit(
-    reading: RankReading, longest: float | None, config: HangConfig, is_compiled: bool
+    reading: RankReading, longest: float | None, config: ResolvedHangConfig, is_compiled: bool
 ) -> float:
     """Seconds for a callback, in whichever phase, or a phase.
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.events import add_event
-from llmfoundry.recipe.resilience import HangConfig
+from llmfoundry.recipe.resilience import ResolvedHangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS, Ranks
 from llmfoundry.resilience.hang.judge import HangVerdict, RankReading, judge, refine
 from llmfoundry.telemetry import READER
@@ -88,7 +88,7 @@ class Monitor:
         self._settings = settings
         self._folder = Path(settings.run_folder)
         self._ranks = Ranks(Path(settings.heartbeats), settings.node)
-        config = HangConfig(**settings.config)
+        config = ResolvedHangConfig(**settings.config)
         self._ends = config.action == "end"
         self._hub = Hub(config, ranks=settings.ranks, is_compiled=settings.is_compiled)
         self._client = HubClient(settings.hub) if settings.hub else self._hub
@@ -203,7 +203,7 @@ class Hub:
 
     def __init__(
         self,
-        config: HangConfig,
+        config: ResolvedHangConfig,
         *,
         ranks: int,
         is_compiled: bool = False,

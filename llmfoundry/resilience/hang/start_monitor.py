@@ -25,7 +25,7 @@ from llmfoundry.distributed.process_group import World, own_host
 from llmfoundry.exit_status import ENDS_FOLDER as ENDS
 from llmfoundry.exit_status import own_node, record_ranks
 from llmfoundry.processes import start_module
-from llmfoundry.recipe.resilience import HangConfig
+from llmfoundry.recipe.resilience import ResolvedHangConfig
 from llmfoundry.resilience.hang.collect import PIPE, RECORDERS
 from llmfoundry.resilience.hang.monitor import FOLDER, Settings
 from llmfoundry.telemetry import (
@@ -38,7 +38,7 @@ from llmfoundry.telemetry import (
 )
 
 
-def keep_recorder(config: HangConfig) -> None:
+def keep_recorder(config: ResolvedHangConfig) -> None:
     """Have NCCL record its last 2,000 messages (PyTorch's flight recorder) for the monitor.
 
     NCCL writes them when the monitor asks, and by itself when a collective times out, in a folder
@@ -61,7 +61,7 @@ def keep_recorder(config: HangConfig) -> None:
 
 @contextmanager
 def monitored(
-    config: HangConfig, world: World, folder: Path, *, is_compiled: bool
+    config: ResolvedHangConfig, world: World, folder: Path, *, is_compiled: bool
 ) -> Iterator[None]:
     """Send heartbeats, and have a monitor; every process calls it.
 

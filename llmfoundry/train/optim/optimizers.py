@@ -18,13 +18,13 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import adapted_layers, is_added
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.choice_table import Code, load_code
-from llmfoundry.recipe.optimizer import OPTIMIZERS, OptimizerConfig, ParamGroupConfig
+from llmfoundry.recipe.optimizer import OPTIMIZERS, ParamGroupConfig, ResolvedOptimizerConfig
 
 Named: TypeAlias = dict[str, nn.Parameter]
 Groups: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # as torch.optim takes them
 
 
-def freeze(model: Decoder, config: OptimizerConfig) -> None:
+def freeze(model: Decoder, config: ResolvedOptimizerConfig) -> None:
     """Switch off the gradients that disable_grad names.
 
     Raises:
@@ -40,7 +40,7 @@ def freeze(model: Decoder, config: OptimizerConfig) -> None:
 
 def build_optimizer(
     model: Decoder,
-    config: OptimizerConfig,
+    config: ResolvedOptimizerConfig,
     *,
     lora_plus_ratio: float = 1.0,
     matmul_dtype: torch.dtype = torch.float32,
@@ -76,7 +76,7 @@ def build_optimizer(
 
 
 def new_optimizer(
-    parameters: Groups, config: OptimizerConfig, matmul_dtype: torch.dtype = torch.float32
+    parameters: Groups, config: ResolvedOptimizerConfig, matmul_dtype: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
     """The optimizer that a filled section names, over parameters or groups of them."""
     kind = OPTIMIZERS[config.name]
@@ -103,8 +103,8 @@ def _whole(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], Name
 
 
 def _lora_plus(
-    config: OptimizerConfig, parameters: Named, ratio: float
-) -> list[tuple[OptimizerConfig, Named]]:
+    config: ResolvedOptimizerConfig, parameters: Named, ratio: float
+) -> list[tuple[ResolvedOptimizerConfig, Named]]:
     """Adapters' B apart from all else, with its own learning rate (Hayou et al., 2024)."""
     fast = {name: p for name, p in parameters.items() if re.search(r"lora_(embedding_)?B", name)}
     if ratio == 1.0 or not fast:
@@ -113,7 +113,9 @@ def _lora_plus(
     return [(config, slow), (dataclasses.replace(config, lr=config.lr * ratio), fast)]
 
 
-def _sections(model: Decoder, config: OptimizerConfig) -> list[tuple[OptimizerConfig, Named]]:
+def _sections(
+    model: Decoder, config: ResolvedOptimizerConfig
+) -> list[tuple[ResolvedOptimizerConfig, Named]]:
     """Settings, and the parameters that they are for: the rest's, then the recipe's groups'."""
     every = dict(model.named_parameters())
     left = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
@@ -174,7 +176,6 @@ def muon_parts(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], 
 def _stacked_heights(model: Decoder) -> dict[str, tuple[int, ...]]:
     """Of parameters that stack matrices: fused queries, keys and values, experts, adapters."""
     config, heights = model.config, dict[str, tuple[int, ...]]()
-    assert config.head_dim and config.attn_config.kv_n_heads, "the recipe was not filled"
     kv_width = config.attn_config.kv_n_heads * config.head_dim
     inner, experts = config.ffn_config.ffn_hidden_size, config.ffn_config.moe_num_experts or 0
     for name, _ in model.named_parameters():

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from llmfoundry.recipe.checks import Clock
 from llmfoundry.recipe.choice_table import load_code
-from llmfoundry.recipe.schedule import SCHEDULES, ScheduleConfig
+from llmfoundry.recipe.schedule import SCHEDULES, ResolvedScheduleConfig
 
 
-def build_schedule(config: ScheduleConfig, clock: Clock) -> Callable[[int], float]:
+def build_schedule(config: ResolvedScheduleConfig, clock: Clock) -> Callable[[int], float]:
     """The factor on the peak learning rate by the step's number, from 0; `config` is filled."""
     warmup, after = clock.batches(config.t_warmup), _function(config.name)
 
@@ -25,41 +25,37 @@ def build_schedule(config: ScheduleConfig, clock: Clock) -> Callable[[int], floa
     return factor
 
 
-def _function(name: str) -> Callable[[ScheduleConfig, Clock, float], float]:
+def _function(name: str) -> Callable[[ResolvedScheduleConfig, Clock, float], float]:
     """The factor after the warm-up, of one of SCHEDULES."""
     return load_code(SCHEDULES[name].make, FUNCTIONS.get(name))
 
 
-def cosine(config: ScheduleConfig, clock: Clock, since: float) -> float:
+def cosine(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
     """alpha_f + (1 - alpha_f) (1 + cos(pi x)) / 2, x the share of the way to t_max."""
-    assert config.alpha_f is not None, "the recipe was not filled"
     share = _share_done(config, clock, since)
     return config.alpha_f + (1 - config.alpha_f) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def linear(config: ScheduleConfig, clock: Clock, since: float) -> float:
+def linear(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
     """From 1 to alpha_f in a line."""
-    assert config.alpha_f is not None, "the recipe was not filled"
     return 1 - (1 - config.alpha_f) * _share_done(config, clock, since)
 
 
-def constant(config: ScheduleConfig, clock: Clock, since: float) -> float:
+def constant(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
     """1."""
     return 1.0
 
 
-def stable_decay(config: ScheduleConfig, clock: Clock, since: float) -> float:
+def stable_decay(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
     """1, then a line to alpha_f over the run's last t_cooldown (MiniCPM, Hu et al., 2024)."""
-    assert config.alpha_f is not None, "the recipe was not filled"
     return 1 - (1 - config.alpha_f) * _share_cooled(config, clock, since)
 
 
-def inverse_sqrt(config: ScheduleConfig, clock: Clock, since: float) -> float:
+def inverse_sqrt(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
     """Root decay from the warm-up's end, then a line to alpha_f_cooldown (LLM Foundry).
 
     alpha_f_decay + (1 - alpha_f_decay) / sqrt((t + t_scale) / t_scale) of the time t since then.
     """
-    assert config.t_scale and config.t_cooldown, "the recipe was not filled"
     floor, last = config.alpha_f_decay or 0.0, config.alpha_f_cooldown or 0.0
     scale = clock.batches(config.t_scale)
     stable = clock.total - clock.batches(config.t_cooldown) - clock.batches(config.t_warmup)
@@ -67,16 +63,14 @@ def inverse_sqrt(config: ScheduleConfig, clock: Clock, since: float) -> float:
     return decayed + (last - decayed) * _share_cooled(config, clock, since)
 
 
-def _share_done(config: ScheduleConfig, clock: Clock, since: float) -> float:
+def _share_done(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
     """How far from the warm-up's end to t_max, at most 1."""
-    assert config.t_max is not None, "the recipe was not filled"
     length = clock.batches(config.t_max) - clock.batches(config.t_warmup)
     return min(1.0, since / max(length, 1e-9))
 
 
-def _share_cooled(config: ScheduleConfig, clock: Clock, since: float) -> float:
+def _share_cooled(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
     """How far into the run's last t_cooldown, from 0 to 1."""
-    assert config.t_cooldown is not None, "the recipe was not filled"
     cooldown = clock.batches(config.t_cooldown)
     left = clock.total - clock.batches(config.t_warmup) - since
     return min(1.0, max(0.0, 1 - left / max(cooldown, 1e-9)))

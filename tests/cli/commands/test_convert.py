@@ -22,6 +22,7 @@ from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.hf.read_folder import open_hf
 from llmfoundry.recipe.after_training import ConvertRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 from tests.hf.random_models import CARD, EOS, decoder, settings, to_hf, write_tokenizer
@@ -118,13 +119,14 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     written = yaml.safe_load(path.read_text())
     del written["data"]["paths"]
     path.write_text(yaml.safe_dump(written))
-    recipe = checked(TrainRecipe, path, words)
-    recipe.fill()
-    recipe.model.fill(vocab_size=64)
+    model = checked(TrainRecipe, path, words).resolve().model
+    model.fill(vocab_size=64)
+    base = "s3://me:hunter2@host/base"
+    path.write_text(yaml.safe_dump({**written, "model": {"pretrained": base}}))
+    recipe = checked(FinetuneRecipe, path, words).resolve()
+    recipe.model = model
     folder = tmp_path / "run" / "checkpoints" / "ba0000300"
     folder.mkdir(parents=True)
-    base = "s3://me:hunter2@host/base"
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"pretrained": base}}))
     loaded: Any = SimpleNamespace(
         recipe=recipe,
         folder=folder,

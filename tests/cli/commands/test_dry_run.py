@@ -47,7 +47,7 @@ def test_a_training_run_is_planned_and_nothing_is_written(
     assert dry(TrainRecipe, "train:train", QUICKSTART, *words) == 0
     out = capsys.readouterr().out
     recipe = checked(TrainRecipe, QUICKSTART, words)
-    recipe.fill()
+    recipe = recipe.resolve()
     assert f"about {short_count(parameter_count(recipe.model))} parameters" in out
     assert "100 steps of 2 rows of 512 tokens (1,024)" in out and "runs/quickstart" in out
     assert [*tmp_path.iterdir()] == []
@@ -61,7 +61,7 @@ def test_what_processes_send_to_each_other_is_reported(
     assert "sends" not in capsys.readouterr().out
     assert dry(TrainRecipe, "train:train", QUICKSTART, *words, "parallel.nproc_per_node=2") == 0
     recipe = checked(TrainRecipe, QUICKSTART, words)
-    recipe.fill()
+    recipe = recipe.resolve()
     gradients = format_gib(4 * parameter_count(recipe.model) / 2**30)  # half of them, to and fro
     said = f"sends about {gradients} a process and step: gradients {gradients}"
     assert said in " ".join(capsys.readouterr().out.split())
@@ -230,7 +230,7 @@ def test_other_hardware_is_for_training_alone(capsys: pytest.CaptureFixture[str]
 def test_a_recipe_that_asks_for_more_of_c4_than_there_is_says_how_many_passes(path: Path) -> None:
     """In its header, and in the plan of any command that trains by it."""
     recipe = checked(TrainRecipe, path, [])
-    recipe.fill()
+    recipe = recipe.resolve()
     header = " ".join(re.findall(r"^# (\S.*)$", path.read_text(), re.MULTILINE))
     batches = int(recipe.max_duration.removesuffix("ba"))
     tokens = batches * recipe.global_train_batch_size * recipe.max_seq_len

@@ -64,7 +64,7 @@ def look(folder: Path, asked: list[str], capsys: pytest.CaptureFixture[str]) -> 
     """The JSON lines by their kind."""
     capsys.readouterr()
     recipe = checked(InspectRecipe, folder / "tiny.yaml", [*asked, "json=true"])
-    inspect_data(recipe)
+    inspect_data(recipe.resolve())
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return {kind: [x for x in lines if x["kind"] == kind] for kind in ("row", "stream", "phase")}
 
@@ -104,7 +104,7 @@ def test_rows_are_those_that_training_reads(
 
     monkeypatch.setattr(Loader, "rows", record)
     asked = mixture(folder, "max_duration=4ba", "save_interval=0ba")
-    train(checked(TrainRecipe, folder / "tiny.yaml", asked))
+    train(checked(TrainRecipe, folder / "tiny.yaml", asked).resolve())
     monkeypatch.undo()
     facts = look(folder, [*asked, "save_overwrite=true", "at=2ba", "n=8"], capsys)
     decode, ids = bytes_tokenizer().decode, read[2].ids[:, :-1].tolist()
@@ -129,7 +129,7 @@ def test_a_run_that_went_on_with_other_proportions_is_shown_as_it_was(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tokens(folder / "tokens", "code")
-    train(checked(TrainRecipe, folder / "tiny.yaml", mixture(folder, "max_duration=4ba")))
+    train(checked(TrainRecipe, folder / "tiny.yaml", mixture(folder, "max_duration=4ba")).resolve())
     other = ["data.streams.web.proportion=1", "max_duration=12ba"]
     facts = look(folder, mixture(folder, *other, "at=8ba"), capsys)
     assert [stream["rows"] for stream in facts["stream"]] == [24 + 16, 8 + 16]
@@ -140,7 +140,7 @@ def test_the_tables_name_stream_shard_and_text(
 ) -> None:
     write_tokens(folder / "tokens", "code")
     recipe = checked(InspectRecipe, folder / "tiny.yaml", mixture(folder, "at=512tok", "n=2"))
-    inspect_data(recipe)
+    inspect_data(recipe.resolve())
     shown = capsys.readouterr().out
     assert "step 1 of 12, counted from 0, 512 tokens" in shown
     assert re.search(r"^ +0  (web|code) +0  \S+, (sample|row) \d+ +\d+  ", shown, re.MULTILINE)
@@ -157,7 +157,7 @@ def test_the_end_of_the_run_has_totals_and_no_rows(
 def test_a_time_beyond_the_run_is_refused(folder: Path) -> None:
     recipe = checked(InspectRecipe, folder / "tiny.yaml", overrides(folder, "at=1e9tok"))
     with pytest.raises(UserError, match=r"at: 1e9tok lies beyond the run, which ends after 12"):
-        inspect_data(recipe)
+        inspect_data(recipe.resolve())
 
 
 def test_what_is_no_time_is_refused_before_anything_is_read(folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_what_is_learned_of_supervised_rows_is_marked(folder: Path, capsys: Any)
         "n=1",
     ]
     recipe = checked(InspectRecipe, folder / "tiny.yaml", [*asked, "json=true"])
-    inspect_data(recipe)
+    inspect_data(recipe.resolve())
     facts = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (row,) = (fact for fact in facts if fact["kind"] == "row")
     assert "".join(part["text"] for part in row["parts"]) == row["text"]
@@ -189,7 +189,7 @@ def test_what_is_learned_of_supervised_rows_is_marked(folder: Path, capsys: Any)
     learned = [part["text"] for part in row["parts"] if part["weight"]]
     assert learned == ["a\nb<|endoftext|>\n"] * 2 * len(row["documents"])
     assert sum(part["tokens"] for part in row["parts"]) + row["padding"] == 256
-    inspect_data(checked(InspectRecipe, folder / "tiny.yaml", asked))
+    inspect_data(checked(InspectRecipe, folder / "tiny.yaml", asked).resolve())
     out = capsys.readouterr().out
     assert "---- document 2 of 3: " in out and " tokens of padding ----" in out
     assert "<|assistant|>\n{+a\nb<|endoftext|>\n+}<|user|>\nq\\x1b[2J<|endoftext|>" in out

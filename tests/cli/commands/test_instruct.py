@@ -55,7 +55,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         words = ["max_duration=1ba", "run_name=base"]
-        train(checked(TrainRecipe, "tiny.yaml", words))
+        train(checked(TrainRecipe, "tiny.yaml", words).resolve())
     data = {"name": "instructions", "format": "chat", "tasks": ["count"], "rows": 200}
     data |= {"cache_folder": str(folder / "cache"), "validation_fraction": 0.1}
     finetune_recipe(
@@ -79,7 +79,7 @@ def test_a_run_is_measured_before_and_after_and_answers(
     base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(base)
-    train(checked(FinetuneRecipe, "sft.yaml"))
+    train(checked(FinetuneRecipe, "sft.yaml").resolve())
     said = capsys.readouterr().out
     assert "conversations by the chat template" in said
     assert "validation loss" in said and " → " in said

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from llmfoundry.builders.model import with_defaults
 from llmfoundry.cli.commands import scaling as command
 from llmfoundry.cli.commands import scaling_runs
 from llmfoundry.cli.commands.plan import costs, measured_speeds
@@ -67,7 +66,7 @@ class Here:
     def __init__(self, *words: str, status: int = 0, **options: Any) -> None:
         self.returncode = status
         if status == 0:
-            train(checked(TrainRecipe, words[2], words[3:]))
+            train(checked(TrainRecipe, words[2], words[3:]).resolve())
 
     def poll(self) -> int:
         return self.returncode
@@ -252,7 +251,7 @@ def test_hours_of_a_budget_are_those_that_the_plan_of_its_model_takes(tmp_path: 
     found = command._budget(recipe, fit, points)
     plan = checked(PlanRecipe, recipe.base, [*found["words"], "run_name=x", "hardware=2xh100"])
     hardware = Hardware.parse("2xh100", "hardware")
-    filled = with_guessed_vocabulary(with_defaults(plan))
+    filled = with_guessed_vocabulary(plan.resolve())
     setting = Setting(2, measured_speeds(hardware, filled, None)[0], hardware.memory)
     seconds = costs(own_layout(filled, setting), plan, setting).seconds
     assert seconds == pytest.approx(found["seconds"])
