@@ -366,7 +366,7 @@ class Composed:
                 f"{self.where(key)}{key}: has {MASK} where a secret was not saved; write"
                 " ${oc.env:NAME} there, and set the variable NAME"
             )
-        return _without(values, pending), pending
+        return (_without(values, pending) if pending else values), pending
 
     def _check_growth(self) -> None:
         """Check before resolving that interpolations do not expand without limit.
@@ -408,7 +408,7 @@ class Composed:
                 plain[name] = self._resolve(value, dotted, pending)
             except OmegaConfBaseException as error:
                 pending[dotted] = _explain(error, dotted, self.where(dotted))
-        return list(plain.values()) if is_list else plain
+        return list(plain.values()) if is_list else {str(name): v for name, v in plain.items()}
 
 
 def _names(value: Any) -> list[str]:
@@ -471,15 +471,17 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
         raise UserError(_explain(error, str(error.full_key), "")) from error
     except RecursionError:
         raise UserError("a value is nested too deep; flatten it") from None
-    final = OmegaConf.to_container(config)
-    notes = [*_replacements(groups | implied, sources, final)]
+    notes = [*_replacements(groups | implied, sources, config)]
     return Composed(config, ValueSources(sources, list(values), notes))
 
 
 def _replacements(
-    groups: dict[str, str], sources: Sequence[YamlSource], final: Any
+    groups: dict[str, str], sources: Sequence[YamlSource], config: DictConfig
 ) -> Iterator[str]:
     """Yield a line for each section of the recipe that a group replaces, with the lost values."""
+    if not groups:
+        return
+    final = OmegaConf.to_container(config)
     for group, option in groups.items():
         for source in sources:
             if source.package or group not in source.replaced:
