@@ -72,7 +72,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     Raises:
         OSError: it could not be written; what was at `path` is as before.
+        FileExistsError: `path` is a device, a pipe or a socket, which a new file would replace.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "is a device, a pipe or a socket", str(path))
     if path.parent not in _swept:  # once: a folder may get thousands of files
         _swept.add(path.parent)
         _remove_marked(path.parent.glob("*.partial"))

@@ -42,6 +42,13 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="is a device, a pipe or a socket"):
+        atomic_write(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo() and [*tmp_path.iterdir()] == [tmp_path / "pipe"]
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
 def test_foreign_json_is_read_in_every_encoding_of_json(tmp_path: Path, encoding: str) -> None:
     value = {"name": "n\u00e4me \U0001f600", "list": [1, None, {"deep": [[]]}]}
