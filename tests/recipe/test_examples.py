@@ -156,10 +156,7 @@ def test_every_command_composes(
 
 
 @pytest.mark.parametrize("place", [place for place, found in BY_PLACE.items() if found])
-def test_every_command_means_the_same_in_zsh(place: str, request: pytest.FixtureRequest) -> None:
-    if place == "README.md":
-        reason = "write data.paths=README.md there, and delete this mark"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_every_command_means_the_same_in_zsh(place: str) -> None:
     text = dict(texts())[place]
     unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"", "", arguments) for _, arguments in calls(text)]
     assert [arguments for arguments in unquoted if SPECIAL.search(arguments)] == []
