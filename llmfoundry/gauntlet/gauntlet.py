@@ -1,8 +1,9 @@
-"""`Gauntlet`: a file of tasks, read and tokenized once, put to a model any number of times.
+"""In-context learning evaluation: tasks of a gauntlet file, tokenized once, run on a model often.
 
-The trainer and `scripts/eval.py` make one before the first step, so that every mistake in the file
-or its rows shows then, and call `run` whenever an evaluation is due. Of several processes one reads
-and tokenizes, a task at a time, and hands on what came out.
+Entry point: `Gauntlet`. The trainer and `scripts/eval.py` construct it before the first step, so
+that every mistake in the file or its rows is reported then. They call `Gauntlet.run` whenever an
+evaluation is due. With several ranks, one rank reads and tokenizes each task and broadcasts the
+result.
 """
 
 from __future__ import annotations
@@ -63,56 +64,55 @@ from llmfoundry.redaction import public
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """A task with one number of worked examples, tokenized.
+class _TokenizedTask:
+    """A task with one number of few-shot examples, tokenized.
 
     Attributes:
-        task: what the questions are of.
-        blank: its result before a model is known; of all questions.
-        questions: those that may be asked, the first of the order in front.
+        task: the task's settings.
+        blank: the result before a model is evaluated, with the counts of `questions`.
+        questions: all questions of the task, in the order of `row_order`.
     """
 
     task: TaskConfig
     blank: TaskResult
     questions: list[Question]
 
-    def part(self, share: float) -> _Ready:
-        """The same with a share of the questions."""
-        asked = self.questions[: part_of(len(self.questions), share)]
-        return _Ready(self.task, _sized(self.blank, asked), asked)
+    def subset(self, share: float) -> _TokenizedTask:
+        """Return the same task with the first `share` of its questions."""
+        questions = self.questions[: part_of(len(self.questions), share)]
+        return _TokenizedTask(self.task, _with_counts(self.blank, questions), questions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         rows = [question.row for question in self.questions]
-        return _unpacked, (self.task, self.blank, rows, pack_questions(self.questions))
+        return _unpack_task, (self.task, self.blank, rows, pack_questions(self.questions))
 
 
-def _unpacked(
+def _unpack_task(
     task: TaskConfig, blank: TaskResult, rows: Sequence[TaskRow], packed: bytes
-) -> _Ready:
-    return _Ready(task, blank, unpack_questions(packed, rows))
+) -> _TokenizedTask:
+    return _TokenizedTask(task, blank, unpack_questions(packed, rows))
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """A share of each task's questions, and all their requests."""
+class _Selection:
+    """The questions of one evaluation: a share of each task's questions, and their requests."""
 
     share: float
-    parts: list[_Ready]
+    subsets: list[_TokenizedTask]
     requests: list[Request]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A task's questions and what a model said.
+    """A task's questions and the model's answers. A Refusal replaces a missing score or text.
 
     Attributes:
-        task: what the questions are of.
-        num_fewshot: worked examples of each.
-        questions: those asked.
-        scores: for each question those of its requests; of no request where there are only texts.
-        texts: what was written for each question; None: nothing was.
-
-    A Refusal stands for what the model would not say.
+        task: the task's settings.
+        num_fewshot: number of few-shot examples in each question.
+        questions: the evaluated questions.
+        scores: for each question, the scores of its requests; empty for a model that only
+            generates.
+        texts: the generated text of each question; None: nothing was generated.
     """
 
     task: TaskConfig
@@ -122,15 +122,15 @@ class Answered:
     texts: Sequence[str | Refusal] | None
 
     def lines(self) -> Iterator[str]:
-        """Of rows.jsonl."""
+        """Yield the task's lines of rows.jsonl."""
         yield from rows_lines(self.task, self.num_fewshot, self.questions, self.scores, self.texts)
 
 
 def check_sources(path: Path, *, allow_missing: bool) -> None:
-    """Read a gauntlet's file and look for its rows on this machine, before anything is prepared.
+    """Read a gauntlet file and check that its local row files exist, before other preparation.
 
     Raises:
-        UserError: every mistake in the file, or every task whose rows are not here.
+        UserError: every mistake in the file, or every task whose rows are missing.
     """
     missing: list[str] = []
     for task in read_gauntlet(path).tasks:
@@ -144,12 +144,12 @@ def check_sources(path: Path, *, allow_missing: bool) -> None:
 
 
 class Gauntlet:
-    """Tasks ready to be asked.
+    """Tokenized tasks of a gauntlet file, to be run on models.
 
     Attributes:
-        problems: what a reader must know before any run: tasks without rows and benchmarks without
-            a task (their categories will be n/a), baselines that the rows contradict, keys that
-            have no effect.
+        problems: warnings known before any run: tasks without rows and benchmarks without a task
+            (their categories will be n/a), baselines that the rows contradict, and keys that have
+            no effect.
     """
 
     def __init__(
@@ -163,130 +163,148 @@ class Gauntlet:
         fetching: FetchOptions | None = None,
         once: Once = here,
     ) -> None:
-        """Read, check and tokenize everything.
+        """Read, check and tokenize all tasks.
 
         Args:
             path: the gauntlet file.
             settings: how tasks become prompts.
-            validation_texts: the run's held-out documents, called if a task is made from them;
-                None: the model has no run.
-            cache_folder: where prompts are kept for the next time.
-            say: called when a cached file is damaged.
-            fetching: how rows at an address are asked for; unset: with the environment's rights.
-            once: of several processes: what calls the readers on one of them.
+            validation_texts: returns the run's held-out documents; called only if a task needs
+                them. None: the model has no run.
+            cache_folder: folder of the prompt cache.
+            say: logs a line; called when a cached file is damaged.
+            fetching: credentials and retries for remote rows; unset: those of the environment.
+            once: runs a function on one rank and returns its result on all ranks.
 
         Raises:
-            UserError: every mistake in the file, or the first kind of mistake in a task's rows.
+            UserError: every mistake in the file, or the mistakes in the first task with bad rows.
         """
         self._file = once(lambda: read_gauntlet(path))
         self._settings, self._fetching = settings, fetching
         self._texts, self._cache, self._say = validation_texts, cache_folder, say
-        self._ready: list[_Ready] = []
+        self._tokenized: list[_TokenizedTask] = []
         self._harness: list[tuple[TaskConfig, int, HarnessTasks]] = []
-        self._hollow: list[str] = []  # notes about aliases that nothing can match
-        missing, unfed, left_out = list[str](), list[str](), list[TaskConfig]()
+
+        # read and tokenize each task; tasks without rows are collected
+        alias_notes: list[str] = []
+        missing, without_text, skipped = list[str](), list[str](), list[TaskConfig]()
         for task in self._file.tasks:
             if task.dataset_uri.startswith(PREFIX):
                 self._harness += _harness_tasks(task, settings.rows)
                 continue
             try:
-                ready, hollow = once(partial(self._prepare, task))
+                tokenized, task_notes = once(partial(self._prepare, task))
             except RowsNotFound as error:
-                problems = unfed if isinstance(error, NoHeldOutText) else missing
+                problems = without_text if isinstance(error, NoHeldOutText) else missing
                 problems += error.problems
-                left_out.append(task)
+                skipped.append(task)
                 continue
-            self._ready += ready
-            self._hollow += hollow
+            self._tokenized += tokenized
+            alias_notes += task_notes
         if missing and not settings.allow_missing:
             raise UserError(*missing)
-        blanks = [ready.blank for ready in self._ready]
-        self._baselines = list(wrong_baselines(self._file.gauntlet, blanks))
-        planned = [*blanks, *(_planned(task, shots) for task, shots, _ in self._harness)]
-        planned += [_planned(task, shots) for task in left_out for shots in task.num_fewshot]
-        self._left_out = [*missing, *unfed]
-        lost = [*self._left_out, *missing_benchmarks(self._file.gauntlet, planned)]
-        lost += _unknown_chance(self._file.gauntlet, {task.label for task, *_ in self._harness})
-        gone = missing_rows(blanks, members_of(self._file.gauntlet))
-        self.problems = [*self._file.notes, *lost, *gone, *self._hollow, *self._baselines]
-        self._chosen: _Chosen | None = None
+
+        # compare the categories' benchmarks with the tasks, and collect all warnings
+        gauntlet = self._file.gauntlet
+        blanks = [tokenized.blank for tokenized in self._tokenized]
+        self._baselines = list(wrong_baselines(gauntlet, blanks))
+        all_tasks = [*blanks, *(_empty_result(task, shots) for task, shots, _ in self._harness)]
+        all_tasks += [_empty_result(task, shots) for task in skipped for shots in task.num_fewshot]
+        self._skipped = [*missing, *without_text]
+        absent = [*self._skipped, *missing_benchmarks(gauntlet, all_tasks)]
+        absent += _unknown_chance(gauntlet, {task.label for task, *_ in self._harness})
+        row_notes = missing_rows(blanks, members_of(gauntlet))
+        self.problems = [
+            *self._file.notes,
+            *absent,
+            *row_notes,
+            *alias_notes,
+            *self._baselines,
+        ]
+        self._selection: _Selection | None = None
 
     def tokens(self, share: float = 1.0) -> int:
-        """Tokens of all inputs, as many as without shared beginnings."""
-        return sum(part.blank.tokens for part in self._choose(share).parts)
+        """Return the number of tokens of all inputs, without prefix sharing."""
+        return sum(subset.blank.tokens for subset in self._select(share).subsets)
 
     def run(
         self, model: EvaluatedModel, *, share: float = 1.0
     ) -> tuple[GauntletResult, list[Answered]]:
-        """Ask everything; the same result on every process, all of which must call it.
+        """Evaluate a model on all tasks. All ranks must call it and get the same result.
 
         Args:
-            model: the one that is evaluated.
-            share: of each task's questions, the first of a fixed order.
+            model: the model to evaluate.
+            share: fraction of each task's questions to evaluate: the first ones of a fixed order.
         """
-        started, before = time.perf_counter(), model.tokens_computed
-        chosen = self._choose(share)
+        started, tokens_before = time.perf_counter(), model.tokens_computed
+        selection = self._select(share)
         results, answered = [], []
-        for part, scores in zip(chosen.parts, _scores(model, chosen), strict=True):
-            result, answers = self._answer(model, part, scores)
+        for tokenized, scores in zip(selection.subsets, _scores(model, selection), strict=True):
+            result, answers = self._answer(model, tokenized, scores)
             results.append(result)
             answered.append(answers)
         for task, shots, harness in self._harness:
-            results += self._examine(model, task, shots, harness)
+            results += self._run_harness(model, task, shots, harness)
         cost = Cost(
-            model.tokens_computed - before,
+            model.tokens_computed - tokens_before,
             self.tokens(share),
             time.perf_counter() - started,
             self._settings.unit,
         )
-        notes = [*self._left_out, *self._baselines]
-        found = combine_tasks(results, self._file.gauntlet, notes, cost=cost)
-        return dataclasses.replace(found, asked=self._settings.describe()), answered
+        notes = [*self._skipped, *self._baselines]
+        combined = combine_tasks(results, self._file.gauntlet, notes, cost=cost)
+        return dataclasses.replace(combined, asked=self._settings.describe()), answered
 
-    def _choose(self, share: float) -> _Chosen:
-        """Kept, so that a model meets the same list of requests every time."""
-        if self._chosen is None or self._chosen.share != share:
-            parts = [ready.part(share) for ready in self._ready]
-            requests = [r for part in parts for q in part.questions for r in q.requests]
-            self._chosen = _Chosen(share, parts, requests)
-        return self._chosen
+    def _select(self, share: float) -> _Selection:
+        """Return the selection for a share; the last one is kept, so that its list is reused."""
+        if self._selection is None or self._selection.share != share:
+            subsets = [tokenized.subset(share) for tokenized in self._tokenized]
+            requests = [r for subset in subsets for q in subset.questions for r in q.requests]
+            self._selection = _Selection(share, subsets, requests)
+        return self._selection
 
     def _answer(
-        self, model: EvaluatedModel, part: _Ready, scores: list[list[Score | Refusal]]
+        self, model: EvaluatedModel, tokenized: _TokenizedTask, scores: list[list[Score | Refusal]]
     ) -> tuple[TaskResult, Answered]:
-        """A task's result; texts are written here where they are wanted."""
-        prompts = [question.prompt for question in part.questions if question.prompt is not None]
+        """Generate the texts of a task if it has prompts, and grade the answers."""
+        task, blank, questions = tokenized.task, tokenized.blank, tokenized.questions
+        prompts = [question.prompt for question in questions if question.prompt is not None]
         texts: list[str | Refusal] | None = None
         failure = None
         if prompts:
             try:
-                written = iter(model.generate(prompts))
-                texts = ["" if q.prompt is None else next(written) for q in part.questions]
+                generated = iter(model.generate(prompts))
+                texts = ["" if q.prompt is None else next(generated) for q in questions]
             except FloatingPointError as error:
                 failure = str(error)
-        answers = Answered(part.task, part.blank.num_fewshot, part.questions, scores, texts)
+        answers = Answered(task, blank.num_fewshot, questions, scores, texts)
         if failure is not None:
-            return dataclasses.replace(part.blank, failure=failure), answers
-        return grade(part.blank, part.task, part.questions, scores, texts), answers
+            return dataclasses.replace(blank, failure=failure), answers
+        return grade(blank, task, questions, scores, texts), answers
 
-    def _examine(
+    def _run_harness(
         self, model: EvaluatedModel, task: TaskConfig, shots: int, harness: HarnessTasks
     ) -> list[TaskResult]:
-        """Results of a task of lm-evaluation-harness, under the name that the file gives it."""
+        """Run a task of lm-evaluation-harness. A single result gets the label of the file."""
         settings = self._settings
         chat = settings.chat if settings.chat is not None and settings.chat.every_task else None
-        found = harness.run(model, settings.tokenizer, seq_len=settings.seq_len, chat=chat)
-        alone = len(found) == 1
-        return [_from_harness(part, task.label if alone else part.label, shots) for part in found]
+        results = harness.run(model, settings.tokenizer, seq_len=settings.seq_len, chat=chat)
+        if len(results) == 1:
+            return [_from_harness(results[0], task.label, shots)]
+        return [_from_harness(result, result.label, shots) for result in results]
 
-    def _prepare(self, task: TaskConfig) -> tuple[list[_Ready], list[str]]:
-        """The task with each of its numbers of worked examples, and notes about its rows."""
-        settings, rows, ready = self._settings, self._rows(task), list[_Ready]()
-        hollow = list(empty_aliases(rows, task)) if type_of(task).generates else []
+    def _prepare(self, task: TaskConfig) -> tuple[list[_TokenizedTask], list[str]]:
+        """Tokenize a task for each of its numbers of few-shot examples.
+
+        Returns:
+            The tokenized tasks, and notes about aliases that can never match.
+        """
+        settings, rows, tokenized = self._settings, self._rows(task), list[_TokenizedTask]()
+        alias_notes = list(empty_aliases(rows, task)) if type_of(task).generates else []
         order = row_order(rows)[: settings.rows]
-        places = {index: place for place, index in enumerate(sorted(order))}
+        # the cache holds questions in file order: map row indices to positions in it
+        positions = {index: position for position, index in enumerate(sorted(order))}
         for shots in task.num_fewshot:
-            asked = cached_questions(
+            in_file_order = cached_questions(
                 rows,
                 task,
                 shots,
@@ -295,9 +313,10 @@ class Gauntlet:
                 say=self._say,
                 keep=sorted(order),
             )
-            asked = [asked[places[index]] for index in order]
-            ready.append(_Ready(task, _sized(self._blank(task, shots, rows), asked), asked))
-        return ready, hollow
+            questions = [in_file_order[positions[index]] for index in order]
+            blank = _with_counts(self._blank(task, shots, rows), questions)
+            tokenized.append(_TokenizedTask(task, blank, questions))
+        return tokenized, alias_notes
 
     def _rows(self, task: TaskConfig) -> list[TaskRow]:
         if not task.dataset_uri.startswith("heldout://"):
@@ -310,14 +329,14 @@ class Gauntlet:
         return heldout_rows(task, self._texts())
 
     def _blank(self, task: TaskConfig, shots: int, rows: list[TaskRow]) -> TaskResult:
-        """What is known of a result before its questions are."""
+        """Return the fields of a result that depend only on the rows and the gauntlet file."""
         names = [
             category.name
             for category in self._file.gauntlet.categories
             if any((b.name, b.num_fewshot) == (task.label, shots) for b in category.benchmarks)
         ]
         return dataclasses.replace(
-            _planned(task, shots),
+            _empty_result(task, shots),
             chance=chance(rows, type_of(task)),
             majority=majority(rows, type_of(task)),
             category=", ".join(names) or None,
@@ -327,25 +346,34 @@ class Gauntlet:
         )
 
 
-def _scores(model: EvaluatedModel, chosen: _Chosen) -> list[list[list[Score | Refusal]]]:
-    """For each task and question the scores of its requests; all in one go."""
-    parts = chosen.parts
-    if not model.can_score and all(type_of(t.task).generates for t in parts):
-        return [[[] for _ in part.questions] for part in parts]
-    scores = iter(model.score(chosen.requests))
-    return [[[next(scores) for _ in q.requests] for q in part.questions] for part in parts]
+def _scores(model: EvaluatedModel, selection: _Selection) -> list[list[list[Score | Refusal]]]:
+    """Score all requests in one call; return the scores by task, question and request."""
+    subsets = selection.subsets
+    if not model.can_score and all(type_of(t.task).generates for t in subsets):
+        return [[[] for _ in subset.questions] for subset in subsets]
+    scores = iter(model.score(selection.requests))
+    by_task: list[list[list[Score | Refusal]]] = []
+    for subset in subsets:
+        by_question = [[next(scores) for _ in q.requests] for q in subset.questions]
+        by_task.append(by_question)
+    return by_task
 
 
 def _harness_tasks(
     task: TaskConfig, limit: int | None
 ) -> Iterator[tuple[TaskConfig, int, HarnessTasks]]:
-    """A task of lm-evaluation-harness with each of its numbers of worked examples."""
+    """Yield a task of lm-evaluation-harness for each of its numbers of few-shot examples."""
     for shots in task.num_fewshot:
         yield task, shots, HarnessTasks([task.dataset_uri], num_fewshot=shots, limit=limit)
 
 
 def _unknown_chance(gauntlet: EvalGauntlet, labels: set[str]) -> Iterator[str]:
-    """A line for each benchmark of the harness (its tasks' labels) whose baseline nobody knows."""
+    """Yield a line for each harness benchmark whose random_baseline is not in the file.
+
+    Args:
+        gauntlet: the categories and their benchmarks.
+        labels: labels of the tasks that lm-evaluation-harness runs.
+    """
     for category in gauntlet.categories:
         for benchmark in category.benchmarks:
             if benchmark.name in labels and benchmark.random_baseline is None:
@@ -355,13 +383,13 @@ def _unknown_chance(gauntlet: EvalGauntlet, labels: set[str]) -> Iterator[str]:
                 )
 
 
-def _planned(task: TaskConfig, shots: int) -> TaskResult:
-    """A result that nothing is known of."""
-    kind = TASK_TYPES.get(task.icl_task_type)  # None: a task of lm-evaluation-harness
+def _empty_result(task: TaskConfig, shots: int) -> TaskResult:
+    """Return a result without rows or numbers."""
+    task_type = TASK_TYPES.get(task.icl_task_type)  # None: a task of lm-evaluation-harness
     return TaskResult(
         label=task.label,
         num_fewshot=shots,
-        metric=kind.metric if kind is not None else "",
+        metric=task_type.metric if task_type is not None else "",
         n=0,
         accuracy=None,
         stderr=None,
@@ -370,50 +398,50 @@ def _planned(task: TaskConfig, shots: int) -> TaskResult:
     )
 
 
-def _sized(blank: TaskResult, asked: Sequence[Question]) -> TaskResult:
-    """`blank` for these questions."""
-    missing = [q for q in asked if q.problem]
+def _with_counts(blank: TaskResult, questions: Sequence[Question]) -> TaskResult:
+    """Return `blank` with the counts of these questions."""
+    missing = [question for question in questions if question.problem]
     first = f"{missing[0].problem} ({public(missing[0].row.place)})" if missing else None
     return dataclasses.replace(
         blank,
-        n=len(asked) - len(missing),
+        n=len(questions) - len(missing),
         missing=len(missing),
         missing_reason=first,
-        truncated=sum(question.truncated for question in asked),
-        dropped=sum(question.dropped for question in asked),
-        tokens=sum(len(request.tokens) for q in asked for request in q.requests),
+        truncated=sum(question.truncated for question in questions),
+        dropped=sum(question.dropped for question in questions),
+        tokens=sum(len(request.tokens) for q in questions for request in q.requests),
     )
 
 
-def _from_harness(found: HarnessResult, label: str, shots: int) -> TaskResult:
-    """A harness task as a member of the gauntlet; guessing's accuracy is the file's to say."""
-    best = found.accuracy
+def _from_harness(result: HarnessResult, label: str, shots: int) -> TaskResult:
+    """Convert a harness result. `chance` stays 0: only the gauntlet file has the baseline."""
+    best = result.accuracy
     name, value, error = best if best is not None else ("", None, None)
-    values = {key: value for key, (value, _) in found.metrics.items()}
-    errors = {key: error for key, (_, error) in found.metrics.items() if error is not None}
-    failure = found.failure
+    values = {key: value for key, (value, _) in result.metrics.items()}
+    errors = {key: error for key, (_, error) in result.metrics.items() if error is not None}
+    failure = result.failure
     if best is None and failure is None:
         failure = "lm-evaluation-harness gives no accuracy for it"
     return TaskResult(
         label=label,
         num_fewshot=shots,
         metric=name,
-        n=found.n,
+        n=result.n,
         accuracy=value,
         stderr=error,
         chance=0.0,
         majority=0.0,
-        truncated=found.truncated,
+        truncated=result.truncated,
         failure=failure,
         metrics=values,
         stderrs=errors,
         mode="lm_eval",
-        interval=None if value is None else _of_rows(value, found.n),
+        interval=None if value is None else _share_interval(value, result.n),
     )
 
 
-def _of_rows(value: float, n: int) -> Interval | None:
-    """The 95 % interval of an accuracy that is a share of `n` rows; None: it is none."""
-    rights = value * n
-    is_share = 0 <= value <= 1 and n > 0 and abs(rights - round(rights)) < 1e-6
-    return wilson(round(rights), n) if is_share else None
+def _share_interval(accuracy: float, n: int) -> Interval | None:
+    """Return the 95 % interval of an accuracy; None if it is not a share of `n` rows."""
+    n_right = accuracy * n
+    is_share = 0 <= accuracy <= 1 and n > 0 and abs(n_right - round(n_right)) < 1e-6
+    return wilson(round(n_right), n) if is_share else None
