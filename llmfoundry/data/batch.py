@@ -21,22 +21,23 @@ from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
 
 
 class Row(NamedTuple):
-    """One row of training.
+    """One training sequence.
 
     Attributes:
-        ids: (n,) of any integer type, n at most T + 1: the row's first tokens, and, behind T of
-            them, the label of the last. May be a view of a file.
-        lengths: of its documents, in order; of all as one where they are not kept apart. Their sum
-            is how many of `ids` are read, T at most; what is missing to T is padding.
-        dropped: ids of the sample that did not fit.
-        weights: (n,) fp32, what each of `ids` counts where it is the label, 0: it is not learned;
-            None: each counts 1, over the borders of documents too.
-        sides: of preference rows, for each document: 1 chosen or desirable, -1 rejected or
-            undesirable, 0 neither. A pair is two adjacent rows, the chosen one first, with their
-            prompt in each; the learned ids of a document are its answer.
-        references: (k, D) fp32, the reference model's log-probabilities of its D documents'
-            answers: each with its own prompt, then (k = 2) each prompt with the answer of the
-            document before it, the first with the last's.
+        ids: (n,) of any integer type, n <= T + 1: the tokens, and the label of the last token if
+            there are T of them. May be a view of a memory-mapped file.
+        lengths: tokens of each document, in order; one entry if the documents are not separated.
+            Their sum is the number of `ids` that are input tokens, at most T. The rest of the T
+            positions is padding.
+        dropped: number of ids of the sample that did not fit.
+        weights: (n,) fp32, the loss weight of each of `ids` as a label; 0: not in the loss. None:
+            every weight is 1, also that of a label which starts the next document.
+        sides: preference data only, for each document: 1 chosen or desirable, -1 rejected or
+            undesirable, 0 neither. A pair is two adjacent documents, chosen first, which both
+            contain the prompt. The ids of a document that are in the loss are its answer.
+        references: (k, D) fp32, the reference model's log-probabilities of the answers of D
+            documents. Index 0: each answer after its own prompt. Index 1, if k = 2: the answer of
+            the previous document after each prompt (of the last document after the first prompt).
     """
 
     ids: np.ndarray
@@ -49,19 +50,19 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """B rows of T tokens.
+    """A batch of B sequences of T tokens, in the compact form that workers send.
 
     Attributes:
-        ids: (B, T + 1), where a row is short filled up with `eos_id`; of a type as narrow as the
-            rows'.
-        lengths: of each row's documents; padding is a document of its own, the last.
-        labelled: tokens of each row that have a label: its first ones.
-        padded: tokens of each row that are padding: its last ones.
-        dropped: ids that did not fit.
-        eos_id: the end of text.
-        weights: (B, T) fp32, what each label counts; None: every label of every row counts 1.
-        sides: of each row's documents, padding included; None: no row has any.
-        references: (B, k, D) fp32, as in `Row`, 0 where a row has none; None: no row has any.
+        ids: (B, T + 1), padded with `eos_id`, in the narrowest integer type that holds the ids.
+        lengths: tokens of each document of each sequence. Padding is one more, the last document.
+        labelled: number of tokens of each sequence that have a label; these are the first ones.
+        padded: number of padding tokens of each sequence; these are the last ones.
+        dropped: number of ids that did not fit.
+        eos_id: end-of-text token.
+        weights: (B, T) fp32, the loss weight of each label; None: every weight is 1.
+        sides: as in `Row`, with 0 for the padding; None if no sequence has sides.
+        references: (B, k, D) fp32, as in `Row`, 0 for a sequence without; None if no sequence has
+            references.
     """
 
     ids: np.ndarray
@@ -76,7 +77,7 @@ class Rows:
 
     @classmethod
     def fill(cls, rows: Sequence[Row], seq_len: int, eos_id: int) -> Rows:
-        """Copy rows into one array."""
+        """Copy B sequences into one padded array."""
         dtype = _shared_dtype(frozenset(row.ids.dtype for row in rows), eos_id)
         ids = np.empty((len(rows), seq_len + 1), dtype)
         lengths, labelled, padded = [], [], []
@@ -101,18 +102,22 @@ class Rows:
         )
 
     def outside(self, vocab_size: int) -> int | None:
-        """The first row with an id that is negative or no less than `vocab_size`."""
-        unsigned = self.ids.view(f"u{self.ids.itemsize}")  # negative ones are the largest there
+        """Return the index of the first sequence with an id outside 0 … vocab_size - 1, or None."""
+        unsigned = self.ids.view(f"u{self.ids.itemsize}")  # negative ids become the largest ones
         if unsigned.max(initial=0) < vocab_size:
             return None
         return int(np.flatnonzero((unsigned >= vocab_size).any(1))[0])
 
     def narrow(self) -> Rows:
-        """The same in at most four bytes an id; all must be below 2**31."""
+        """Return these sequences with at most four bytes per id. All ids must be below 2**31."""
         return replace(self, ids=self.ids.astype(np.int32)) if self.ids.itemsize > 4 else self
 
     def batch(self, *, with_layout: bool) -> Batch:
-        """Tokens and labels; without the layout a row is one document."""
+        """Return tokens and labels, each (B, T) int64, with loss weights and layout.
+
+        Without the layout a sequence is one document.
+        """
+        # shift by one: the label of a token is the next id
         tokens, labels = self.ids[:, :-1].astype(np.int64), self.ids[:, 1:].astype(np.int64)
         seq_len = tokens.shape[1]
         for n, labelled in enumerate(self.labelled):
@@ -120,34 +125,42 @@ class Rows:
                 labels[n, labelled:] = IGNORE
                 tokens[n, seq_len - self.padded[n] :] = self.eos_id
         layout = _layout(self.lengths, seq_len, self.padded) if with_layout else None
+
+        # a weight of 0 ignores the label; weights of 0 and 1 alone need no tensor
         weights = None
         if self.weights is not None:
             labels[self.weights == 0] = IGNORE
             if self.weights.max(initial=0) != 1 or np.any(self.weights % 1):
                 weights = torch.from_numpy(self.weights)
-        found = torch.from_numpy(labels)
         answers = None if self.sides is None else self._answers(labels != IGNORE)
-        return Batch(torch.from_numpy(tokens), found, layout, weights, answers)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), layout, weights, answers)
 
-    def _answers(self, learned: np.ndarray) -> Answers:
-        """Their sides and places; `learned` (B, T): whether the id after each is learned."""
+    def _answers(self, in_loss: np.ndarray) -> Answers:
+        """Return the sides, starts and reference log-probabilities of the answers.
+
+        Args:
+            in_loss: (B, T) bool, whether the label of each token is in the loss.
+        """
         assert self.sides is not None
-        width = max(map(len, self.lengths))
-        side = np.zeros((len(self.sides), width), np.int64)
-        for row, sides in zip(side, self.sides, strict=True):
+        n_documents = max(map(len, self.lengths))
+        padded_sides = np.zeros((len(self.sides), n_documents), np.int64)
+        for row, sides in zip(padded_sides, self.sides, strict=True):
             row[: len(sides)] = sides
-        rows = zip(self.lengths, learned, strict=True)
-        begins = tuple(tuple(_answer_begins(lengths, where)) for lengths, where in rows)
-        known: list[torch.Tensor | None] = [None, None]
+
+        begins = []
+        for lengths, mask in zip(self.lengths, in_loss, strict=True):
+            begins.append(tuple(_answer_begins(lengths, mask)))
+
+        references: list[torch.Tensor | None] = [None, None]
         if self.references is not None:
-            padding = width - self.references.shape[2]
+            padding = n_documents - self.references.shape[2]
             padded = np.pad(self.references, ((0, 0), (0, 0), (0, padding)))
-            known[: padded.shape[1]] = torch.from_numpy(padded).unbind(1)
-        return Answers(torch.from_numpy(side), begins, *known)
+            references[: padded.shape[1]] = torch.from_numpy(padded).unbind(1)
+        return Answers(torch.from_numpy(padded_sides), tuple(begins), *references)
 
 
 def _weights(rows: Sequence[Row], seq_len: int) -> np.ndarray | None:
-    """(B, T) fp32 of the rows' labels; None where no row weighs its own."""
+    """Return the loss weights of the labels, (B, T) fp32; None if no row has weights."""
     if all(row.weights is None for row in rows):
         return None
     weights = np.zeros((len(rows), seq_len), np.float32)
@@ -159,45 +172,47 @@ def _weights(rows: Sequence[Row], seq_len: int) -> np.ndarray | None:
 
 
 def _sides(rows: Sequence[Row], lengths: list[list[int]]) -> list[list[int]] | None:
-    """Of each row's documents and its padding; None where no row has any."""
+    """Return the sides of all documents, padding included; None if no row has sides."""
     if all(row.sides is None for row in rows):
         return None
     sides = []
-    for row, of_row in zip(rows, lengths, strict=True):
-        given = row.sides or []
-        assert len(given) in (0, len(row.lengths)), "each document has a side, or none has"
-        sides.append([*given, *[0] * (len(of_row) - len(given))])
+    for row, row_lengths in zip(rows, lengths, strict=True):
+        row_sides = row.sides or []
+        assert len(row_sides) in (0, len(row.lengths)), "each document has a side, or none has"
+        n_padding = len(row_lengths) - len(row_sides)
+        sides.append([*row_sides, *[0] * n_padding])
     return sides
 
 
 def _references(rows: Sequence[Row]) -> np.ndarray | None:
-    """(B, k, D) fp32; None where no row has any."""
-    given = [row.references for row in rows]
-    shapes = [np.shape(values) for values in given if values is not None]
+    """Return the reference log-probabilities (B, k, D) fp32, padded with 0; None without any."""
+    row_references = [row.references for row in rows]
+    shapes = [np.shape(values) for values in row_references if values is not None]
     if not shapes:
         return None
     references = np.zeros((len(rows), *np.max(shapes, axis=0)), np.float32)
-    for own, values in zip(references, given, strict=True):
+    for padded, values in zip(references, row_references, strict=True):
         if values is not None:
-            own[: values.shape[0], : values.shape[1]] = values
+            padded[: values.shape[0], : values.shape[1]] = values
     return references
 
 
-def _answer_begins(lengths: list[int], learned: np.ndarray) -> Iterator[int]:
-    """Of each document of a row the place of its first learned id; its end where none is."""
+def _answer_begins(lengths: list[int], in_loss: np.ndarray) -> Iterator[int]:
+    """Yield the index of each document's first id in the loss; its end if it has none."""
     begin = 0
     for length in lengths:
-        # the id at place i is the label at i - 1; the first of a document follows nothing there
-        found = np.flatnonzero(learned[begin : begin + length - 1])
-        yield begin + (int(found[0]) + 1 if len(found) else length)
+        # The id at index i is the label of i - 1. A document's last label starts the next document.
+        labels = np.flatnonzero(in_loss[begin : begin + length - 1])
+        yield begin + (int(labels[0]) + 1 if len(labels) else length)
         begin += length
 
 
 @lru_cache(maxsize=64)
-def _shared_dtype(kinds: frozenset[np.dtype[Any]], eos_id: int) -> np.dtype[Any]:
-    """The narrowest integer type that holds what all of these do, and `eos_id`."""
-    dtype = np.result_type(*kinds, np.min_scalar_type(eos_id))
-    return dtype if dtype.kind in "iu" else np.dtype(np.int64)  # of uint64 with signed ones
+def _shared_dtype(dtypes: frozenset[np.dtype[Any]], eos_id: int) -> np.dtype[Any]:
+    """Return the narrowest integer type that holds the values of all `dtypes`, and `eos_id`."""
+    dtype = np.result_type(*dtypes, np.min_scalar_type(eos_id))
+    # numpy promotes uint64 with a signed type to float64
+    return dtype if dtype.kind in "iu" else np.dtype(np.int64)
 
 
 def _layout(lengths: list[list[int]], seq_len: int, padded: list[int]) -> PackedLayout:
@@ -206,7 +221,7 @@ def _layout(lengths: list[list[int]], seq_len: int, padded: list[int]) -> Packed
     numbers = np.array(list(chain.from_iterable(range(len(row)) for row in lengths)), np.int32)
     begins = np.cumsum(flat) - flat
     shape = (len(lengths), seq_len)
-    positions = _places(len(lengths) * seq_len) - np.repeat(begins, flat)
+    positions = _arange(len(lengths) * seq_len) - np.repeat(begins, flat)
     return PackedLayout(
         torch.from_numpy(positions.reshape(shape)),
         torch.from_numpy(np.repeat(numbers, flat).reshape(shape)),
@@ -216,5 +231,5 @@ def _layout(lengths: list[list[int]], seq_len: int, padded: list[int]) -> Packed
 
 
 @lru_cache(maxsize=4)
-def _places(n: int) -> np.ndarray:
+def _arange(n: int) -> np.ndarray:
     return np.arange(n)

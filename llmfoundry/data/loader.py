@@ -1,15 +1,17 @@
-"""`Loader`: the batches of a run, any of them at any time, each rank its own share.
+"""Training data loader with random access: `Loader` builds the batch of any step on any rank.
 
-Batch number `step` is a pure function of the recipe: the mixture decides which samples of which
-stream it has, each stream's order which rows those are. So resuming, prefetching and changing the
-number of ranks or workers need no state beyond how many samples each stream has given.
+The batch of a step is a pure function of the recipe and the step number. The `Mixture` chooses the
+samples of each stream, and the stream's `Order` maps a sample to a sequence of the data. The only
+state is the number of samples consumed from each stream, so a run can resume, prefetch, or change
+the number of ranks and workers without replaying the data.
 
-The trainer reads `BatchPrefetcher`: while a training step is at work, a thread gets the next few
-batches ready for the device; a batch that is asked for before the thread has begun with it is made
-by the caller, which takes less than to wait for another thread. Rows are made where the batch is,
-or by the processes of a PyTorch DataLoader, which are given step numbers and return `Rows`: one
-array of narrow ids travels faster than all that can be computed from it. Steps come in order, and
-an error in one comes in its place: it is raised by `next`, from then on.
+The trainer iterates over a `BatchPrefetcher`. Its thread prepares the next batches for the device
+while a training step runs. If the caller requests a batch that the thread has not started, the
+caller builds it, because switching threads would take longer. With `workers` > 0 the sequences are
+read by the processes of a PyTorch DataLoader. A worker receives a step number and returns `Rows`
+rather than a `Batch`, because the narrow token ids are faster to transfer than the tensors derived
+from them. Batches arrive in the order of their steps. An error is raised by `next` at the step that
+failed, and by every later call.
 """
 
 from __future__ import annotations
@@ -40,30 +42,30 @@ from llmfoundry.ops.devices import device_thread, keep_memory
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.processes import end_with_parent
 
-_PLANNED_STEPS, _PLANNED_ROWS = 16, 1024  # at a time; the larger of the two
-_PATIENCE = 10.0  # seconds for a thread that waits for a store to notice that it is not needed
-_BUSY = 5e-4  # seconds without a question for a batch, after which the training step is at work
+_PLANNED_STEPS, _PLANNED_ROWS = 16, 1024  # planned at a time: whichever covers more steps
+_PATIENCE = 10.0  # seconds that `close` waits for a thread that may be blocked on a store
+_BUSY = 5e-4  # seconds without a request for a batch, after which a training step is running
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What rows become in a batch."""
+    """Format of the sequences in a batch."""
 
     seq_len: int
-    """T, tokens of a row."""
+    """T, tokens per sequence."""
     eos_id: int
-    """What short rows are filled up with."""
+    """Padding token of short sequences."""
     vocab_size: int
-    """Ids are below it."""
+    """Exclusive upper bound of the token ids."""
     attend_across_documents: bool = False
-    """Leave out the layout, so that a row is one document."""
+    """Omit the layout, so that attention treats a sequence as one document."""
 
 
 class Loader:
     """Training batches of one rank.
 
     Attributes:
-        n_rows: rows of all streams.
+        n_rows: total number of sequences in all streams.
     """
 
     def __init__(
@@ -78,18 +80,18 @@ class Loader:
         prefetch_factor: int = 2,
         allow_changed: Collection[str] = (),
     ) -> None:
-        """Fix what every batch of the run holds.
+        """Determine the contents of every batch of the run.
 
         Args:
-            streams: what is read, in the mixture's order.
-            mixture: which of them gives which row of a step; its batch is a multiple of
-                `data_size`.
-            form: of its rows.
-            data_rank: among the processes that read different rows.
-            data_size: their number.
-            workers: processes that make batches; 0: a thread does.
-            prefetch_factor: batches made ahead, by each of them.
-            allow_changed: streams that a resumed run may find changed.
+            streams: streams to read, in the order of the mixture's names.
+            mixture: assigns each sequence of a step to a stream. Its batch size must be a multiple
+                of `data_size`.
+            form: format of the sequences.
+            data_rank: data-parallel rank of this process.
+            data_size: number of data-parallel ranks.
+            workers: number of processes that read sequences; 0: a thread reads them.
+            prefetch_factor: number of steps that each worker reads ahead.
+            allow_changed: names of the streams whose data may differ from the checkpoint's.
         """
         assert mixture.batch_size % data_size == 0, (mixture.batch_size, data_size)
         assert 0 <= data_rank < data_size
@@ -97,54 +99,59 @@ class Loader:
         self.streams, self.mixture = tuple(streams), mixture
         self.n_rows = sum(stream.n_rows for stream in streams)
         self._form = form
-        self._share = mixture.batch_size // data_size
-        self._first_slot = data_rank * self._share
+        self._rank_batch_size = mixture.batch_size // data_size
+        self._first_slot = data_rank * self._rank_batch_size
         self.with_layout = not form.attend_across_documents
         self.workers, self.prefetch_factor = workers, prefetch_factor
         self._allow_changed = frozenset(allow_changed)
         self._plan: _Plan | None = None
-        self._gone: dict[str, Any] = {}  # of streams that the recipe has no longer
+        self._removed: dict[str, Any] = {}  # states of the streams that the recipe no longer has
 
     def batch(self, step: int) -> Batch:
-        """This rank's rows of global batch number `step`, from 0: tokens (B, T)."""
+        """Return this rank's part, tokens (B, T), of the global batch of `step`, from 0."""
         return self.rows(step).batch(with_layout=self.with_layout)
 
     def rows(self, step: int) -> Rows:
-        """The same as workers hand it on."""
+        """Return the sequences of `batch(step)` in the compact form that workers send.
+
+        Raises:
+            UserError: a token id is outside the vocabulary.
+        """
         plan = self._plan_of(step)
         source, places = plan.source[step - plan.step], plan.places[step - plan.step]
-        found = [self.streams[n].read(place) for n, place in zip(source, places, strict=True)]
-        rows = Rows.fill(found, self._form.seq_len, self._form.eos_id)
-        wrong = rows.outside(self._form.vocab_size)
-        if wrong is not None:
-            raise self._strange(self.streams[source[wrong]], places[wrong], rows.ids[wrong])
+        samples = [self.streams[n].read(place) for n, place in zip(source, places, strict=True)]
+        rows = Rows.fill(samples, self._form.seq_len, self._form.eos_id)
+        invalid = rows.outside(self._form.vocab_size)
+        if invalid is not None:
+            stream = self.streams[source[invalid]]
+            raise self._vocabulary_error(stream, places[invalid], rows.ids[invalid])
         return rows
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
         for stream in self.streams:
             stream.close()
 
     def samples(self, step: int) -> int:
-        """Samples that all ranks together were given before `step`."""
+        """Return the number of samples that all ranks together consume before `step`."""
         return sum(self.mixture.consumed(step))
 
     def state(self, step: int) -> dict[str, Any]:
-        """For a checkpoint written when `step` steps are done: what `resume` needs, as JSON."""
+        """Return the state to checkpoint after `step` steps, as JSON, for `resume`."""
         streams = {stream.name: stream.state() for stream in self.streams}
         return {
             "seq_len": self._form.seq_len,
             "mixture": self.mixture.state(step),
-            "streams": self._gone | streams,
+            "streams": self._removed | streams,
         }
 
     def resume(self, state: dict[str, Any], step: int) -> None:
-        """Continue after `step` done steps with each stream's first sample not given yet.
+        """Continue at `step` with the first unread sample of each stream.
 
         The batch size, the proportions, the streams and the number of ranks may have changed.
 
         Raises:
-            UserError: rows or their order would not be those of the checkpoint.
+            UserError: the sequences or their order would differ from the checkpoint's.
         """
         if state["seq_len"] != self._form.seq_len:
             raise UserError(
@@ -157,50 +164,53 @@ class Loader:
                 allowed = stream.name in self._allow_changed
                 stream.resume(before[stream.name], allow_changed=allowed)
         names = self.mixture.names
-        self._gone = {name: facts for name, facts in before.items() if name not in names}
+        self._removed = {name: facts for name, facts in before.items() if name not in names}
         self.mixture.resume(state["mixture"], step)
         self._plan = None
 
     def skip(self, step: int, steps: int) -> None:
-        """Leave out the batches number `step` … `step + steps - 1`: the next one takes their place.
+        """Skip the samples of the batches `step` … `step + steps - 1`.
 
-        Each stream continues with the first sample that none of them had; phases of a mixture begin
-        at their own steps. No prefetcher may read meanwhile.
+        The batch of `step` then starts with the first sample of each stream after the skipped ones.
+        The phases of a mixture keep their steps. No prefetcher may read during this call.
         """
         self.mixture.resume(self.mixture.state(step + steps), step)
         self._plan = None
 
     def _plan_of(self, step: int) -> _Plan:
-        """A plan that has this step; made for some at a time, which costs little more than one.
+        """Return a plan that contains this step.
 
-        Whoever makes rows, a thread or a worker, fetches ahead for itself: what is used makes room.
+        A plan covers many steps, because that costs little more than one step. The thread or worker
+        that reads the sequences also starts the prefetch of their shards.
         """
         plan = self._plan
         if plan is None or not plan.step <= step < plan.step + len(plan.source):
             source, samples = self._slots(step)
             places = np.empty_like(samples)
             for n in np.unique(source).tolist():
-                mine = samples[source == n]
-                places[source == n] = self.streams[n].locate(mine)
-                with suppress(UserError):  # it comes again at the step that needs what failed
-                    self.streams[n].prefetch(int(mine[0]))
+                stream_samples = samples[source == n]
+                places[source == n] = self.streams[n].locate(stream_samples)
+                with suppress(UserError):  # the step that reads the failed shard raises it again
+                    self.streams[n].prefetch(int(stream_samples[0]))
             self._plan = plan = _Plan(step, source.tolist(), places.tolist())
         return plan
 
     def _slots(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Streams and samples of this rank's slots of some steps, each (steps, share) int64."""
-        numbers = range(step, step + max(_PLANNED_STEPS, _PLANNED_ROWS // self._share))
+        """Return the streams and samples of this rank's slots, each (steps, B) int64."""
+        batch_size = self._rank_batch_size
+        steps = range(step, step + max(_PLANNED_STEPS, _PLANNED_ROWS // batch_size))
         if len(self.streams) > 1:
-            slots = [self.mixture.plan(n, self._first_slot, self._share) for n in numbers]
+            slots = [self.mixture.plan(n, self._first_slot, batch_size) for n in steps]
             source, samples = zip(*slots, strict=True)
             return np.stack(source), np.stack(samples)
+        # one stream: its samples are consecutive, and the ranks take turns
         first = self.mixture.consumed(step)[0] + self._first_slot
-        begins = first + np.arange(len(numbers))[:, None] * self.mixture.batch_size
-        samples = begins + np.arange(self._share)
+        begins = first + np.arange(len(steps))[:, None] * self.mixture.batch_size
+        samples = begins + np.arange(batch_size)
         return np.zeros_like(samples), samples
 
-    def _strange(self, stream: Stream, place: int, ids: np.ndarray) -> UserError:
-        """Ids that no token has."""
+    def _vocabulary_error(self, stream: Stream, place: int, ids: np.ndarray) -> UserError:
+        """Return the error for a sequence with token ids outside the vocabulary."""
         limit = self._form.vocab_size
         outside = ids[(ids < 0) | (ids >= limit)]
         return UserError(
@@ -212,33 +222,39 @@ class Loader:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What some steps hold: of each this rank's rows, as streams by number and places in them."""
+    """This rank's sequences of consecutive steps.
+
+    Attributes:
+        step: the first step.
+        source: (steps, B), the index of each sequence's stream.
+        places: (steps, B), the sequence's location in that stream.
+    """
 
     step: int
     source: list[list[int]]
     places: list[list[int]]
 
 
-_Made: TypeAlias = "tuple[Batch, Rows] | BaseException"
+_Outcome: TypeAlias = "tuple[Batch, Rows] | BaseException"
 
 
 class BatchPrefetcher(Iterator[Batch]):
-    """An endless iterator over the batches of a run; close it to end its thread and processes."""
+    """Endless iterator over the batches of a run. `close` ends its thread and processes."""
 
     def __init__(self, loader: Loader, start_step: int, *, depth: int = 2) -> None:
-        """Begin to make batches.
+        """Start prefetching.
 
         Args:
-            loader: what makes them.
-            start_step: of the first.
-            depth: batches that wait at most, ready for the device.
+            loader: builds the batches.
+            start_step: step of the first batch.
+            depth: maximum number of batches in the queue.
         """
         self._loader, self._step, self._depth = loader, start_step, depth
         self._workers: _Workers | None = None
-        self._made: deque[_Made] = deque()
-        self._taken = 0
-        self._making = threading.Lock()  # held by the thread that makes a batch, or takes one
-        self._making.acquire()  # by the new thread, held until it can make some
+        self._queue: deque[_Outcome] = deque()
+        self._n_taken = 0
+        self._lock = threading.Lock()  # held while a batch is built or taken from the queue
+        self._lock.acquire()  # on behalf of the new thread, which releases it when it is ready
         self._room = threading.Event()
         self._closed = False
         self._error: BaseException | None = None
@@ -249,27 +265,27 @@ class BatchPrefetcher(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._error is not None:
             raise self._error
-        with self._making:
-            item = self._made.popleft() if self._made else self._make()
-            self._taken += 1
+        with self._lock:
+            outcome = self._queue.popleft() if self._queue else self._build()
+            self._n_taken += 1
         self._room.set()
-        if isinstance(item, BaseException):
-            self._error = item
+        if isinstance(outcome, BaseException):
+            self._error = outcome
             self.close()
-            raise item
-        batch, rows = item
+            raise outcome
+        batch, rows = outcome
         self._dropped += rows.dropped
         self._padded += sum(rows.padded)
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """Tokens of this rank's rows since the last call that were dropped, and that are padding.
+        """Return this rank's counts of dropped and padding tokens since the last call.
 
-        Left out where there are none.
+        A count of 0 is omitted.
         """
-        found = {"data/tokens_dropped": self._dropped, "data/tokens_padded": self._padded}
+        counts = {"data/tokens_dropped": self._dropped, "data/tokens_padded": self._padded}
         self._dropped = self._padded = 0
-        return {name: float(n) for name, n in found.items() if n}
+        return {name: float(n) for name, n in counts.items() if n}
 
     def close(self) -> None:
         """End the thread and the processes."""
@@ -278,35 +294,39 @@ class BatchPrefetcher(Iterator[Batch]):
         self._thread.join(_PATIENCE)
 
     def _prefetch(self) -> None:
-        """Make batches while none is asked for."""
+        """Fill the queue while the caller requests no batch."""
+        # Start the workers in this thread: if the main thread did, PyTorch would raise the death of
+        # a worker there, in the middle of a training step.
         failed = False
         try:
-            # In the main thread PyTorch would answer a worker's end there, in the middle of a step.
             if self._loader.workers:
                 self._workers = _Workers(self._loader, self._step)
         except BaseException as error:
-            self._made.append(error)
+            self._queue.append(error)
             failed = True
         finally:
-            self._making.release()
+            self._lock.release()
+
         while not (self._closed or failed):
-            if len(self._made) == self._depth:
+            # wait for room in the queue, then until a training step is running
+            if len(self._queue) == self._depth:
                 self._room.wait()
                 self._room.clear()
-            taken = self._taken
+            n_taken = self._n_taken
             time.sleep(_BUSY)
-            if taken != self._taken:
-                continue  # a caller that comes this often makes them sooner itself
-            with self._making:
-                if len(self._made) < self._depth and not self._closed:
-                    self._made.append(item := self._make())
-                    failed = isinstance(item, BaseException)
+            if n_taken != self._n_taken:
+                continue  # so frequent a caller is faster if it builds the batches itself
+            with self._lock:
+                if len(self._queue) < self._depth and not self._closed:
+                    self._queue.append(outcome := self._build())
+                    failed = isinstance(outcome, BaseException)
+
         if self._workers is not None:
             self._workers.close()
         self._loader.close()
 
-    def _make(self) -> _Made:
-        """The next batch, ready for the device, or what went wrong with it."""
+    def _build(self) -> _Outcome:
+        """Return the next batch, pinned if CUDA is available, or the exception that it caused."""
         loader = self._loader
         try:
             rows = self._workers.next() if self._workers else loader.rows(self._step)
@@ -314,52 +334,53 @@ class BatchPrefetcher(Iterator[Batch]):
             if torch.cuda.is_available():
                 batch = batch.pin_memory()
         except BaseException as error:
-            # Of a worker's no traceback: its frames here would keep the processes alive.
+            # without its traceback, as the frames would keep the worker processes alive
             return error.with_traceback(None) if loader.workers else error
         self._step += 1
         return batch, rows
 
 
 class _Workers:
-    """Processes that make the rows of one step each, in turn."""
+    """Worker processes, each of which reads the sequences of one step at a time."""
 
     def __init__(self, loader: Loader, start_step: int) -> None:
-        loader.close()  # a process opens its own shards
+        loader.close()  # each process opens shards for itself
         self._closing = multiprocessing.RawValue("b", 0)
         steps = DataLoader(
             _Steps(loader),
             batch_size=None,
-            sampler=_From(start_step),
+            sampler=_StepSampler(start_step),
             num_workers=loader.workers,
             prefetch_factor=loader.prefetch_factor,
             multiprocessing_context=_context(),
             worker_init_fn=partial(_start_worker, self._closing),
-            generator=torch.Generator(),  # or it would draw from the training's
+            generator=torch.Generator(),  # the default one would advance the training's generator
         )
-        self._items: Iterator[Rows | UserError] | None = iter(steps)
+        self._results: Iterator[Rows | UserError] | None = iter(steps)
 
     def next(self) -> Rows:
-        """The rows of the next step.
+        """Return the sequences of the next step.
 
         Raises:
-            UserError: as the worker raised it; anything else has the worker's traceback in it.
+            UserError: the error of the worker, unchanged. The message of any other exception
+                contains the worker's traceback.
             RuntimeError: a worker was killed.
         """
-        assert self._items is not None
-        item = next(self._items)
-        if isinstance(item, UserError):
-            raise item
-        return item
+        assert self._results is not None
+        result = next(self._results)
+        if isinstance(result, UserError):
+            raise result
+        return result
 
     def close(self) -> None:
         """End the processes."""
         self._closing.value = 1
-        self._items = None  # the DataLoader's iterator ends them when it is dropped
+        self._results = None  # the destructor of the DataLoader's iterator ends the processes
 
 
 @dataclass(frozen=True)
 class _Steps(Dataset["Rows | UserError"]):
-    """The rows of any step, by its number."""
+    """Map-style dataset from a step number to the sequences of that step."""
 
     loader: Loader
 
@@ -367,12 +388,12 @@ class _Steps(Dataset["Rows | UserError"]):
         try:
             return self.loader.rows(step).narrow()
         except UserError as error:
-            return error  # raised, it would arrive as text inside of another
+            return error  # PyTorch would wrap a raised error in another one
 
 
 @dataclass(frozen=True)
-class _From(Sampler[int]):
-    """All steps from one on."""
+class _StepSampler(Sampler[int]):
+    """Endless sampler of the step numbers from `step` on."""
 
     step: int
 
@@ -381,9 +402,10 @@ class _From(Sampler[int]):
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """How processes begin: never as a fork of this one, whose threads may hold any lock just then.
+    """Return the start method of the workers: never a fork of this process.
 
-    A server that has imported what they need forks them; it is started once.
+    Threads of this process may hold a lock at the time of a fork. A fork server, started once,
+    imports this module and forks the workers.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -393,13 +415,14 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _start_worker(closing: Any, _: int) -> None:
-    """In a new process: continue through the signals that make the run end after its step.
+    """Initialize a worker process.
 
-    As in the run's own process a second SIGTERM ends it at once.
+    It ignores SIGINT and the first SIGTERM, after which the run still finishes its step. A second
+    SIGTERM ends the worker at once, as it does the main process.
     """
     end_with_parent()
     keep_memory()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are parallel by themselves
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already run in parallel
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, partial(_terminate, closing))
 
