@@ -1,22 +1,23 @@
-"""Writes a run's checkpoints, in a background thread where the recipe sets it.
+"""Checkpoint writer of a run, synchronous or in a background thread (`save_async`).
 
-`train/trainer.py` calls `Checkpointer.save`. A save is written in this order; every process ends a
-step before any begins the next, so a failure on one is known to all, at the same step:
+Entry point: `Checkpointer.save`, which `train/trainer.py` calls. A save has seven stages. All ranks
+finish a stage before any rank begins the next, so every rank learns of a failure at the same stage:
 
-1. The save before is waited for; after `save_max_wait` seconds this one is skipped instead.
-2. Stage (`dcp.py`): each process lists the tensors that it writes, and copies them to host memory
-   where the rest runs in the background. Training resumes here; the next optimizer step waits for
-   copies from a GPU (`before_update`).
-3. Prepare (`storage.py`): the main process makes the checkpoint's folder, empty.
-4. Tensors (`dcp.py`): each process writes its files, `optimizer__<rank>_*.distcp` and
-   `__<rank>_*.distcp`, to the disk, with their checksums; rank 0 writes `.metadata`.
-5. Small files: rank 0 writes state.json, recipe.yaml, tokenizer/ and what fine-tuning adds.
-6. Commit (`storage.py`): all files are there and on the disk, at a URL sent; then COMMIT, which
-   makes the checkpoint count.
-7. Prune (`retention.py`): older checkpoints and what interrupted saves have left are removed.
+1. Wait for the previous save. After `save_max_wait` seconds this save is skipped instead.
+2. Stage (`dcp.py`): each rank lists the tensors that it writes. For a background save it copies
+   them to host memory. Training resumes here. The next optimizer step waits for copies from a GPU
+   (`before_update`).
+3. Prepare (`storage.py`): the main process creates an empty checkpoint folder.
+4. Tensors (`dcp.py`): each rank writes its files `optimizer__<rank>_*.distcp` and
+   `__<rank>_*.distcp` to the disk and computes their checksums. Rank 0 writes `.metadata`.
+5. Small files: rank 0 writes state.json, recipe.yaml, tokenizer/ and the files that fine-tuning
+   adds.
+6. Commit (`storage.py`): once all files are on the disk (at a URL: uploaded), rank 0 writes COMMIT.
+   A checkpoint without COMMIT does not count.
+7. Prune (`retention.py`): old checkpoints and the remains of interrupted saves are removed.
 
-A failed save is removed, reported at once, and tried again when the next is due; the user may make
-space on a full disk meanwhile.
+The files of a failed save are removed, and the failure is reported at once. Training continues, and
+the next save is the retry: the user may free disk space before it is due.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class Waits:
     """Seconds that a save blocked training.
 
     Attributes:
-        before: by the save before, until it was written.
-        copies: by copies for a background save, or until a GPU has begun them.
-        total: in all.
+        before: waiting for the previous save.
+        copies: copying to host memory for a background save; for tensors on a GPU, launching the
+            copies.
+        total: the whole call of `Checkpointer.save`.
     """
 
     before: float = 0.0
@@ -62,16 +64,16 @@ class Waits:
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """How a run saves.
+    """Settings of a run's saves.
 
     Attributes:
-        keep: how many newest checkpoints stay; -1: all.
-        background: return from `save` once weights are copied, not once they are written.
-        max_failures: this many failed saves in a row end the run.
-        max_wait: seconds that a save in the background waits for the one before to be written; then
-            it is left out. None: as long as it takes.
-        choose_best: returns, given the batches of all checkpoints, the one that stays whatever its
-            age; None: there is no such checkpoint.
+        keep: number of newest checkpoints that are retained; -1: all.
+        background: `save` returns after the tensors are copied, before they are written.
+        max_failures: number of consecutive failed saves that ends the run.
+        max_wait: seconds that a background save waits for the previous save before it is skipped;
+            None: no limit.
+        choose_best: returns the batch of the best checkpoint, given the batches of all checkpoints;
+            this checkpoint is never pruned. None: no checkpoint is exempt from pruning.
     """
 
     keep: int
@@ -83,13 +85,13 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class Contents:
-    """What each checkpoint of a run holds beside its tensors and state.json.
+    """Contents of each checkpoint of a run, apart from its tensors and state.json.
 
     Attributes:
-        files: texts by their names: recipe.yaml, tokenizer/...
-        stacked: of the model's parameters, as in `ops.shard_layout`.
-        add_files: writes what is made from the tensors, into a checkpoint's folder that has them;
-            called on rank 0. None: nothing.
+        files: text files by name: recipe.yaml, tokenizer/...
+        stacked: stacked rows of the model's parameters, see `ops.shard_layout`.
+        add_files: writes files that are derived from the tensors, given a checkpoint folder that
+            holds the tensors; called on rank 0. None: no such files.
     """
 
     files: Mapping[str, str]
@@ -99,15 +101,15 @@ class Contents:
 
 @dataclass(frozen=True)
 class Reports:
-    """How the user learns of saves.
+    """Callbacks that report saves to the user.
 
     Attributes:
-        warn: reports what does not end the run, at once.
+        warn: reports a problem that does not end the run, at once.
         note: reports each complete save.
-        failed: reports one that failed or was left out: after which batch, what happened, what is
-            done; None: as `warn` does.
-        saved: called on the main process at a resume, and once there is one more and older ones are
-            pruned; None: nothing is called.
+        failed: reports a failed or skipped save, given the batch, the problem and the consequence;
+            None: `warn` reports it.
+        saved: called on the main process after each complete save and its pruning, and when a run
+            resumes; None: no callback.
     """
 
     warn: Callable[[str], None]
@@ -117,11 +119,12 @@ class Reports:
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, one at a time, in a background thread where set.
+    """Writer of a run's checkpoints, one save at a time.
 
     Attributes:
-        waits: of the latest save.
-        saved: the batch of the newest checkpoint that this process knows to be there; -1: of none.
+        waits: time that the latest save blocked training.
+        saved: batch of the newest checkpoint that this process has saved or resumed from; -1: none.
+        is_writing: a background thread is writing a checkpoint.
     """
 
     def __init__(
@@ -134,29 +137,29 @@ class Checkpointer:
         *,
         saved: int = -1,
     ) -> None:
-        """Prepare to write.
+        """Create the communication channel of the saves; the caller holds the run's lock.
 
         Args:
-            storage: the run's.
-            world: this process; every one takes part in each save.
-            contents: of each checkpoint.
-            policy: how to save.
-            reports: of saves.
-            saved: the batch whose checkpoint in this folder the run resumes from; -1: none.
+            storage: storage of the run.
+            world: process group; every rank takes part in each save.
+            contents: files of each checkpoint.
+            policy: settings.
+            reports: callbacks.
+            saved: batch of the checkpoint in this folder that the run resumes from; -1: none.
         """
         self._storage, self._world, self._contents = storage, world, contents
         self._policy, self._reports = policy, reports
-        # other processes learn of it by a collective, which has its own limit
+        # The other ranks wait for rank 0 in a collective, so half its timeout is the maximum.
         self._max_wait = policy.max_wait and min(policy.max_wait, world.timeout.total_seconds() / 2)
         self.waits, self.saved = Waits(), saved
-        storage.began = time.time()  # the run's lock is held
+        storage.began = time.time()
         self._mailbox = Mailbox(world)
         self._tensor_files = TensorFiles(self._mailbox)
-        self._staged: Staged | Exception | None = None  # whose copies may be under way
+        self._staged: Staged | Exception | None = None  # the GPU may still be copying it
         self._thread: threading.Thread | None = None
-        self.is_writing = False  # beside training
-        self._failures = 0  # in a row
-        self._problem = ""  # the last one's
+        self.is_writing = False
+        self._failures = 0  # consecutive failed saves
+        self._problem = ""  # message of the last failure
 
     def save(
         self,
@@ -167,17 +170,20 @@ class Checkpointer:
         *,
         last: bool = False,
     ) -> Path:
-        """Save after `batch` steps; before the next update, `before_update` has to be called.
+        """Save a checkpoint; the caller must call `before_update` before the next optimizer step.
 
         Args:
-            batch: steps done.
-            model: what to save.
-            optimizer: what to save; None: of a model that has not been trained here.
-            state: what to save as state.json.
-            last: no other save follows: return once it is written.
+            batch: number of completed steps.
+            model: model to save.
+            optimizer: optimizer to save; None: the model has not been trained in this run.
+            state: content of state.json.
+            last: this is the run's last save; return only after it is written.
+
+        Returns:
+            The checkpoint folder.
 
         Raises:
-            UserError: the last save failed, or too many in a row did; on every process.
+            UserError: the last save or too many consecutive saves failed; on every rank.
         """
         began = time.perf_counter()
         folder = self._storage.checkpoint_folder(batch)
@@ -187,7 +193,7 @@ class Checkpointer:
             self.check()
         if not in_time:
             self._report_skipped(batch)
-        elif batch != self.saved:  # by its interval, and now once more by a signal or at the end
+        elif batch != self.saved:  # a signal or the end of training may repeat an interval's save
             stage = partial(self._stage, model, optimizer)
             self._begin(batch, folder, stage, state, last=last)
         self.waits.total = time.perf_counter() - began
@@ -202,12 +208,17 @@ class Checkpointer:
         *,
         last: bool,
     ) -> None:
-        """Write in the background, or now."""
+        """Write a checkpoint, in the background if the policy says so.
+
+        `stage` returns the tensors to write; its argument requests copies in host memory.
+        """
         self._mailbox.begin()
         if last or not self._policy.background:
             self._write(batch, folder, stage(False), state, last)
             self.check()
             return
+
+        # copy the tensors, then write them in a thread
         began = time.perf_counter()
         staged = self._staged = stage(True)
         self.waits.copies = time.perf_counter() - began
@@ -223,32 +234,35 @@ class Checkpointer:
         self._thread.start()
 
     def _stage(self, model: Decoder, optimizer: Optimizer | None, copy: bool) -> Staged | Exception:
-        """What to write; or why there is none, which the other processes have to learn."""
+        """Return the tensors to write, or the error, which the writer reports to all ranks."""
         try:
             tensors = training_state(model, optimizer)
             return self._tensor_files.stage(tensors, self._contents.stacked, copy=copy)
         except Exception as error:
             if copy and is_out_of_memory(error):
-                why = f"the host has no memory for the copy of it ({what_was_asked(error)})"
-                return UserError(f"{why}; write save_async=false, which makes none")
+                reason = f"the host has no memory for the copy of it ({what_was_asked(error)})"
+                return UserError(f"{reason}; write save_async=false, which makes none")
             return error
 
     def before_update(self) -> None:
-        """Before weights change: a GPU that still copies them finishes that first."""
+        """Make the GPU finish its copies of the weights before the optimizer changes them."""
         if isinstance(self._staged, Staged):
             self._staged.before_update()
             self._staged = None
 
     def _wait_for_previous(self, seconds: float | None) -> bool:
-        """Whether the save under way ended in that time; the same on every process."""
+        """Wait for the running save; return whether it finished within `seconds` (None: no limit).
+
+        The result is the same on every rank.
+        """
         thread = self._thread
         if thread is not None and seconds is not None:
 
-            def ended() -> bool:
+            def has_finished() -> bool:
                 thread.join(seconds)
                 return not thread.is_alive()
 
-            if not on_rank0(self._world, ended):
+            if not on_rank0(self._world, has_finished):
                 return False
         self.wait()
         return True
@@ -262,14 +276,18 @@ class Checkpointer:
                 "write a longer save_interval or save_max_wait, or a faster disk's save_folder",
             )
 
-    def _report_failed(self, batch: int, seen: str, done: str) -> None:
+    def _report_failed(self, batch: int, problem: str, consequence: str) -> None:
         if self._reports.failed is not None:
-            self._reports.failed(batch, seen, done)
+            self._reports.failed(batch, problem, consequence)
         else:
-            self._reports.warn(f"{seen}; {done}")
+            self._reports.warn(f"{problem}; {consequence}")
 
     def tidy(self) -> None:
-        """Remove what the newest checkpoint makes needless; a start may find it half done."""
+        """Prune old checkpoints and call `Reports.saved`, on the main process; errors are warnings.
+
+        A run that resumes calls it too, because the previous process may have been killed before it
+        had pruned.
+        """
         if self.saved < 0 or not self._mailbox.is_main:
             return
         try:
@@ -281,33 +299,39 @@ class Checkpointer:
             self._reports.saved()
 
     def find(self, until: int) -> Checkpoint | None:
-        """The newest complete checkpoint saved after at most so many steps; all call."""
+        """Return the newest complete checkpoint saved after at most `until` steps; collective."""
         self.wait()
         note = self._reports.warn
         return find_checkpoint(self._storage, note=note, world=self._world, until=until)
 
     def forget_after(self, batch: int) -> None:
-        """Remove what was saved after more steps, as the run resumes from there; all call."""
+        """Remove the checkpoints saved after more than `batch` steps; collective.
+
+        The run goes back to `batch` and will save these steps again.
+        """
         self.wait()
         self._mailbox.begin()
         self._mailbox.run(lambda: self._storage.forget_after(batch, self._world))
         self.saved = -1
 
     def wait(self) -> None:
-        """Wait for a save under way."""
+        """Wait for the save that is running in the background, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def check(self) -> None:
-        """Say that the run cannot continue, if so; until every process has, they must still step.
+        """Raise if too many consecutive saves have failed.
+
+        Ranks may learn of a background failure at different steps. The caller must therefore take
+        part in the collectives of a step until every rank has raised.
 
         Raises:
-            UserError: too many saves in a row failed.
+            UserError: too many consecutive saves failed.
         """
         if self._failures >= self._policy.max_failures:
-            many = f" ({self._failures} saves in a row)" if self._failures > 1 else ""
-            raise UserError(f"{self._problem}{many}{self._advice()}")
+            count = f" ({self._failures} saves in a row)" if self._failures > 1 else ""
+            raise UserError(f"{self._problem}{count}{self._advice()}")
 
     def _write(
         self,
@@ -317,38 +341,41 @@ class Checkpointer:
         state: dict[str, Any],
         last: bool = False,
     ) -> None:
-        """Write a checkpoint; if that fails, count it, report it, and remove what there is of it.
+        """Write a checkpoint; on failure count it, report it, and remove its files.
 
         Raises:
-            UserError: it was the last.
+            UserError: the run's last save failed.
         """
+        # write all files
         try:
             began = time.perf_counter()
             n_bytes = self._write_files(folder, staged, state)
-        except Exception as error:  # CollectiveError, or the other processes cannot be reached
+        except Exception as error:  # CollectiveError, or the other ranks cannot be reached
             self._fail(batch, error, last=last)
             self._storage.discard(folder, self._world)
             if last:
                 raise UserError(f"{self._problem}{self._advice()}") from error
             return
         self.saved, self._failures = batch, 0
+
+        # report the save, then prune older ones
         if self._mailbox.is_main:
             seconds = time.perf_counter() - began
             in_background = threading.current_thread() is self._thread
             blocked = self.waits.before + (self.waits.copies if in_background else seconds)
-            how = (
+            measurements = (
                 f"{n_bytes / 1e6:,.1f} MB in {seconds:.1f} s; blocked training for {blocked:.2f} s"
             )
-            self._reports.note(f"saved {self._storage.shown(folder)} ({how})")
+            self._reports.note(f"saved {self._storage.shown(folder)} ({measurements})")
         self.tidy()
 
     def _fail(self, batch: int, error: Exception, *, last: bool) -> None:
         self._failures += 1
-        why = one_line(error).removeprefix("save_folder: ")
-        self._problem = f"save_folder: the checkpoint of batch {batch} was not saved: {why}"
+        reason = one_line(error).removeprefix("save_folder: ")
+        self._problem = f"save_folder: the checkpoint of batch {batch} was not saved: {reason}"
         if not last and self._failures < self._policy.max_failures:
-            done = "training continues, and the next save tries again"
-            self._report_failed(batch, self._problem, done)
+            consequence = "training continues, and the next save tries again"
+            self._report_failed(batch, self._problem, consequence)
 
     def _advice(self) -> str:
         newest = self._storage.newest()
@@ -357,10 +384,10 @@ class Checkpointer:
         return f"; the newest is {newest}; make room there, and run the same command"
 
     def _write_files(self, folder: Path, staged: Staged | Exception, state: dict[str, Any]) -> int:
-        """Every step on every process before the next one begins; the bytes of all files.
+        """Run stages 2 (its end) to 6 of a save; return the number of bytes of all files.
 
         Raises:
-            CollectiveError: a step failed on one of them; on all.
+            CollectiveError: a stage failed on some rank; on every rank.
         """
         ready = self._mailbox.run(partial(_ready, staged))
         self._storage.prepare(folder, self._mailbox)
@@ -378,7 +405,7 @@ class Checkpointer:
 
 
 def _ready(staged: Staged | Exception) -> Staged:
-    """What can be written now: copies from a GPU have arrived."""
+    """Return the staged tensors once their copies from a GPU are complete, or raise their error."""
     if isinstance(staged, Exception):
         raise staged
     staged.wait()
