@@ -1,9 +1,9 @@
-"""The words that all parts of the gauntlet share: rows, what is asked of a model, what it answers.
+"""Data types shared by all parts of the gauntlet: tasks, rows, questions, requests and scores.
 
 A task's file becomes rows (`task_rows`), rows become questions (`prompts`), an `EvaluatedModel`
-answers them (`models`), `answer_metrics` judges the answers, and `aggregate` sums up. How tasks
-become prompts of a model is one record too, `PromptSettings`, which callers of `Gauntlet` make and
-the prompts read.
+answers the questions (`models`), `answer_metrics` judges the answers, and `aggregate` combines the
+results. `PromptSettings` defines how tasks become prompts: callers of `Gauntlet` construct it, and
+`prompts` reads it.
 """
 
 from __future__ import annotations
@@ -20,53 +20,54 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """One entry of `icl_tasks`: LLM Foundry's keys, and ours after them."""
+    """One entry of `icl_tasks`: LLM Foundry's keys, followed by the keys of this project."""
 
     label: str
     """Name in tables, metric names and categories."""
     dataset_uri: str
     """A .jsonl file or a glob of them, relative to the gauntlet file or to the repository; an
     address that fsspec reads (s3://..., https://...); hf://owner/name, a data set on the Hugging
-    Face hub; generated://NAME?level=2&rows=100&seed=1, rows that are made here;
-    instructions://NAME?rows=50&seed=1, likewise, conversations;
-    heldout://continuations, pieces of the run's own held-out text."""
+    Face hub; generated://NAME?level=2&rows=100&seed=1, generated rows;
+    instructions://NAME?rows=50&seed=1, generated conversations;
+    heldout://continuations, pieces of the run's held-out text."""
     icl_task_type: str
     """language_modeling, multiple_choice, schema or generation_task_with_answers."""
     num_fewshot: list[int]
-    """Numbers of worked examples before the question; each is evaluated and reported apart."""
+    """Numbers of few-shot examples before the question; each number has a result of its own."""
     metric_names: list[str] = field(default_factory=list)
-    """Must hold the type's own metric, if given; every metric is always computed."""
+    """If set, must include the metric of the task type. All metrics are computed in any case."""
     max_seq_len: int | None = None
-    """Longest input in tokens; unset: the model's."""
+    """Longest input in tokens; unset: the model's limit."""
     prompt_string: str = ""
     """Text before everything else."""
     example_delimiter: str = "\n"
-    """Text between worked examples, and between the last of them and the question."""
+    """Text between few-shot examples, and between the last example and the question."""
     continuation_delimiter: str = " "
     """Text between a question and its answer."""
     question_prelimiter: str = ""
     """Text before each question; also written prelimiter."""
     has_categories: bool = False
-    """Rows carry a `category`; accuracy is the mean over them, and examples are of the same."""
+    """Rows have a `category`. Accuracy is the mean over categories, and few-shot examples are of
+    the question's category."""
     fewshot_random_seed: int = 1234
-    """Decides which rows are the worked examples."""
+    """Seed of the choice of few-shot examples."""
     strip_dataset: bool = True
-    """Remove white space around each text of a row; false where it matters, as in code."""
+    """Remove white space around each text of a row; false if white space matters, as in code."""
     cot_delimiter: str = ""
     """Generation: text between a chain of thought and the answer."""
     early_stopping_criteria: list[str] = field(default_factory=list)
-    """Generation: texts before which an answer ends."""
+    """Generation: stop strings; an answer ends before the first one."""
     do_normalization: bool = True
-    """Generation: compare without case, articles, punctuation and white space, as TriviaQA does."""
+    """Generation: ignore case, articles, punctuation and white space, as TriviaQA does."""
     hf_loading_vars: dict[str, Any] = field(default_factory=dict)
     """hf://: arguments of datasets.load_dataset, such as name and split."""
     hf_parsing_map: dict[str, list[str]] = field(default_factory=dict)
-    """hf://: for each field of a row the columns that make it, joined by a space."""
+    """hf://: the columns of each field of a row; several columns are joined by a space."""
     choice_by: str = "token"
-    """What a choice's log-probability is divided by before choices are compared: token (LLM
-    Foundry), sum (nothing), char (the harness's acc_norm) or byte."""
+    """Normalization of log-probabilities before choices are compared: per token (LLM Foundry), per
+    char (the harness's acc_norm), per byte, or sum (none)."""
     max_new_tokens: int | None = None
-    """Generation: longest answer; unset: the longest answer of the rows."""
+    """Generation: longest answer in tokens; unset: the longest answer of the rows."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,18 @@ class TaskRow:
     """One line of a task's file, in one form for all task types.
 
     Attributes:
-        contexts: the question's text; in `schema` one for each option, elsewhere exactly one.
-        choices: possible answers in multiple_choice; elsewhere exactly one, what is to be written.
-        gold: index of the right choice, in `schema` of the right context; elsewhere 0.
+        contexts: the question's text: one for each option in `schema`, one in all other types.
+        choices: the possible answers in multiple_choice; the one right answer in all other types.
+        gold: index of the right choice, or of the right context in `schema`; 0 in other types.
         place: file and line, for messages.
-        category: of a task with has_categories.
-        aliases: all answers that count as right in generation, the first of which is choices[0].
-        chain_of_thought: reasoning before the answer, in worked examples of generation.
+        category: the row's category in a task with has_categories.
+        aliases: all right answers in generation; the first one is choices[0].
+        chain_of_thought: reasoning before the answer in few-shot examples of generation.
         messages: a conversation up to the answer; empty: the question is a text.
-        reply: the right answer as a message; empty: not given.
-        tools: functions that the model may call, in a conversation.
-        checks: conditions of a right answer, for `answer_metrics.meets_checks`; empty: the answer
-            begins with an alias.
+        reply: the right answer as a message; empty: not specified.
+        tools: functions that the model may call in a conversation.
+        checks: conditions of a right answer, for `answer_metrics.meets_checks`; empty: a right
+            answer begins with an alias.
     """
 
     contexts: tuple[str, ...]
@@ -102,19 +103,19 @@ class TaskRow:
 
     @property
     def n_options(self) -> int:
-        """Contexts or choices to choose among; 1 where the answer is written freely."""
+        """Number of options to choose from; 1 for a free-form answer."""
         return max(len(self.contexts), len(self.choices))
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens whose probability after other tokens is asked for.
+    """A query for the log-probability of target tokens after a context.
 
     Attributes:
-        tokens: what the model reads: context, then the targets without the last of them.
-        targets: the last len(targets) places of `tokens` predict them.
-        text: what the targets spell, without the delimiter before it: its characters and bytes are
-            what scores are normalized by.
+        tokens: the model's input: the context, then all targets except the last one.
+        targets: predicted at the last len(targets) positions of `tokens`.
+        text: the text of the targets without the delimiter before it. Scores per character and per
+            byte are normalized by its length.
     """
 
     tokens: tuple[int, ...]
@@ -124,16 +125,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to be continued.
+    """A generation prompt.
 
     Attributes:
-        tokens: what the model reads first.
-        text: the same, for models behind an endpoint that takes text.
-        stops: the continuation ends before the first of these texts.
-        max_new_tokens: and after so many tokens.
-        messages: the conversation that `text` renders, for models behind a server of their own
-            template; empty: none.
-        tools: what may be called there.
+        tokens: the tokens of the prompt.
+        text: the prompt as text, for endpoints that take text.
+        stops: stop strings; the continuation ends before the first one.
+        max_new_tokens: longest continuation in tokens.
+        messages: the conversation that `text` renders, for servers that apply a chat template;
+            empty: the prompt is not a conversation.
+        tools: functions that the model may call in the conversation.
     """
 
     tokens: tuple[int, ...]
@@ -146,16 +147,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Question:
-    """A row as a model meets it.
+    """A tokenized row with its few-shot examples.
 
     Attributes:
-        row: where it is from.
-        requests: one for each option; in language_modeling one; in generation one, the gold answer
-            (with its chain of thought), which is scored where generating would take too long.
-        prompt: what to continue, in generation; elsewhere None.
-        dropped: worked examples left out to fit into the model's window.
-        truncated: the start of what is left was cut off all the same.
-        problem: why the row cannot be asked; then it has no requests, and is left out of the score.
+        row: the row.
+        requests: one for each option; one in language_modeling; one in generation, for the gold
+            answer (with its chain of thought), scored if generation is disabled.
+        prompt: the generation prompt; None in other task types.
+        dropped: number of few-shot examples removed to fit into the model's context window.
+        truncated: whether the start of the remaining context was truncated as well.
+        problem: why the row cannot be evaluated. Such a row has no requests and is excluded from
+            the score.
     """
 
     row: TaskRow
@@ -168,17 +170,18 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says about one request.
+    """Log-probabilities of one request.
 
     Attributes:
-        logprob: natural log of the probability of all targets, in order.
-        greedy: every target is strictly likelier than all other tokens.
-        tied: every target is among the likeliest tokens, but for at least one it is not alone.
-        best_logprob: the same sum for the likeliest token at each place, whatever the target.
-        mean_probability: mean over the targets of their probabilities; None: not known. It and the
-            next are what Composer's calibration errors are made of, no function of the sums.
-        least_best: the least probability, over the places, of the likeliest token; None: not known.
-        n_tokens: the targets in the model's own tokens; None: as many as the request has.
+        logprob: sum of the targets' log-probabilities (natural logarithm).
+        greedy: whether every target is strictly more probable than all other tokens.
+        tied: whether every target is among the most probable tokens and at least one is tied.
+        best_logprob: sum of the log-probabilities of the most probable token at each position.
+        mean_probability: mean probability of the targets; None: unknown. Composer's calibration
+            errors are computed from this attribute and `least_best`.
+        least_best: minimum over the positions of the most probable token's probability; None:
+            unknown.
+        n_tokens: number of targets in the model's own tokenization; None: as in the request.
     """
 
     logprob: float
@@ -192,14 +195,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Said in place of a score or a text where there is none for one question.
-
-    The result says how many there are.
+    """Placeholder for the missing score or text of one question. The result counts them.
 
     Attributes:
-        reason: in one line; the model's words where it will not take the question.
-        left_out: nobody can tell the score, and the row is left out; else the question is too long
-            for the model, or not allowed, and counts as wrong.
+        reason: one line; the model's error message if the model rejected the question.
+        left_out: True: the score cannot be determined, and the row is excluded. False: the
+            question is too long for the model, or not allowed, and counts as wrong.
     """
 
     reason: str
@@ -207,28 +208,31 @@ class Refusal:
 
 
 class RefusedError(Exception):
-    """A model would not take a question, where that cannot be counted as a wrong answer."""
+    """A model rejected a question, and the rejection cannot be counted as a wrong answer."""
 
 
 class Once(Protocol):
-    """Calls a function on one process of several, and gives what it gives to all."""
+    """Runs a function on one rank and returns its result on all ranks."""
 
     def __call__(self, make: Callable[[], Made]) -> Made:
-        """Every process calls it."""
+        """Return the result of `make`. All ranks must call it."""
 
 
 def here(make: Callable[[], Made]) -> Made:
-    """`Once` of a process that is alone."""
+    """Call `make`: the `Once` of a single process."""
     return make()
 
 
 class EvaluatedModel(Protocol):
-    """A model that is evaluated. Every process calls both with the same arguments, and gets all.
+    """A model under evaluation.
+
+    All ranks call `score` and `generate` with the same arguments and get all results.
 
     Attributes:
-        can_score: it gives log-probabilities; else `score` raises a UserError that says why not.
-        tokens_computed: places that it was run on so far, padding among them; what is written by
-            generation is not counted.
+        can_score: whether the model reports log-probabilities; if not, `score` raises a UserError
+            with the reason.
+        tokens_computed: number of positions computed so far, with padding. Generated tokens are
+            not counted.
     """
 
     tokens_computed: int
@@ -239,28 +243,28 @@ class EvaluatedModel(Protocol):
         ...
 
     def score(self, requests: Sequence[Request]) -> Sequence[Score | Refusal]:
-        """A score for each request, in order."""
+        """Return a score for each request, in order."""
         ...
 
     def generate(self, prompts: Sequence[Prompt]) -> Sequence[str | Refusal]:
-        """The greedy continuation of each prompt, in order, cut before its first stop."""
+        """Return the greedy continuation of each prompt, in order, up to its first stop string."""
         ...
 
 
 RAW = "{% for message in messages %}{{ message.content or '' }}\n{% endfor %}"
-"""For models behind a server that has the template: what is sent is messages."""
+"""Template for servers that apply their own chat template: the request contains the messages."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations are put to a model.
+    """How conversations are rendered for a model.
 
     Attributes:
-        template: the model's.
-        every_task: questions that are plain texts become conversations too.
-        multiturn: worked examples are turns of their own; else they stand in the user's message.
-        system: the system's message; "": none but a row's or a task's own.
-        prefix: what every answer begins with, put there for the model.
+        template: the model's chat template.
+        every_task: render plain-text questions as conversations too.
+        multiturn: few-shot examples are separate turns; False: they are part of the user's message.
+        system: the system message; "": none, apart from the system message of a row or a task.
+        prefix: text that is prefilled at the start of every answer.
     """
 
     template: ChatTemplate
@@ -271,11 +275,11 @@ class Chat:
 
     @property
     def end_of_turn(self) -> str:
-        """What ends an answer; "": a server knows."""
+        """The end-of-turn text of the template; "": the server detects the end of a turn."""
         return "" if self.template.text == RAW else self.template.end_of_turn
 
     def describe(self) -> str:
-        """In words."""
+        """Return the settings as a phrase for tables."""
         which = "every question" if self.every_task else "conversations"
         more = ", a system message" if self.system else ""
         more += f", answers begin with {self.prefix!r}" if self.prefix else ""
@@ -283,7 +287,7 @@ class Chat:
         return f"{which} by the chat template{shots}{more}"
 
     def facts(self) -> dict[str, Any]:
-        """All that decides the text of a prompt."""
+        """Return all settings that affect the text of a prompt, as a cache key."""
         return {
             "template": self.template.fingerprint,
             "multiturn": self.multiturn,
@@ -297,16 +301,17 @@ class PromptSettings:
     """How tasks become prompts of a model.
 
     Attributes:
-        tokenizer: the model's.
-        seq_len: longest input in tokens; a task may have a smaller one.
-        prompts: native, harness or foundry; see recipe/eval.py.
-        special: tokens around every text; None: the tokenizer's own.
-        rows: rows of each task; None: all.
-        generate: write the answers of generation tasks.
-        allow_missing: tasks without rows are left out, and said to be.
-        unit: what a token of `tokenizer` is: the model's own, or bytes of a model behind a server.
-        can_score: the model gives log-probabilities; one that does not writes answers in any case.
-        chat: how conversations are put, and whether all tasks are; None: there is no template.
+        tokenizer: the model's tokenizer.
+        seq_len: longest input in tokens; a task may set a smaller limit.
+        prompts: prompt style: native, harness or foundry; see recipe/eval.py.
+        special: special tokens around every text; None: those of the tokenizer.
+        rows: maximum number of rows of each task; None: all.
+        generate: generate the answers of generation tasks.
+        allow_missing: skip tasks without rows and report them as problems.
+        unit: unit of `tokenizer`: tokens, or bytes for a model behind a server.
+        can_score: whether the model reports log-probabilities; if not, answers are always
+            generated.
+        chat: how conversations are rendered; None: there is no chat template.
     """
 
     tokenizer: Tokenizer
@@ -324,12 +329,12 @@ class PromptSettings:
     def by_training(
         cls, tokenizer: Tokenizer, seq_len: int, start: Sequence[int] | None
     ) -> PromptSettings:
-        """As a model was trained here, or else as lm-evaluation-harness asks it.
+        """Return native prompts for a model trained here, harness prompts for any other model.
 
         Args:
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             seq_len: longest input in tokens.
-            start: what documents began with in its training; None: it was not trained here.
+            start: tokens at the start of each training document; None: not trained here.
         """
         mode = "harness" if start is None else "native"
         return cls(tokenizer, seq_len, mode, special_tokens(tokenizer, start=start))
@@ -341,19 +346,19 @@ class PromptSettings:
 
     @property
     def writes(self) -> bool:
-        """Whether answers are to be written: no prompts, and no room for these, if not."""
+        """Whether answers are generated; if not, no prompts and no space for answers are needed."""
         return self.generate or not self.can_score
 
     def of(self, task: TaskConfig) -> PromptSettings:
-        """The same in the task's own window."""
+        """Return the same settings with the task's max_seq_len applied."""
         return replace(self, seq_len=min(self.seq_len, task.max_seq_len or self.seq_len))
 
     def describe(self) -> str:
-        """How questions become tokens, in words."""
+        """Return a phrase for tables about how questions become tokens."""
         special = self.around
         before = special.start if self.prompts == "native" else special.before
         text = self.tokenizer.decode(before) if before else "nothing"
-        if self.unit == "bytes":  # it takes text, and begins documents as it will
+        if self.unit == "bytes":  # the server takes text and adds special tokens itself
             text = "what its server puts"
-        said = f"{self.prompts} prompts, {text} before each text"
-        return said if self.chat is None else f"{said}; {self.chat.describe()}"
+        description = f"{self.prompts} prompts, {text} before each text"
+        return description if self.chat is None else f"{description}; {self.chat.describe()}"

@@ -1,8 +1,8 @@
-"""What an evaluation found, and how it is written down: table, JSON, metrics, one line per choice.
+"""Results of an evaluation and their formats: table, JSON, metrics, and rows.jsonl.
 
-`scores` makes the results; the trainer, `scripts/eval.py` and the pages of `track` read them.
-The idea: a number that does not exist is None here, null in JSON, n/a in a table, absent among the
-metrics, and never replaced by something else.
+`aggregate` makes the results. The trainer, `scripts/eval.py` and the pages of `track` read them.
+A number that does not exist is None here, null in JSON, n/a in a table and absent from the metrics.
+It is never replaced by another value.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ GAUNTLET = "icl/metrics/eval_gauntlet/"
 
 @dataclass(frozen=True)
 class CategoryOfTask:
-    """Rows of one `category` of a task with has_categories.
+    """Result of one `category` of the rows of a task with has_categories.
 
     Attributes:
-        n: questions asked.
-        metrics: every number, by name.
-        stderrs: the standard errors of those that have one.
-        intervals: the 95 % intervals of those that have one.
+        n: number of questions.
+        metrics: all metrics by name.
+        stderrs: standard errors, for metrics that have one.
+        intervals: 95 % intervals, for metrics that have one.
     """
 
     n: int
@@ -42,37 +42,38 @@ class CategoryOfTask:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task with one number of worked examples.
+    """Result of one task with one number of few-shot examples.
 
     Attributes:
         label: the task's name.
-        num_fewshot: number of worked examples.
-        metric: Composer's name of the accuracy; TeacherForcedGreedyAccuracy where texts were to be
-            generated and were not.
-        n: questions asked, less those that cannot be scored.
-        accuracy: share answered rightly, over categories their mean; None where the task failed.
+        num_fewshot: number of few-shot examples.
+        metric: Composer's name of the accuracy; TeacherForcedGreedyAccuracy if a generation task
+            was scored without generation.
+        n: number of evaluated questions, without those that cannot be scored.
+        accuracy: share of right answers, or its mean over categories; None if the task failed.
         stderr: binomial standard error of the accuracy.
-        chance: accuracy of guessing, from the rows.
-        majority: accuracy of the best constant answer, from the rows.
-        ties: questions where the best answer was not alone; each counts as wrong.
-        truncated: questions whose context lost its start to fit into the model's window.
+        chance: accuracy of guessing, computed from the rows.
+        majority: accuracy of the best constant answer, computed from the rows.
+        ties: number of questions whose best answers tie; each counts as wrong.
+        truncated: number of questions whose context was truncated to fit into the model's window.
         failure: why there is no accuracy.
-        category: the categories that it counts in, joined by commas; None: in none.
-        metrics: every number, the accuracy among them, by name.
-        stderrs: the standard errors of those that have one.
-        by_category: the same for each category of the rows, with has_categories.
-        mode: how questions became prompts: native, harness, foundry, or lm_eval, where
-            lm-evaluation-harness made them itself.
-        rows_hash: of the rows' content.
-        rows_total: rows of the task, of which n were asked; 0: not known, taken to be n.
-        dropped: worked examples left out to fit into the model's window, over all questions.
-        tokens: tokens (Cost.unit) of all inputs, none of them shared.
-        refused: questions that the model would not take; each counts as wrong.
-        refusal: its words to the first of them.
-        missing: rows that cannot be scored, and are left out of every number.
-        missing_reason: why not, of the first of them, and where it is.
-        interval: the accuracy's 95 % interval (Wilson's); None: not known.
-        intervals: those of all metrics that have one.
+        category: categories that include the task, joined by commas; None: no category does.
+        metrics: all metrics by name, including the accuracy.
+        stderrs: standard errors, for metrics that have one.
+        by_category: results for each category of the rows, with has_categories.
+        mode: prompt style: native, harness or foundry; lm_eval if lm-evaluation-harness made the
+            prompts.
+        rows_hash: hash of the rows' content.
+        rows_total: number of rows of the task, including those not evaluated; 0: unknown, taken to
+            be n.
+        dropped: few-shot examples removed to fit into the model's window, summed over questions.
+        tokens: total length of all inputs in Cost.unit, without prefix sharing.
+        refused: number of questions that the model rejected; each counts as wrong.
+        refusal: the model's message for the first rejected question.
+        missing: number of rows that cannot be scored; they are excluded from every metric.
+        missing_reason: reason and location of the first such row.
+        interval: 95 % Wilson interval of the accuracy; None: unknown.
+        intervals: 95 % intervals, for metrics that have one.
     """
 
     label: str
@@ -104,24 +105,24 @@ class TaskResult:
 
     @property
     def name(self) -> str:
-        """As in metric names: label/2-shot."""
+        """Name of the result in metric names, such as label/2-shot."""
         return f"{self.label}/{self.num_fewshot}-shot"
 
     @property
     def size(self) -> int:
-        """Rows of the whole task, whatever part of them was asked."""
+        """Number of rows of the task, including those not evaluated."""
         return self.rows_total or self.n
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an evaluation took.
+    """Cost of an evaluation.
 
     Attributes:
-        tokens_computed: places that the model was run on, padding among them.
-        tokens_unshared: of all inputs, as many as without shared beginnings, in `unit`.
+        tokens_computed: number of positions that the model computed, with padding.
+        tokens_unshared: total length of all inputs in `unit`, without prefix sharing.
         seconds: wall time.
-        unit: tokens, or bytes where the model's tokens are not known.
+        unit: tokens, or bytes if the model's tokenizer is unknown.
     """
 
     tokens_computed: int
@@ -132,17 +133,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class GauntletResult:
-    """All of one evaluation.
+    """Result of one evaluation.
 
     Attributes:
-        tasks: in the file's order.
-        categories: score of each; None where a benchmark is missing or failed.
-        averages: named means of categories; None where one of them is.
+        tasks: results of the tasks, in the order of the file.
+        categories: score of each category; None if a benchmark is missing or failed.
+        averages: named means of categories; None if a category has no score.
         stderrs: standard errors of categories and averages, by name.
-        problems: what a reader must know: missing and failed benchmarks, wrong baselines.
-        cost: what it took, where that was measured.
-        members: names of the tasks behind each category and average, whether they are there or not.
-        asked: how questions became tokens, and what stood before them; "": not known.
+        problems: warnings about missing and failed benchmarks and wrong baselines.
+        cost: cost of the evaluation; None: not measured.
+        members: names of the tasks of each category and average, including missing tasks.
+        asked: description of the prompts (`PromptSettings.describe`); "": unknown.
         intervals: 95 % intervals of categories and averages, by name.
     """
 
@@ -158,28 +159,31 @@ class GauntletResult:
 
     @property
     def average(self) -> float | None:
-        """The first average; None where it is n/a, or where there is none."""
+        """The first average; None if it is n/a or if there are no averages."""
         return next(iter(self.averages.values()), None)
 
     def metrics(self) -> dict[str, float]:
-        """Every number that exists, under Composer's names; of categories of rows, accuracies."""
-        found: dict[str, float | None] = {}
+        """Return all numbers that exist, under Composer's names.
+
+        For the categories of a task's rows, only the accuracy is included.
+        """
+        values: dict[str, float | None] = {}
         for task in self.tasks:
             for name, value in {task.metric: task.accuracy, **task.metrics}.items():
-                found[f"metrics/{task.name}/{name}"] = value
-            for category, part in task.by_category.items():
+                values[f"metrics/{task.name}/{name}"] = value
+            for category, result in task.by_category.items():
                 name = f"metrics/{task.name}/{category}/{task.metric}"
-                found[name] = part.metrics[task.metric]
+                values[name] = result.metrics[task.metric]
         for name, score in {**self.categories, **self.averages}.items():
-            found[f"{GAUNTLET}{name}"] = score
-        return {name: value for name, value in found.items() if value is not None}
+            values[f"{GAUNTLET}{name}"] = score
+        return {name: value for name, value in values.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values, for json.dumps; what does not exist is null."""
+        """Return the result as plain values for json.dumps; missing numbers are None."""
         return {**dataclasses.asdict(self), "average": self.average}
 
     def table(self) -> str:
-        """Tasks, categories and averages, how was asked, then problems, for a terminal."""
+        """Return a terminal table: tasks, categories, averages, prompt settings, problems."""
         head = ("task", "shots", "n", "accuracy %", "chance %", "majority %", "notes")
         rows = [_task_cells(task) for task in self.tasks]
         lines = columns(head, rows, left=(0, len(head) - 1))
@@ -200,11 +204,11 @@ def rows_lines(
     scores: Sequence[Sequence[Score | Refusal]],
     texts: Sequence[str | Refusal] | None = None,
 ) -> Iterator[str]:
-    """rows.jsonl's lines of a task: one for each row and choice, in order, without line ends.
+    """Yield a task's lines of rows.jsonl: one for each row and choice, without line ends.
 
-    `right` is the row's verdict by the task's own accuracy, `chosen` the option with the best
-    score, null where that is no choice or a tie. Numbers are written so that reading them gives the
-    same floats; one that is not finite is null.
+    `right` is the verdict of the task's accuracy. `chosen` is the option with the best score; it is
+    null for a tie and for tasks without options. Floats survive the round trip exactly; a float
+    that is not finite becomes null.
     """
     for answer in answers_of(questions, scores, texts):
         verdict = judge_answer(task, answer)
@@ -223,7 +227,7 @@ def rows_lines(
 
 
 def _choices(answer: Answer) -> Iterator[dict[str, Any]]:
-    """What is known of each option; nothing of the only one where no request was scored."""
+    """Yield the numbers of each option; one empty mapping if no request was scored."""
     if not answer.scores:
         yield {}
         return
@@ -253,7 +257,7 @@ def _task_cells(task: TaskResult) -> tuple[str, ...]:
 
 
 def notes_of(task: TaskResult) -> list[str]:
-    """What a reader of the accuracy should know, in a few words each."""
+    """Return short remarks about an accuracy, for the notes column of a table."""
     notes = [f"{task.ties} tied"] * bool(task.ties)
     notes += [f"{task.dropped} examples dropped"] * bool(task.dropped)
     notes += [f"{task.truncated} truncated"] * bool(task.truncated)
@@ -270,7 +274,7 @@ def _number(score: float | None, stderr: float | None, interval: Interval | None
 
 
 def _within(interval: Interval | None, stderr: float | None, *, digits: int) -> str:
-    """The 95 % interval, or the standard error where none is known."""
+    """Format the 95 % interval, or the standard error if there is no interval."""
     if interval is not None:
         low, high = interval
         return f" [{low:.{digits}f}, {high:.{digits}f}]"
