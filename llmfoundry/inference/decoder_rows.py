@@ -1,10 +1,9 @@
-"""`DecoderRows`: the project's decoder behind the model interface of `engine`, also under FSDP.
+"""The project's decoder as a model of the generation engine, bare or wrapped by DDP or FSDP.
 
-All tokens of a step are one sequence of the Root's forward pass. Keys and values are in a
-`models.kv_cache.SlotCache`. A transformers class in training has no such cache; its sequences are
-recomputed in each step.
-
-`stream_tokens` generates without a cache, for one request.
+Entry points: `DecoderRows` implements `engine.Rows`; `stream_tokens` generates for one request
+without a KV cache. All tokens of a step form one sequence of the Root's forward pass. Keys and
+values are in a `models.kv_cache.SlotCache`. A transformers class in training has no such cache;
+its sequences are recomputed in each step.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class DecoderRows:
         length: see Rows.
         n_tokens: see Rows.
         keeps_ended: True.
-        in_one_piece: see Rows; of `rope_hf_config.type: dynamic` beyond max_seq_len.
+        in_one_piece: see Rows; True for `rope_hf_config.type: dynamic` beyond max_seq_len.
     """
 
     keeps_ended = True
@@ -50,15 +49,15 @@ class DecoderRows:
         device: torch.device,
         autocast: Autocast,
     ) -> None:
-        """Empty slots; they take memory for slots x length tokens.
+        """Allocate a KV cache for slots x length tokens.
 
         Args:
-            root: `Root`, as it is or wrapped by DDP or FSDP; it is in evaluation mode in a step.
+            root: `Root`, bare or wrapped by DDP or FSDP. It is in evaluation mode during a step.
             slots: see Rows.
             length: see Rows.
-            n_tokens: see Rows; None: as many as the embedding has rows.
-            device: where the model is.
-            autocast: makes the context of the forward pass.
+            n_tokens: see Rows; None: the vocabulary size of the model.
+            device: device of the model.
+            autocast: returns the autocast context of the forward pass.
         """
         model = decoder_of(root)
         config = model.config
@@ -73,14 +72,13 @@ class DecoderRows:
     @torch.no_grad()
     def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
         """See Rows."""
+        # positions in the concatenation of all chunks whose logits are needed
         ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0).tolist()
-        wanted = [
-            place
-            for piece, end in zip(pieces, ends, strict=True)
-            for place in range(end - piece.wanted, end)
-        ]
+        wanted: list[int] = []
+        for piece, end in zip(pieces, ends, strict=True):
+            wanted += range(end - piece.wanted, end)
 
-        def logits(model: Decoder, hidden: Tensor) -> Tensor:
+        def wanted_logits(model: Decoder, hidden: Tensor) -> Tensor:
             return model.head(hidden[0, wanted])
 
         was_training = self._root.training
@@ -88,10 +86,10 @@ class DecoderRows:
             self._root.eval()
         tokens = self._cache.begin(pieces)
         with self._autocast():
-            found = self._root(tokens, None, logits, cache=self._cache)
+            logits = self._root(tokens, None, wanted_logits, cache=self._cache)
         if was_training:
             self._root.train()
-        return found[:, : self.n_tokens].float()
+        return logits[:, : self.n_tokens].float()
 
     def copy(self, source: int, target: int, length: int) -> None:
         """See Rows."""
@@ -103,12 +101,12 @@ class DecoderRows:
 
 
 def decoder_of(root: nn.Module) -> Decoder:
-    """The model of a Root, as it is or wrapped by DDP."""
+    """Return the model of a Root, bare or wrapped by DDP or FSDP."""
     return cast(Root, getattr(root, "module", root)).model
 
 
 def first_process(device: torch.device) -> Agree | None:
-    """What makes all processes go on with process 0's tokens; None: there is one."""
+    """Return a function that broadcasts rank 0's tokens to all ranks; None with one process."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
 
@@ -128,19 +126,18 @@ def stream_tokens(
     autocast: Callable[[], AbstractContextManager[None]],
     n_tokens: int | None = None,
 ) -> Iterator[int]:
-    """The same without a cache: every token is drawn after reading all before it anew.
+    """Yield the tokens of one request, generated without a KV cache.
 
-    It is slow, and what the engine is compared with.
-
-    Where several processes hold the model, every one calls this with the same arguments, and
-    process 0's draw counts for all.
+    Each token needs a forward pass over the full sequence. It is slow, and the reference that the
+    engine is compared with. With several ranks, all ranks call it with the same arguments, and
+    rank 0's sampled token is used on all of them.
 
     Args:
-        root: the model's Root, as FSDP or DDP wrapped it or bare.
-        request: what is asked.
-        device: where the model is.
-        autocast: gives the context of the forward pass.
-        n_tokens: the tokenizer's size; rows of the embedding beyond it are never drawn.
+        root: the model's Root, bare or wrapped by DDP or FSDP.
+        request: the prompt and how to continue it.
+        device: device of the model.
+        autocast: returns the autocast context of the forward pass.
+        n_tokens: size of the tokenizer's vocabulary; ids beyond it are never sampled.
 
     Raises:
         UserError: prompt and continuation are longer than the model's learned positions.
@@ -160,11 +157,11 @@ def stream_tokens(
         tokens = torch.cat([tokens, torch.tensor([[token]], device=device)], dim=1)
 
 
-@torch.no_grad()  # here and not around the loop, which would turn gradients off for its reader
+@torch.no_grad()  # not around the generator's loop: that would disable gradients in its caller
 def _next_logits(
     root: nn.Module, tokens: Tensor, autocast: Callable[[], AbstractContextManager[None]]
 ) -> Tensor:
-    """Logits (V,) after tokens (1, T), in fp32 on the CPU."""
+    """Return the logits (V,) after tokens (1, T), in fp32 on the CPU."""
     with autocast():
         return root(tokens, None, _last_logits).float().cpu()
 

@@ -1,11 +1,13 @@
-"""`SlotEngine`: the one batched generator. Requests come and go; each step is one forward pass.
+"""Batched text generator with continuous batching, chunked prefill and prefix reuse.
 
-`requests.Engine` is what callers see: `generate` and `chat`, samples while training, the gauntlet,
-`serve`. A request has a slot while it runs. In each step every sequence that has read its prompt
-gets a token, and of the others as many tokens are read as `chunk` allows, in the order of their
-slots (iteration-level scheduling, Yu et al., 2022; chunked prefill, Agrawal et al., 2023). A slot
-keeps what was in it, so that a prompt that begins like another sequence is read from where they
-differ. What computes is behind `Rows`: `decoder_rows` for the project's decoder.
+Entry point: `SlotEngine`. Its callers (`generate`, `chat`, samples during training, the gauntlet
+and `serve`) use it through the interface `requests.Engine`. A request occupies a slot of the KV
+cache while it runs. Each step is one forward pass. Every sequence in the decode phase gets one
+token. The remaining budget of `chunk` tokens goes to sequences in the prefill phase, in slot order
+(iteration-level scheduling, Yu et al., 2022; chunked prefill, Agrawal et al., 2023). A slot keeps
+its content after a request ends, so that a prompt with the same prefix is prefilled only from the
+first different token. The model is behind the interface `Rows`: see `decoder_rows` for the
+project's decoder.
 """
 
 from __future__ import annotations
@@ -34,24 +36,24 @@ from llmfoundry.inference.requests import (
 from llmfoundry.models.kv_cache import TokenChunk
 
 CHUNK = 512
-"""Tokens of prompts in a step: those that run wait as long for their next one."""
+"""Prefill tokens per step. More prefill tokens delay the next token of decoding sequences."""
 SHARED = 16
-"""First tokens that a sequence must share with another to copy them."""
-BROKEN = -1  # in place of a token: the logits were no finite numbers
+"""Shortest common prefix, in tokens, that is copied from another slot."""
+BROKEN = -1  # in place of a token: the logits were not finite
 
 Agree = Callable[[list[int]], list[int]]
 
 
 class Rows(Protocol):
-    """A model and the keys and values of its sequences, each in a slot.
+    """A model with a KV cache that has one slot for each sequence.
 
     Attributes:
-        slots: how many sequences there may be.
-        length: tokens of each.
-        n_tokens: ids below it are drawn.
-        keeps_ended: what was in a slot stays there until it is needed.
-        in_one_piece: what a prompt's first tokens become depends on how long it is, so that it
-            must be read at once, and none can be shared.
+        slots: number of slots.
+        length: capacity of a slot in tokens.
+        n_tokens: token ids below it can be sampled.
+        keeps_ended: whether a slot keeps its content after its sequence ends.
+        in_one_piece: whether the keys and values of a prompt depend on its length. If so, prompts
+            are prefilled in one step, and prefixes are not reused.
     """
 
     slots: int
@@ -61,23 +63,30 @@ class Rows(Protocol):
     in_one_piece: bool
 
     def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
-        """One forward pass; logits (W, n_tokens) in fp32 of each piece's last `wanted` tokens."""
+        """Run one forward pass over chunks of several sequences.
+
+        Returns:
+            Logits (W, n_tokens) in fp32 of the last `wanted` tokens of each chunk, concatenated.
+        """
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make the first tokens of one slot those of another."""
+        """Copy the first `length` tokens of slot `source` to slot `target`."""
 
     def clear(self, slot: int) -> None:
-        """Forget what may be no numbers."""
+        """Zero a slot whose content may not be finite."""
 
 
 @dataclass
 class _Sequence:
-    """A request that has a slot.
+    """A request in the engine, waiting or running.
 
     Attributes:
-        tokens: prompt, and what was drawn.
-        read: so many of them are in the slot; as those of `tokens` but the last, once it draws.
-        judged: of the prompt, where it was asked for.
+        number: id of the request.
+        request: the request.
+        sampler: sampler with the request's random generator.
+        tokens: the prompt and the sampled tokens.
+        read: number of `tokens` in the slot: all except the last one in the decode phase.
+        judged: log-probabilities of the prompt's tokens, if requested.
     """
 
     number: int
@@ -89,20 +98,20 @@ class _Sequence:
 
     @property
     def unread(self) -> int:
-        """Tokens that have not gone through the model."""
+        """Number of tokens that the model has not read yet."""
         return len(self.tokens) - self.read
 
     @property
     def drawn(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of sampled tokens; above 0 in the decode phase."""
         return len(self.tokens) - len(self.request.prompt)
 
 
 class SlotEngine:
-    """An Engine.
+    """Engine over the slots of a model.
 
     Attributes:
-        chunk: tokens of prompts in a step at most; one always goes.
+        chunk: maximum number of prefill tokens per step.
     """
 
     def __init__(
@@ -113,21 +122,21 @@ class SlotEngine:
         agree: Agree | None = None,
         in_step: bool = False,
     ) -> None:
-        """Nothing runs.
+        """Create an idle engine.
 
         Args:
-            rows: the model.
-            chunk: see above.
-            agree: of several processes with the same requests: what process 0 has drawn; their
-                logits may differ in the last bit, and all must stop together.
-            in_step: of several processes with requests of their own: a step without any makes a
-                forward pass all the same, as sharded weights need.
+            rows: the model and its KV cache.
+            chunk: maximum number of prefill tokens per step.
+            agree: for ranks with the same requests: returns the tokens sampled on rank 0. Logits
+                may differ between ranks in the last bit, and all ranks must stop together.
+            in_step: for ranks with different requests: run a forward pass even in a step without
+                requests, because sharded weights need the collectives of all ranks.
         """
         self._rows, self.chunk, self._agree, self._in_step = rows, chunk, agree, in_step
         self._numbers = 0
         self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []  # by slot: those that draw before those that read
-        self._held: list[list[int]] = [[] for _ in range(rows.slots)]  # tokens by slot
+        self._running: list[_Sequence] = []  # by slot; decoding sequences before prefilling ones
+        self._held: list[list[int]] = [[] for _ in range(rows.slots)]  # cached tokens by slot
 
     @property
     def slots(self) -> int:
@@ -212,98 +221,118 @@ class SlotEngine:
             raise UserError(*problems)
 
     def _admit(self) -> None:
-        """Give free slots to those that wait."""
+        """Move waiting requests to free slots."""
         while self._waiting and len(self._running) < self.slots:
             self._running.append(self._waiting.popleft())
 
     def _pieces(self) -> list[TokenChunk]:
-        """What the model reads in this step."""
-        pieces, left = [], self.chunk
+        """Plan the step: the chunk of tokens that the model reads for each running sequence."""
+        pieces, budget = [], self.chunk
         for slot, sequence in enumerate(self._running):
+            # decode: one token
             if sequence.drawn:
                 pieces.append(TokenChunk(slot, sequence.read, (sequence.tokens[-1],), 1))
                 continue
-            if sequence.read == 0 and self._shares(slot):
-                break  # with one that is being read
-            whole = self._rows.in_one_piece
-            count = sequence.unread if whole else min(sequence.unread, left)
-            if count == 0 or (whole and left < self.chunk and count > left):
+            # wait for a prefix that an earlier slot is still prefilling
+            if sequence.read == 0 and self._reuse_prefix(slot):
                 break
-            left = max(0, left - count)
+            # prefill: as many tokens as the budget allows
+            in_one_piece = self._rows.in_one_piece
+            count = sequence.unread if in_one_piece else min(sequence.unread, budget)
+            if count == 0 or (in_one_piece and budget < self.chunk and count > budget):
+                break
+            budget = max(0, budget - count)
             tokens = tuple(sequence.tokens[sequence.read : sequence.read + count])
             wanted = count if sequence.request.prompt_logprobs else int(count == sequence.unread)
             pieces.append(TokenChunk(slot, sequence.read, tokens, wanted))
         return pieces
 
-    def _shares(self, slot: int) -> bool:
-        """Copy what is there of a prompt's beginning; whether more of it is about to be read.
+    def _reuse_prefix(self, slot: int) -> bool:
+        """Copy the longest cached prefix of a prompt to its slot.
 
-        The last token of a prompt is always read, for its logits.
+        The last token of a prompt is never reused, because its logits are needed.
+
+        Returns:
+            True if an earlier slot is prefilling a longer common prefix, so that the prompt should
+            wait. Nothing is copied then.
         """
         sequence = self._running[slot]
         if self._rows.in_one_piece or sequence.request.prompt_logprobs:
             self._held[slot] = []
             return False
-        known = sequence.tokens[:-1]
-        common = [common_prefix(held, known) for held in self._held]
+        prompt = sequence.tokens[:-1]
+        common = [common_prefix(cached, prompt) for cached in self._held]
         best = max(range(self.slots), key=lambda i: (common[i], i == slot))
-        coming = [common_prefix(s.tokens, known) for s in self._running[:slot] if s.unread > 1]
-        if coming and max(coming) >= common[best] + SHARED:
+        prefilling = [s for s in self._running[:slot] if s.unread > 1]
+        upcoming = [common_prefix(other.tokens, prompt) for other in prefilling]
+        if upcoming and max(upcoming) >= common[best] + SHARED:
             return True
         if common[best] < SHARED:
             self._held[slot] = []
             return False
         if best != slot:
             self._rows.copy(best, slot, common[best])
-        self._held[slot] = known[: common[best]]
+        self._held[slot] = prompt[: common[best]]
         sequence.read = common[best]
         return False
 
     def _finish(self, pieces: Sequence[TokenChunk], logits: Tensor) -> list[Emitted]:
-        """News of all whose prompts are read, from the logits (W, V) of all pieces."""
-        parts = logits.split([piece.wanted for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            self._judge_prompt(piece, part)
-        ready = [
-            (self._running[piece.slot], part[-1:])
-            for piece, part in zip(pieces, parts, strict=True)
-            if not self._running[piece.slot].unread
-        ]
-        if not ready:
+        """Sample tokens and release the slots of finished requests.
+
+        Args:
+            pieces: the chunks of the step.
+            logits: (W, V), the requested logits of all chunks.
+
+        Returns:
+            One entry for each sequence whose prompt has been read.
+        """
+        # logits by chunk; log-probabilities of prompts
+        chunk_logits = logits.split([piece.wanted for piece in pieces])
+        for piece, piece_logits in zip(pieces, chunk_logits, strict=True):
+            self._score_prompt(piece, piece_logits)
+        # sample a token for each sequence without unread tokens
+        sequences, last_rows = [], []
+        for piece, piece_logits in zip(pieces, chunk_logits, strict=True):
+            sequence = self._running[piece.slot]
+            if not sequence.unread:
+                sequences.append(sequence)
+                last_rows.append(piece_logits[-1:])
+        if not sequences:
             return []
-        last = torch.cat([part for _, part in ready])
-        sequences = [sequence for sequence, _ in ready]
-        tokens = self._draw(sequences, last)
-        news = self._report(sequences, tokens, last)
-        ended = {one.request for one in news if one.finish is not None}
-        broken = {one.request for one in news if one.finish == "error"}
+        last_logits = torch.cat(last_rows)
+        tokens = self._draw(sequences, last_logits)
+        emitted = self._report(sequences, tokens, last_logits)
+        # release slots, from the last one, because a release moves later sequences
+        finished = {one.request for one in emitted if one.finish is not None}
+        broken = {one.request for one in emitted if one.finish == "error"}
         for slot in reversed(range(len(self._running))):
             number = self._running[slot].number
             if number in broken:
                 self._rows.clear(slot)
                 self._held[slot] = []
-            if number in ended:
+            if number in finished:
                 self._release(slot)
-        return news
+        return emitted
 
-    def _judge_prompt(self, piece: TokenChunk, logits: Tensor) -> None:
-        """Note what the model says of a prompt's tokens, from the logits of those before them."""
+    def _score_prompt(self, piece: TokenChunk, logits: Tensor) -> None:
+        """Record the log-probabilities of a prompt's tokens, if the request asks for them."""
         sequence = self._running[piece.slot]
         if not sequence.request.prompt_logprobs or sequence.drawn:
             return
         judged, prompt = sequence.judged, sequence.request.prompt
         if not judged:
             judged.append(TokenLogprob(prompt[0], None))
-        following = prompt[piece.past + 1 : piece.past + len(piece.tokens) + 1]
-        if not following:
+        targets = prompt[piece.past + 1 : piece.past + len(piece.tokens) + 1]
+        if not targets:
             return
-        most = sequence.request.logprobs or 0
-        found = token_logprobs(logits[: len(following)], following, [most] * len(following))
-        judged += [TokenLogprob(*each) for each in zip(following, *found, strict=True)]
+        n_top = sequence.request.logprobs or 0
+        logprobs, tops = token_logprobs(logits[: len(targets)], targets, [n_top] * len(targets))
+        for token, logprob, top in zip(targets, logprobs, tops, strict=True):
+            judged.append(TokenLogprob(token, logprob, top))
 
     def _draw(self, sequences: Sequence[_Sequence], logits: Tensor) -> list[int]:
-        """The next token of each from logits (n, V), BROKEN where they are not finite."""
-        finite = logits.amax(-1).isfinite()  # minus infinity: never to be drawn
+        """Sample the next token of each sequence from logits (n, V); BROKEN if not finite."""
+        finite = logits.amax(-1).isfinite()  # single logits of -inf are allowed: never sampled
         tokens = torch.where(finite, logits.argmax(-1), BROKEN).tolist()
         for i, sequence in enumerate(sequences):
             if tokens[i] != BROKEN and not sequence.sampler.takes_the_likeliest:
@@ -313,25 +342,27 @@ class SlotEngine:
     def _report(
         self, sequences: Sequence[_Sequence], tokens: Sequence[int], logits: Tensor
     ) -> list[Emitted]:
-        """Add the tokens to their sequences, and say so."""
-        asked = [
+        """Append the tokens to their sequences and return what the step emits."""
+        with_logprobs = [
             i
             for i, sequence in enumerate(sequences)
             if sequence.request.logprobs is not None and tokens[i] != BROKEN
         ]
-        told: dict[int, tuple[float, Alternatives]] = {}
-        if asked:
-            counts = [sequences[i].request.logprobs or 0 for i in asked]
-            found = token_logprobs(logits[asked], [tokens[i] for i in asked], counts)
-            told = dict(zip(asked, zip(*found, strict=True), strict=True))
+        scores: dict[int, tuple[float, Alternatives]] = {}
+        if with_logprobs:
+            counts = [sequences[i].request.logprobs or 0 for i in with_logprobs]
+            chosen = [tokens[i] for i in with_logprobs]
+            logprobs, tops = token_logprobs(logits[with_logprobs], chosen, counts)
+            scores = dict(zip(with_logprobs, zip(logprobs, tops, strict=True), strict=True))
         return [
-            self._emitted(sequence, token, told.get(i))
+            self._append(sequence, token, scores.get(i))
             for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
         ]
 
-    def _emitted(
-        self, sequence: _Sequence, token: int, told: tuple[float, Alternatives] | None
+    def _append(
+        self, sequence: _Sequence, token: int, scores: tuple[float, Alternatives] | None
     ) -> Emitted:
+        """Append a token to its sequence, unless the sequence ends without it."""
         request, first = sequence.request, sequence.drawn == 0
         judged = tuple(sequence.judged) if first and request.prompt_logprobs else None
         finish: Finish | None = None
@@ -346,29 +377,34 @@ class SlotEngine:
         sequence.tokens.append(token)
         sequence.sampler.count(token)
         finish = "length" if sequence.drawn == request.max_new_tokens else None
-        logprob, top = told or (None, ())
+        logprob, top = scores or (None, ())
         return Emitted(sequence.number, token, finish, logprob, top, judged)
 
     def _release(self, slot: int) -> None:
-        """Free a slot: the last that draws takes it, and those that read move up, in order."""
-        draws = sum(bool(sequence.drawn) for sequence in self._running)
-        places = [*range(max(slot, draws - 1), len(self._running))]
-        places = places if slot >= draws else [slot, *places]
+        """Free a slot and close the gap.
+
+        Decoding sequences occupy the first slots. The last decoding sequence moves to the free
+        slot, and the prefilling sequences each move up by one slot, in order.
+        """
+        n_decoding = sum(bool(sequence.drawn) for sequence in self._running)
+        moving = [*range(max(slot, n_decoding - 1), len(self._running))]
+        moving = moving if slot >= n_decoding else [slot, *moving]
         if not self._rows.keeps_ended:
             self._held[slot] = []
-        self._leave(slot, self._running[slot])
-        for hole, source in itertools.pairwise(dict.fromkeys(places)):
-            moved = self._running[hole] = self._running[source]
+        self._clear_partial(slot, self._running[slot])
+        for target, source in itertools.pairwise(dict.fromkeys(moving)):
+            moved = self._running[target] = self._running[source]
             if moved.read:
-                self._rows.copy(source, hole, moved.read)
-                self._held[hole] = moved.tokens[: moved.read]
-                self._leave(source, moved)
+                self._rows.copy(source, target, moved.read)
+                self._held[target] = moved.tokens[: moved.read]
+                self._clear_partial(source, moved)
         self._running.pop()
 
-    def _leave(self, slot: int, sequence: _Sequence) -> None:
-        """Forget what is left of a prompt that was read in part: no step saw whether it is numbers.
+    def _clear_partial(self, slot: int, sequence: _Sequence) -> None:
+        """Clear a slot that a sequence leaves in the middle of its prefill.
 
-        A longer neighbor's mask hides it, but times 0 what is no number is none.
+        No step has checked that its keys and values are finite. The mask of a longer sequence hides
+        them, but 0 times NaN is NaN.
         """
         if sequence.read and sequence.unread and not sequence.drawn:
             self._rows.clear(slot)
@@ -376,10 +412,10 @@ class SlotEngine:
 
 
 def stream(engine: Engine, request: Request) -> Iterator[int]:
-    """The tokens of a request as an engine draws them, which nobody else asks meanwhile.
+    """Yield the tokens of one request as they are sampled. The engine must have no other callers.
 
     Raises:
-        UserError: it can never run, or logits were not finite, so that nothing can be drawn.
+        UserError: the request is invalid, or the logits are not finite.
     """
     number = engine.add(request)
     try:
@@ -396,20 +432,28 @@ def stream(engine: Engine, request: Request) -> Iterator[int]:
 
 
 def draw_all(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of many requests, in their order; none come after logits that are not finite."""
-    drawn: dict[int, list[int]] = {engine.add(request): [] for request in requests}
+    """Run all requests and return their tokens, in order of the requests.
+
+    A request ends without an error when its logits are not finite.
+    """
+    tokens: dict[int, list[int]] = {engine.add(request): [] for request in requests}
     while engine.busy:
         for one in engine.step():
             if one.token is not None:
-                drawn[one.request].append(one.token)
-    return list(drawn.values())
+                tokens[one.request].append(one.token)
+    return list(tokens.values())
 
 
 def check_length(longest: int | None, prompt: int, max_new_tokens: int) -> None:
-    """ALiBi and rotary positions continue beyond max_seq_len, others end at `longest`.
+    """Check that a prompt and its continuation fit into the model's positions.
+
+    Args:
+        longest: number of learned positions; None: unlimited (ALiBi and rotary positions).
+        prompt: length of the prompt in tokens.
+        max_new_tokens: longest continuation in tokens.
 
     Raises:
-        UserError: naming the key and the longest that is possible.
+        UserError: with the key to change and the largest possible value.
     """
     if prompt == 0:
         raise UserError("prompt: is empty; begin it with the end-of-text token")
