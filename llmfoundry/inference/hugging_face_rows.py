@@ -1,10 +1,10 @@
-"""`HuggingFaceRows`: any causal language model of transformers as `engine` calls models.
+"""Any causal language model of transformers as a model of the generation engine.
 
-Sequences that draw are rows of one of transformers' own caches, aligned at their ends: what is
-missing to the longest is padding on the left, which the mask hides, as in `generate`. What a class
-makes of masks, positions and caches is not believed but tried: the first pass compares each way, on
-a few tokens, with what the class says of the same texts read anew, and takes the first that agrees.
-A prompt is read in one piece, by itself.
+Entry point: `HuggingFaceRows` implements `engine.Rows`. Decoding sequences are the batch of one
+transformers cache, padded on the left as in transformers' `generate`. Classes differ in their
+support of masks, positions and caches. The constructor therefore compares each strategy of `WAYS`
+on a few tokens with a forward pass over the full sequences, and uses the first one that agrees.
+Each prompt is prefilled in one forward pass by itself.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.models.kv_cache import TokenChunk
 
 WAYS = ("together", "apart", "anew")
-"""All in one pass; each in its own, with a cache, as of classes without attention; or without."""
-PROBE = (5, 9)  # tokens of the texts that ways are tried on
-DRAWN = 3  # and so many one by one after them
+"""Strategies: one batched pass with a cache; one pass and one cache for each sequence, as for
+classes without attention; one pass for each sequence without a cache."""
+PROBE = (5, 9)  # lengths of the prompts that strategies are compared on
+DRAWN = 3  # tokens that are decoded one by one after each of them
 
 
 @dataclass(eq=False)
 class _Text:
-    """A sequence that is in a slot.
+    """A sequence in a slot.
 
     Attributes:
-        tokens: all of it that was read.
-        cache: its own, of one row; None: it is in the cache of all, or there is none.
+        tokens: the tokens that were read.
+        cache: transformers cache of this sequence (batch size 1); None: the sequence is in the
+            batched cache, or there is no cache.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -41,12 +43,12 @@ class _Text:
 
 
 def angles_by_length(config: Any) -> bool:
-    """Whether rotary angles of a text depend on the longest of those that share its pass."""
+    """Return whether rotary angles depend on the longest sequence of the batch."""
     return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in _ropes(config))
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Rotary settings, those of kinds of layers too."""
+    """Return the rotary settings of the model, and those of its layer types."""
     ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
 
@@ -75,15 +77,15 @@ class HuggingFaceRows:
         autocast: bool = False,
         way: str | None = None,
     ) -> None:
-        """Empty slots; their caches take memory as sequences grow.
+        """Choose a strategy. Caches are allocated as sequences grow.
 
         Args:
-            model: transformers' object, on its device; in evaluation mode from now on.
+            model: model of transformers, on its device; it is set to evaluation mode.
             slots: see Rows.
             length: see Rows.
-            n_tokens: see Rows; None: all that the head has.
-            autocast: compute matrix products in bf16.
-            way: one of WAYS; None: what is found to agree.
+            n_tokens: see Rows; None: the vocabulary size of the head.
+            autocast: compute matmuls in bf16.
+            way: one of WAYS; None: the first one that agrees with the class.
         """
         self._model, self._autocast = model.eval(), autocast
         self.slots, self.length = slots, length
@@ -92,42 +94,44 @@ class HuggingFaceRows:
         takes = inspect.signature(model.forward).parameters
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in takes}
         self._cache_name = next((n for n in ("past_key_values", "cache_params") if n in takes), "")
-        self._turns = {  # lengths beyond which all angles are others (LongRoPE)
+        self._turns = {  # lengths beyond which all rotary angles change (LongRoPE)
             rope.get("original_max_position_embeddings")
             for rope in _ropes(model.config)
             if rope.get("rope_type") == "longrope"
         }
         self._texts: list[_Text] = [_Text() for _ in range(slots)]
         self._together: Any = None
-        self._rows: list[_Text] = []  # of the cache of all
-        self.way = way or self._tried()
+        self._rows: list[_Text] = []  # sequences of the batched cache
+        self.way = way or self._choose_way()
 
     @torch.no_grad()
     def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
         """See Rows."""
-        drawing = [piece for piece in pieces if piece.past]
-        texts = [self._texts[piece.slot] for piece in drawing]
-        for piece, text in zip(drawing, texts, strict=True):
+        # decoding sequences in one batch
+        decoding = [piece for piece in pieces if piece.past]
+        texts = [self._texts[piece.slot] for piece in decoding]
+        for piece, text in zip(decoding, texts, strict=True):
             text.tokens += piece.tokens
-        found = [self._draw(texts)] if drawing else []
+        logits = [self._decode(texts)] if decoding else []
+        # prompts one by one
         for piece in pieces:
             if not piece.past:
                 self._texts[piece.slot] = _Text([*piece.tokens])
-                found.append(self._read_prompt(self._texts[piece.slot], piece.wanted))
-        return torch.cat(found)[:, : self.n_tokens].float()
+                logits.append(self._prefill(self._texts[piece.slot], piece.wanted))
+        return torch.cat(logits)[:, : self.n_tokens].float()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See Rows; the whole of it."""
+        """See Rows; the full sequence is shared."""
         self._texts[target] = self._texts[source]
 
     def clear(self, slot: int) -> None:
-        """See Rows: a text that is gone is not looked at again."""
+        """See Rows; nothing to do, because sequences never read another sequence's slot."""
 
-    def _read_prompt(self, text: _Text, wanted: int) -> Tensor:
-        """Logits (wanted, V) after a text that was not read before."""
+    def _prefill(self, text: _Text, wanted: int) -> Tensor:
+        """Return the last logits (wanted, V) of a new prompt."""
         from transformers import DynamicCache
 
-        # without the config: layers with a window keep what is before it too, under their mask
+        # without the config, windowed layers keep tokens outside the window; their mask hides them
         cache = DynamicCache() if self.way == "together" else None
         ids = [text.tokens]
         if self.way == "anew":
@@ -136,97 +140,103 @@ class HuggingFaceRows:
         text.cache = getattr(out, self._cache_name)
         return out.logits[0, -wanted:]
 
-    def _draw(self, texts: list[_Text]) -> Tensor:
-        """Logits (n, V) after texts whose last token is new."""
+    def _decode(self, texts: list[_Text]) -> Tensor:
+        """Return logits (n, V) after n sequences, each with one new token at its end."""
         if self.way == "anew":
             return torch.cat([self._call([text.tokens], 1).logits[:, -1] for text in texts])
         if self.way == "apart":
-            parts = []
-            for text in texts:
-                turned = (
-                    len(text.tokens) - 1 in self._turns
-                )  # those in the cache are of other angles
-                new, cache = (text.tokens, None) if turned else (text.tokens[-1:], text.cache)
-                out = self._call([new], 1, cache=cache)
-                text.cache = getattr(out, self._cache_name)
-                parts.append(out.logits[:, -1])
-            return torch.cat(parts)
+            return torch.cat([self._decode_one(text) for text in texts])
+        # the batch changed: rebuild the batched cache
         if texts != self._rows:
-            self._together, self._rows = self._merged(texts), texts
+            self._together, self._rows = self._merged_cache(texts), texts
             for text in texts:
                 text.cache = None
+        # left padding
         lengths = torch.tensor([len(text.tokens) for text in texts], device=self._device)
-        places = torch.arange(int(lengths.max()), device=self._device)
-        mask = (places >= lengths.max() - lengths[:, None]).long()
-        given: dict[str, Any] = {"attention_mask": mask}
+        columns = torch.arange(int(lengths.max()), device=self._device)
+        mask = (columns >= lengths.max() - lengths[:, None]).long()
+        arguments: dict[str, Any] = {"attention_mask": mask}
         if "position_ids" in self._takes:
-            given["position_ids"] = lengths[:, None] - 1
+            arguments["position_ids"] = lengths[:, None] - 1
         last = [text.tokens[-1:] for text in texts]
-        return self._call(last, 1, cache=self._together, **given).logits[:, -1]
+        return self._call(last, 1, cache=self._together, **arguments).logits[:, -1]
 
-    def _merged(self, texts: Sequence[_Text]) -> Any:
-        """A cache of these rows, from the cache of all before and those of single texts."""
+    def _decode_one(self, text: _Text) -> Tensor:
+        """Return logits (1, V) after a sequence with a cache of its own."""
+        if len(text.tokens) - 1 in self._turns:  # cached keys have different rotary angles
+            out = self._call([text.tokens], 1)
+        else:
+            out = self._call([text.tokens[-1:]], 1, cache=text.cache)
+        text.cache = getattr(out, self._cache_name)
+        return out.logits[:, -1]
+
+    def _merged_cache(self, texts: Sequence[_Text]) -> Any:
+        """Build a batched cache from the previous batched cache and caches of single sequences."""
         from transformers import DynamicCache
 
         width = max(len(text.tokens) for text in texts) - 1
-        places = {id(text): row for row, text in enumerate(self._rows)}
-        whole = DynamicCache()
+        batch_index = {id(text): row for row, text in enumerate(self._rows)}
+        merged = DynamicCache()
         for i in range(len((texts[0].cache or self._together).layers)):
-            rows: list[list[Tensor]] = [[], []]
+            keys: list[Tensor] = []
+            values: list[Tensor] = []
             for text in texts:
                 source = (self._together if text.cache is None else text.cache).layers[i]
-                row = places[id(text)] if text.cache is None else 0
-                held = len(text.tokens) - 1
-                for kind, tensor in zip(rows, (source.keys, source.values), strict=True):
-                    kept = tensor[row, :, tensor.shape[-2] - held :]
-                    kind.append(pad(kept, (0, 0, width - held, 0)))
-            whole.update(torch.stack(rows[0]), torch.stack(rows[1]), i)
-        return whole
+                row = batch_index[id(text)] if text.cache is None else 0
+                n_cached = len(text.tokens) - 1
+                for padded, tensor in ((keys, source.keys), (values, source.values)):
+                    cached = tensor[row, :, tensor.shape[-2] - n_cached :]
+                    padded.append(pad(cached, (0, 0, width - n_cached, 0)))
+            merged.update(torch.stack(keys), torch.stack(values), i)
+        return merged
 
-    def _call(self, ids: list[list[int]], wanted: int, *, cache: Any = None, **given: Any) -> Any:
-        """The class's forward pass; without a cache where none is to be made."""
+    def _call(
+        self, ids: list[list[int]], wanted: int, *, cache: Any = None, **arguments: Any
+    ) -> Any:
+        """Run the class's forward pass."""
         if "logits_to_keep" in self._takes:
-            given["logits_to_keep"] = wanted
+            arguments["logits_to_keep"] = wanted
         if cache is not None:
-            given[self._cache_name] = cache
+            arguments[self._cache_name] = cache
         tokens = torch.tensor(ids, device=self._device)
-        keep = self.way != "anew"
+        use_cache = self.way != "anew"
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            return self._model(input_ids=tokens, use_cache=keep, return_dict=True, **given)
+            return self._model(input_ids=tokens, use_cache=use_cache, return_dict=True, **arguments)
 
-    def _tried(self) -> str:
-        """The first way that gives what the class gives of each text read anew."""
+    def _choose_way(self) -> str:
+        """Return the first strategy that agrees with forward passes over the full sequences."""
         generator = torch.Generator().manual_seed(0)
-        known = (min(self.n_tokens, 1000), (sum(PROBE) + 2 * DRAWN,))
-        tokens = torch.randint(*known, generator=generator).tolist()
+        vocabulary = min(self.n_tokens, 1000)
+        n_tokens = sum(PROBE) + 2 * DRAWN
+        tokens = torch.randint(vocabulary, (n_tokens,), generator=generator).tolist()
         texts = [tokens[: PROBE[0] + DRAWN], tokens[PROBE[0] + DRAWN :]]
         expected = self._logits("anew", texts)
         first = 1 if angles_by_length(self._model.config) else 0
         for way in WAYS[first:-1]:
             try:
-                found = self._logits(way, texts)
-            except Exception:  # a class that takes no such mask or cache: the next way
+                logits = self._logits(way, texts)
+            except Exception:  # the class does not support such a mask or cache: the next strategy
                 continue
             exact = expected.dtype == torch.float32 and not self._autocast
             exact = exact and next(self._model.parameters()).dtype == torch.float32
-            if (found - expected).abs().max() <= (1e-3 if exact else 0.2) * expected.abs().mean():
+            if (logits - expected).abs().max() <= (1e-3 if exact else 0.2) * expected.abs().mean():
                 return way
         return WAYS[-1]
 
     def _logits(self, way: str, texts: Sequence[Sequence[int]]) -> Tensor:
-        """What a way gives of texts of two lengths, whose last tokens are drawn."""
+        """Return the logits of a strategy: the prompts are prefilled, the last tokens decoded."""
         rows = HuggingFaceRows(
             self._model, slots=2, length=self.length, autocast=self._autocast, way=way
         )
         first = [TokenChunk(i, 0, tuple(text[:-DRAWN]), 1) for i, text in enumerate(texts)]
-        found = [rows.read(first)]
+        logits = [rows.read(first)]
         for n in range(DRAWN, 0, -1):
             new = [TokenChunk(i, len(t) - n, (t[len(t) - n],), 1) for i, t in enumerate(texts)]
-            found.append(rows.read(new))
-        return torch.cat(found)
+            logits.append(rows.read(new))
+        return torch.cat(logits)
 
 
 def end_ids(ids: Any, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that end a text: `eos_token_id` as transformers has it, and the tokenizer's."""
-    own = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return {*own, tokenizer.eos_id}
+    """Return the end-of-text tokens: transformers' `eos_token_id` and that of the tokenizer."""
+    model_ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return {*model_ids, tokenizer.eos_id}

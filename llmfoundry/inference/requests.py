@@ -1,12 +1,12 @@
-"""What a batched generator is asked, and what it answers: tokens in, tokens out, text nowhere.
+"""Interface of the generation engine, in tokens: `Request`, `Emitted`, `Engine` and `Sampler`.
 
-`engine` has the one implementation; what asks it (`generate`, `chat`, samples while training, the
-gauntlet, `serve`) turns text into a `Request` and tokens into text. A request is one sequence: n
-answers to a prompt are n requests. All random numbers of a request come from its own generator, so
-that its answer does not depend on who shares the batch.
+`engine` has the implementation. Its callers (`generate`, `chat`, samples during training, the
+gauntlet and `serve`) convert between text and tokens. A request is one sequence: n answers to a
+prompt are n requests. Each request has its own random generator, so that its answer does not depend
+on the other requests of the batch.
 
-A `Sampler` draws a request's next token from logits: penalties, temperature, top_k, top_p; on the
-CPU in fp32, so that a seed means the same on every device and in every batch.
+`Sampler` samples a request's next token from logits with penalties, temperature, top_k and top_p.
+It runs on the CPU in fp32, so that a seed gives the same tokens on every device.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 
 Finish = Literal["stop", "length", "error"]
-"""A stop id was drawn; max_new_tokens are; the logits were not finite numbers."""
+"""Why a request ended: a stop id was sampled; max_new_tokens is reached; logits are not finite."""
 Alternatives = tuple[tuple[int, float], ...]
-"""Tokens and their log-probabilities, the likeliest first."""
+"""Tokens and their log-probabilities, the most probable first."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling settings of a request.
 
-    Penalties are OpenAI's: of each token's logit frequency_penalty times the number of times that
-    it was drawn, and presence_penalty if it was drawn at all, are subtracted, before temperature,
-    top_k and top_p. The prompt's tokens do not count.
+    Penalties are defined as in OpenAI's API and applied before temperature, top_k and top_p. Tokens
+    of the prompt do not count.
 
     Attributes:
-        temperature: 0 takes the likeliest token.
-        top_k: draw from the k likeliest only; None: from all.
-        top_p: draw from the likeliest that together reach this probability; None: from all.
-        frequency_penalty: see above.
-        presence_penalty: see above.
-        seed: of the draws.
+        temperature: 0: greedy decoding.
+        top_k: sample from the k most probable tokens; None: from all.
+        top_p: sample from the smallest set of tokens whose probability reaches top_p; None: from
+            all.
+        frequency_penalty: subtracted from a token's logit for each time that it was sampled.
+        presence_penalty: subtracted from a token's logit once it was sampled.
+        seed: seed of the request's random generator.
     """
 
     temperature: float = 0.0
@@ -58,13 +58,13 @@ class Request:
     """One sequence to continue.
 
     Attributes:
-        prompt: at least one token.
-        max_new_tokens: tokens to draw at most; 0 reads the prompt alone.
-        sampling: how they are chosen.
-        stop_ids: tokens that end the answer, of which they are no part.
-        logprobs: report the log-probability of each token drawn, and those of so many of the
-            likeliest; None: none. They are the model's: before penalties and temperature.
-        prompt_logprobs: report the same of the prompt's tokens; `logprobs` is then set.
+        prompt: token ids; at least one.
+        max_new_tokens: maximum number of tokens to sample; 0: only read the prompt.
+        sampling: sampling settings.
+        stop_ids: tokens that end the answer; they are not part of it.
+        logprobs: report the log-probability of each sampled token and of this many most probable
+            tokens; None: none. Log-probabilities are taken before penalties and temperature.
+        prompt_logprobs: report log-probabilities of the prompt's tokens too; needs `logprobs`.
     """
 
     prompt: tuple[int, ...]
@@ -77,12 +77,12 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One token of a prompt, as the model judges it.
+    """Log-probability of one token of a prompt.
 
     Attributes:
-        token: its id.
-        logprob: of it after those before it; None: of the first, before which is nothing.
-        top: the likeliest in its place; empty for the first.
+        token: token id.
+        logprob: log-probability after the preceding tokens; None for the first token.
+        top: the most probable tokens at this position; empty for the first token.
     """
 
     token: int
@@ -92,16 +92,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Emitted:
-    """News of one request; after one with a `finish` there are no more.
+    """Output of one request in one step. An output with a `finish` is the last one.
 
     Attributes:
-        request: its number.
-        token: the one drawn; None where the answer ended without one: at a stop id, at a
-            max_new_tokens of 0, or by an error.
-        finish: why it ended; None: it goes on.
-        logprob: of the token, where it was asked for.
-        top: the likeliest in its place, where they were asked for.
-        prompt_logprobs: of the whole prompt, with the first news of a request that asked for them.
+        request: id of the request.
+        token: the sampled token; None if the request ended without a token: at a stop id, with
+            max_new_tokens 0, or by an error.
+        finish: why the request ended; None: it continues.
+        logprob: log-probability of the token, if requested.
+        top: the most probable tokens at this position, if requested.
+        prompt_logprobs: log-probabilities of the prompt, if requested; in the first output only.
     """
 
     request: int
@@ -113,44 +113,44 @@ class Emitted:
 
 
 class Engine(Protocol):
-    """Many requests at once on one model. It is no thread's in particular, but one at a time's."""
+    """Batched generation on one model. Any thread may call it, but only one thread at a time."""
 
     @property
     def slots(self) -> int:
-        """Requests that run at the same time at most."""
+        """Maximum number of concurrent requests."""
 
     @property
     def length(self) -> int:
-        """Tokens of a slot: of a prompt and its answer together at most."""
+        """Capacity of a slot: maximum length of a prompt and its answer together, in tokens."""
 
     @property
     def waiting(self) -> int:
-        """Requests that were added and have no slot yet."""
+        """Number of requests without a slot."""
 
     @property
     def running(self) -> int:
-        """Requests that have a slot."""
+        """Number of requests with a slot."""
 
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
 
     def add(self, request: Request) -> int:
-        """Queue a request; its number. It gets a slot in the order of adding.
+        """Queue a request and return its id. Requests get slots in the order of arrival.
 
         Raises:
-            UserError: it can never run: too long, or with values that mean nothing.
+            UserError: the request is too long or has invalid settings.
         """
 
     def cancel(self, number: int) -> None:
-        """Forget a request, running or waiting: its slot is free at once. Ended ones: nothing."""
+        """Remove a request and free its slot. Ids of finished requests are ignored."""
 
     def step(self) -> list[Emitted]:
-        """One forward pass: a token of all that run; those that have a free slot begin."""
+        """Admit waiting requests to free slots and run one forward pass."""
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens two texts share, by halving: often hundreds, or all."""
+    """Return the length of the common prefix, by binary search: prefixes are often long."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -168,7 +168,7 @@ def sample_token(
     top_p: float | None,
     generator: torch.Generator,
 ) -> int:
-    """A token from logits (V,); the likeliest at temperature 0."""
+    """Sample a token from logits (V,); the argmax at temperature 0."""
     if temperature == 0:
         return int(logits.argmax())
     probabilities = draw_probabilities(logits, temperature, top_k, top_p)
@@ -178,32 +178,33 @@ def sample_token(
 def draw_probabilities(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """What `sample_token` draws from, (V,) float64: temperature, then top_k, then top_p.
+    """Return the distribution that `sample_token` samples from, (V,) float64.
 
-    top_p keeps the fewest likeliest tokens whose probabilities reach it (Holtzman et al., 2019).
+    Temperature is applied first, then top_k, then top_p. top_p keeps the smallest set of most
+    probable tokens whose probability reaches it (Holtzman et al., 2019).
     """
-    logits = (logits.double() - logits.max()) / temperature  # of any size: never inf / inf
+    logits = (logits.double() - logits.max()) / temperature  # the maximum is 0: no overflow
     if top_k is not None and top_k < len(logits):
-        kept = logits.topk(top_k).indices
-        logits = torch.full_like(logits, float("-inf")).scatter(0, kept, logits[kept])
+        top = logits.topk(top_k).indices
+        logits = torch.full_like(logits, float("-inf")).scatter(0, top, logits[top])
     probabilities = logits.softmax(0)
     if top_p is not None and top_p < 1:
         ordered, index = probabilities.sort(descending=True, stable=True)
-        before = ordered.cumsum(0) - ordered
-        ordered[before >= top_p] = 0
+        preceding = ordered.cumsum(0) - ordered
+        ordered[preceding >= top_p] = 0
         probabilities = torch.zeros_like(ordered).scatter(0, index, ordered)
         probabilities /= probabilities.sum()
     return probabilities
 
 
 class Sampler:
-    """The draws of one request."""
+    """Sampler of one request: its random generator and the counts of its tokens."""
 
     def __init__(self, sampling: Sampling) -> None:
-        """Nothing is drawn yet.
+        """Seed the generator.
 
         Raises:
-            UserError: a value means nothing.
+            UserError: a setting is out of range.
         """
         check_sampling(sampling)
         self._how = sampling
@@ -212,12 +213,12 @@ class Sampler:
 
     @property
     def takes_the_likeliest(self) -> bool:
-        """Whether it is the plain argmax of the logits."""
+        """Whether sampling is the argmax of the logits."""
         how = self._how
         return how.temperature == how.frequency_penalty == how.presence_penalty == 0
 
     def draw(self, logits: Tensor) -> int:
-        """A token from logits (V,) in fp32 on the CPU."""
+        """Sample a token from logits (V,) in fp32 on the CPU."""
         how = self._how
         if self._drawn and (how.frequency_penalty or how.presence_penalty):
             tokens = torch.tensor(list(self._drawn))
@@ -227,15 +228,15 @@ class Sampler:
         return sample_token(logits, how.temperature, how.top_k, how.top_p, self._generator)
 
     def count(self, token: int) -> None:
-        """A token is part of the answer now."""
+        """Count a token of the answer, for the penalties."""
         self._drawn[token] += 1
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse values that mean nothing.
+    """Check the range of each setting.
 
     Raises:
-        UserError: naming the value and what it may be.
+        UserError: with each wrong value and its range.
     """
     how, problems = sampling, []
     if not (math.isfinite(how.temperature) and how.temperature >= 0):
@@ -256,10 +257,17 @@ def check_sampling(sampling: Sampling) -> None:
 def token_logprobs(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> tuple[list[float], list[Alternatives]]:
-    """Of tokens (n,) after logits (n, V): their log-probabilities, and so many of the likeliest."""
+    """Return the log-probabilities of tokens and of the most probable tokens.
+
+    Args:
+        logits: (n, V).
+        tokens: (n,), one token for each row of the logits.
+        counts: (n,), number of most probable tokens to return for each row.
+    """
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     values, ids = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    best = zip(ids.tolist(), values.tolist(), counts, strict=True)
-    tops = [tuple(zip(i[:n], v[:n], strict=True)) for i, v, n in best]
+    tops: list[Alternatives] = []
+    for row_ids, row_values, n in zip(ids.tolist(), values.tolist(), counts, strict=True):
+        tops.append(tuple(zip(row_ids[:n], row_values[:n], strict=True)))
     return chosen.tolist(), tops
