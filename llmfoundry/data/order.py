@@ -1,24 +1,26 @@
-"""Which row is sample number i of a run, and which sample of which stream is slot j of step n.
+"""Shuffling and mixing of the training data, as pure functions.
 
-Both are pure functions, called by the loader. `Order` is a keyed permutation of (seed, epoch, i)
-that is computed place by place. A Feistel network permutes the smallest power of two that holds the
-rows, and what falls outside the rows goes through again until it falls inside (cycle walking):
-constant time and memory. Rows come from shards, of which only some are on this machine. Up to
-`block_size` rows are permuted as a whole. More are taken shard by shard, the shards in a random
-order each epoch, and what that gives is cut into blocks of about `block_size` rows, each permuted
-as a whole: a row is shuffled among those of many shards, and only the shards of a block are needed
-at a time.
+Entry points, both called by the loader: `Order` maps a sample number of a stream to a sequence of
+its data, and `Mixture` maps a slot of a batch to a stream and a sample number.
 
-`Mixture` gives every batch each source's part, rounded down or up: the cumulative parts are laid on
-a line as long as the batch, and the n-th batch takes the whole numbers on that line after it is
-shifted by n golden ratios (systematic sampling). Such shifts fill 0 … 1 as evenly as any sequence
-can, so what a source has given stays within a few rows of its part of the run for ever, and the sum
-over any number of batches has a closed form: nothing is planned or replayed. Each phase, and a
-resumed run, continues counting where what was before it stopped: no change of proportions repeats
-or loses a sample, and all that a checkpoint keeps is how many of each source are given.
+`Order` is a permutation keyed by (seed, epoch), evaluated at single positions in constant time and
+memory. A Feistel network permutes the smallest power of two that holds all sequences, and an output
+outside the range is permuted again until it lies inside (cycle walking). An epoch of at most
+`block_size` sequences is one permutation. A larger epoch concatenates its shards in a random order,
+splits the result into blocks of about `block_size` sequences, and permutes each block. Each
+sequence is then shuffled with those of many shards, but only the shards of one block have to be on
+this machine at a time.
 
-The order is a contract: a run resumed by a later version must see the rows it has not seen, so
-the numbers made here never change (tests hold some of them).
+`Mixture` gives each source its proportion of every batch, rounded down or up, by systematic
+sampling. The cumulative proportions are marked on a line as long as the batch. Batch n shifts the
+line by n times the golden ratio and takes the integers on it. Such shifts fill 0 … 1 as evenly as
+any sequence can, so each source stays within a few samples of its exact proportion for the whole
+run. The sum over any number of batches has a closed form, so no state is planned or replayed. A new
+phase and a resumed run continue the counts of the steps before them. A change of the proportions
+therefore repeats or loses no sample, and a checkpoint stores only one count per source.
+
+The order is a contract: a run resumed by a later version must read exactly the unread sequences.
+The numbers computed here therefore never change. Tests pin some of them.
 """
 
 from __future__ import annotations
@@ -40,25 +42,26 @@ _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
 _MASK = (1 << 64) - 1
-_STRETCH = 256  # as few lookups cost hardly more than one, and batches are often small
-_SHARDS, _CUT, _BLOCKS = (np.uint64(n) for n in (1, 2, 3))  # what an epoch's keys are for
-ONLY = "data"  # the name of a stream that is alone
+_STRETCH = 256  # positions computed at once: they cost little more than one, and batches are small
+_SHARDS, _CUT, _BLOCKS = (np.uint64(n) for n in (1, 2, 3))  # purposes of the keys of an epoch
+ONLY = "data"  # name of the stream of a recipe without data.streams
 VERSION = 1
-# Shifts in units of 2**-40 row. The step is the number next to the golden ratio's part behind the
-# point whose continued fraction over 2**40 has no term above 3: even for any number of steps.
+# Shifts are in units of 2**-40 sample. The step is close to the golden ratio's fractional part: the
+# nearest integer whose continued fraction over 2**40 has no term above 3. The shifts are then
+# evenly spread after any number of steps.
 _ONE = 1 << 40
 _STEP = 679_535_549_441
 _START = _ONE >> 1
 
 
 class Order:
-    """The order of the rows of some shards, epoch after epoch, without end.
+    """Endless order of the sequences of a set of shards, epoch after epoch.
 
     Attributes:
-        n_rows: rows of an epoch.
-        seed: as given.
-        shuffle: as given.
-        block_size: as given.
+        n_rows: sequences per epoch.
+        seed: seed of the permutations.
+        shuffle: False: every epoch is 0, 1, 2 …
+        block_size: sequences per block (see `__init__`).
     """
 
     def __init__(
@@ -69,14 +72,16 @@ class Order:
         shuffle: bool,
         block_size: int = 1 << 18,
     ) -> None:
-        """Fix the order.
+        """Determine the order.
 
         Args:
-            sizes: rows of each shard; an int is one shard. At least one row in all, at most 2**62.
-            seed: any whole number; each gives another order.
-            shuffle: off, every epoch is 0, 1, 2 …
-            block_size: rows that are permuted as a whole: an epoch of at most as many; of more,
-                blocks of half to one and a half of it (one, if there are less than two).
+            sizes: number of sequences of each shard; an int is a single shard. The sum is 1 to
+                2**62.
+            seed: any integer. Different seeds give different orders.
+            shuffle: False: every epoch is 0, 1, 2 …
+            block_size: an epoch of at most this many sequences is permuted as one block. A larger
+                epoch has blocks of 0.5 to 1.5 times this size (one block, if it is below twice
+                this size).
         """
         self._sizes = np.atleast_1d(np.asarray(sizes, np.int64))
         assert self._sizes.ndim == 1 and (self._sizes >= 0).all() and block_size >= 1
@@ -87,30 +92,35 @@ class Order:
         self._key = np.uint64(seed * _GOLDEN & _MASK)
         self._in_blocks = shuffle and self.n_rows > block_size
         self._epochs: dict[int, _Epoch] = {}
-        self._stretch = (-1, np.empty(0, np.int64))  # the last one looked up, by its first sample
+        self._stretch = (-1, np.empty(0, np.int64))  # cache: first sample and rows of a stretch
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        """(count,) int64: the rows that are samples first … first + count - 1 of the run."""
+        """Return the sequence numbers (count,) int64 of samples first … first + count - 1."""
         return self.at(np.arange(first, first + count, dtype=np.int64))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """(n,) int64: the rows that are samples `positions` (n,) int64 of the run, in any order."""
+        """Return the sequence numbers (n,) int64 of samples.
+
+        Args:
+            positions: (n,) int64, sample numbers of the run, in any order.
+        """
         if not self.shuffle or len(positions) == 0:
             return positions % self.n_rows
+        # consecutive batches mostly lie in one stretch, which is computed once
         begin = int(positions.min()) // _STRETCH * _STRETCH
         if positions.max() >= begin + _STRETCH:
             return self._look_up(positions)
-        kept, rows = self._stretch
-        if kept != begin:
+        cached_begin, rows = self._stretch
+        if cached_begin != begin:
             rows = self._look_up(np.arange(begin, begin + _STRETCH))
             self._stretch = (begin, rows)
         return rows[positions - begin]
 
     def shards(self, first: int) -> Iterator[int]:
-        """Numbers of the shards in the order in which samples `first`, first + 1, … need them.
+        """Yield, without end, the shard numbers in the order in which the samples need them.
 
-        Endless. Shards whose rows are permuted as a whole come one after another, each once, then
-        those of the next block or epoch. A shard that two blocks in a row need comes once.
+        The samples are `first`, first + 1, … The shards of a block come before those of the next
+        block or epoch. A shard that two adjacent blocks of an epoch share is yielded once.
         """
         epoch, place = divmod(first, self.n_rows)
         while True:
@@ -131,36 +141,49 @@ class Order:
             return _Permutations(np.array([self.n_rows]), keys).apply(places, which)
         rows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            rows[here] = self._epoch(epoch).rows(places[here])
+            in_epoch = epochs == epoch
+            rows[in_epoch] = self._epoch(epoch).rows(places[in_epoch])
         return rows
 
     def _epoch(self, number: int) -> _Epoch:
-        """Made when first needed; two are kept, as threads and batches may straddle a border."""
+        """Return the blocks of an epoch.
+
+        The two latest epochs are cached, because batches and threads may straddle their border.
+        """
         epochs = self._epochs
         if number not in epochs:
             key = _mix(np.array([number], np.uint64) + self._key)
-            made = _Epoch(self._sizes, self._ends, key, self.block_size)
-            self._epochs = epochs = {**dict(list(epochs.items())[-1:]), number: made}
+            epoch = _Epoch(self._sizes, self._ends, key, self.block_size)
+            latest = dict(list(epochs.items())[-1:])
+            self._epochs = epochs = {**latest, number: epoch}
         return epochs[number]
 
 
 class _Epoch:
-    """An epoch in blocks: its shards laid end to end in a random order, and where that is cut."""
+    """One epoch in blocks: its shards, concatenated in a random order and split into blocks."""
 
     def __init__(
         self, sizes: np.ndarray, ends: np.ndarray, key: np.ndarray, block_size: int
     ) -> None:
-        """Arrays as long as the number of shards; `key` (1,) uint64 is the epoch's."""
+        """Shuffle the shards and choose the borders of the blocks.
+
+        Args:
+            sizes: (shards,) int64, sequences of each shard.
+            ends: (shards,) int64, cumulative sum of `sizes`.
+            key: (1,) uint64, key of the epoch.
+            block_size: sequences per block.
+        """
+        # random order of the shards
         numbers = np.arange(len(sizes))
         permutation = _Permutations(numbers[-1:] + 1, _mix(key + _SHARDS))
         self._shards = permutation.apply(numbers, np.zeros_like(numbers))
         sizes = sizes[self._shards]
         self._ends = np.cumsum(sizes)
-        self._shift = ends[self._shards] - self._ends  # from a place among these to a row's number
+        self._shift = ends[self._shards] - self._ends  # position in this epoch to sequence number
         self._filled = np.flatnonzero(sizes)
         self._n_rows, self._size = int(self._ends[-1]), block_size
-        # A cut keeps half a block's distance from the epoch's ends: no block is too small to mix.
+        # Block borders, from a random first one. They keep half a block's distance from both ends
+        # of the epoch, so that no block is too small to shuffle well.
         half = (block_size + 1) // 2
         cut = int(_mix(key + _CUT)[0]) % block_size
         self._first_cut = cut if cut >= half else cut + block_size
@@ -168,7 +191,7 @@ class _Epoch:
         self._key = _mix(key + _BLOCKS)
 
     def rows(self, places: np.ndarray) -> np.ndarray:
-        """(n,) int64: the rows at `places` (n,) int64 of the epoch."""
+        """Return the sequence numbers (n,) int64 at positions `places` (n,) int64 of the epoch."""
         blocks, which = _distinct(self._block(places))
         begins = self._begin(blocks)
         keys = blocks.astype(np.uint64) + self._key
@@ -178,7 +201,7 @@ class _Epoch:
         return places + self._shift[np.searchsorted(self._ends, places, side="right")]
 
     def shards_from(self, place: int) -> Iterator[int]:
-        """The shards that the blocks need, from the one that holds `place` to the last."""
+        """Yield the shards of the blocks, from the block that contains `place` to the last."""
         ends, last = self._ends[self._filled], -1
         for block in range(int(self._block(np.array([place]))[0]), self._n_cuts + 1):
             begin, end = self._begin(np.array([block, block + 1])).tolist()
@@ -191,17 +214,22 @@ class _Epoch:
         return np.clip((places - self._first_cut) // self._size + 1, 0, self._n_cuts)
 
     def _begin(self, blocks: np.ndarray) -> np.ndarray:
-        """The first place of each block, and of the one behind the last."""
+        """Return the first position of each block. The block after the last begins at the end."""
         begins = self._first_cut + (blocks - 1) * self._size
         return np.where(blocks == 0, 0, np.where(blocks > self._n_cuts, self._n_rows, begins))
 
 
 class _Permutations:
-    """Permutations of 0 … size - 1, each by a key of its own."""
+    """m keyed permutations of 0 … size - 1, by a Feistel network with cycle walking."""
 
     def __init__(self, sizes: np.ndarray, keys: np.ndarray) -> None:
-        """`sizes` (m,) int64, or (1,) for all; `keys` (m,) uint64."""
-        # On fewer than 6 bits, some orders would come too often.
+        """Derive the round keys.
+
+        Args:
+            sizes: (m,) int64, size of each permutation; (1,): the same size for all.
+            keys: (m,) uint64.
+        """
+        # with fewer than 6 bits, some permutations would be too frequent
         bits = [max(6, (size - 1).bit_length()) for size in sizes.tolist()]
         self._low_bits = np.array([n // 2 for n in bits], np.uint64)
         self._low_mask = np.array([(1 << n // 2) - 1 for n in bits], np.uint64)
@@ -211,16 +239,22 @@ class _Permutations:
         self._keys = _mix(_mix(_mix(keys)[None] + rounds))  # (rounds, m)
 
     def apply(self, places: np.ndarray, which: np.ndarray) -> np.ndarray:
-        """(n,) int64: where permutation number `which` (n,) puts each of `places` (n,) int64."""
+        """Return the images (n,) int64 of `places`.
+
+        Args:
+            places: (n,) int64, the values to permute.
+            which: (n,) int64, index of the permutation of each value.
+        """
         out = places.astype(np.uint64)
-        todo = np.arange(len(out))
-        while len(todo):
-            size = which[todo] if len(self._sizes) > 1 else np.zeros(1, np.int64)
-            out[todo] = self._network(out[todo], size, which[todo])
-            todo = todo[out[todo] >= self._sizes[size]]
+        pending = np.arange(len(out))  # indices of the values that are still outside their range
+        while len(pending):
+            size = which[pending] if len(self._sizes) > 1 else np.zeros(1, np.int64)
+            out[pending] = self._network(out[pending], size, which[pending])
+            pending = pending[out[pending] >= self._sizes[size]]
         return out.astype(np.int64)
 
     def _network(self, places: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Apply the Feistel network once. `size` and `key` index the sizes and the round keys."""
         low_bits, low_mask = self._low_bits[size], self._low_mask[size]
         high_mask = self._high_mask[size]
         high, low = places >> low_bits, places & low_mask
@@ -231,32 +265,35 @@ class _Permutations:
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values that cover those of `values` (n,) int64, and which of them each of the n is."""
+    """Return distinct values that include all of `values` (n,) int64, and the index of each."""
     low, high = int(values.min()), int(values.max())
-    if high - low < len(values):  # as in every run of samples: no need to sort
+    if high - low < len(values):  # the usual case, consecutive samples, needs no sort
         return np.arange(low, high + 1), values - low
     return np.unique(values, return_inverse=True)
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """64 bits of which each depends on all of `value`; uint64 arithmetic wraps around."""
+    """Hash uint64 values: each bit of the result depends on all bits of `value`.
+
+    The products rely on the wraparound of uint64 arithmetic.
+    """
     value = (value ^ value >> np.uint64(31)) * _MULTIPLIER
     value = (value ^ value >> np.uint64(29)) * _MULTIPLIER
     return value ^ value >> np.uint64(32)
 
 
 def stream_key(name: str) -> str:
-    """The recipe's key of a stream."""
+    """Return the recipe key of a stream."""
     return "data" if name == ONLY else f"data.streams.{name}"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Proportions that hold from some step on.
+    """Proportions that apply from a step on.
 
     Attributes:
-        step: the first of the phase.
-        weights: each source's part, to any scale.
+        step: first step of the phase.
+        weights: proportion of each source, in any scale.
     """
 
     step: int
@@ -265,14 +302,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Steps in a row of the same proportions.
+    """Consecutive steps with the same proportions.
 
     Attributes:
-        step: its first.
-        base: each source's samples given before, less what step 0 to there would have given.
-        active: the sources with a part, by name, so that the recipe's order has no effect.
-        cumulative: their parts of a batch, summed up, in units of 2**-40.
-        rows: what a part of one is: 1, or a batch where each is of one source.
+        step: first step.
+        base: offset of each source: samples consumed before `step`, minus the samples that these
+            proportions would have consumed in the steps 0 … step - 1.
+        active: indices of the sources with a proportion above 0, sorted by name, so that the order
+            in the recipe has no effect.
+        cumulative: cumulative proportions of the active sources in a batch, in units of 2**-40.
+        rows: samples per unit of a proportion: 1, or the batch size if each batch has one source.
     """
 
     step: int
@@ -282,16 +321,16 @@ class _Segment:
     rows: int
 
     def batch(self, step: int) -> tuple[int, ...]:
-        """Rows that each of the active sources gives at `step`."""
+        """Return the number of samples of each active source at `step`."""
         shift = (_START + step * _STEP) % _ONE
         return self._parts((total + shift) // _ONE for total in (0, *self.cumulative))
 
     def consumed(self, step: int) -> tuple[int, ...]:
-        """Samples that each source has given before `step`."""
+        """Return the number of samples of each source before `step`."""
         sums = (_floor_sum(step, _ONE, _STEP, total + _START) for total in (0, *self.cumulative))
         counts = list(self.base)
-        for source, given in zip(self.active, self._parts(sums), strict=True):
-            counts[source] += given
+        for source, count in zip(self.active, self._parts(sums), strict=True):
+            counts[source] += count
         return tuple(counts)
 
     def _parts(self, sums: Iterable[int]) -> tuple[int, ...]:
@@ -299,11 +338,11 @@ class _Segment:
 
 
 class Mixture:
-    """The sources' samples, dealt to the steps of a run without end.
+    """Assignment of the samples of all sources to the steps of an endless run.
 
     Attributes:
-        names: of the sources, in the recipe's order, which has no effect.
-        batch_size: rows of a step.
+        names: names of the sources. Their order has no effect on the assignment.
+        batch_size: global batch size in samples.
     """
 
     def __init__(
@@ -314,30 +353,36 @@ class Mixture:
         batch_size: int,
         per_stream: bool = False,
     ) -> None:
-        """Fix what every step takes from which source.
+        """Determine the samples of every step.
 
         Args:
-            names: one for each source.
-            phases: by step, the first at 0; of several at one step, the last holds.
-            batch_size: rows of a step over all ranks.
-            per_stream: each batch is of one source, in place of having a part of each.
+            names: unique names of the sources.
+            phases: sorted by step, the first at step 0. If several have the same step, the last
+                one applies.
+            batch_size: global batch size in samples.
+            per_stream: take each batch from one source instead of mixing the sources in it.
         """
         assert phases and phases[0].step == 0 and len(set(names)) == len(names) > 0
         assert all(before.step <= after.step for before, after in pairwise(phases))
         assert all(len(phase.weights) == len(names) for phase in phases)
         self.names, self.batch_size = tuple(names), batch_size
         self._phases, self._per_stream = tuple(phases), per_stream
-        self._removed: dict[str, int] = {}  # given by sources that the recipe has no longer
+        self._removed: dict[str, int] = {}  # samples of the sources that the recipe no longer has
         self._segments = self._chain((0,) * len(names), self._phases)
 
     def plan(
         self, step: int, first_slot: int = 0, count: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of slots first_slot … first_slot + count - 1 of a step; None: to the end.
+        """Return the samples of slots first_slot … first_slot + count - 1 of a step.
+
+        Args:
+            step: number of the step.
+            first_slot: index in the global batch.
+            count: number of slots; None: all up to the end of the batch.
 
         Returns:
-            The source of each, (n,) int64, and the sample's number in that source's own order,
-            (n,) int64, from 0 at the start of the run.
+            The source index of each slot, (n,) int64, and the sample number in the order of that
+            source, (n,) int64, which counts from 0 at the start of the run.
         """
         end = self.batch_size if count is None else first_slot + count
         assert 0 <= first_slot <= end <= self.batch_size, (first_slot, end, self.batch_size)
@@ -348,20 +393,20 @@ class Mixture:
         return source, np.array(segment.consumed(step), np.int64)[source] + nth
 
     def consumed(self, step: int) -> tuple[int, ...]:
-        """Samples that each source has given before `step`: also its next sample's number."""
+        """Return the samples of each source before `step`, which is also its next sample number."""
         return self._at(step).consumed(step)
 
     def state(self, step: int) -> dict[str, Any]:
-        """For a checkpoint written when `step` steps are done: what `resume` needs, as JSON."""
+        """Return the state to checkpoint after `step` steps, as JSON, for `resume`."""
         consumed = dict(zip(self.names, self.consumed(step), strict=True))
         return {"version": VERSION, "consumed": consumed | self._removed}
 
     def resume(self, state: Mapping[str, Any], step: int) -> None:
-        """Continue after `step` done steps with each source's first sample not given yet.
+        """Continue at `step` with the first unread sample of each source.
 
-        With the proportions and the batch size of before, the run is the uninterrupted one; with
-        others, these hold from `step` on. Sources are known by their names: new ones begin at
-        their first sample; what removed ones have given is kept, as they may come back.
+        With the same proportions and batch size, the run equals the uninterrupted one. Changed ones
+        apply from `step` on. Sources are identified by name. A new source starts at its first
+        sample. The count of a removed source is retained in case the source returns.
         """
         if state["version"] > VERSION:
             raise UserError(
@@ -371,12 +416,12 @@ class Mixture:
         consumed = state["consumed"]
         self._removed = {name: n for name, n in consumed.items() if name not in self.names}
         n = bisect_right(self._phases, step, key=lambda phase: phase.step)
-        now = Phase(step, self._phases[n - 1].weights)
+        current = Phase(step, self._phases[n - 1].weights)
         counts = tuple(consumed.get(name, 0) for name in self.names)
-        self._segments = self._chain(counts, [now, *self._phases[n:]])
+        self._segments = self._chain(counts, [current, *self._phases[n:]])
 
     def _chain(self, counts: tuple[int, ...], phases: Sequence[Phase]) -> list[_Segment]:
-        """The phases' segments, the first of which begins when `counts` have been given."""
+        """Return the segments of the phases. `counts` samples precede the first one."""
         segments: list[_Segment] = []
         for phase in phases:
             if segments:
@@ -390,8 +435,8 @@ class Mixture:
         units, rows = (1, self.batch_size) if self._per_stream else (self.batch_size, 1)
         cumulative = _cumulative([phase.weights[n] for n in active], units)
         segment = _Segment(phase.step, (0,) * len(counts), active, cumulative, rows)
-        given = segment.consumed(phase.step)
-        base = tuple(count - less for count, less in zip(counts, given, strict=True))
+        consumed = segment.consumed(phase.step)
+        base = tuple(count - less for count, less in zip(counts, consumed, strict=True))
         return replace(segment, base=base)
 
     def _at(self, step: int) -> _Segment:
@@ -403,10 +448,10 @@ class Mixture:
 def stream_weights(
     streams: Mapping[str, StreamConfig], n_rows: Sequence[int]
 ) -> tuple[tuple[float, ...], int]:
-    """Each stream's part from the recipe's `proportion`, or from `choose` and `repeat`.
+    """Compute the weight of each stream from `proportion`, or from `choose` and `repeat`.
 
     Returns:
-        The weights, and how many samples an epoch of the mixture has.
+        The weights, and the number of samples in an epoch of the mixture.
     """
     parts = [_part(stream, rows) for stream, rows in zip(streams.values(), n_rows, strict=True)]
     if not sum(parts) > 0:
@@ -426,7 +471,7 @@ def _part(stream: StreamConfig, n_rows: int) -> float:
 
 
 def _cumulative(weights: Sequence[float], units: int) -> tuple[int, ...]:
-    """Running sums of the weights, where all of them are `units`, as multiples of 2**-40."""
+    """Return the cumulative weights, scaled to a total of `units`, as multiples of 2**-40."""
     parts = [Fraction(weight) for weight in weights]
     total = sum(parts)
     assert total > 0, "a phase gives no source a part"
@@ -438,7 +483,10 @@ def _cumulative(weights: Sequence[float], units: int) -> tuple[int, ...]:
 
 
 def _floor_sum(n: int, modulus: int, factor: int, offset: int) -> int:
-    """The sum of (factor * i + offset) // modulus over i = 0 … n - 1, as Euclid's algorithm."""
+    """Return the sum of (factor * i + offset) // modulus over i = 0 … n - 1.
+
+    Computed like Euclid's algorithm, in a number of steps logarithmic in `modulus`.
+    """
     total = 0
     while True:
         total += n * (n - 1) // 2 * (factor // modulus) + n * (offset // modulus)
@@ -452,17 +500,18 @@ def _floor_sum(n: int, modulus: int, factor: int, offset: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _slots(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Which part each slot of a batch belongs to, and its index among that part's slots.
+    """Return the part that each slot of a batch belongs to, and its index within that part.
 
-    The j-th row of a part of n lies at (j + phase) / n of the batch, so that each part has its
-    share in any stretch of slots. Phases differ, or all the small parts would lie in the middle.
+    Slot j of a part of n slots is sorted by (j + offset) / n, so that any range of slots has each
+    part in proportion. The offsets differ, because otherwise all small parts would lie in the
+    middle of the batch.
     """
     parts = np.arange(len(counts))
     part = np.repeat(parts, counts)
     nth = np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts)
-    phases = (_START + parts * _STEP) % _ONE / _ONE
-    order = np.argsort((nth + phases[part]) / np.array(counts)[part], kind="stable")
+    offsets = (_START + parts * _STEP) % _ONE / _ONE
+    order = np.argsort((nth + offsets[part]) / np.array(counts)[part], kind="stable")
     part, nth = part[order], nth[order]
     for array in (part, nth):
-        array.setflags(write=False)  # the cache hands out one and the same
+        array.setflags(write=False)  # all callers share the cached arrays
     return part, nth

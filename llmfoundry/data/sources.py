@@ -32,17 +32,17 @@ from llmfoundry.errors import UserError
 
 TOKENS, TEXT = "tokens", "text"  # columns that LLM Foundry's preparation writes
 _KEY = {"seed": "seed", "shuffle": "data.shuffle"}
-_OPEN_SHARDS = 64  # of a process; a block of 2**18 rows of 2,048 tokens is in 33 shards of 64 MiB
+_OPEN_SHARDS = 64  # per process; 2**18 sequences of 2,048 tokens take 33 shards of 64 MiB
 
 
 class RowSource(Protocol):
-    """Rows by their number.
+    """Random access to sequences by their number in the data.
 
     Attributes:
-        name: of the stream.
-        n_rows: of an epoch.
-        sizes: (shards,) int64, rows that begin in each shard.
-        fingerprint: of the rows: a resumed run must find the same.
+        name: name of the stream.
+        n_rows: sequences per epoch.
+        sizes: (shards,) int64, number of sequences that begin in each shard.
+        fingerprint: hash of the sequences; a resumed run requires the same one.
     """
 
     name: str
@@ -51,92 +51,98 @@ class RowSource(Protocol):
     fingerprint: str
 
     def row(self, row: int) -> Row:
-        """Row number `row`, 0 … n_rows - 1."""
+        """Return sequence number `row`, 0 … n_rows - 1."""
 
     def where(self, row: int) -> str:
-        """Its shard and place, for messages."""
+        """Return the shard of a sequence and its number there, for error messages."""
 
     def prefetch(self, shards: Iterator[int]) -> None:
-        """Fetch these shards ahead, in this order, in place of those asked for before."""
+        """Start to fetch these shards in this order. This replaces earlier prefetch requests."""
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
 
 
 class Stream(Protocol):
-    """Rows by the number of the sample in a run, epoch after epoch.
+    """Random access to sequences by their sample number in the run, epoch after epoch.
+
+    A sample number is first mapped to a place in the data (`locate`), which is then read.
 
     Attributes:
-        name: in the recipe; data where it is the only one.
+        name: name in the recipe; `data` if there is only one stream.
     """
 
     name: str
 
     @property
     def n_rows(self) -> int:
-        """Rows of an epoch."""
+        """Sequences per epoch."""
 
     def locate(self, samples: np.ndarray) -> np.ndarray:
-        """(n,) int64: the places of samples number `samples` (n,) int64, for `read` and `where`."""
+        """Return the places (n,) int64 of sample numbers (n,) int64, for `read` and `where`."""
 
     def read(self, place: int) -> Row:
-        """The row at a place."""
+        """Return the sequence at a place."""
 
     def where(self, place: int) -> str:
-        """Its shard and place there, for messages."""
+        """Return the shard of a place and the position in that shard, for error messages."""
 
     def prefetch(self, sample: int) -> None:
-        """Fetch ahead what this and the following samples need."""
+        """Start to fetch the shards that this and the following samples need."""
 
     def state(self) -> dict[str, Any]:
-        """What decides which rows the samples are, as JSON."""
+        """Return all that determines the sequence of a sample number, as JSON."""
 
     def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
-        """Go on with the samples that an earlier `state` describes."""
+        """Continue the stream that `state` describes.
+
+        Raises:
+            UserError: the data, unless `allow_changed`, or the order are different.
+        """
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
 
 
 class OrderedStream:
-    """A source's rows in their order."""
+    """Sequences of a `RowSource` in a shuffled or sequential `Order`."""
 
     def __init__(self, source: RowSource, order: Order) -> None:
-        """Read `source` in an order of its rows."""
+        """Read `source` in `order`, an order of its sequences."""
         self.source, self.name, self.n_rows, self.order = source, source.name, source.n_rows, order
 
     def locate(self, samples: np.ndarray) -> np.ndarray:
-        """(n,) int64: which rows the samples number `samples` (n,) int64 are."""
+        """Return the sequence numbers (n,) int64 of sample numbers (n,) int64."""
         return self.order.at(samples)
 
     def read(self, place: int) -> Row:
-        """A row by its number."""
+        """Return the sequence with this number."""
         return self.source.row(place)
 
     def where(self, place: int) -> str:
-        """A row's shard and place there, for messages."""
+        """Return the shard of a sequence and its number there, for error messages."""
         return self.source.where(place)
 
     def prefetch(self, sample: int) -> None:
-        """Fetch next what this and the following samples need."""
+        """Start to fetch the shards that this and the following samples need."""
         self.source.prefetch(self.order.shards(sample))
 
     def state(self) -> dict[str, Any]:
-        """What decides which rows the samples are, as JSON."""
+        """Return all that determines the sequence of a sample number, as JSON."""
         return {"fingerprint": self.source.fingerprint, **order_state(self.order)}
 
     def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
-        """Go on with the samples that an earlier `state` describes."""
+        """Continue the stream that `state` describes."""
         check_fingerprint(self.name, state, self.source.fingerprint, allow_changed=allow_changed)
         check_order(self.order, state)
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
         self.source.close()
 
 
 def order_state(order: Order) -> dict[str, Any]:
-    """What decides an order beside the rows."""
+    """Return the settings that determine an order of given data, as JSON."""
     return {
         "n_rows": order.n_rows,
         "seed": order.seed,
@@ -146,7 +152,7 @@ def order_state(order: Order) -> dict[str, Any]:
 
 
 def check_order(order: Order, state: dict[str, Any]) -> None:
-    """Refuse to continue in another order."""
+    """Raise a `UserError` if `order` differs from the order that `state` describes."""
     for fact, value in (("seed", order.seed), ("shuffle", order.shuffle)):
         if state[fact] != value:
             raise _reordered(_KEY[fact], state[fact], value)
@@ -159,7 +165,7 @@ def check_order(order: Order, state: dict[str, Any]) -> None:
 def check_fingerprint(
     name: str, state: dict[str, Any], fingerprint: str, *, allow_changed: bool
 ) -> None:
-    """Refuse to continue with other data."""
+    """Raise a `UserError` if the data differ from the data that `state` describes."""
     if state["fingerprint"] == fingerprint or allow_changed:
         return
     raise UserError(
@@ -178,16 +184,18 @@ def _reordered(key: str, before: Any, now: Any) -> UserError:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How rows are made of what a dataset holds.
+    """How the samples of a dataset become sequences.
 
     Attributes:
-        seq_len: T, tokens of a row.
-        tokenizer: fingerprint of the one that must have made the tokens of token shards.
-        text_column: the MDS column to tokenize; None: that of tokens, or else of text.
-        eos_id: ends a document in MDS tokens; None, and no `bos_id`: a row is one document.
-        bos_id: begins a document in MDS tokens.
-        apart: documents are kept apart; otherwise a row is one.
-        dtype: of the integers in an MDS column of bytes.
+        seq_len: T, tokens per sequence.
+        tokenizer: fingerprint of the recipe's tokenizer, which token shards must match.
+        text_column: MDS column to tokenize; None: read column `tokens` or, without it, tokenize
+            column `text`.
+        eos_id: token that ends a document in MDS tokens. Without it and `bos_id` a sequence is one
+            document.
+        bos_id: token that begins a document in MDS tokens.
+        apart: whether documents are separated; otherwise a sequence is one document.
+        dtype: integer type of an MDS column of bytes.
     """
 
     seq_len: int
@@ -202,7 +210,15 @@ class RowOptions:
 def open_source(
     name: str, key: str, folder: ShardFolder, index: Index, reading: RowOptions
 ) -> TokenSource | MDSTokens | MDSTexts:
-    """Rows, or texts, of a folder of shards."""
+    """Open a folder of shards as a source of sequences or of texts.
+
+    Args:
+        name: name of the stream.
+        key: recipe key of the stream, for error messages.
+        folder: folder of the shards, local or remote.
+        index: index of the folder.
+        reading: how samples become sequences.
+    """
     folder.claim(index)
     if isinstance(index, StreamIndex):
         return _open_tokens(name, key, folder, index, reading)
@@ -233,7 +249,7 @@ def _open_tokens(
 
 
 def check_length(source: TokenSource, key: str, seq_len: int) -> None:
-    """Refuse a stream of less than a row to train on."""
+    """Raise a `UserError` if a stream is shorter than one sequence."""
     n_tokens = source.dataset.n_tokens
     if not source.n_rows:
         raise UserError(
@@ -242,13 +258,13 @@ def check_length(source: TokenSource, key: str, seq_len: int) -> None:
         )
 
 
-def _column(key: str, index: MDSIndex, asked: str | None) -> str:
-    """The column that every shard has, and that holds what to train on."""
+def _column(key: str, index: MDSIndex, text_column: str | None) -> str:
+    """Return the name of the column to train on, which every shard must have."""
     shared = set.intersection(*({*c.names} for c in index.column_sets))
-    for name in [TOKENS, TEXT] if asked is None else [asked]:
+    for name in [TOKENS, TEXT] if text_column is None else [text_column]:
         if name in shared:
             return name
-    missing = f"columns {TOKENS} or {TEXT}" if asked is None else f"column {asked!r}"
+    missing = f"columns {TOKENS} or {TEXT}" if text_column is None else f"column {text_column!r}"
     raise UserError(
         f"{key}.text_column: its shards have no {missing}; they have {', '.join(sorted(shared))}"
     )
@@ -269,11 +285,11 @@ def _is_ids(encoding: str) -> bool:
 
 
 class TokenSource:
-    """Rows cut through a token stream: row r is its ids r * T … r * T + T.
+    """Consecutive sequences of a token stream: sequence r is the ids r * T … r * T + T.
 
     Attributes:
-        dataset: what is read.
-        tokens_left_out: after the last whole row.
+        dataset: the token stream.
+        tokens_left_out: number of tokens after the last full sequence.
     """
 
     def __init__(
@@ -285,7 +301,15 @@ class TokenSource:
         *,
         apart: bool = True,
     ) -> None:
-        """Without a `folder` its shards are here; not `apart`, a row is one document."""
+        """Split a token stream into sequences.
+
+        Args:
+            name: name of the stream.
+            dataset: the token stream.
+            seq_len: T, tokens per sequence.
+            folder: folder to prefetch the shards from; None: no prefetch.
+            apart: whether documents are separated; otherwise a sequence is one document.
+        """
         self.name, self.dataset = name, dataset
         self._seq_len, self._folder, self._apart = seq_len, folder, apart
         self.sizes = dataset.row_sizes(seq_len)
@@ -294,46 +318,46 @@ class TokenSource:
         self.tokens_left_out = max(0, dataset.n_tokens - 1 - self.n_rows * seq_len)
         self._specs = dataset.specs()
         self._ends: list[int] = np.cumsum(self.sizes).tolist()
-        self._lately: dict[int, None] = {}  # shards read since the last prefetch
+        self._recent_shards: dict[int, None] = {}  # read since the last prefetch
 
     def row(self, row: int) -> Row:
-        """Row number `row`."""
-        self._lately[bisect_right(self._ends, row)] = None
+        """Return sequence number `row`."""
+        self._recent_shards[bisect_right(self._ends, row)] = None
         return Row(*self.dataset.row(row, self._seq_len, apart=self._apart))
 
     def where(self, row: int) -> str:
-        """The file and the row in it, for messages."""
+        """Return the file of a sequence and its number in the file, for error messages."""
         shard = bisect_right(self._ends, row)
         first = self._ends[shard] - int(self.sizes[shard])
         return f"{self._specs[shard].name}, row {row - first:,}"
 
     def prefetch(self, shards: Iterator[int]) -> None:
-        """Fetch these shards next, in this order, but for those that were just read."""
+        """Start to fetch these shards in this order, except shards that were just read."""
         if self._folder is None:
             return
-        lately, self._lately = self._lately, {}
-        self._folder.prefetch(self._specs[shard] for shard in shards if shard not in lately)
+        recent, self._recent_shards = self._recent_shards, {}
+        self._folder.prefetch(self._specs[shard] for shard in shards if shard not in recent)
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
         self.dataset.close()
         if self._folder is not None:
             self._folder.close()
 
 
 def tokens_left_out(streams: Iterable[Stream]) -> int:
-    """Tokens of each epoch that are after the last whole row of token streams."""
+    """Return the tokens per epoch after the last full sequence of each token stream, in all."""
     sources = (s.source for s in streams if isinstance(s, OrderedStream))
     return sum(s.tokens_left_out for s in sources if isinstance(s, TokenSource))
 
 
 class MDSColumn:
-    """One column of all samples of an MDS dataset: a `RowSource` but for what a sample becomes.
+    """One column of an MDS dataset. Subclasses convert its values to sequences or texts.
 
     Attributes:
-        index: of its shards.
-        column: its name.
-        n_bytes: of their files.
+        index: index of the shards.
+        column: name of the column.
+        n_bytes: total size of the uncompressed shards.
     """
 
     def __init__(self, name: str, folder: ShardFolder, index: MDSIndex, column: str) -> None:
@@ -343,70 +367,72 @@ class MDSColumn:
         self.fingerprint = index.fingerprint
         self.n_bytes = int(index.raw_bytes.sum())
         self._begins: list[int] = [0, *np.cumsum(index.sizes).tolist()]
-        self._open: OrderedDict[int, _Open] = OrderedDict()  # the least recently read first
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()  # least recently used first
 
     def read(self, row: int) -> Any:
-        """The value of sample number `row`; of bytes and arrays a view."""
+        """Return the value of sample number `row`. Bytes and arrays are views of the file."""
         n, place = self.place(row)
         shard = self._open.get(n) or self._map(n)
         self._open.move_to_end(n)
         return shard.read(place)
 
     def place(self, row: int) -> tuple[int, int]:
-        """The number of a sample's shard, and its own in it."""
+        """Return the shard number of a sample, and the sample's number in that shard."""
         shard = bisect_right(self._begins, row) - 1
         return shard, row - self._begins[shard]
 
     def where(self, row: int) -> str:
-        """The file and the sample in it, for messages."""
+        """Return the file of a sample and its number in the file, for error messages."""
         shard, place = self.place(row)
         return f"{self.index.names[shard]}, sample {place:,}"
 
     def prefetch(self, shards: Iterator[int]) -> None:
-        """Fetch these shards next, in this order, but for those that are open."""
+        """Start to fetch these shards in this order, except open shards."""
         unopened = (shard for shard in shards if shard not in self._open)
         self._folder.prefetch(self.index.spec(shard) for shard in unopened)
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
         while self._open:
             self._open.popitem()[1].pins.close()
         self._folder.close()
 
     @property
     def is_here(self) -> bool:
-        """Whether all files are read where they lie on this machine."""
+        """Whether the shards are local files that are read without a copy or decompression."""
         return self._folder.is_in_place and not self.index.is_packed
 
     def first_byte(self, shard: int) -> int:
-        """Where the first sample of a shard begins in its file."""
+        """Return the byte offset of the first sample of a shard in its file."""
         with self._folder.pin(self.index.spec(shard)) as path:
             return MDSShard(path, self.index, shard).first_byte
 
-    def _map(self, n: int) -> _Open:
+    def _map(self, n: int) -> _OpenShard:
         with ExitStack() as stack:
             path = stack.enter_context(self._folder.pin(self.index.spec(n)))
             read = MDSShard(path, self.index, n).reader(self.column)
-            found = self._open[n] = _Open(read, stack.pop_all())
+            shard = self._open[n] = _OpenShard(read, stack.pop_all())
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)[1].pins.close()
-        return found
+        return shard
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
 
 
 @dataclass(frozen=True)
-class _Open:
+class _OpenShard:
+    """A memory-mapped shard, pinned in the local cache until `pins` is closed."""
+
     read: Callable[[int], Any]
     pins: ExitStack
 
 
 class MDSTokens(MDSColumn):
-    """Rows out of a column of ids: a sample is a row, cut or filled up to its length.
+    """Sequences from a column of token ids: each sample is one, truncated or padded to T tokens.
 
     Attributes:
-        dtype_of_bytes: of the integers that a column of bytes holds; None: it holds arrays.
+        dtype_of_bytes: integer type of the ids in a column of bytes; None for a column of arrays.
     """
 
     def __init__(
@@ -416,14 +442,18 @@ class MDSTokens(MDSColumn):
         self._seq_len = reading.seq_len
         assert reading.eos_id is None or reading.bos_id is None
         mark = reading.eos_id if reading.bos_id is None else reading.bos_id
-        self._mark = mark if reading.apart else None  # None: a row is one document
-        self._after = 1 if reading.bos_id is None else 0
+        self._mark = mark if reading.apart else None  # None: a sequence is one document
+        self._after = 1 if reading.bos_id is None else 0  # a new document begins after eos, at bos
         self._dtype = np.dtype(reading.dtype).newbyteorder("<")
         encodings = {c.encodings[c.position[column]] for c in index.column_sets}
         self.dtype_of_bytes = self._dtype if encodings == {"bytes"} else None
 
     def ids(self, row: int) -> np.ndarray:
-        """All ids of a sample."""
+        """Return all token ids (n,) of a sample.
+
+        Raises:
+            UserError: the value is not an array of integers.
+        """
         value = self.read(row)
         if isinstance(value, np.ndarray):
             if value.dtype.kind in "iu":
@@ -437,19 +467,21 @@ class MDSTokens(MDSColumn):
         return np.frombuffer(value, self._dtype)
 
     def row(self, row: int) -> Row:
-        """Row number `row`."""
+        """Return sequence number `row`."""
         return self.cut(row, self._seq_len)
 
     def cut(self, row: int, seq_len: int) -> Row:
-        """Row number `row`, of up to `seq_len` tokens."""
+        """Return sequence number `row`, truncated to `seq_len` tokens."""
         ids = self.ids(row)
-        fitting = ids if len(ids) <= seq_len + 1 else ids[: seq_len + 1]
+        truncated = ids if len(ids) <= seq_len + 1 else ids[: seq_len + 1]
+        dropped = len(ids) - len(truncated)
         if self._mark is None:
-            size = min(len(fitting), seq_len)
-            return Row(fitting, [size] if size else [], len(ids) - len(fitting))
-        return Row(fitting, self._lengths(fitting[:seq_len]), len(ids) - len(fitting))
+            size = min(len(truncated), seq_len)
+            return Row(truncated, [size] if size else [], dropped)
+        return Row(truncated, self._lengths(truncated[:seq_len]), dropped)
 
     def _lengths(self, ids: np.ndarray) -> list[int]:
+        """Return the lengths of the documents in a sequence, which their marks separate."""
         marks = (ids == self._mark).nonzero()[0]
         borders = [0, *(marks + self._after).tolist(), len(ids)]
         return [after - before for before, after in pairwise(borders) if after > before]
@@ -459,8 +491,8 @@ class MDSTokens(MDSColumn):
 
 
 class MDSTexts(MDSColumn):
-    """Documents out of a column of texts."""
+    """Documents from a column of texts."""
 
     def text(self, row: int) -> str:
-        """Document number `row`."""
+        """Return document number `row`."""
         return self.read(row)

@@ -1,13 +1,13 @@
-"""`PackedStream`: texts that are tokenized on the way and packed into rows.
+"""Online tokenization and packing: `PackedStream` reads MDS texts as training sequences.
 
-The loader reads it like any stream. Which documents a row is made of is a pure function of its
-number: the rows of a run are taken in groups, and each group has a fixed number of documents, the
-next ones of the order, which are laid one after another, with the tokenizer's special tokens around
-each, over the group's rows.
-What does not fit is dropped, what is missing is padding, and both are counted; so the number of
-documents of a group decides which of the two is more.
+The loader reads a `PackedStream` like any other stream. The documents of a sequence are a pure
+function of its sample number. Sequences are numbered in groups, and every group has the same number
+of documents, which are consecutive in the stream's order. They are concatenated, each with the
+tokenizer's special tokens, and split into the sequences of the group. Tokens that do not fit are
+dropped, missing tokens are padding, and both are counted. More documents per group mean more
+dropped tokens and less padding.
 
-A process that reads some rows of a group tokenizes all of it.
+A process that reads one sequence of a group tokenizes the whole group.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 
 _LARGEST_GROUP = 8
-_PROBE = 512  # documents whose length says how many a group gets
+_PROBE = 512  # documents whose lengths determine the number of documents per group
 
 
 @dataclass(frozen=True)
 class PackingRatio:
-    """How documents become rows.
+    """Number of documents that are packed into a group of sequences.
 
     Attributes:
-        rows: of a group.
-        documents: of a group.
+        rows: sequences per group.
+        documents: documents per group.
     """
 
     rows: int
@@ -43,13 +43,13 @@ class PackingRatio:
 
     @classmethod
     def of_ratio(cls, ratio: float, batch_size: int) -> PackingRatio:
-        """A group of `ratio` documents a row; a global batch has a whole number of groups."""
+        """Return the packing of `ratio` documents per sequence for this global batch size."""
         rows = group_rows(batch_size)
         return cls(rows, max(1, round(rows * ratio)))
 
 
 def group_rows(batch_size: int) -> int:
-    """Rows of a group: the largest divisor of the global batch up to 8."""
+    """Return the sequences per group: the largest divisor of the global batch size up to 8."""
     return next(n for n in range(_LARGEST_GROUP, 0, -1) if batch_size % n == 0)
 
 
@@ -58,9 +58,9 @@ class Probe:
     """Statistics of the first documents of an order.
 
     Attributes:
-        packing: that drops about as much as it pads.
-        bytes_per_token: of the text.
-        sizes: (documents,) int64, their tokens.
+        packing: packing that drops about as many tokens as it pads.
+        bytes_per_token: UTF-8 bytes of text per token.
+        sizes: (documents,) int64, tokens of each document.
     """
 
     packing: PackingRatio
@@ -71,35 +71,48 @@ class Probe:
 def probe(
     texts: MDSTexts, order: Order, tokenizer: Tokenizer, *, seq_len: int, batch_size: int
 ) -> Probe:
-    """Tokenize the first documents of an order."""
+    """Tokenize the first documents of an order and compute their statistics."""
     rows = order.at(np.arange(min(_PROBE, texts.n_rows))).tolist()
     documents = [texts.text(row) for row in rows]
     sizes = np.array([len(ids) for ids in tokenizer.encode_documents(documents)])
-    group = group_rows(batch_size)
-    room = group * seq_len  # a longer document is cut, and counts as what is left of it
-    packing = PackingRatio(group, max(1, round(room / float(np.minimum(sizes, room).mean()))))
+    # a document longer than a group is truncated, so it counts as one group's tokens
+    group_size = group_rows(batch_size)
+    group_tokens = group_size * seq_len
+    mean_size = float(np.minimum(sizes, group_tokens).mean())
+    packing = PackingRatio(group_size, max(1, round(group_tokens / mean_size)))
     n_bytes = sum(len(document.encode()) for document in documents)
     return Probe(packing, n_bytes / int(sizes.sum()), sizes)
 
 
 def cut_share(sizes: np.ndarray, packing: PackingRatio, seq_len: int) -> float:
-    """Share of the tokens of documents of these sizes that do not fit their groups' rows."""
-    groups = [sizes[n : n + packing.documents] for n in range(0, len(sizes), packing.documents)]
-    whole = [group.sum() for group in groups if len(group) == packing.documents or len(groups) == 1]
-    over = sum(max(0, int(n) - packing.rows * seq_len - 1) for n in whole)
-    return over / int(sum(whole))
+    """Return the fraction of the tokens of documents of these sizes that packing drops."""
+    n = packing.documents
+    groups = [sizes[start : start + n] for start in range(0, len(sizes), n)]
+    # a partial last group would underestimate the dropped tokens
+    group_tokens = [group.sum() for group in groups if len(group) == n or len(groups) == 1]
+    capacity = packing.rows * seq_len + 1
+    dropped = sum(max(0, int(tokens) - capacity) for tokens in group_tokens)
+    return dropped / int(sum(group_tokens))
 
 
 def pack_texts(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -> list[Row]:
-    """Lay documents, special tokens around them included, one after another over rows of T tokens.
+    """Concatenate documents and split them into sequences of T tokens.
 
-    Row j is ids j * T … j * T + T of what they are together, as in a token stream.
+    Sequence j has the ids j * T … j * T + T of the concatenation, as in a token stream.
+
+    Args:
+        documents: token ids of each document, with special tokens.
+        rows: number of sequences.
+        seq_len: T, tokens per sequence.
     """
+    # concatenate, and drop the tokens that do not fit
     starts = np.cumsum([0, *map(len, documents)])
     room = rows * seq_len + 1
     ids = np.fromiter(chain.from_iterable(documents), np.int64, int(starts[-1]))
     dropped = max(0, len(ids) - room)
     ids = ids[:room]
+
+    # split into sequences, with the lengths of the documents in each
     packed = []
     for start in range(0, rows * seq_len, seq_len):
         part = ids[start : start + seq_len + 1]
@@ -113,11 +126,11 @@ def pack_texts(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -
 
 
 class PackedStream:
-    """Rows of documents in their order.
+    """Stream of sequences that are packed from documents in a given order.
 
     Attributes:
-        name: in the recipe.
-        packing: how documents become rows.
+        name: name in the recipe.
+        packing: number of documents per group of sequences.
     """
 
     def __init__(
@@ -130,15 +143,16 @@ class PackedStream:
         seq_len: int,
         exact: bool = False,
     ) -> None:
-        """Fix what every row holds.
+        """Determine the contents of every sequence.
 
         Args:
             texts: the documents.
-            tokenizer: what to encode with.
-            order: of the documents.
-            packing: how they become rows.
-            seq_len: T, tokens of a row.
-            exact: the recipe asks for this packing, and an earlier one must have been the same.
+            tokenizer: encodes the documents.
+            order: order of the documents.
+            packing: number of documents per group of sequences.
+            seq_len: T, tokens per sequence.
+            exact: whether the recipe sets the packing, so that a checkpoint with another packing is
+                an error. Otherwise the packing of the checkpoint is used.
         """
         self.texts, self.name = texts, texts.name
         self._tokenizer, self._seq_len = tokenizer, seq_len
@@ -147,35 +161,35 @@ class PackedStream:
 
     @property
     def n_rows(self) -> int:
-        """Rows of an epoch, about."""
+        """Approximate number of sequences per epoch."""
         return max(1, self.texts.n_rows * self.packing.rows // self.packing.documents)
 
     def locate(self, samples: np.ndarray) -> np.ndarray:
-        """Samples have no place of their own: they are made of several documents."""
+        """Return the sample numbers unchanged: a sample has several documents, so no one place."""
         return samples
 
     def read(self, place: int) -> Row:
-        """Sample number `place`."""
+        """Return sample number `place`."""
         group, row = divmod(place, self.packing.rows)
         return self._group(group)[row]
 
     def where(self, place: int) -> str:
-        """The shard and place of the first document of a sample's group, for messages."""
+        """Return the location of the first document of a sample's group, for error messages."""
         first = place // self.packing.rows * self.packing.documents
         return self.texts.where(int(self._order.at(np.array([first]))[0]))
 
     def prefetch(self, sample: int) -> None:
-        """Fetch next what this and the following samples need."""
+        """Start to fetch the shards that this and the following samples need."""
         first = sample // self.packing.rows * self.packing.documents
         self.texts.prefetch(self._order.shards(first))
 
     def state(self) -> dict[str, Any]:
-        """What decides which rows the samples are, as JSON."""
+        """Return all that determines the sequence of a sample number, as JSON."""
         packing = {"packing": asdict(self.packing)}
         return {"fingerprint": self.texts.fingerprint, **order_state(self._order), **packing}
 
     def resume(self, state: dict[str, Any], *, allow_changed: bool) -> None:
-        """Go on with the samples that an earlier `state` describes, packed as they were."""
+        """Continue the stream that `state` describes, with the same packing."""
         check_fingerprint(self.name, state, self.texts.fingerprint, allow_changed=allow_changed)
         check_order(self._order, state)
         before = PackingRatio(**state["packing"])
@@ -187,16 +201,19 @@ class PackedStream:
         self.packing, self._groups = before, {}
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
         self.texts.close()
 
     def _group(self, number: int) -> list[Row]:
-        """The rows of a group; the last one is kept, as batches of mixtures may divide it."""
+        """Return the sequences of a group.
+
+        The last group is cached, because a batch of a mixture may end within a group.
+        """
         groups = self._groups
         if number not in groups:
             n = self.packing.documents
             rows = self._order.rows(number * n, n).tolist()
             ids = self._tokenizer.encode_documents([self.texts.text(row) for row in rows])
-            made = pack_texts(ids, rows=self.packing.rows, seq_len=self._seq_len)
-            self._groups = groups = {number: made}
+            packed = pack_texts(ids, rows=self.packing.rows, seq_len=self._seq_len)
+            self._groups = groups = {number: packed}
         return groups[number]
