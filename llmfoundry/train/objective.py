@@ -1,8 +1,9 @@
-"""What a step minimizes: the protocol, and the cross-entropy.
+"""Training objectives: the protocol, and cross-entropy.
 
-`train_step` minimizes an `Objective`: a sum over a batch, and what that is divided by over all
-processes. All are sums over rows, so that microbatches, accumulation and processes change nothing.
-Those of preference tuning are in `preference_loss.py`; validation measures by them too.
+`train_step` minimizes an `Objective`: a sum over the global batch, divided by a count over the
+global batch. Both are sums over sequences, so the loss does not depend on the microbatch size,
+gradient accumulation or the number of ranks. The objectives of preference tuning are in
+`preference_loss.py`. Validation uses the same objectives.
 """
 
 from __future__ import annotations
@@ -18,51 +19,58 @@ from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.telemetry import span
 
 Finish = Callable[[Decoder, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""From model and hidden states (B, T, D) to a sum, and sums of what is reported, by name."""
+"""Map the model and hidden states (B, T, D) to the loss sum and the reported sums, by name."""
 
 
 Look = Callable[[Batch, Callable[[Batch], Callable[[Decoder, Tensor], Tensor]]], Tensor]
-"""What a function gives for each row of a batch, (B, …), without gradients or dropout; it is made
-for each microbatch, and called with the model and hidden states."""
+"""Forward pass without gradients and dropout: (batch, factory) to one result per sequence, (B, …).
+
+`factory(microbatch)` returns the function that maps the model and hidden states to the result."""
 
 
 class Objective(Protocol):
-    """What a step minimizes.
+    """Loss that a training step minimizes.
 
     Attributes:
-        is_cross_entropy: whether its mean is in nats of a labeled token.
+        is_cross_entropy: whether the mean loss is in nats per labeled token.
     """
 
     is_cross_entropy: bool
 
     def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
-        """The batch, with what must be known before the first microbatch; on every process."""
+        """Add values that all microbatches need to the batch. Every rank calls it.
+
+        Args:
+            batch: this rank's part of the global batch.
+            look: runs the model without gradients.
+            data_group: ranks with the other parts of the global batch; None: all ranks.
+        """
 
     def count(self, batch: Batch) -> Tensor:
-        """(): what the sum is divided by, of this batch alone; the step adds up all of them."""
+        """Return (), the divisor of this batch; the step sums it over the global batch."""
 
     def of(self, batch: Batch) -> Finish:
-        """The sums of a microbatch, computed within the model's forward pass."""
+        """Return the function that computes the sums of a microbatch inside the forward pass."""
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """What is logged, by metric name, of what was reported in all steps since the last log."""
+        """Return metrics by name, from the reported sums of all steps since the last log."""
 
 
 class CrossEntropy:
-    """Nats of each labeled token, times its weight; divided by the sum of the weights."""
+    """Cross-entropy in nats: the weighted mean over labeled tokens."""
 
     is_cross_entropy = True
 
     def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
-        """Nothing to know."""
+        """Return the batch unchanged."""
         return batch
 
     def count(self, batch: Batch) -> Tensor:
-        """(): labeled tokens, or the sum of their weights."""
+        """Return (), the number of labeled tokens, or the sum of their weights."""
         return (batch.labels != IGNORE).sum() if batch.weights is None else batch.weights.sum()
 
     def of(self, batch: Batch) -> Finish:
-        """The cross-entropy's sum."""
+        """Return the function that computes the sum of the cross-entropy."""
 
         def finish(model: Decoder, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return model.loss(hidden, batch.labels, batch.weights), {}
@@ -70,12 +78,12 @@ class CrossEntropy:
         return finish
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Nothing beside the loss."""
+        """Return no metrics besides the loss."""
         return {}
 
 
 def sum_over_processes(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of a group's values, in their place; None: of all processes'."""
+    """All-reduce `value` in place over the ranks of `group` and return it; None: over all ranks."""
     if dist.is_initialized():
         with span("messages"):
             dist.all_reduce(value, group=group)

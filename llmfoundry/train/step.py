@@ -1,8 +1,8 @@
 """One optimizer step: microbatches, exact global mean loss, clipping, guard, update.
 
-`Trainer` calls `train_step` with an `Objective` (`objective.py`), what the step minimizes. No value
-is read from the device: loss, norm and what the guard (`spikes.py`) sees stay tensors until the
-trainer logs.
+`Trainer` calls `train_step`, which minimizes an `Objective` (`objective.py`). The step never
+synchronizes with the device: the loss, the gradient norm and the verdict of the guard
+(`spikes.py`) stay tensors until the trainer logs.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from llmfoundry.train.spikes import Guard
 
 @dataclass
 class StepResult:
-    """What one step leaves behind, on the device.
+    """Results of one step, as tensors on the device.
 
     Attributes:
-        loss: all that was minimized: the mean cross-entropy over the global batch's labeled tokens
-            in nats, and what routers add.
-        grad_norm: global L2 norm of the gradient before clipping.
-        count: labeled tokens of the global batch, or what else the objective divides by.
-        parts: where routers add to it, the summands of `loss`: `loss`, which is the cross-entropy,
-            and those of `Routing.losses`; else empty.
+        loss: (), the total loss: the objective's mean over the global batch (cross-entropy: nats
+            per labeled token) plus the auxiliary losses of routers.
+        grad_norm: (), global L2 norm of the gradient before clipping.
+        count: (), labeled tokens of the global batch, or another divisor of the objective.
+        parts: with auxiliary losses, the summands of `loss`: the objective's, named `loss`, and
+            those of `Routing.losses`; else empty.
         routing: load and probability of every expert over the global batch; None without experts.
-        reported: what else the objective reports, for its `metrics`: sums over the batch.
+        reported: sums over the global batch that the objective's `metrics` are computed from.
     """
 
     loss: Tensor
@@ -56,36 +56,38 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What all steps of a run have in common."""
+    """Settings that all steps of a run share."""
 
     microbatch: int
-    """Rows computed at a time."""
+    """Sequences per forward pass."""
     autocast: Callable[[], AbstractContextManager[None]]
-    """Makes the context of a forward pass."""
+    """Returns the autocast context of a forward pass."""
     clipping: GradientClippingConfig
     objective: Objective = CROSS_ENTROPY
     data_group: dist.ProcessGroup | None = None
-    """The processes whose rows make up the global batch; None: all."""
+    """Ranks whose sequences make up the global batch; None: all ranks."""
     token_group: dist.ProcessGroup | None = None
-    """Those whose tokens do, where several share each row; None: all."""
+    """Ranks whose tokens make up the global batch, context-parallel ranks included; None: all."""
     shard_tokens: Callable[[Batch], Batch] | None = None
-    """Of the rows of a microbatch, the tokens that are this process's; None: all are."""
+    """With context parallelism: selects this rank's tokens of a microbatch; None: all tokens."""
     reduce_scatter_each: bool = True
-    """FSDP does so after every microbatch, not after the last alone."""
+    """Whether FSDP reduce-scatters gradients after every microbatch, not only after the last."""
 
 
 def not_finite(model: nn.Module) -> str:
-    """A parameter with numbers that are not finite in what this process holds; empty: none."""
-    every = model.named_parameters()
-    return next((name for name, p in every if not local_shard(p.detach()).isfinite().all()), "")
+    """Return the name of a parameter whose local shard has NaN or infinite values; empty: none."""
+    for name, parameter in model.named_parameters():
+        if not local_shard(parameter.detach()).isfinite().all():
+            return name
+    return ""
 
 
 def not_a_step(model: nn.Module | None, batch: int) -> UserError:
-    """Why a step that is not finite ends the run.
+    """Return the error that ends the run after a step with a loss or gradient that is not finite.
 
     Args:
-        model: where it was the run's first, as the weights may be what is wrong; else None.
-        batch: steps done before it.
+        model: given if the step was the run's first, to check the initial weights; else None.
+        batch: number of steps before it.
     """
     if model is not None and (name := not_finite(model)):
         return UserError(
@@ -101,14 +103,15 @@ def not_a_step(model: nn.Module | None, batch: int) -> UserError:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What a step calls on its way; None: nothing.
+    """Functions that a step calls between its stages; None: nothing is called.
 
     Attributes:
-        after_backward: when the gradients are there, on every process, with what this one had no
-            memory for (else empty); what it raises leaves all as it was before the step.
-        on_gradients: while parameters hold the step's gradients, before clipping.
-        before_update: before the optimizer; what it raises leaves the weights as they were.
-        can_redo: whether `after_backward` takes what there was no memory for; else it is raised.
+        after_backward: called on every rank after the backward passes, with the text of this
+            rank's out-of-memory error (empty: none). If it raises, weights and optimizer state are
+            those before the step.
+        on_gradients: called while parameters hold the step's gradients, before clipping.
+        before_update: called before the optimizer. If it raises, the weights are unchanged.
+        can_redo: whether an out-of-memory error is passed to `after_backward`; else it is raised.
     """
 
     after_backward: Callable[[str], None] | None = None
@@ -127,26 +130,39 @@ def train_step(
     guard: Guard,
     hooks: StepHooks = StepHooks(),
 ) -> StepResult:
-    """Run step `number`, from 0, on this process's rows of the global batch.
+    """Run one optimizer step on this rank's part of the global batch.
 
     Args:
-        module: the Root, as FSDP or DDP wrapped it.
-        optimizer: a fused one.
-        batch: this process's rows, on its device.
-        settings: of all steps.
-        number: of the step, from 0.
-        guard: decides, on the device, whether the optimizer leaves the weights as they are.
-        hooks: what is called on the way.
+        module: the `Root`, as wrapped by FSDP or DDP.
+        optimizer: a fused optimizer.
+        batch: this rank's sequences, on its device.
+        settings: settings shared by all steps.
+        number: index of the step, from 0.
+        guard: decides, on the device, whether the optimizer skips the update.
+        hooks: functions called between the stages.
+
+    Returns:
+        Losses, gradient norm and routing statistics of the global batch.
     """
+    # split this rank's part of the global batch into microbatches
     objective, clipping, shard = settings.objective, settings.clipping, settings.shard_tokens
     batch = objective.prepare(batch, _forward_only(module, settings), settings.data_group)
-    rows_at_once = batch.split(settings.microbatch)
-    microbatches = [part if shard is None else shard(part) for part in rows_at_once]
-    own = torch.stack([objective.count(part) for part in microbatches]).sum()
-    count, rows = _over_processes(own, len(batch.tokens), settings.token_group)
-    sums = _add_up(module, microbatches, settings, (torch.where(count > 0, count, 1), rows), hooks)
+    microbatches = list(batch.split(settings.microbatch))
+    if shard is not None:
+        microbatches = [shard(microbatch) for microbatch in microbatches]
+
+    # the divisors of the losses are needed before the first backward pass
+    local_counts = torch.stack([objective.count(microbatch) for microbatch in microbatches])
+    local_count, local_sequences = local_counts.sum(), len(batch.tokens)
+    count, sequences = _global_counts(local_count, local_sequences, settings.token_group)
+    divisors = (torch.where(count > 0, count, 1), sequences)
+
+    # forward and backward passes, then one all-reduce of the losses
+    sums = _accumulate(module, microbatches, settings, divisors, hooks)
     losses, reported, routing = sums.over_processes(settings.token_group)
     loss = sum(losses.values(), torch.zeros_like(losses["loss"]))
+
+    # clip the gradients
     parameters = [p for p in module.parameters() if p.grad is not None]
     with span("optimizer"):
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
@@ -155,6 +171,8 @@ def train_step(
     with span("optimizer"):
         CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
     result = StepResult(loss, norm, count, losses if len(losses) > 1 else {}, routing, reported)
+
+    # update the weights; a fused optimizer skips the update where found_inf is 1
     guard.observe(number, loss, norm)
     optimizer.found_inf = guard.found_inf  # type: ignore[attr-defined]
     if hooks.before_update is not None:
@@ -167,24 +185,27 @@ def train_step(
     return result
 
 
-def _add_up(
+def _accumulate(
     module: nn.Module,
     microbatches: list[Batch],
     settings: StepSettings,
     divisors: tuple[Tensor, Tensor],
     hooks: StepHooks,
 ) -> StepSums:
-    """The sums and gradients of a step; all processes agree that they have them, or all raise."""
+    """Accumulate losses and gradients over microbatches.
+
+    With `hooks.after_backward`, all ranks agree that every rank succeeded, or all raise.
+    """
     sums, shortage = StepSums(), ""
     if isinstance(module, Replicas):
         module.begin_passes()
     try:
-        _passes(module, microbatches, settings, divisors, sums)
+        _run_microbatches(module, microbatches, settings, divisors, sums)
     except (MemoryError, RuntimeError) as error:
         if not (hooks.can_redo and is_out_of_memory(error)) or failed_collective(error):
             raise
         shortage = what_was_asked(error)
-    if shortage:  # the error is gone, and with it what its frames held
+    if shortage:  # the handled error is freed, and with it the tensors that its frames held
         del sums
         release(module)
         sums = StepSums()
@@ -194,33 +215,36 @@ def _add_up(
     return sums
 
 
-def _passes(
+def _run_microbatches(
     module: nn.Module,
     microbatches: list[Batch],
     settings: StepSettings,
     divisors: tuple[Tensor, Tensor],
     sums: StepSums,
 ) -> None:
-    """Forward and backward passes of the microbatches, whose losses are added to `sums`.
+    """Run the forward and backward passes of all microbatches and add their losses to `sums`.
 
-    `divisors`: of losses and of routers' losses.
+    `divisors` are those of the objective's loss and of the routers' losses.
     """
+    loss_divisor, routing_divisor = divisors
     factor, each = sum_factor(module), settings.reduce_scatter_each
-    for part in microbatches:
-        with gradient_sync(module, last=part is microbatches[-1], each=each):
+    for microbatch in microbatches:
+        with gradient_sync(module, last=microbatch is microbatches[-1], each=each):
             with span("forward"), settings.autocast():
+                finish = settings.objective.of(microbatch)
                 (total, reported), routing = module(
-                    part.tokens, part.layout, settings.objective.of(part), routing=True
+                    microbatch.tokens, microbatch.layout, finish, routing=True
                 )
-            shares = [total / divisors[0]]
-            shares += [loss / divisors[1] for loss in routing.losses.values()] if routing else []
+            losses = [total / loss_divisor]
+            if routing is not None:
+                losses += [loss / routing_divisor for loss in routing.losses.values()]
             with span("backward"):
-                (sum(shares) * factor).backward()
-        sums.add(shares, reported, routing)
+                (sum(losses) * factor).backward()
+        sums.add(losses, reported, routing)
 
 
 def sum_factor(module: nn.Module) -> int:
-    """What a loss is multiplied by so that reduced gradients are sums: DDP's are means."""
+    """Return the factor on the loss that turns reduced gradients into sums: DDP averages them."""
     if isinstance(module, DistributedDataParallel):
         return torch.distributed.get_world_size(module.process_group)
     return 1
@@ -228,15 +252,15 @@ def sum_factor(module: nn.Module) -> int:
 
 @contextmanager
 def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterator[None]:
-    """Around a microbatch: add its gradients up over processes, now or in the step's last one.
+    """Reduce the gradients of the enclosed microbatch over ranks now, or in the last microbatch.
 
-    Replicas always wait for the last one. Shards that waited too would each hold the gradients of
-    the full model until then.
+    DDP, and the replica dimension of HSDP, reduce once per step, in the last microbatch. If FSDP
+    also waited, each rank would hold the unsharded gradients of the full model until then.
 
     Args:
-        module: as FSDP or DDP wrapped it, or neither.
-        last: whether this microbatch is the step's last.
-        each: reduce-scatter gradients after every microbatch.
+        module: the model, as wrapped by FSDP, DDP or neither.
+        last: whether this microbatch is the last of the step.
+        each: whether FSDP reduce-scatters gradients after every microbatch.
     """
     if isinstance(module, DistributedDataParallel) and not last:
         with module.no_sync():
@@ -248,20 +272,21 @@ def gradient_sync(module: nn.Module, *, last: bool, each: bool = True) -> Iterat
     yield
 
 
-def _over_processes(
-    count: Tensor, rows: int, group: dist.ProcessGroup | None
+def _global_counts(
+    count: Tensor, sequences: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Labeled tokens and rows of the global batch, of this process's.
+    """Sum this rank's labeled tokens and sequences over the global batch.
 
-    Tokens count once; a row counts for each process that shares it, as its routers' losses do.
+    Each token counts once. A sequence counts once per context-parallel rank, as the losses of its
+    routers do.
     """
-    counts = torch.stack([count, torch.full_like(count, rows)])
-    count, total = sum_over_processes(counts, group).unbind()
-    return count, total
+    counts = torch.stack([count, torch.full_like(count, sequences)])
+    global_count, global_sequences = sum_over_processes(counts, group).unbind()
+    return global_count, global_sequences
 
 
 def _forward_only(module: nn.Module, settings: StepSettings) -> Look:
-    """Forward passes alone, of as many rows at a time as the step takes."""
+    """Return a `Look` that runs the forward pass microbatch by microbatch."""
 
     @torch.no_grad()
     def look(
@@ -269,20 +294,21 @@ def _forward_only(module: nn.Module, settings: StepSettings) -> Look:
     ) -> Tensor:
         was_training = module.training
         module.eval()
-        found = []
+        results = []
         try:
-            for part in batch.split(settings.microbatch):
+            for microbatch in batch.split(settings.microbatch):
                 with settings.autocast():
-                    found.append(module(part.tokens, part.layout, finish(part)))
-        finally:  # one that does not fit is done again, with dropout
+                    result = module(microbatch.tokens, microbatch.layout, finish(microbatch))
+                    results.append(result)
+        finally:  # a step that ran out of memory is repeated, with dropout
             module.train(was_training)
-        return torch.cat(found)
+        return torch.cat(results)
 
     return look
 
 
 class StepSums:
-    """Losses and loads over microbatches, and then over processes, in one message."""
+    """Losses and expert loads, summed over microbatches and then, in one all-reduce, over ranks."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -290,10 +316,16 @@ class StepSums:
         self._routing: Routing | None = None
 
     def add(
-        self, shares: list[Tensor], reported: dict[str, Tensor], routing: Routing | None
+        self, losses: list[Tensor], reported: dict[str, Tensor], routing: Routing | None
     ) -> None:
-        """Add a microbatch: its shares of the losses, the objective's first, and what else."""
-        values = [share.detach() for share in [*reported.values(), *shares]]
+        """Add a microbatch.
+
+        Args:
+            losses: its shares of the mean losses: the objective's, then those of `routing`.
+            reported: sums that the objective reports.
+            routing: statistics of its routers; None without experts.
+        """
+        values = [value.detach() for value in [*reported.values(), *losses]]
         values += [routing.load, routing.probability, routing.tokens] if routing else []
         if self._sums:
             values = [a + b for a, b in zip(self._sums, values, strict=True)]
@@ -302,14 +334,20 @@ class StepSums:
     def over_processes(
         self, group: dist.ProcessGroup | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Routing | None]:
-        """The losses by name, the objective's being `loss`, what it reported, the routing."""
+        """Sum over the ranks of a group; None: over all ranks.
+
+        Returns:
+            The losses by name (the objective's is `loss`), the reported sums, and the routing
+            statistics.
+        """
+        # one all-reduce of all values
         flat = torch.cat([value.flatten() for value in self._sums])
         flat = sum_over_processes(flat, group)
         sizes = [value.numel() for value in self._sums]
-        values = [
-            part.view(value.shape)
-            for part, value in zip(flat.split(sizes), self._sums, strict=True)
-        ]
+        pieces = zip(flat.split(sizes), self._sums, strict=True)
+        values = [piece.view(local.shape) for piece, local in pieces]
+
+        # unpack in the order of `add`: reported sums, losses, routing statistics
         reported = dict(zip(self._reported, values[: len(self._reported)], strict=True))
         values = values[len(reported) :]
         if self._routing is None:
@@ -322,55 +360,66 @@ class StepSums:
 def clip_norm(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
     """Scale all gradients so that their global L2 norm is at most `threshold`."""
     if norm.device.type == "cpu" and norm <= threshold:
-        return  # elsewhere the question would wait for the device
-    share = (threshold / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    torch._foreach_mul_(_gradients(parameters), share)
+        return  # on a GPU, the comparison would synchronize with the device
+    factor = (threshold / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    torch._foreach_mul_(_local_gradients(parameters), factor)
 
 
 def clip_value(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
     """Clamp every element to [-threshold, threshold]."""
-    for gradient in _gradients(parameters):
+    for gradient in _local_gradients(parameters):
         gradient.clamp_(-threshold, threshold)
 
 
-def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """What this process holds of them; those of several meshes meet in no operation of DTensors."""
+def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the local shards of the gradients.
+
+    DTensor operations reject a list whose tensors are on several device meshes.
+    """
     return [local_shard(p.grad) for p in parameters if p.grad is not None]
 
 
 def clip_adaptive(parameters: list[nn.Parameter], threshold: float, norm: Tensor) -> None:
-    """Scale each row of a gradient to at most `threshold` times its weights' norm.
+    """Scale the gradient of each unit so that its norm is at most `threshold` times the weights'.
 
-    Unit-wise adaptive clipping (Brock et al., 2021): a unit is an output row of a matrix, or a
-    whole vector; weights' norms count as 1e-3 at least, so that a bias at 0 can leave it (which
-    Composer lacks).
+    Unit-wise adaptive clipping (Brock et al., 2021). A unit is one output row of a matrix, or one
+    vector. The norm of the weights is taken as at least 1e-3, so that a bias at 0 can move away
+    from 0 (Composer has no such minimum).
     """
+    # matrices: one factor per output row
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     for parameter in parameters:
         if parameter.ndim >= 2:
             assert parameter.grad is not None
-            share = _share(_row_norms(parameter.detach()), _row_norms(parameter.grad), threshold)
-            local_shard(parameter.grad).mul_(share)
+            weight_norms = _row_norms(parameter.detach())
+            factors = _adaptive_factors(weight_norms, _row_norms(parameter.grad), threshold)
+            local_shard(parameter.grad).mul_(factors)
+
+    # vectors: one factor each, with the norms of all of them in one call
     if vectors:
         gradients = [parameter.grad for parameter in vectors if parameter.grad is not None]
-        shares = _share(l2_norms([p.detach() for p in vectors]), l2_norms(gradients), threshold)
-        for gradient, share in zip(gradients, shares.unbind(), strict=True):
-            local_shard(gradient).mul_(share)
+        weight_norms = l2_norms([parameter.detach() for parameter in vectors])
+        factors = _adaptive_factors(weight_norms, l2_norms(gradients), threshold)
+        for gradient, factor in zip(gradients, factors.unbind(), strict=True):
+            local_shard(gradient).mul_(factor)
 
 
 def _row_norms(matrix: Tensor) -> Tensor:
-    """(rows, 1, …), in fp32, of the local rows; over all columns also where those are sharded."""
-    own, across = local_shard(matrix), ShardLayout.of(matrix).tensor
+    """Return the fp32 L2 norms (rows, 1, …) of the local rows.
+
+    Where tensor parallelism shards the columns, the norms are those of full rows.
+    """
+    shard, tensor_shards = local_shard(matrix), ShardLayout.of(matrix).tensor
     dims = tuple(range(1, matrix.ndim))
-    norms = torch.linalg.vector_norm(own, dim=dims, keepdim=True, dtype=torch.float32)
-    if across is None or across.dim == 0:
+    norms = torch.linalg.vector_norm(shard, dim=dims, keepdim=True, dtype=torch.float32)
+    if tensor_shards is None or tensor_shards.dim == 0:
         return norms
-    return sum_over_processes(norms.square(), across.group).sqrt()
+    return sum_over_processes(norms.square(), tensor_shards.group).sqrt()
 
 
-def _share(weights: Tensor, gradients: Tensor, threshold: float) -> Tensor:
-    """What is kept of gradients of these norms."""
-    return (weights.clamp(min=1e-3) * threshold / gradients).clamp(max=1.0)
+def _adaptive_factors(weight_norms: Tensor, gradient_norms: Tensor, threshold: float) -> Tensor:
+    """Return the factors (at most 1) that adaptive clipping scales gradients by."""
+    return (weight_norms.clamp(min=1e-3) * threshold / gradient_norms).clamp(max=1.0)
 
 
 CLIPPINGS: dict[str, Callable[[list[nn.Parameter], float, Tensor], None]] = {

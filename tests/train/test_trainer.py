@@ -89,7 +89,7 @@ def test_dropout_falls_elsewhere_on_other_tokens_and_alike_beside_them() -> None
         with torch.random.fork_rng():
             shared = world.in_evaluation().data_rank
             run: Any = SimpleNamespace(
-                recipe=TrainRecipe(), batch=batch, world=world, _draws_as=shared
+                recipe=TrainRecipe(), batch=batch, world=world, _seed_rank=shared
             )
             Trainer._seed(run)
             return torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
