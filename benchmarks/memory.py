@@ -301,7 +301,9 @@ def fill_shards(root: Root, device: torch.device) -> None:
 @contextmanager
 def _as_on_a_gpu(live: LiveBytes | None) -> Iterator[None]:
     """The GPU's code where ours differs, and experts that have as many rows each."""
-    clip = {"norm": lambda *given: torch._foreach_mul_(step._gradients(given[0]), torch.ones(()))}
+    clip = {
+        "norm": lambda *given: torch._foreach_mul_(step._local_gradients(given[0]), torch.ones(()))
+    }
     what = Planned("cuda", (live or LiveBytes(are_fake=True)).kernel, LOAD)
     with (
         planned_for(what),

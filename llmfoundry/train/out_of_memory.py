@@ -1,12 +1,12 @@
-"""A step that does not fit into memory: the run goes on with half the microbatch.
+"""Recovery from an out-of-memory error in a step: the run continues with half the microbatch.
 
-What a step computes does not depend on how many rows it takes at a time, so that a run that has run
-out of memory has lost nothing: `Trainer` does the step again at once where every process holds the
-whole model (`MicrobatchLimit.halve`). Shards' forward passes cannot be entered again after one was
-cut off, as processes wait for each other in the midst of it: there `start_again` ends this process,
-and with it all of them, to be started again from the last checkpoint by whatever has started them.
-Either way the run's folder remembers the microbatch that is left, `remembered` reads it at the next
-start, and events.jsonl says what happened.
+The result of a step does not depend on the microbatch size, so the step can be repeated. If every
+rank holds the full model (one process, DDP), `Trainer` repeats it in place
+(`MicrobatchLimit.halve`). With FSDP it cannot: an interrupted forward pass leaves the other ranks
+waiting in a collective. There, `MicrobatchLimit.start_again` exits this process. The launcher then
+kills the others and restarts the run from the last checkpoint. Either way, the new microbatch size
+is stored in the run's folder, `remembered` reads it at the next start, and events.jsonl records
+the event.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from llmfoundry.ops.devices import give_back_memory
 from llmfoundry.ops.torch_private import Replicas
 
 NAME = "out_of_memory.json"
-"""In a run's folder: the microbatch that is left, and for what."""
+"""File in the run's folder that stores the microbatch size and the settings it applies to."""
 KIND = "out_of_memory"
-"""The kind of event."""
+"""Kind of the event in events.jsonl."""
 KEY = "device_train_microbatch_size"
 
 
 class OutOfMemory(Exception):
-    """A step is to be done again with fewer rows at a time; every process raises it.
+    """A step must be repeated with a smaller microbatch; raised on every rank.
 
     Attributes:
-        reasons: what each process that ran out of memory asked for, by rank.
+        reasons: the failed allocation of each rank that ran out of memory, by rank.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
@@ -48,17 +48,17 @@ class OutOfMemory(Exception):
 
 @dataclass
 class MicrobatchLimit:
-    """How a run goes on where a step does not fit.
+    """Policy for steps that run out of memory.
 
     Attributes:
-        folder: the run's; None: nothing is remembered, and nothing can be started again.
-        facts: what the memory of a step depends on beside the microbatch (`memory_facts`).
-        rank: this process.
-        size: processes of the run.
-        rows: of a step, on each process.
-        in_place: whether a step can be done again: every process holds the whole model.
-        is_fixed: whether all rows have to be computed at a time, as CUDA graphs ask for.
-        hint: what else to write where it does not fit, after "write "; empty: nothing.
+        folder: the run's folder; None: the size is not stored and the run cannot be restarted.
+        facts: settings other than the microbatch that the memory depends on (`memory_facts`).
+        rank: rank of this process.
+        size: number of ranks.
+        rows: sequences per step on each rank.
+        in_place: whether a step can be repeated in place: every rank holds the full model.
+        is_fixed: whether the microbatch size cannot change, as with CUDA graphs.
+        hint: further alternatives for the error line, after "write "; empty: none.
     """
 
     folder: Path | None = None
@@ -73,16 +73,16 @@ class MicrobatchLimit:
     def halve(
         self, microbatch: int, why: OutOfMemory, step: int, report: Callable[..., None]
     ) -> int:
-        """The microbatch with which a step (from 1) is done again; every process calls it.
+        """Return the microbatch size with which the step is repeated. Every rank calls it.
 
         Args:
-            microbatch: that was too large.
-            why: which processes ran out of memory.
-            step: from 1.
+            microbatch: the size that was too large.
+            why: the ranks that ran out of memory.
+            step: number of the step, from 1.
             report: `TrainingLog.event`.
 
         Raises:
-            UserError: it cannot be smaller.
+            UserError: the microbatch cannot be smaller.
         """
         reason, ranks = next(iter(why.reasons.values())), sorted(why.reasons)
         half = self._half(microbatch, step, reason)
@@ -95,11 +95,11 @@ class MicrobatchLimit:
         return half
 
     def start_again(self, microbatch: int, error: BaseException, step: int) -> NoReturn:
-        """End this process, so that all start again with half the microbatch.
+        """Exit this process, so that the run restarts with half the microbatch.
 
         Raises:
-            StartAgain: they are to.
-            UserError: it cannot be smaller, or the run's folder cannot be written.
+            StartAgain: the new size is stored and the run can restart.
+            UserError: the microbatch cannot be smaller, or the run's folder cannot be written.
         """
         reason = what_was_asked(error)
         half = self._half(microbatch, step, reason)
@@ -108,7 +108,7 @@ class MicrobatchLimit:
         seen = f"step {step} ran out of memory at a microbatch of {microbatch} ({reason})"
         done = f"the processes start again with {half}: {self._cost(microbatch, half)}"
         more: dict[str, Any] = {"microbatch": half, "done": done}
-        with suppress(OSError):  # remembered it is, and the line below says so too
+        with suppress(OSError):  # the size is stored, and the error below reports it too
             add_event(
                 self.folder, KIND, seen, step=step, rank=self.rank, action="start_again", **more
             )
@@ -120,7 +120,7 @@ class MicrobatchLimit:
         return microbatch // 2
 
     def line(self, microbatch: int, step: int, reason: str) -> str:
-        """What to write where a step does not fit, and nothing is to be done about it."""
+        """Return the error line for a step whose microbatch cannot be halved."""
         smaller = microbatch // 2 or "a smaller model"
         if self.is_fixed:
             smaller = "a compile_mode that records no CUDA graphs, which take all rows at a time"
@@ -134,7 +134,7 @@ class MicrobatchLimit:
         return f"a step has {now} microbatches in place of {before}"
 
     def _remember(self, microbatch: int, half: int, step: int) -> str:
-        """Write what the next start begins with; why that failed, empty: it did not."""
+        """Store the microbatch size for the next start; return why that failed, empty: success."""
         if self.folder is None:
             return ""
         record = {"microbatch": half, "too_large": microbatch, "step": step, "for": self.facts}
@@ -147,30 +147,33 @@ class MicrobatchLimit:
 
 
 def remembered(folder: Path, facts: Mapping[str, Any]) -> tuple[int | None, list[str]]:
-    """The microbatch that an earlier start of a run was left with.
+    """Return the microbatch size that an earlier start of the run stored.
 
     Args:
-        folder: the run's.
-        facts: as `MicrobatchLimit` has them.
+        folder: the run's folder.
+        facts: the current `MicrobatchLimit.facts`.
 
     Returns:
-        The rows, None: any; and, where there is a record of other facts, the keys that differ.
+        The size and no keys. If the file is missing or damaged: None and no keys. If it was stored
+        under other facts: None and the keys that differ.
     """
     try:
         record = read_json(folder / NAME)
-        rows, then = record["microbatch"], record["for"]
-        assert type(rows) is int and rows > 0 and isinstance(then, dict)
+        microbatch, stored_facts = record["microbatch"], record["for"]
+        assert type(microbatch) is int and microbatch > 0 and isinstance(stored_facts, dict)
     except (OSError, ValueError, TypeError, KeyError, AssertionError):
-        return None, []  # there is none, or it is damaged
-    now = json.loads(json.dumps(facts))
-    changed = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
-    return (None, changed) if changed else (rows, [])
+        return None, []
+    json_facts = json.loads(json.dumps(facts))
+    keys = json_facts.keys() | stored_facts.keys()
+    changed = sorted(key for key in keys if json_facts.get(key) != stored_facts.get(key))
+    return (None, changed) if changed else (microbatch, [])
 
 
 def release(module: nn.Module) -> None:
-    """After a pass that did not fit: give back what it holds; the others have what they wait for.
+    """Free the memory of a pass that ran out of memory.
 
-    Called by `train_step`, once nothing else holds a tensor of the pass.
+    With DDP, also send the gradient all-reduces that the other ranks still wait for. `train_step`
+    calls it once nothing else holds a tensor of the pass.
     """
     forget(module)
     if isinstance(module, Replicas):
@@ -178,14 +181,14 @@ def release(module: nn.Module) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Give back the gradients of a step that will be done again, and what is kept free."""
+    """Free the gradients of a step that will be repeated, and empty the allocator's cache."""
     module.zero_grad(set_to_none=True)
     gc.collect()
     give_back_memory(next(module.parameters()).device)
 
 
 def begin_again(module: nn.Module) -> None:
-    """Before a step is done again; every process calls it."""
+    """Reset the module before a step is repeated. Every rank calls it."""
     forget(module)
     if isinstance(module, Replicas):
         module.reset()

@@ -1,10 +1,10 @@
-"""What all processes of a run must know at the same step: to stop, and who failed or lacks memory.
+"""Agreement of all ranks, once per step, on stop signals, failures and out-of-memory errors.
 
-SIGTERM, SIGINT, SIGUSR1 (which schedulers send ahead of their limits) and SIGHUP (a terminal is
-closed) end a run after the step under way. A process that has no batch to compute (its shard is
-gone) takes part in the step with an empty one, so that nobody waits for it for ever, and all of
-them raise before the optimizer has seen the step. So they do where one ran out of memory, if the
-step can be done again.
+Entry point: `StopSignal`. SIGTERM, SIGINT, SIGUSR1 (which schedulers send before a time limit) and
+SIGHUP (the terminal was closed) end a run after the current step. A rank that cannot read its batch
+(for example because its data shard is missing) runs the step with an empty batch, because the other
+ranks would wait for it in a collective. Then all ranks raise before the optimizer's update. All
+ranks also raise if one rank ran out of memory and the step can be repeated.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from llmfoundry.telemetry import span
 from llmfoundry.train.out_of_memory import OutOfMemory
 
 _SAME_REQUEST = 5.0
-"""Seconds in which further signals are the same request: Slurm sends SIGTERM to torchrun and to its
-processes, to which torchrun passes it on."""
+"""Seconds within which further signals count as the same request: Slurm sends SIGTERM to torchrun
+and to its processes, and torchrun forwards it to them."""
 
 
 class StopSignal:
-    """A context in which a signal asks for a stop; Ctrl-C a second time kills at once.
+    """Context in which a signal requests a stop after the current step.
 
-    So does another signal than Ctrl-C that comes later than those of one request.
+    A second Ctrl-C kills the process at once. So does any other signal that arrives more than
+    `_SAME_REQUEST` seconds after the first.
 
-    Processes agree by one all-reduce a step on the host, read before the update. It is begun before
-    the step's work, so that no step waits for it; where a step can be done again, behind its
-    backward passes, as it has to carry who ran out of memory in them: no process waits for a device
-    there, but for the others' hosts.
+    Ranks agree by one all-reduce per step on the host, whose result is read before the update. It
+    normally starts before the step's work and overlaps with it. If a step can be repeated, it
+    starts after the backward passes, because it then also reports out-of-memory errors. Ranks wait
+    for each other's hosts there, but not for a device.
     """
 
     def __init__(self, world: World) -> None:
@@ -61,8 +62,8 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._failed or (self._world.size > 1 and isinstance(error, Exception)):
-            # The launcher ends all as soon as one ends: each first reports what was wrong, also
-            # who has lost another, whose end the launcher sees at the same time.
+            # The launcher sends SIGTERM to all processes as soon as one exits. Ignore it, so that
+            # each process can still report its own error.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -75,15 +76,15 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def begin(self, failure: BaseException | None, shortage: str = "") -> None:
-        """Before a step is final: send the others whether to stop, and whether this process failed.
+        """Start the all-reduce of stop requests and failures, before the step's update.
 
         Args:
-            failure: why it has no batch.
-            shortage: what it had no memory for, where the step can be done again; empty: nothing.
+            failure: why this rank has no batch; None: it has one.
+            shortage: this rank's out-of-memory error, if the step can be repeated; empty: none.
 
         Raises:
-            BaseException: `failure`, where there are no others.
-            OutOfMemory: the same of `shortage`.
+            BaseException: `failure`, in a run with a single process.
+            OutOfMemory: if there is a `shortage`, in a run with a single process.
         """
         if self._world.size == 1:
             if failure is not None:
@@ -99,12 +100,12 @@ class StopSignal:
         self._pending = (work, tensor)
 
     def check(self) -> None:
-        """Before the step's update: raise on every process if one of them failed.
+        """Wait for the all-reduce, and raise on every rank if any rank failed.
 
         Raises:
-            UserError: on the other processes, with the failed ones' reasons.
-            BaseException: on a failed one, its own failure.
-            OutOfMemory: none failed, and some had not enough memory.
+            UserError: on ranks that did not fail, with the reasons of the failed ranks.
+            BaseException: on a failed rank, its failure.
+            OutOfMemory: on every rank, if no rank failed and some ran out of memory.
         """
         if self._pending is None:
             return
@@ -130,12 +131,12 @@ class StopSignal:
         where = ", ".join(str(rank) for rank, reason in enumerate(reasons) if reason)
         raise UserError(*(f"{line} (on rank {where})" for line in sorted(lines)))
 
-    def _gathered(self, mine: str) -> list[str]:
-        """What each process has to say, by rank."""
+    def _gathered(self, reason: str) -> list[str]:
+        """Return the reasons of all ranks, by rank."""
         reasons = [""] * self._world.size
-        dist.all_gather_object(reasons, mine)
+        dist.all_gather_object(reasons, reason)
         return reasons
 
     def agreed(self) -> str:
-        """After a step: the name of the signal that ends the run now; empty while it continues."""
+        """Return the name of the signal that ends the run after this step; empty: none."""
         return self._received if self._world.size == 1 else self._agreed

@@ -1,12 +1,12 @@
-"""Loss spikes and steps that are not finite: seen on the device, decided on the host.
+"""Loss spikes and steps that are not finite: detected on the device, decided on the host.
 
-`Guard` checks every step's loss and gradient norm on the device, before its update, and asks the
-device for no value: an update is left out by the optimizer's fused kernel, which leaves weights and
-state alone while `found_inf` is 1 (the switch that PyTorch's GradScaler uses). The host decides
-about its verdicts once they have arrived: at each step on a CPU, where there is nothing to wait
-for, else at each log. Loss and norm are sums over all processes, the same on each, and
-`decide_spike` is a pure function of them and of a record that checkpoints keep: so every process
-decides the same. A roll-back itself is `builders/resume.py`, which loads an earlier checkpoint.
+Entry point: `SpikeHandler`. Its `Guard` checks the loss and gradient norm of every step on the
+device, before the update, without synchronization. To skip an update it sets `found_inf` to 1, the
+switch of PyTorch's GradScaler: fused optimizer kernels then leave weights and state unchanged. The
+host reads the verdicts at each step on a CPU, and at each log on a GPU. Every rank makes the same
+decision, because loss and norm are sums over all ranks, and `decide_spike` is a pure function of
+them and of a record that is saved in checkpoints. `builders/resume.py` performs a roll-back: it
+loads an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from llmfoundry.recipe.resilience import ResolvedWatchConfig, WatchConfig
 
 KINDS = ("not_finite", "loss_spike", "gradient_spike")
 _SEVERITY = ("off", "log", "skip", "roll_back", "stop")
-LOSS_RISE = 0.05  # of the mean, at least: a converged loss hardly deviates
-NORM_RISE = math.log(5)  # of the logarithm: small batches' norms jump by four; clipping serves
-_MOST_UNREAD = 1024  # verdicts kept for a log that comes every so many steps, or later
-_WIDTH = 9  # numbers of a verdict
+LOSS_RISE = 0.05  # minimum rise, relative to the mean: a converged loss hardly deviates
+NORM_RISE = math.log(5)  # minimum rise of log(norm): norms of small batches vary by factors of four
+_MOST_UNREAD = 1024  # unread verdicts that are retained, for long log intervals
+_WIDTH = 9  # values per verdict
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What was seen in one step.
+    """Measurements of one step.
 
     Attributes:
-        batch: steps done before it.
-        values: loss, and natural logarithm of the gradient's norm.
-        usual: means of the steps before.
-        limits: above which they are spikes; infinite while few steps are known.
-        flags: of KINDS.
+        batch: index of the step, from 0.
+        values: loss, and natural logarithm of the gradient norm.
+        usual: means of both over the preceding steps.
+        limits: thresholds above which a value is a spike; infinite during the first steps.
+        flags: whether each of KINDS occurred.
     """
 
     batch: int
@@ -52,108 +52,136 @@ class StepVerdict:
 
 
 class Guard:
-    """Sees, on the device, steps that are not finite, and spikes.
+    """Detector, on the device, of spikes and of steps that are not finite.
 
     Attributes:
-        found_inf: (), 1.0 where the step under way is no update, else 0.0.
-        first: (), int64, the first step from which there are no updates until the host has decided;
-            -1: there was none.
+        found_inf: (), 1.0 if the optimizer must skip the update of the current step, else 0.0.
+        first: (), int64, the first step since which updates are skipped until the host decides; -1:
+            updates are not suspended.
     """
 
     def __init__(self, device: torch.device, config: ResolvedWatchConfig | None = None) -> None:
-        """`config` unset: steps that are not finite stop the updates, and spikes are not seen."""
+        """Without `config`, steps that are not finite suspend updates, and spikes are ignored."""
         self._device = device
         self._config = config or WatchConfig(loss_spike="off", gradient_spike="off")
         self._actions = [getattr(self._config, kind) for kind in KINDS]
         double: dict[str, Any] = {"device": device, "dtype": torch.float64}
-        seen = [action != "off" for action in self._actions[1:]]
+
+        # settings as tensors (2,): loss, log of the gradient norm
+        detected = [action != "off" for action in self._actions[1:]]
         settles = [action == "log" for action in self._actions[1:]]
-        self._sees = None if all(seen) else torch.tensor(seen, device=device)
+        self._detects = None if all(detected) else torch.tensor(detected, device=device)
         self._settles = torch.tensor(settles, device=device) if any(settles) else None
-        self._least = torch.tensor([-math.inf, 1e-30], **double)  # a norm has a logarithm
+        self._minimum = torch.tensor([-math.inf, 1e-30], **double)  # log(0) is not finite
         self._is_norm = torch.tensor([False, True], device=device)
         self._share, self._rise = torch.tensor([[LOSS_RISE, 0.0], [0.0, NORM_RISE]], **double)
+
+        # ring buffer of the preceding values, and unread verdicts
         self._window = torch.zeros(2, self._config.spike_window, **double)
         self._in_a_row = torch.zeros(2, device=device, dtype=torch.int64)
-        self._seen = 0  # steps, known to the host: every one has its place in the window
+        self._seen = 0  # number of steps, known to the host: gives the index in the ring buffer
         self._unread: deque[tuple[int, Tensor]] = deque(maxlen=_MOST_UNREAD)
         self._gives_verdicts = self._config.sees_spikes or self._config.not_finite != "stop"
         self.release()
 
     def release(self) -> None:
-        """Allow updates again, and forget what was not read."""
+        """Allow updates again, and drop unread verdicts."""
         self.found_inf = torch.zeros((), device=self._device)
         self.first = torch.full((), -1, device=self._device, dtype=torch.int64)
         self._unread.clear()
 
     def observe(self, batch: int, loss: Tensor, grad_norm: Tensor) -> None:
-        """Check a step's loss and global gradient norm, tensors (), before its update."""
+        """Check a step before its update.
+
+        Args:
+            batch: index of the step, from 0.
+            loss: (), over the global batch.
+            grad_norm: (), global gradient norm before clipping.
+        """
         values = torch.stack([loss.detach(), grad_norm.detach()]).double()
         bad = ~torch.isfinite(values).all()
         if not self._gives_verdicts:
-            self._hold(batch, bad)
+            self._suspend(batch, bad)
             self.found_inf = (self.first >= 0).float()
             return
-        values = torch.maximum(values, self._least)
+
+        # compare with the preceding steps
+        values = torch.maximum(values, self._minimum)
         values = torch.where(self._is_norm, values.log(), values)
         usual, limits, spikes = self._compare(values, bad)
         flags = [bad, *spikes.unbind()]
-        if (holds := self._any_of(flags, "roll_back", "stop")) is not None:
-            self._hold(batch, holds)
-        skips, held = self._any_of(flags, "skip"), self.first >= 0
-        self.found_inf = (held if skips is None else held | skips).float()
+
+        # skip this update, or this and all further updates
+        suspends = self._any_of(flags, "roll_back", "stop")
+        if suspends is not None:
+            self._suspend(batch, suspends)
+        skips, is_suspended = self._any_of(flags, "skip"), self.first >= 0
+        self.found_inf = (is_suspended if skips is None else is_suspended | skips).float()
         self._unread.append((batch, torch.cat([values, usual, limits, torch.stack(flags)])))
 
     def _any_of(self, flags: list[Tensor], *actions: str) -> Tensor | None:
-        """Whether one of the flags (), of KINDS, has one of these actions; None: no kind has."""
-        found = [f for f, action in zip(flags, self._actions, strict=True) if action in actions]
-        return functools.reduce(torch.logical_or, found) if found else None
+        """Return (), whether a flag whose action is one of `actions` is set; None: no such kind."""
+        pairs = zip(flags, self._actions, strict=True)
+        matches = [flag for flag, action in pairs if action in actions]
+        return functools.reduce(torch.logical_or, matches) if matches else None
 
-    def _hold(self, batch: int, flag: Tensor) -> None:
+    def _suspend(self, batch: int, flag: Tensor) -> None:
+        """Skip all updates from step `batch` on, if `flag` () is set."""
         self.first = torch.where(flag & (self.first < 0), batch, self.first)
 
     def _compare(self, values: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Means (2,) of the steps before, limits (2,), which values (2,) are spikes.
+        """Compare a step's values (2,) with the preceding steps.
 
-        A spike takes its place in the window as the mean, so that it does not hide the next; under
-        `log`, after spikes_in_a_row, as what it is, so that a new level becomes the usual one.
+        A spike enters the window as the mean, so that it does not raise the limit for the next
+        spike. Under the action `log`, values above the limit enter the window unchanged after
+        spikes_in_a_row of them, so that a new level becomes the usual level.
+
+        Returns:
+            Means (2,) of the preceding steps, limits (2,), and whether each value (2,) is a spike.
         """
         size = self._config.spike_window
-        place, known = self._seen % size, self._window[:, : min(self._seen, size)]
+        index, window = self._seen % size, self._window[:, : min(self._seen, size)]
         self._seen += 1
-        if known.shape[1] < size // 2:
-            usual = known.mean(dim=1) if known.shape[1] else torch.zeros_like(values)
-            self._window[:, place] = torch.where(bad, usual, values)
+
+        # too few steps: no limits yet
+        if window.shape[1] < size // 2:
+            usual = window.mean(dim=1) if window.shape[1] else torch.zeros_like(values)
+            self._window[:, index] = torch.where(bad, usual, values)
             return usual, torch.full_like(usual, math.inf), torch.zeros_like(self._is_norm)
-        variance, usual = torch.var_mean(known, dim=1, correction=0)
-        least = torch.addcmul(self._rise, usual.abs(), self._share)
-        limits = usual + torch.maximum(self._config.spike_deviations * variance.sqrt_(), least)
+
+        # limit: a number of standard deviations above the mean, but at least a minimum rise
+        variance, usual = torch.var_mean(window, dim=1, correction=0)
+        minimum_rise = torch.addcmul(self._rise, usual.abs(), self._share)
+        deviation = self._config.spike_deviations * variance.sqrt_()
+        limits = usual + torch.maximum(deviation, minimum_rise)
+
+        # which values are spikes, under the recipe's actions
         spikes = (values > limits) & ~bad
-        if self._sees is not None:
-            spikes = spikes & self._sees
+        if self._detects is not None:
+            spikes = spikes & self._detects
         if self._settles is not None:
             self._in_a_row = (self._in_a_row + 1) * spikes
             spikes = spikes & ((self._in_a_row <= self._config.spikes_in_a_row) | ~self._settles)
-        self._window[:, place] = torch.where(spikes | bad, usual, values)
+        self._window[:, index] = torch.where(spikes | bad, usual, values)
         return usual, limits, spikes
 
     def first_bad(self) -> int | None:
-        """The step from which there are no updates, if there was one; waits for the device."""
+        """Return the step since which updates are suspended, if any; synchronizes the device."""
         first = int(self.first)
         return None if first < 0 else first
 
     def unread(self) -> tuple[list[int], Tensor]:
-        """Steps that were not read yet, and what was seen in them, (steps, 9) on the device."""
+        """Return the steps that were not read yet, and their verdicts (steps, 9) on the device."""
         batches = [batch for batch, _ in self._unread]
-        found = [verdict for _, verdict in self._unread]
+        verdicts = [verdict for _, verdict in self._unread]
         self._unread.clear()
         empty = torch.zeros(0, _WIDTH, device=self._device, dtype=torch.float64)
-        if len(found) == 1:
-            return batches, found[0].unsqueeze(0)
-        return batches, torch.stack(found) if found else empty
+        if len(verdicts) == 1:
+            return batches, verdicts[0].unsqueeze(0)
+        return batches, torch.stack(verdicts) if verdicts else empty
 
     def state(self) -> dict[str, Any]:
-        """The steps before, as JSON; waits for the device."""
+        """Return the window of preceding steps, as JSON; synchronizes the device."""
         return {
             "seen": self._seen,
             "window": self._window.tolist(),
@@ -161,7 +189,7 @@ class Guard:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from what `state` returned; with another spike_window, and from {}, start over."""
+        """Resume from the result of `state`. Start over from {}, or if spike_window changed."""
         window = state.get("window", [[]])
         fits = len(window[0]) == self._config.spike_window
         self._seen = state["seen"] if fits else 0
@@ -172,7 +200,7 @@ class Guard:
 
 
 def read_verdicts(batches: Sequence[int], found: Tensor) -> list[StepVerdict]:
-    """What `Guard.unread` gave, of tensors on the host."""
+    """Convert the result of `Guard.unread`, copied to the host, to verdicts."""
     return [
         StepVerdict(batch, (a, b), (c, d), (e, f), (bool(g), bool(h), bool(i)))
         for batch, (a, b, c, d, e, f, g, h, i) in zip(batches, found.tolist(), strict=True)
@@ -181,13 +209,13 @@ def read_verdicts(batches: Sequence[int], found: Tensor) -> list[StepVerdict]:
 
 @dataclass(frozen=True)
 class SpikeRecord:
-    """How often it has happened.
+    """Counts of the spikes of a run, saved in checkpoints.
 
     Attributes:
-        in_a_row: flagged steps up to the latest.
-        skipped: updates of the run that were left out by skip.
-        roll_backs: times that the run went back, since it last passed the furthest spike.
-        furthest: steps done before the furthest spike for which it went back; -1: none.
+        in_a_row: number of consecutive flagged steps, up to the latest step.
+        skipped: number of updates that the action skip left out.
+        roll_backs: number of roll-backs since the run last passed the furthest spike.
+        furthest: index of the furthest step that caused a roll-back; -1: none.
     """
 
     in_a_row: int = 0
@@ -198,14 +226,14 @@ class SpikeRecord:
 
 @dataclass(frozen=True)
 class SpikeDecision:
-    """What is done about a step.
+    """Action taken for a flagged step.
 
     Attributes:
-        kind: of KINDS; of several the one about which most is done.
+        kind: of KINDS; if several occurred, the one with the most severe action.
         action: log, skip, roll_back or stop.
-        seen: what was seen, for people.
-        done: what is done, for people.
-        batch: steps done before it.
+        seen: description of the observation, for the log.
+        done: description of the action, for the log.
+        batch: index of the step, from 0.
     """
 
     kind: str
@@ -218,10 +246,12 @@ class SpikeDecision:
 def decide_spike(
     verdict: StepVerdict, config: ResolvedWatchConfig, record: SpikeRecord
 ) -> tuple[SpikeDecision | None, SpikeRecord]:
-    """What is done about a step, None where it was sound, and the record after it."""
+    """Return the decision about a step (None: the step was not flagged), and the new record."""
     flagged = [kind for kind, flag in zip(KINDS, verdict.flags, strict=True) if flag]
     if not flagged:
         return None, replace(record, in_a_row=0)
+
+    # the most severe of the configured actions
     kind = max(flagged, key=lambda kind: _SEVERITY.index(getattr(config, kind)))
     action, seen = getattr(config, kind), _describe(verdict, kind)
     key = f"callbacks.watch.{kind}: {action}"
@@ -232,17 +262,18 @@ def decide_spike(
         "roll_back": f"the run goes back ({key})",
         "stop": f"the run ends, with the weights of before ({key})",
     }[action]
+    # repeated skips and roll-backs become a stop
     if action == "skip":
         record = replace(record, skipped=record.skipped + 1)
         if record.in_a_row > config.spikes_in_a_row:
             done = f"the run ends: {record.in_a_row} updates in a row were left out ({key})"
             action = "stop"
     if action == "roll_back":
-        again = record.roll_backs + 1 if verdict.batch <= record.furthest else 1
+        count = record.roll_backs + 1 if verdict.batch <= record.furthest else 1
         furthest = max(verdict.batch, record.furthest)
-        record = replace(record, roll_backs=again, furthest=furthest)
-        if again > config.roll_back_most:
-            done = f"the run ends: it went back {again - 1} times without passing this ({key})"
+        record = replace(record, roll_backs=count, furthest=furthest)
+        if count > config.roll_back_most:
+            done = f"the run ends: it went back {count - 1} times without passing this ({key})"
             action = "stop"
     return SpikeDecision(kind, action, seen, done, verdict.batch), record
 
@@ -264,7 +295,7 @@ def _norm(logarithm: float) -> float:
 
 
 class RollBack(Exception):
-    """The run is to go back before a step, on every process."""
+    """The run must roll back to before a step; raised on every rank."""
 
     def __init__(self, decision: SpikeDecision) -> None:
         super().__init__(decision.seen)
@@ -272,12 +303,12 @@ class RollBack(Exception):
 
 
 class SpikeHandler:
-    """Checks every step, and does what the recipe asks for about spikes.
+    """Detection of spikes, and the actions that the recipe configures for them.
 
     Attributes:
-        guard: the device's part, which the step calls.
-        config: filled.
-        record: how often something was done.
+        guard: detector on the device, which the step calls.
+        config: resolved section of the recipe.
+        record: counts of spikes and actions.
     """
 
     def __init__(
@@ -287,38 +318,41 @@ class SpikeHandler:
         report: Callable[..., None],
         state: dict[str, Any],
     ) -> None:
-        """Resume from what `state` returned, or {}; `report` is `TrainingLog.event`."""
+        """Resume from the result of `state`, or start from {}; `report` is `TrainingLog.event`."""
         self.config, self._report = config, report
         self.guard = Guard(device, config)
         self.guard.restore(state.get("guard", {}))
-        known = state.get("record", {}).items()
-        self.record = SpikeRecord(**{k: v for k, v in known if k in SpikeRecord.__match_args__})
+        fields = SpikeRecord.__match_args__
+        counts = {k: v for k, v in state.get("record", {}).items() if k in fields}
+        self.record = SpikeRecord(**counts)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; waits for the device."""
+        """Return the state for a checkpoint, as JSON; synchronizes the device."""
         return {"guard": self.guard.state(), "record": asdict(self.record)}
 
     def go_back(self, why: SpikeDecision, done: str, state: dict[str, Any] | None) -> None:
-        """Resume from an earlier state, None: from this one; how often it happened is kept."""
+        """Resume the guard from an earlier state (None: keep its state), and retain the record."""
         self._log(replace(why, done=f"{done} (callbacks.watch.{why.kind}: roll_back)"))
         self.guard.release()
         if state is not None:
             self.guard.restore(state.get("guard", {}))
 
     def check(self) -> int | None:
-        """Handle all steps so far, and wait for them; the step from which there are no updates.
+        """Handle all steps so far; synchronizes the device.
 
-        That of a spike never is: it raises.
+        Returns:
+            The first step that was not finite, if it suspended updates; else None. A spike that
+            suspends updates raises.
         """
         self.handle(read_verdicts(*self.guard.unread()))
         return self.guard.first_bad()
 
     def handle(self, verdicts: Sequence[StepVerdict]) -> None:
-        """Log flagged steps, and do what the recipe asks for; in order, the same on all processes.
+        """Log flagged steps and take the configured actions, in order, alike on all ranks.
 
         Raises:
-            RollBack: the run is to go back.
-            GivenUp: it is to end.
+            RollBack: the run must roll back.
+            GivenUp: the run must end.
         """
         for verdict in verdicts:
             decision, self.record = decide_spike(verdict, self.config, self.record)
@@ -327,7 +361,7 @@ class SpikeHandler:
             if decision.kind == "not_finite" and self.config.not_finite == "stop":
                 return  # the trainer reports why
             if decision.action == "roll_back":
-                raise RollBack(decision)  # logged once it is known how far
+                raise RollBack(decision)  # logged once the target step is known
             self._log(decision)
             if decision.action == "stop":
                 raise GivenUp(f"{decision.seen}; {decision.done}; what was saved before is sound")
@@ -338,13 +372,13 @@ class SpikeHandler:
 
 @dataclass(frozen=True)
 class Return:
-    """Where a run resumes after a spike.
+    """Step at which a run resumes after a roll-back.
 
     Attributes:
-        batch: steps done.
-        skipped: batches that are left out, from there.
-        name: of the checkpoint; empty: the weights of before the spike were in memory.
-        state: the checkpoint's.
+        batch: number of steps done.
+        skipped: number of batches that are skipped from there on.
+        name: name of the checkpoint; empty: the weights before the spike were still in memory.
+        state: state of the checkpoint.
     """
 
     batch: int
@@ -353,7 +387,7 @@ class Return:
     state: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """What was done, for people."""
+        """Return a description of the roll-back, for the log."""
         where = f"to {self.name}" if self.name else "to the step before, as no checkpoint is older"
         last = self.batch + self.skipped
         return (

@@ -1,8 +1,10 @@
-"""The training loop. `builders/trainer.py` makes its parts, `cli/commands/train.py` starts it.
+"""The training loop.
 
-Step number b (from 0) is a pure function of the weights before it, of (seed, b) and of the data:
-its rows, its learning rate and its random draws. So a checkpoint needs to hold little more than
-weights and optimizer, and a resumed run repeats the uninterrupted one bit for bit.
+Entry point: `Trainer.fit`. `builders/trainer.py` builds a `Trainer`, `cli/commands/train.py` runs
+it. The idea: step b (from 0) is a pure function of the weights and optimizer state before it, of
+(seed, b) and of the data. Its sequences, learning rate and random numbers follow from b. A
+checkpoint therefore holds little more than weights and optimizer state, and a resumed run repeats
+the uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -42,50 +44,51 @@ from llmfoundry.train.step_metrics import LoggedStep, LossWindow, routing_metric
 
 
 class Callback:
-    """Observes the loop. Does nothing; subclasses override what they need.
+    """Base class of callbacks, whose hooks do nothing. Subclasses override the hooks they need.
 
     Attributes:
-        may_lag: whether `on_log` may be called when the next step has been launched, and the model
-            is a step on. Where one that is called may not, each logged step waits for the GPU.
+        may_lag: whether `on_log` may be called after the next step was launched, when the weights
+            are one step ahead of the metrics. If any callback with `on_log` may not lag, each
+            logged step synchronizes with the GPU.
     """
 
     may_lag = False
 
     def on_start(self, trainer: Trainer) -> None:
-        """Act before the first step, or the evaluation before it."""
+        """Act before the first step, and before the evaluation that precedes it."""
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Read the gradients, complete and not yet clipped, of a step that will be logged."""
+        """Read the gradients of a step that will be logged: fully reduced, not yet clipped."""
 
     def measure(self, trainer: Trainer) -> Mapping[str, float | Tensor]:
-        """Metrics of a logged step, at its end: numbers, or tensors () that nobody waits for."""
+        """Return metrics at the end of a logged step: numbers, or tensors () read later."""
         return {}
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Look at the metrics of a logged step, `trainer.logged_batch`, and add to them."""
+        """Read the metrics of the logged step `trainer.logged_batch`, and add metrics to them."""
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Look at what an evaluation measured."""
+        """Read the metrics of an evaluation."""
 
     def on_step(self, trainer: Trainer) -> None:
-        """Act after a step, its log and its evaluation, before its checkpoint."""
+        """Act after a step, its log and its evaluation, and before its checkpoint."""
 
     def on_return(self, trainer: Trainer) -> None:
-        """Count anew from `trainer.batch`: after a spike the run went back there."""
+        """Reset counters to `trainer.batch`, which the run rolled back to after a spike."""
 
     def close(self) -> None:
-        """Undo what outlives the run; called at its end, also after an error."""
+        """Undo lasting changes to the process. Called at the end of a run, also after an error."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; empty: nothing."""
+        """Return the state for a checkpoint, as JSON; empty: no state."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from what `state` returned; empty where a run starts at batch 0."""
+        """Resume from the result of `state`; empty if the run starts at batch 0."""
 
 
 class LoopRecipe(Protocol):
-    """What the loop and its callbacks need of `recipe.train.TrainRecipe`, filled."""
+    """The fields of a resolved `recipe.train.TrainRecipe` that the loop and callbacks read."""
 
     seed: int
     max_seq_len: int
@@ -101,15 +104,15 @@ class LoopRecipe(Protocol):
     callbacks: ResolvedCallbacksConfig
 
     def training_settings(self) -> dict[str, Any]:
-        """Every setting that changes what is learned, by key; a checkpoint keeps them."""
+        """Return every setting that changes the trained weights, by key, for the checkpoint."""
 
 
 class Checkpoints(Protocol):
-    """What the loop needs of `checkpoint.save.Checkpointer`; every process calls all of it."""
+    """The methods of `checkpoint.save.Checkpointer` that the loop calls, on every rank."""
 
     @property
     def saved(self) -> int:
-        """The newest batch that this process knows to be saved; -1: none."""
+        """The newest batch that this rank knows to be saved; -1: none."""
 
     @property
     def is_writing(self) -> bool:
@@ -117,40 +120,40 @@ class Checkpoints(Protocol):
 
     @property
     def waits(self) -> Any:
-        """Seconds that training waited for the latest save: `total`, and of it `before`."""
+        """Seconds that training waited for the latest save: `total`, of which `before`."""
 
     def tidy(self) -> None:
-        """Remove what killed saves left, before the first step."""
+        """Remove partial checkpoints of killed processes, before the first step."""
 
     def check(self) -> None:
-        """Raise what went wrong in the background, before a step."""
+        """Raise the error of a background save, before a step."""
 
     def before_update(self) -> None:
-        """Wait until the weights of a save are copied."""
+        """Wait until the weights of a running save are copied."""
 
     def save(
         self, batch: int, model: Decoder, optimizer: Optimizer, state: dict[str, Any], *, last: bool
     ) -> object:
-        """Save after `batch` steps; the last is complete when this returns."""
+        """Save after `batch` steps. With `last`, the checkpoint is complete on return."""
 
     def wait(self) -> None:
-        """Return when what is under way is written."""
+        """Wait until the running save is written."""
 
     def find(self, until: int) -> Any:
-        """The newest complete checkpoint saved after at most so many steps."""
+        """Return the newest complete checkpoint of at most `until` steps."""
 
     def forget_after(self, batch: int) -> None:
-        """Remove what was saved after more steps."""
+        """Remove the checkpoints of more than `batch` steps."""
 
 
 class TrainingLog(Protocol):
-    """What the loop reports to: `loggers.tracker.Tracker`, which this layer may not import."""
+    """The methods of `loggers.tracker.Tracker`, which this layer may not import."""
 
     def log(self, batch: int, tokens: int, metrics: dict[str, float]) -> None:
         """Record a logged step."""
 
     def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
-        """Record the load of every expert of every layer, at a logged step."""
+        """Record the load of every expert of every layer, for a logged step."""
 
     def samples(self, batch: int, samples: list[tuple[str, ...]]) -> None:
         """Record generated text."""
@@ -159,69 +162,75 @@ class TrainingLog(Protocol):
         """Show the user a line."""
 
     def rewind(self, batch: int) -> None:
-        """Drop what was recorded of steps after `batch`, which are repeated."""
+        """Drop the records of steps after `batch`, which are repeated."""
 
     def event(
         self, kind: str, seen: str, done: str, *, step: int, action: str, **more: Any
     ) -> None:
-        """Show and record what was seen in a step (from 1), what was done, and further facts."""
+        """Show and record an event of a step (from 1): observation, action and further facts."""
 
 
 PAUSED = "pause_at"
-"""What `fit` returns where the recipe's key of this name has ended the run."""
+"""The result of `Trainer.fit` if the recipe's key of this name stopped the run."""
 
 
 @dataclass
 class Trainer:
-    """All parts of a run, and the loop over them."""
+    """Training loop of one run, with all its components."""
 
     recipe: LoopRecipe
     world: World
     root: Root
     """The model, called for evaluation and generation."""
     module: nn.Module
-    """The same as DDP wraps it (or the same object), called for training."""
+    """The model as wrapped by DDP (without DDP: `root`), called for training."""
     optimizer: Optimizer
     loader: Loader
     clock: Clock
     settings: StepSettings
     bytes_per_token: float
-    """Of the training text."""
+    """UTF-8 bytes per token of the training text."""
     tracker: TrainingLog
     checkpointer: Checkpoints
     roll_back: Callable[[Trainer, int], Return]
-    """Loads a checkpoint from before a spike, and skips the batches read since."""
+    """Loads a checkpoint from before a spike, and skips the batches read since then."""
     evaluate: Callable[[int], dict[str, float]]
-    """Measures the model after this many batches; every process takes part."""
+    """Evaluates the model after this many batches; a collective operation."""
     identity: dict[str, Any]
-    """Settings that a continuation of the run may not change, by recipe key."""
+    """Settings that must not change when the run is resumed, by recipe key."""
     callbacks: list[Callback] = field(default_factory=list)
     memory: MicrobatchLimit = field(default_factory=MicrobatchLimit)
-    """What is done where a step does not fit into memory."""
+    """Handles steps that run out of memory."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What the run resumes from, as `save` wrote it; empty: nothing."""
+    """State to resume from, as written by `save`; empty: a new run."""
 
     def __post_init__(self) -> None:
+        # progress, in steps
         self.first_batch = self.batch = self.logged_batch = self.state.get("batch", 0)
-        self._launched: LoggedStep | None = None  # whose values are not read yet
-        self.train_seconds = self.eval_seconds = 0.0
-        self._wait_seconds = 0.0  # for batches, since the last log
-        self.waited = 0.0  # for the step's batch, in seconds
-        self.paused_seconds = 0.0  # in evaluation, samples and saving, so far
+        self._launched: LoggedStep | None = None  # logged step whose values are not read yet
         self._batches: BatchPrefetcher
-        self._no_batch: BaseException | None = None  # why the step under way has none
+        self._no_batch: BaseException | None = None  # why the current step has no batch
         self._is_updating = False
-        self.evaluations = 0
-        self.latest_evaluation: dict[str, float] = {}
         self.ended_early = self._to_stop = ""
         pause = self.recipe.pause_at
         self._pause = math.inf if pause is None else math.ceil(self.clock.batches(pause) - 1e-9)
+
+        # measurements
+        self.train_seconds = self.eval_seconds = 0.0
+        self._wait_seconds = 0.0  # spent waiting for batches since the last log
+        self.waited = 0.0  # seconds spent waiting for the current step's batch
+        self.paused_seconds = 0.0  # spent so far in evaluation, samples and saving
+        self.evaluations = 0
+        self.latest_evaluation: dict[str, float] = {}
         watch, report = self.recipe.callbacks.watch, self.tracker.event
         self.spikes = SpikeHandler(watch, self.world.device, report, self.state.get("spikes", {}))
         self._losses = self._begin_losses(self.state)
-        self._saves_soon = False  # what the run went back to is to outlive a kill
+        self._saves_soon = False  # save after the next step, so that a roll-back survives a kill
+
+        # what each step is a function of
         self._lr_factor = build_schedule(self.recipe.schedule, self.clock)
-        self._draws_as = self.world.in_evaluation().data_rank  # those that share rows draw alike
+        # ranks that share sequences use the same random numbers
+        self._seed_rank = self.world.in_evaluation().data_rank
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._started = time.perf_counter()
         self._training_settings = self.recipe.training_settings()
@@ -234,14 +243,14 @@ class Trainer:
         return LossWindow(self.world.device, *window, only_finite=only_finite)
 
     def fit(self) -> str:
-        """Train to the end, or until a signal.
+        """Train to the end of the run, or until a signal or a callback stops it.
 
         Returns:
-            The signal's name, or what else asked for a stop; empty when the run is complete.
+            The signal's name, or the reason of another stop; empty if the run is complete.
 
         Raises:
-            UserError: a loss or a gradient was not finite; the weights are those before it.
-            GivenUp: a spike ends the run, by the recipe; the same holds.
+            UserError: a loss or a gradient was not finite. The weights are those before that step.
+            GivenUp: the recipe ends the run after a spike. The weights are those before that step.
         """
         is_cut_off = False
         try:
@@ -256,19 +265,19 @@ class Trainer:
             raise
         finally:
             beat("end", self.batch, saved=self.checkpointer.saved)
-            if not is_cut_off:  # or a save would wait for who is lost, and the others for this one
+            if not is_cut_off:  # else the save would wait for a lost rank, and other ranks for us
                 self.checkpointer.wait()
             for callback in self.callbacks:
                 callback.close()
 
     def _fit(self) -> str:
-        if not self.done and self.batch >= self._pause:  # it was paused here before, or later
+        if not self.done and self.batch >= self._pause:  # the resumed run is already past pause_at
             return PAUSED
         signal_name = ""
         self._started = time.perf_counter()
         self._batches = BatchPrefetcher(self.loader, self.batch)
         with StopSignal(self.world) as stop, ExitStack() as stack:
-            stack.callback(lambda: self._batches.close())  # the newest, where the run goes back
+            stack.callback(lambda: self._batches.close())  # a roll-back replaces self._batches
             try:
                 while not (self.done or signal_name):
                     try:
@@ -277,7 +286,7 @@ class Trainer:
                         self._go_back(why)
                     signal_name = (stop.agreed() or self._to_stop) if not self.done else ""
             except BaseException:
-                with suppress(Exception):  # the step before the one that failed was sound
+                with suppress(Exception):  # log the step before the failed one
                     self._finish_log()
                 raise
             if signal_name:
@@ -285,18 +294,22 @@ class Trainer:
         return signal_name
 
     def _go_back(self, why: RollBack) -> None:
-        """Begin again before a spike, with other batches."""
-        beat("start", self.batch)  # reading a checkpoint takes as long as it takes
+        """Roll back to a checkpoint from before a spike, and continue with other batches."""
+        beat("start", self.batch)  # this phase has no timeout: reading a checkpoint may take long
+
+        # load the checkpoint
         self._launched = None
         self._batches.close()
-        to = self.roll_back(self, why.decision.batch)
-        self.batch = self.logged_batch = to.batch
-        self._losses = self._begin_losses(to.state)
+        target = self.roll_back(self, why.decision.batch)
+        self.batch = self.logged_batch = target.batch
+
+        # reset everything that counts steps
+        self._losses = self._begin_losses(target.state)
         self._wait_seconds, self._saves_soon = 0.0, True
-        self.spikes.go_back(why.decision, to.describe(), to.state.get("spikes"))
+        self.spikes.go_back(why.decision, target.describe(), target.state.get("spikes"))
         for callback in self.callbacks:
-            if to.name:
-                callback.restore(to.state["callbacks"])
+            if target.name:
+                callback.restore(target.state["callbacks"])
             callback.on_return(self)
         self.tracker.rewind(self.batch)
         self._batches = BatchPrefetcher(self.loader, self.batch)
@@ -304,25 +317,29 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """Whether the step under way, or the one before, is the run's last."""
+        """Whether the current step, or the one just done, is the last of the run."""
         return self.batch >= self.clock.total or bool(self.ended_early)
 
     def end(self, why: str) -> None:
-        """Make this step the last, as if the run were that long; every process calls it."""
+        """Make this step the last, as if the run had this length. Every rank calls it."""
         if not self.ended_early:
             self.ended_early = why
             self.tracker.note(why)
 
     def stop_and_save(self, why: str) -> None:
-        """Save after this step, and end, to be started again elsewhere; every process calls it."""
+        """Save after this step and stop, so that the run can be resumed. Every rank calls it."""
         self._to_stop = self._to_stop or why
 
     def is_due(self, interval: str) -> bool:
-        """Whether something that happens every `interval` happens after this step."""
+        """Return whether an event that repeats every `interval` is due after this step."""
         return falls_due(self.clock.batches(interval), self.batch)
 
     def _take(self, stop: StopSignal) -> Batch:
-        """The step's rows; where they cannot be had, empty ones for a step that all will undo."""
+        """Return the batch of the next step.
+
+        If reading fails, return a batch without labels. The rank then takes part in the step's
+        collectives, after which all ranks learn of the failure and discard the step.
+        """
         failure: BaseException | None = None
         beat("data", self.batch + 1, saved=self.checkpointer.saved)
         started = time.perf_counter()
@@ -343,19 +360,28 @@ class Trainer:
         return batch
 
     def _step(self, batch: Batch, stop: StopSignal) -> None:
+        """Run one step, then log, evaluate, call callbacks and save as far as they are due."""
         beat("step", self.batch + 1)
+
+        # set the learning rate
         factor = self._lr_factor(self.batch)
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
-        following, interval = self.batch + 1, self.clock.batches(self.recipe.log_interval)
-        logs = following == self.clock.total or falls_due(interval, following)
+
+        # train
+        next_batch, interval = self.batch + 1, self.clock.batches(self.recipe.log_interval)
+        logs = next_batch == self.clock.total or falls_due(interval, next_batch)
         result = self._until_it_fits(batch, stop, logs=logs)
-        self.batch = following
+        self.batch = next_batch
+
+        # record the losses
         values = [result.loss, *result.parts.values(), *result.reported.values()]
         self._losses.add(torch.stack(values))
         if not lags(self.world.device):
-            self._check_guard()  # nothing to wait for there
+            self._check_guard()  # does not synchronize on a CPU
         self._log(result if logs else None)
+
+        # evaluate, call callbacks and save
         if not self.done and self.batch == self._pause:
             self.stop_and_save(PAUSED)
         if self.done or self._to_stop == PAUSED or self.is_due(self.recipe.eval_interval):
@@ -367,11 +393,11 @@ class Trainer:
             self.save(last=self.done)
 
     def _until_it_fits(self, batch: Batch, stop: StopSignal, *, logs: bool) -> StepResult:
-        """The step; if any process runs out of memory, all do it again with half the microbatch.
+        """Run the step. If a rank runs out of memory, all ranks repeat it with half the microbatch.
 
         Raises:
-            StartAgain: this layout's processes cannot, and are to be started again for it.
-            UserError: it cannot be smaller, or it was the optimizer that ran out of memory.
+            StartAgain: this layout cannot repeat a step; all processes must be restarted.
+            UserError: the microbatch cannot be smaller, or the optimizer ran out of memory.
         """
         hooks = StepHooks(
             after_backward=partial(self._agree, stop),
@@ -392,8 +418,9 @@ class Trainer:
                 if self._is_updating:
                     raise UserError(_no_room_for_update(step, reason)) from error
                 why = OutOfMemory({self.world.rank: reason})
-                if self.world.size > 1:  # the others wait somewhere for this one
+                if self.world.size > 1:  # the other ranks wait for this one in a collective
                     self.memory.start_again(self.settings.microbatch, why, step)
+            # every rank is here: halve the microbatch and repeat the step
             begin_again(self.module)
             beat("step", step)
             half = self.memory.halve(self.settings.microbatch, why, step, self.tracker.event)
@@ -415,7 +442,7 @@ class Trainer:
         )
 
     def _agree(self, stop: StopSignal, shortage: str) -> None:
-        """Behind the backward passes: who is to stop, failed, or ran out of memory."""
+        """Exchange, after the backward passes, which ranks got a signal, failed or lack memory."""
         beat("update", self.batch + 1)
         if self.memory.in_place and (shortage or self.world.size > 1):
             stop.begin(self._no_batch, shortage)
@@ -427,18 +454,18 @@ class Trainer:
             self.checkpointer.before_update()
 
     def _seed(self) -> None:
-        """Make the step's draws (dropout) a function of the seed, the batch and the data rank.
+        """Make the step's random numbers (dropout) a function of seed, batch and data rank.
 
-        Not torch.manual_seed: on a machine without a GPU it leaves behind, at every call, a stack
-        trace for each kind of device that might still come.
+        torch.manual_seed is not used: on a machine without a GPU, each call stores a stack trace
+        per device type that may be initialized later.
         """
-        value = seed_of(self.recipe.seed, f"step/{self.batch}/{self._draws_as}")
+        value = seed_of(self.recipe.seed, f"step/{self.batch}/{self._seed_rank}")
         torch.default_generator.manual_seed(value)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(value)
 
     def _calling(self, hook: str) -> Iterator[Callback]:
-        """The callbacks that have this hook, in order; a monitor knows the name of each."""
+        """Yield the callbacks that override this hook, in order, each named in telemetry."""
         for callback in self.callbacks:
             if overrides(callback, hook):
                 with in_callback(f"{type(callback).__name__}.{hook}"):
@@ -450,13 +477,13 @@ class Trainer:
                 callback.on_gradients(self)
 
     def _log(self, result: StepResult | None) -> None:
-        """Begin to log this step, where there is a result, and log the one before."""
+        """Start to log this step if there is a result, and finish the log of the step before."""
         with span("logging"):
             step = None if result is None else self._begin_log(result)
         self._finish_log()
         self._launched = step
-        waits = [c for c in self.callbacks if not c.may_lag and overrides(c, "on_log")]
-        if waits or not lags(self.world.device):
+        waiting = [c for c in self.callbacks if not c.may_lag and overrides(c, "on_log")]
+        if waiting or not lags(self.world.device):
             self._finish_log()
 
     def _begin_log(self, result: StepResult) -> LoggedStep:
@@ -472,29 +499,30 @@ class Trainer:
         return LoggedStep(self.batch, result, losses, guard, measured)
 
     def _finish_log(self) -> None:
-        """Log the step whose values are on their way; waits for that step alone."""
+        """Log the launched step; waits for the values of that step only."""
         if self._launched is None:
             return
         with span("logging"):
             self._log_values(self._launched)
 
     def _log_values(self, launched: LoggedStep) -> None:
-        found = launched.read()
+        logged = launched.read()
         self._launched = None
-        self.spikes.handle(found.verdicts)
-        self._refuse(found.first_bad)
+        self.spikes.handle(logged.verdicts)
+        self._raise_if_bad(logged.first_bad)
         self.train_seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
-        self.logged_batch = found.batch
-        metrics = found.metrics(self.settings.objective, bytes_per_token=self.bytes_per_token)
-        self._log_routing(found, metrics)
+        self.logged_batch = logged.batch
+        metrics = logged.metrics(self.settings.objective, bytes_per_token=self.bytes_per_token)
+        self._log_routing(logged, metrics)
         for callback in self._calling("on_log"):
             callback.on_log(self, metrics)
         tokens = self.logged_batch * self.clock.tokens_per_batch
         self.tracker.log(self.logged_batch, tokens, metrics)
 
-    def _log_routing(self, found: LoggedStep, metrics: dict[str, float]) -> None:
-        routing, batch = found.routing, found.batch
+    def _log_routing(self, logged: LoggedStep, metrics: dict[str, float]) -> None:
+        """Record the expert loads of a step, and add moe/* to its metrics."""
+        routing, batch = logged.routing, logged.batch
         if routing is None:
             return
         tokens, top_k = self.clock.tokens_per_batch, self.recipe.model.ffn_config.moe_top_k
@@ -502,9 +530,9 @@ class Trainer:
         self.tracker.routing(batch, batch * tokens, routing.load.long().tolist())
 
     def _check_guard(self) -> None:
-        self._refuse(self.spikes.check())
+        self._raise_if_bad(self.spikes.check())
 
-    def _refuse(self, bad: int | None) -> None:
+    def _raise_if_bad(self, bad: int | None) -> None:
         if bad is not None:
             raise not_a_step(self.root.model if bad == self.first_batch else None, bad)
 
@@ -519,17 +547,18 @@ class Trainer:
         self.evaluations += 1
         self.latest_evaluation = metrics
         if metrics:
-            spent = {"time/val": self.eval_seconds}  # no step may follow that would report it
+            spent = {"time/val": self.eval_seconds}  # logged here: no step may follow
             tokens = self.batch * self.clock.tokens_per_batch
             self.tracker.log(self.batch, tokens, metrics | spent)
         for callback in self._calling("on_evaluate"):
             callback.on_evaluate(self, metrics)
 
     def save(self, *, last: bool) -> None:
-        """Save now; the last checkpoint is complete when this returns. Every process calls it."""
+        """Save now. With `last`, the checkpoint is complete on return. Every rank calls it."""
         beat("save", self.batch)
         self._finish_log()
         self._check_guard()
+        # the state beside weights and optimizer state
         state = {
             "batch": self.batch,
             "window": [*self._losses.state()],
@@ -545,28 +574,28 @@ class Trainer:
             self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
         self._saves_soon = False
         waits = self.checkpointer.waits
-        waited = {
+        metrics = {
             "time/checkpoint_blocking": waits.total,
             "time/checkpoint_wait": waits.before,
         }
-        self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, waited)
+        self.tracker.log(self.batch, self.batch * self.clock.tokens_per_batch, metrics)
 
     @contextmanager
     def training_paused(self) -> Iterator[None]:
-        """The model in evaluation mode, the training clock stopped, all steps logged."""
+        """Log all steps, stop the training clock and set evaluation mode inside the context."""
         self._finish_log()
-        began = time.perf_counter()
-        self.train_seconds += began - self._started
+        pause_start = time.perf_counter()
+        self.train_seconds += pause_start - self._started
         self.root.eval()
         with span("pause"):
             yield
         self.root.train()
         self._started = time.perf_counter()
-        self.paused_seconds += self._started - began
+        self.paused_seconds += self._started - pause_start
 
 
 def _no_room_for_update(step: int, reason: str) -> str:
-    """What to write where the optimizer's update does not fit, of which a part may be done."""
+    """Return the error line for an optimizer that ran out of memory, possibly in mid-update."""
     return (
         f"optimizer.name: the update of step {step} ran out of memory ({reason}); write one that"
         " keeps less beside the weights, a smaller model, or spread both over processes with"
@@ -575,22 +604,22 @@ def _no_room_for_update(step: int, reason: str) -> str:
 
 
 def falls_due(interval: float, batch: int) -> bool:
-    """Whether an event every `interval` batches happens after `batch` of them; 0 switches it off.
+    """Return whether an event that repeats every `interval` batches is due after `batch` batches.
 
-    It does at the first batch at or after each multiple (Composer's rule), so that an interval need
-    not be a whole number of batches.
+    An interval of 0 disables the event. It is due at the first batch at or after each multiple of
+    the interval (Composer's rule), so an interval need not be an integer.
     """
     if interval <= 0:
         return False
-    # The small number keeps 0.1dur of 30 batches at 3, 6, 9 … in spite of binary fractions.
+    # 1e-9 keeps 0.1dur of 30 batches at 3, 6, 9 … despite rounding of binary fractions
     return math.floor(batch / interval + 1e-9) > math.floor((batch - 1) / interval + 1e-9)
 
 
 def lags(device: torch.device) -> bool:
-    """Whether a device works on while the host launches what follows."""
+    """Return whether the device runs asynchronously from the host."""
     return device.type != "cpu"
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Whether a callback has a hook of its own, of its class or set on itself."""
+    """Return whether a callback overrides a hook, in its class or on the instance."""
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
