@@ -1,19 +1,20 @@
-"""Reads checkpoints: their names, state and tensors, on any layout of processes.
+"""Checkpoint reader: state and tensors, on any number of ranks and any parallel layout.
 
     runs/<name>/checkpoints/ba0000100/
-        __<rank>_*.distcp .metadata   the model, by torch.distributed.checkpoint
-        optimizer__<rank>_*.distcp    what only training needs
+        __<rank>_*.distcp .metadata   the model, by torch.distributed.checkpoint (DCP)
+        optimizer__<rank>_*.distcp    optimizer state, which only training needs
         state.json                    time, seed, fingerprints of data and model
-        recipe.yaml tokenizer/        all that eval, convert and generate need
-        COMMIT                        names, sizes and checksums of the above, written last
+        recipe.yaml tokenizer/        the other files that eval, convert and generate need
+        COMMIT                        names, sizes and checksums of the files above, written last
 
-A folder without COMMIT, or whose files differ from it, does not count: it is refused by name and
-the one before is used. `save.py` writes, `verify.py` finds a complete one.
+A folder without COMMIT, or with files that differ from COMMIT, is not a checkpoint. It is reported
+by name, and the previous checkpoint is used. `save.py` writes checkpoints; `verify.py` finds the
+newest complete one.
 
-Nothing in an untrusted file is executed. DCP unpickles the table of contents (`.metadata`) and
-every value that is no tensor, so whoever wrote the folder would decide what runs. Here the table's
-objects become plain records, which are checked and made into PyTorch's; values that are not tensors
-are refused; the tensors themselves PyTorch reads with weights_only.
+No code in an untrusted file is executed. DCP itself unpickles the table of contents (`.metadata`)
+and every value that is not a tensor, which would run code of the folder's author. This module
+unpickles the table into plain records, checks them and converts them to PyTorch's classes. Values
+that are not tensors are rejected. PyTorch reads the tensors with weights_only.
 """
 
 from __future__ import annotations
@@ -75,18 +76,18 @@ from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops import torch_private
 from llmfoundry.ops.shard_layout import Stacked
 
-# torch warns for every save and load of a run that has one process
+# torch warns at every save and load of a single-process run
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 _LONGEST = 1 << 26  # bytes of a state.json
-_LONGEST_TABLE = 1 << 32  # of a table, which has a line for each part of each tensor
+_LONGEST_TABLE = 1 << 32  # bytes of a .metadata file, which lists every shard of every tensor
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint's state.json.
+    """Return the content of a checkpoint's state.json.
 
     Raises:
-        UserError: it is not what a run writes.
+        UserError: the file cannot be read, or was not written by a run.
     """
     path, shown = checkpoint.folder / "state.json", f"{checkpoint}/state.json"
     try:
@@ -94,20 +95,20 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{shown}: {one_line(error)}") from error
     except ValueError as error:
-        why = one_line(error).partition(";")[0]  # of Python's, without its advice
+        reason = one_line(error).partition(";")[0]  # without the parser's advice
         raise UserError(
-            f"{shown}: is not a run's state ({why}); choose another checkpoint"
+            f"{shown}: is not a run's state ({reason}); choose another checkpoint"
         ) from error
-    kinds = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
-    kinds["spikes"] = dict
-    sound = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
-    if not sound or any(type(state[k]) is not kinds[k] for k in kinds.keys() & state.keys()):
+    types = {"batch": int, "identity": dict, "order": dict, "callbacks": dict, "settings": dict}
+    types["spikes"] = dict
+    is_complete = isinstance(state, dict) and {"batch", "identity"} <= state.keys()
+    if not is_complete or any(type(state[k]) is not types[k] for k in types.keys() & state.keys()):
         raise UserError(f"{shown}: is not a run's state; choose another checkpoint")
     return state
 
 
 _OPTIONS = StateDictOptions(strict=True)
-_PARTS = StateDictOptions(strict=False)  # names are the model's own; load_tensors misses none
+_PARTS = StateDictOptions(strict=False)  # load_tensors has checked that no tensor is missing
 
 
 def load_weights(
@@ -118,9 +119,17 @@ def load_weights(
     left: Collection[str] = (),
     table: Metadata | None = None,
 ) -> None:
-    """Fill `model`; all processes of `world` call. `table`: of `check_weights`.
+    """Load the weights of `model` in place; collective over `world`.
 
-    Left alone are an adapter, what is kept in 4 bits, which checkpoints never are, and `left`.
+    Adapter weights, 4-bit weights (a checkpoint holds none) and the tensors named in `left` are not
+    loaded.
+
+    Args:
+        checkpoint: to read.
+        model: model to fill.
+        world: process group.
+        left: names of tensors to leave unchanged.
+        table: result of `check_weights`, which saves reading the table a second time.
     """
     _load_into(model, checkpoint, _own_weights(model, left), world, table)
 
@@ -128,27 +137,30 @@ def load_weights(
 def check_weights(
     checkpoint: Checkpoint, model: Decoder, *, world: World = ALONE
 ) -> Metadata | None:
-    """Compare what `load_weights` would fill with the checkpoint's shapes; `model` may be meta.
+    """Check that a checkpoint has every tensor that `load_weights` loads, in the model's shape.
+
+    `model` may be on the meta device, so that a mismatch is found before memory is allocated.
 
     Returns:
-        The checkpoint's table, on rank 0.
+        The checkpoint's table of contents, on rank 0.
 
     Raises:
-        UserError: they differ; no memory for the model is taken yet.
+        UserError: a tensor is missing or has a different shape; on every rank.
     """
     shapes = {f"model.{plain_name(n)}": t.shape for n, t in _own_weights(model).items()}
     return _check_shapes(shapes, checkpoint, world=world)
 
 
 def _own_weights(model: Decoder, left: Collection[str] = ()) -> dict[str, Any]:
-    every = get_model_state_dict(model)
+    """Return the tensors that `load_weights` loads, by the model's names."""
+    tensors = get_model_state_dict(model)
     quantized = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
-    others = {n for n in every if is_added(n) or n in quantized or n in left}
-    return {n: t for n, t in every.items() if n not in others}
+    excluded = {n for n in tensors if is_added(n) or n in quantized or n in left}
+    return {n: t for n, t in tensors.items() if n not in excluded}
 
 
 def load_adapter(checkpoint: Checkpoint, model: Decoder, *, world: World = ALONE) -> None:
-    """Fill what an adapter's checkpoint holds of `model`, whose base has its weights."""
+    """Load an adapter checkpoint into `model`, whose base weights are loaded already."""
     _load_into(model, checkpoint, saved_state(model), world)
 
 
@@ -169,16 +181,18 @@ def _load_into(
 def load_training_state(
     checkpoint: Checkpoint, model: Decoder, optimizer: Optimizer, *, world: World
 ) -> None:
-    """Fill model and optimizer from a checkpoint written by any number of processes."""
+    """Load model and optimizer state in place; the checkpoint may be from any number of ranks."""
     state = training_state(model, optimizer)
-    groups = state["optimizer"].pop("param_groups")  # the recipe's, not the past's
+    # learning rates and other settings are the recipe's, not the checkpoint's
+    groups = state["optimizer"].pop("param_groups")
     load_tensors(state, checkpoint, world=world, stacked=all_stacked_rows(model))
     set_model_state_dict(model, state["model"], options=_PARTS)
-    moments = state["optimizer"] | {"param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, moments, options=_OPTIONS)
+    optimizer_state = state["optimizer"] | {"param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=_OPTIONS)
 
 
-_DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")  # PyTorch's words and advice
+_DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")
+"""Words of PyTorch's messages about a damaged file; its advice does not apply here."""
 
 
 def load_tensors(
@@ -189,21 +203,22 @@ def load_tensors(
     stacked: Stacked | None = None,
     table: Metadata | None = None,
 ) -> None:
-    """Fill the tensors of `state` from a checkpoint.
+    """Load the tensors of `state` from a checkpoint, in place; collective over `world`.
 
-    The first process reads the table of contents, each of several the tensors that
-    `own_names` gives it, and no two the same ones.
+    Rank 0 reads the table of contents. Each rank reads the tensors that `own_names` assigns to it,
+    so that every byte is read once, and `pass_on` broadcasts replicated tensors.
 
     Args:
-        state: tensors in dictionaries; the same names on every process.
+        state: nested dictionaries of tensors, with the same names on every rank.
         checkpoint: to read.
-        world: the processes that fill theirs, each of which calls; ALONE: this one alone.
-        stacked: of its parameters, as in `ops.shard_layout`; None: none is.
-        table: what `check_weights` has read of it already.
+        world: process group; ALONE: this process only.
+        stacked: stacked rows of the parameters, see `ops.shard_layout`; None: none are stacked.
+        table: result of `check_weights`, if it was called.
 
     Raises:
-        UserError: the files hold something else; on every process.
+        UserError: the files cannot be read or have other contents; on every rank.
     """
+    # read the tensors that this rank owns
     planner, flat, problem = _Planner(), dict[str, Any](), None
     try:
         if table is None or world.size > 1:
@@ -213,14 +228,17 @@ def load_tensors(
         flat = planner.state_dict
         planner.state_dict = as_block_tensors(flat, stacked or {})
         _read(planner, table, checkpoint, own_names(flat, world))
-    except Exception as error:  # whatever an untrusted file leads to
+    except Exception as error:  # an untrusted file can raise almost anything
         problem = one_line(error)
         if any(word in problem for word in _DAMAGED):
             problem = "a file of tensors is damaged, or holds something else"
+
+    # raise on every rank if any rank failed
     if not all_reduce_min(world, 1 if problem is None else 0):
-        raise _unreadable(
-            checkpoint, *sorted({line for line in all_gather_object(world, problem) if line})
-        )
+        problems = all_gather_object(world, problem)
+        raise _unreadable(checkpoint, *sorted({line for line in problems if line}))
+
+    # broadcast tensors to the ranks that hold replicas
     pass_on(flat, world)
 
 
@@ -231,10 +249,10 @@ def _unreadable(checkpoint: Checkpoint, *reasons: str) -> UserError:
 
 
 def read_table(checkpoint: Checkpoint) -> Metadata:
-    """Which tensors a checkpoint holds, and where.
+    """Return a checkpoint's table of contents: names, shapes, dtypes and file positions of tensors.
 
     Raises:
-        UserError: its table cannot be read.
+        UserError: the table cannot be read.
     """
     try:
         return parse_metadata(read_guarded(checkpoint.folder / TABLE, most=_LONGEST_TABLE))
@@ -245,42 +263,42 @@ def read_table(checkpoint: Checkpoint) -> Metadata:
 def _check_shapes(
     shapes: Mapping[str, Sequence[int]], checkpoint: Checkpoint, *, world: World
 ) -> Metadata | None:
-    """Compare a model with a checkpoint's table, before there is memory for any of it.
+    """Compare the shapes of a model's tensors with a checkpoint's table; collective.
 
     Args:
-        shapes: of tensors of the model, by their names in the checkpoint.
+        shapes: shapes of the model's tensors, by their names in the checkpoint.
         checkpoint: to compare with.
-        world: this process; every one calls, and rank 0 reads.
+        world: process group; rank 0 reads the table.
 
     Returns:
         The table, on rank 0.
 
     Raises:
-        UserError: the checkpoint lacks a tensor, or has another shape of it; on every process.
+        UserError: the checkpoint lacks a tensor or has another shape of it; on every rank.
     """
-    read: list[Metadata] = []
+    tables: list[Metadata] = []  # one on rank 0, none on the other ranks
 
     def compare() -> None:
-        read.append(read_table(checkpoint))
-        saved = read[0].state_dict_metadata
+        tables.append(read_table(checkpoint))
+        saved = tables[0].state_dict_metadata
         for name, shape in shapes.items():
-            found = saved.get(name)
-            there = "missing" if found is None else "not a tensor"
-            if isinstance(found, TensorStorageMetadata):
-                there = str(list(found.size))
-            if there != str(list(shape)):
+            metadata = saved.get(name)
+            saved_shape = "missing" if metadata is None else "not a tensor"
+            if isinstance(metadata, TensorStorageMetadata):
+                saved_shape = str(list(metadata.size))
+            if saved_shape != str(list(shape)):
                 raise UserError(
                     f"checkpoint: {checkpoint} is not of the model that its recipe describes:"
-                    f" {name} is {there} there, but {list(shape)} by the recipe; choose another"
-                    " checkpoint"
+                    f" {name} is {saved_shape} there, but {list(shape)} by the recipe; choose"
+                    " another checkpoint"
                 )
 
     on_rank0(world, compare)
-    return read[0] if read else None
+    return tables[0] if tables else None
 
 
 class _Files(FileSystem):
-    """PyTorch's way to files, for those that are in a store as well."""
+    """File system for DCP's reader that also opens files in an object store."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -294,21 +312,21 @@ class _Files(FileSystem):
 def _read(
     planner: _Planner, table: Metadata, checkpoint: Checkpoint, names: Collection[str]
 ) -> None:
-    """Fill the tensors of these names, on this process."""
+    """Load the tensors with these names, on this rank."""
     reader = FileSystemReader(checkpoint.folder)
     reader.fs = _Files(checkpoint)
     reader.set_up_storage_reader(table, is_coordinator=planner.is_coordinator)
-    own = {name: value for name, value in planner.state_dict.items() if name in names}
-    plan = create_default_local_load_plan(own, table)
+    tensors = {name: value for name, value in planner.state_dict.items() if name in names}
+    plan = create_default_local_load_plan(tensors, table)
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 class _Planner(DefaultLoadPlanner):
-    """PyTorch's, for tensors alone."""
+    """DCP load planner that supports `BlockTensor` and rejects values that are not tensors."""
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        if isinstance(value, BlockTensor):  # PyTorch's handles tensors alone
+        if isinstance(value, BlockTensor):
             return value.__get_tensor_shard__(index)
         return super().lookup_tensor(index)
 
@@ -317,10 +335,10 @@ class _Planner(DefaultLoadPlanner):
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """A checkpoint's table of contents, of the bytes of its file.
+    """Parse the content of a `.metadata` file without executing code in it.
 
     Raises:
-        ValueError: it is not one, or names what no such table holds.
+        ValueError: the content is not a table of tensors, or names other classes or functions.
     """
     try:
         return _metadata(_Unpickler(io.BytesIO(content)).load())
@@ -329,7 +347,7 @@ def parse_metadata(content: bytes) -> Metadata:
 
 
 class _Record:
-    """An object of the pickle: its class by name, and the state that was saved of it."""
+    """Object of the pickle; subclasses stand for PyTorch's classes and keep the saved state."""
 
     state: Any = None
 
@@ -338,7 +356,7 @@ class _Record:
 
 
 def _nothing(*args: object) -> None:
-    """In place of what a table may name and no reader needs."""
+    """Replace functions and classes that a table may name but whose values are not used."""
 
 
 _MODULE = "torch.distributed.checkpoint"
@@ -366,20 +384,20 @@ _KNOWN: dict[str, Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what PyTorch (2.4 to 2.13) writes into a table, and nothing else."""
+    """Unpickler that accepts only the classes in a table written by PyTorch 2.4 to 2.13."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get(f"{module}.{name}")
         if known is None and module == "torch":
-            found = vars(torch).get(name)
-            known = found if isinstance(found, torch.dtype) else None
+            attribute = vars(torch).get(name)
+            known = attribute if isinstance(attribute, torch.dtype) else None
         if known is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}, and would run it")
         return known
 
 
 def _fields(record: Any, name: str) -> Any:
-    """The state of a record of that class."""
+    """Return the state of a record; TypeError if the record is of another class than `name`."""
     if not isinstance(record, _RECORDS[f"{_MODULE}.{name}"]):
         raise TypeError(f"a {type(record).__name__} in place of {name}")
     return record.state

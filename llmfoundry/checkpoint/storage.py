@@ -1,12 +1,13 @@
-"""Where a run's checkpoints are kept: `Storage`, a folder that all processes share, or a URL's.
+"""Storage of a run's checkpoints: a folder that all ranks share, or an object store.
 
-`open_run.py` opens the storage of a run, once; `ObjectStorage` in `object_storage.py` is the
-other kind. Saving (`save.py`), listing, reading and removing are methods of it, so no caller asks
-which kind it is. The idea: the rest of the codebase knows folders alone; a run at a URL works in a
-folder of this machine that stands for it. A `Checkpoint` is one of the folders in a storage.
+Entry point: `open_run.py` opens the `Storage` of a run. `Storage` is a shared folder; its subclass
+`ObjectStorage` (`object_storage.py`) is a URL. Saving, listing, reading and removing checkpoints
+are methods, so that callers need not distinguish the two. The rest of the code base sees folders
+only: a run at a URL has a working copy in a folder of each machine. A `Checkpoint` is one
+checkpoint folder in a storage.
 
-While a process reads a checkpoint it holds a shared lock on COMMIT (`Checkpoint.pin`); a run that
-removes old checkpoints leaves locked ones for the next time.
+A process that reads a checkpoint holds a shared lock on its COMMIT (`Checkpoint.pin`). Pruning
+skips locked checkpoints; the next pruning removes them.
 """
 
 from __future__ import annotations
@@ -37,27 +38,34 @@ from llmfoundry.files import LockedFile, try_lock
 from llmfoundry.recipe.paths import show
 
 _NAME = re.compile(r"ba\d{7,}")
-_LATE_S = 60.0  # as long as NFS may remember that a name was not there
+_LATE_S = 60.0  # NFS caches the absence of a file name for up to this long
 NO_COMMIT = "it has no COMMIT (it is being written, or its save was interrupted)"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is the folder of one checkpoint, rather than of a run, by its name."""
+    """Return whether a path has the name of a checkpoint folder, unlike a run's folder."""
     return _NAME.fullmatch(path.name) is not None
 
 
 def batch_of(folder: Path) -> int:
-    """The steps after which a checkpoint was saved."""
+    """Return the number of steps after which a checkpoint was saved, from its folder's name."""
     return int(folder.name[2:])
 
 
 class Storage:
-    """A folder on a file system that all processes of a run share."""
+    """Checkpoints of a run in a folder on a file system that all ranks share.
+
+    Attributes:
+        folder: folder of the run; of a run at a URL, the working copy on this machine.
+        place: path or URL of the run, as shown to the user.
+        began: time when this run could first save; older folders without COMMIT are the remains of
+            interrupted saves.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is made yet."""
+        """Store the path; nothing is created yet."""
         self.folder, self.place = folder, show(folder)
-        self.began = time.time()  # a run's saves; earlier ones without COMMIT were interrupted
+        self.began = time.time()
 
     # Reading.
 
@@ -65,31 +73,31 @@ class Storage:
         return self.place
 
     def shown(self, path: Path) -> str:
-        """What a user calls a file or a folder: its URL where the run has one, or its path."""
+        """Return the path, or in a run at a URL the URL, of a file or folder for messages."""
         if not path.is_relative_to(self.folder):
             return show(path)
         return os.path.join(self.place, path.relative_to(self.folder)).removesuffix("/.")
 
     def checkpoint_folder(self, batch: int) -> Path:
-        """Of the checkpoint that is saved after so many steps."""
+        """Return the folder of the checkpoint that is saved after `batch` steps."""
         return self.folder / CHECKPOINTS / f"ba{batch:07d}"
 
     def checkpoints(self) -> list[Path]:
-        """All checkpoint folders, complete or not, newest first."""
-        above = self.folder / CHECKPOINTS
-        found = [above / name for name in self._folder_names(above) if _NAME.fullmatch(name)]
-        return sorted(found, key=batch_of, reverse=True)
+        """Return all checkpoint folders, complete or not, newest first."""
+        parent = self.folder / CHECKPOINTS
+        folders = [parent / name for name in self._folder_names(parent) if _NAME.fullmatch(name)]
+        return sorted(folders, key=batch_of, reverse=True)
 
     def checkpoint(self, name: str) -> Checkpoint:
-        """The one of that name, which may not be there."""
+        """Return the checkpoint with this folder name, which need not exist."""
         return Checkpoint(self, self.folder / CHECKPOINTS / name)
 
     def _folder_names(self, above: Path) -> list[str]:
-        """Folders directly below another."""
+        """Return the names of the folders directly below `above`."""
         return [folder.name for folder in above.glob("*") if folder.is_dir()]
 
     def has_commit(self, folder: Path) -> bool:
-        """Whether something is called COMMIT in a checkpoint's folder."""
+        """Return whether a checkpoint folder contains COMMIT, without reading the file."""
         try:
             (folder / COMMIT).lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -101,11 +109,14 @@ class Storage:
         folder: Path,
         needed: Callable[[Mapping[str, int]], Mapping[str, int]] = dict,
     ) -> dict[str, tuple[int, int]] | str:
-        """Bytes and checksum of a checkpoint's files; or what is wrong with one.
+        """Compare the files of a checkpoint with COMMIT, by name and size.
 
         Args:
-            folder: the checkpoint's.
-            needed: of the sizes of all files by name, those that have to be there.
+            folder: folder of the checkpoint.
+            needed: selects the files that must exist from the sizes of all files by name.
+
+        Returns:
+            Bytes and CRC-32 of each needed file, or what is wrong with the checkpoint.
         """
         try:
             size_of = self._look_up(folder)
@@ -114,11 +125,11 @@ class Storage:
             files = read_commit(folder)
             wanted = needed({name: size for name, (size, _) in files.items()})
             for name, size in wanted.items():
-                found = size_of(name)
-                if found is None:
+                actual_size = size_of(name)
+                if actual_size is None:
                     return f"its file {name} is missing"
-                if found != size:
-                    return f"its file {name} has {found} bytes, not {size}"
+                if actual_size != size:
+                    return f"its file {name} has {actual_size} bytes, not {size}"
         except OSError as error:
             return f"it cannot be read: {one_line(error)}"
         except ValueError as error:
@@ -126,7 +137,10 @@ class Storage:
         return {name: files[name] for name in wanted}
 
     def _look_up(self, folder: Path) -> Callable[[str], int | None] | str:
-        """The size of each file by name, None: it is not there; or why it is no checkpoint."""
+        """Return a function from a file's name to its size (None: the file is missing).
+
+        If the folder is not a checkpoint, return the reason instead.
+        """
 
         def size_of(name: str) -> int | None:
             path = folder / name
@@ -137,90 +151,100 @@ class Storage:
         return NO_COMMIT if folder.exists() else "it is not there"
 
     def fetch(self, folder: Path, sizes: Mapping[str, int], world: World) -> None:
-        """Put what is needed of a checkpoint on this machine's disk; every process calls it."""
+        """Download the needed files of a checkpoint to this machine, if remote; collective."""
 
     def drop_copies(self, folder: Path, names: Iterable[str]) -> bool:
-        """Remove this machine's copies of files of the store; whether there was one."""
+        """Delete this machine's copies of remote files; return whether any existed."""
         return False
 
     def open(self, path: Path) -> IO[bytes]:
-        """A file of a checkpoint, to read at any place: on this disk, or in the store.
+        """Open a file of a checkpoint for random access, on this disk or in the store.
 
         Raises:
-            UserError: the store does not give it.
-            OSError: it cannot be read on this disk.
+            UserError: the store cannot deliver the file.
+            OSError: the file cannot be read from this disk.
         """
         return path.open("rb")
 
     def reading_threads(self, cores: int) -> int:
-        """How many threads of a process that has so many cores read files."""
+        """Return the number of reader threads for a process with this number of cores."""
         return max(1, cores)
 
     def lock(self, folder: Path) -> LockedFile | bool:
-        """Lock a checkpoint against removal; where nothing can be locked, whether it is there.
+        """Lock a checkpoint against removal.
 
-        In an object store, and on a file system without locks, a reader chooses again where a
-        checkpoint has vanished.
+        Object stores and some file systems have no locks. There a reader chooses another checkpoint
+        if this one vanishes while it reads.
+
+        Returns:
+            The lock; False if the checkpoint is missing or being removed; True if it exists but
+            cannot be locked.
         """
         try:
-            return try_lock(folder / COMMIT, shared=True) or False  # False: it is being removed
+            return try_lock(folder / COMMIT, shared=True) or False
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
             return True
 
-    # One save; every process calls these, in this order.
+    # Saving: every rank calls these methods, in this order.
 
     def prepare(self, folder: Path, mailbox: Mailbox) -> None:
-        """Make a checkpoint's folder, empty, before anything is written into it."""
+        """Create an empty checkpoint folder, before any file is written to it."""
         mailbox.run(partial(make_empty, folder), only_main=True)
 
     def commit(self, folder: Path, written: FileSums, mailbox: Mailbox) -> int:
-        """Make what was written count; its bytes, on the main process.
+        """Write COMMIT, which makes the checkpoint count.
 
-        `written` are the files of tensors of this process.
+        Args:
+            folder: folder of the checkpoint.
+            written: tensor files that this rank has written.
+            mailbox: communication channel of the save.
+
+        Returns:
+            The number of bytes of all files, on the main process; 0 on the others.
         """
-        every = mailbox.gather(written)
+        files_by_rank = mailbox.gather(written)
 
         def mark() -> int:
-            _await_files(folder, every)
-            return write_commit(folder, [*every, sums_of_small_files(folder)])
+            _await_files(folder, files_by_rank)
+            return write_commit(folder, [*files_by_rank, sums_of_small_files(folder)])
 
         return mailbox.run(mark, only_main=True) or 0
 
     def discard(self, folder: Path, world: World) -> None:
-        """Remove what there is of a save that failed; never raises."""
+        """Remove the files of a failed save, to free the space; never raises."""
         if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)  # the space is needed
+            shutil.rmtree(folder, ignore_errors=True)
 
     # Removing.
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether a checkpoint has a marker and all files that it lists, by name and size."""
+        """Return whether a checkpoint has COMMIT and all files in it, by name and size."""
         return isinstance(self.committed_files(folder), dict)
 
     def was_interrupted(self, folder: Path) -> bool:
-        """Whether a checkpoint without a marker is left from before this run began to save."""
+        """Return whether a checkpoint folder remains from a save interrupted before this run."""
         return not self.has_commit(folder) and _last_change(folder) < self.began
 
     def remove(self, folder: Path) -> None:
-        """Remove a checkpoint; one that a process is reading stays."""
+        """Remove a checkpoint, unless a process is reading it."""
         remove_unpinned(folder)
 
     def forget_after(self, batch: int, world: World) -> None:
-        """Remove what was saved after more steps than `batch`, as the run goes back there."""
+        """Remove checkpoints saved after more than `batch` steps, to which the run goes back."""
         for folder in self.checkpoints() if world.is_main else ():
             if batch_of(folder) > batch:
                 _remove_folder(folder)
 
     def remove_all(self) -> None:
-        """Remove all checkpoints of a run that begins anew; the main process."""
+        """Remove all checkpoints of a run that restarts from scratch; on the main process."""
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
 
     def newest(self) -> str | None:
-        """The name of the newest checkpoint that seems complete; the main process."""
-        found = next(filter(self.is_complete, self.checkpoints()), None)
-        return None if found is None else found.name
+        """Return the name of the newest complete checkpoint, if any; on the main process."""
+        newest = next(filter(self.is_complete, self.checkpoints()), None)
+        return None if newest is None else newest.name
 
 
 @dataclass
@@ -228,8 +252,8 @@ class Checkpoint:
     """One checkpoint of a run, complete or not.
 
     Attributes:
-        storage: the run's.
-        folder: on this machine; of one in an object store it has what was fetched.
+        storage: storage of the run.
+        folder: folder on this machine; for an object store it holds the downloaded files.
     """
 
     storage: Storage = field(compare=False)
@@ -238,7 +262,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, folder: Path) -> Checkpoint:
-        """One on this machine's file system."""
+        """Return the checkpoint in a folder on this machine's file system."""
         return cls(Storage(folder), folder)
 
     def __str__(self) -> str:
@@ -246,38 +270,38 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Its folder's."""
+        """Name of the checkpoint's folder."""
         return self.folder.name
 
     def has_commit(self) -> bool:
-        """Whether something is called COMMIT there; without it this never was a checkpoint."""
+        """Return whether the folder contains COMMIT; see `Storage.has_commit`."""
         return self.storage.has_commit(self.folder)
 
     def open(self, name: str) -> IO[bytes]:
-        """One of its files, as `Storage.open`."""
+        """Open one of the checkpoint's files; see `Storage.open`."""
         return self.storage.open(self.folder / name)
 
     def pin(self) -> bool:
-        """Keep it from being removed until `unpin`, or until this process ends.
+        """Protect the checkpoint from removal until `unpin`, or until this process exits.
 
         Returns:
-            Whether it is still there.
+            Whether the checkpoint still exists.
         """
         self._lock = self._lock or self.storage.lock(self.folder)
         return bool(self._lock)
 
     def unpin(self) -> None:
-        """All is read that is needed of it."""
+        """Allow removal again: all needed files are read."""
         if isinstance(self._lock, LockedFile):
             self._lock.release()
         self._lock = False
 
 
 def remove_unpinned(folder: Path) -> bool:
-    """Remove a checkpoint, or what there is of one, unless a process reads it; whether it went."""
+    """Remove a checkpoint folder unless a process is reading it; return whether it was removed."""
     try:
         locked = try_lock(folder / COMMIT)
-    except OSError:  # there is none, or the file system has no locks
+    except OSError:  # COMMIT is missing, or the file system has no locks
         locked = None
     else:
         if locked is None:
@@ -288,25 +312,27 @@ def remove_unpinned(folder: Path) -> bool:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a checkpoint: its marker first, so that a half-deleted folder never counts."""
+    """Remove a checkpoint, COMMIT first: a partly deleted folder is then not a checkpoint."""
     (folder / COMMIT).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
-def _await_files(folder: Path, every: Sequence[FileSums]) -> None:
-    """Until this machine sees the files of all processes: a shared folder's names come late.
+def _await_files(folder: Path, files_by_rank: Sequence[FileSums]) -> None:
+    """Wait until this machine sees the files of all ranks; NFS may show new files late.
 
     Raises:
-        OSError: it does not; each machine writes to a disk of its own.
+        OSError: a file does not appear, usually because each machine writes to its own disk.
     """
     deadline = time.monotonic() + _LATE_S
     while True:
-        here = set(os.listdir(folder))
-        lacking = [(rank, name) for rank, files in enumerate(every) for name in files.keys() - here]
-        if not lacking:
+        visible = set(os.listdir(folder))
+        missing = []
+        for rank, files in enumerate(files_by_rank):
+            missing += [(rank, name) for name in files.keys() - visible]
+        if not missing:
             return
         if time.monotonic() > deadline:
-            rank, name = min(lacking)
+            rank, name = min(missing)
             raise OSError(
                 f"{name}, which rank {rank} wrote, is not in {folder} on the machine of rank 0;"
                 " write a folder that all machines share, or an object store"
@@ -315,13 +341,13 @@ def _await_files(folder: Path, every: Sequence[FileSums]) -> None:
 
 
 def make_empty(folder: Path) -> None:
-    """Make a folder anew."""
+    """Create an empty folder, and delete the content of an existing one."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def local_size() -> int:
-    """Processes of this machine, where a launcher sets it."""
+    """Return the number of ranks on this machine, as set by the launcher; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
