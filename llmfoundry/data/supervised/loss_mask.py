@@ -1,17 +1,22 @@
-"""A conversation to ids and what each of them counts as a label: which of it the model wrote.
+"""Loss mask of supervised examples: token ids, and the loss weight of each id as a label.
 
-`formats` asks for documents, `prepare_rows` for their ids. Where the template marks answers with
-{% generation %}, the marks say what is learned. Elsewhere it is found by rendering beginnings: the
-text up to an answer ends where the template would have the model begin, so answers are exact to the
-character, end of turn included. Where a template renders an earlier answer otherwise than the last
-one (it drops its thoughts, or ends no turn), the conversation is split: one document for each
-answer, rendered as the last.
+Entry points: `formats` calls `conversation_documents` to split a conversation into prompts and
+answers, and `prepare_rows` calls an `Encoder` to tokenize the documents.
 
-Prompts and answers are encoded apart, because that is what the model meets when it answers: a
-prompt's ids are there before its own first one. Vocabularies that are not of bytes write a space
-before each text; there, a whole document is encoded, and cut where its pieces end. If a token lies
-across such an end, they are encoded apart, without that space. Where a template marks answers, the
-whole is encoded too, and a token across an end is the answer's, as transformers has it.
+Only answers are in the loss, so the answers must be located in the rendered text. If the chat
+template marks them with {% generation %}, the marks are used. Otherwise prefixes of the
+conversation are rendered: the prompt of an answer is the text that ends where the template starts
+the model's turn, and the answer is the text that the next message adds, end of turn included. Some
+templates render an earlier answer differently from the last one (they remove its reasoning, or do
+not end turns). Such a conversation is split into one document per answer, each rendered as the last
+answer.
+
+Prompts and answers are tokenized separately, as they are at inference time. A vocabulary that is
+not byte-level writes a space before every text. With such a vocabulary a document is tokenized in
+one piece, and its ids are split at the borders of prompts and answers. If a token straddles a
+border, the parts are tokenized separately, without that space. A document with {% generation %}
+marks is also tokenized in one piece, and a token that straddles a border belongs to the answer, as
+in transformers.
 """
 
 from __future__ import annotations
@@ -41,12 +46,12 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a document's text.
+    """A prompt or an answer: part of the text of a document.
 
     Attributes:
-        text: its characters.
-        answer: whether the model wrote it; otherwise it is a prompt.
-        weight: of its tokens where it is learned.
+        text: the characters.
+        answer: whether this is an answer, which the model writes; otherwise it is a prompt.
+        weight: loss weight of its tokens, if they are in the loss.
     """
 
     text: str
@@ -56,14 +61,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class SegmentedText:
-    """What becomes one sequence of tokens.
+    """Text of one document, split into prompts and answers.
 
     Attributes:
-        pieces: in order; prompts and answers take turns.
-        rendered: by a chat template, so that special tokens are read, and none is put before it.
+        pieces: alternating prompts and answers, in order.
+        rendered: whether a chat template produced the text. Special tokens in it are then parsed,
+            and no BOS token is prepended.
         side: 1 chosen or desirable, -1 rejected or undesirable, 0 neither.
-        marked: by the template: it is encoded as one text, as transformers does, and nothing is put
-            behind it.
+        marked: whether {% generation %} marks located the answers. The document is then tokenized
+            in one piece, as transformers does, and no EOS token is appended.
     """
 
     pieces: tuple[Segment, ...]
@@ -73,21 +79,21 @@ class SegmentedText:
 
     @property
     def prompt(self) -> tuple[Segment, ...]:
-        """What stands before the last answer."""
+        """Pieces before the last answer."""
         last = max(n for n, piece in enumerate(self.pieces) if piece.answer)
         return self.pieces[:last]
 
 
 @dataclass(frozen=True)
 class ExampleOptions:
-    """What the recipe asks of every row.
+    """Settings of the recipe that apply to every example.
 
     Attributes:
-        chat: the tokenizer's template; None: it has none.
-        last_only: of a conversation only the last answer is learned.
-        prompts: prompts may be learned.
-        variant: the template to choose where what is learned by this one cannot be determined.
-        unusable: why no conversation can be learned by it; "": they can.
+        chat: chat template of the tokenizer; None: it has none.
+        last_only: only the last answer of a conversation is in the loss.
+        prompts: prompts may be in the loss.
+        variant: template to recommend if the loss mask of this one cannot be determined.
+        unusable: why the template cannot be used for training; "": it can.
     """
 
     chat: ChatTemplate | None
@@ -98,7 +104,7 @@ class ExampleOptions:
 
     @classmethod
     def of(cls, chat: ChatTemplate | None, *, last_only: bool, prompts: bool) -> ExampleOptions:
-        """Options with what is asked of a template before any row."""
+        """Return the options after a check of the template, which happens once for all rows."""
         if chat is None:
             return cls(None, last_only, prompts)
         try:
@@ -115,11 +121,11 @@ class ExampleOptions:
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """What a row gives the template beside its messages.
+    """Inputs of the chat template other than the messages.
 
     Attributes:
         tools: JSON schemas of functions.
-        variables: others that the template reads, such as enable_thinking.
+        variables: other variables of the template, such as enable_thinking.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -127,13 +133,13 @@ class TemplateInputs:
 
 
 def conversation_documents(
-    messages: Messages, asked: TemplateInputs, options: ExampleOptions
+    messages: Messages, inputs: TemplateInputs, options: ExampleOptions
 ) -> list[SegmentedText]:
-    """The documents of a conversation: one, or one for each answer.
+    """Render a conversation to documents: one in all, or one per answer.
 
     Raises:
-        ValueError: what is learned of it cannot be determined; says why.
-        UserError: there is no template, or it refuses the messages.
+        ValueError: the loss mask cannot be determined; the message states why.
+        UserError: the tokenizer has no chat template, or the template rejects the messages.
     """
     if options.chat is None:
         raise UserError(
@@ -142,122 +148,137 @@ def conversation_documents(
         )
     if options.unusable:
         raise UserError(options.unusable)
-    return _Conversation(options.chat, messages, asked, options).documents()
+    return _Conversation(options.chat, messages, inputs, options).documents()
 
 
 class _Conversation:
-    """A conversation that is rendered."""
+    """Renders one conversation and locates its answers."""
 
     def __init__(
-        self, chat: ChatTemplate, messages: Messages, asked: TemplateInputs, options: ExampleOptions
+        self,
+        chat: ChatTemplate,
+        messages: Messages,
+        inputs: TemplateInputs,
+        options: ExampleOptions,
     ) -> None:
-        self._chat, self._asked, self._options = chat, asked, options
+        self._chat, self._inputs, self._options = chat, inputs, options
         self._weights = [float(m.get("weight", 1.0)) for m in messages]
-        self._shown = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
-        self._places = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
-        self._has_marks = chat.has_marks(tools=bool(asked.tools))
+        self._messages = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
+        self._answers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        self._has_marks = chat.has_marks(tools=bool(inputs.tools))
 
     def documents(self) -> list[SegmentedText]:
-        """The whole conversation where its answers are rendered as the last, else split."""
-        whole = self._marked() if self._has_marks else self._by_prefixes(self._places)
-        if whole is not None:
-            return [whole]
+        """Return one document with all answers, or one per answer if their rendering differs."""
+        document = self._marked() if self._has_marks else self._by_prefixes(self._answers)
+        if document is not None:
+            return [document]
         if self._options.prompts:
             raise ValueError(
                 "the chat template renders earlier answers otherwise than the last, so that the"
                 " conversation is split into one row for each, which repeat its prompts; write"
                 " data.supervised.target_prompts: none, or another tokenizer.chat_template"
             )
-        learned = [n for n in self._places if self._weights[n]] or self._places[-1:]
-        learned = learned[-1:] if self._options.last_only else learned
-        return [self._last(n) for n in learned]
+        in_loss = [n for n in self._answers if self._weights[n]] or self._answers[-1:]
+        in_loss = in_loss[-1:] if self._options.last_only else in_loss
+        return [self._up_to(n) for n in in_loss]
 
     def _render(self, n: int, *, prompt: bool = False) -> Rendered:
-        """The first `n` messages."""
-        tools, variables = self._asked.tools, self._asked.variables
+        """Render the first `n` messages; with `prompt`, also the start of the model's turn."""
+        tools, variables = self._inputs.tools, self._inputs.variables
         return self._chat.rendered(
-            self._shown[:n], add_generation_prompt=prompt, tools=tools, variables=variables
+            self._messages[:n], add_generation_prompt=prompt, tools=tools, variables=variables
         )
 
-    def _weight(self, place: int) -> float:
-        is_learned = not self._options.last_only or place == self._places[-1]
-        return self._weights[place] if is_learned else 0.0
+    def _weight(self, n: int) -> float:
+        """Return the loss weight of message `n`."""
+        in_loss = not self._options.last_only or n == self._answers[-1]
+        return self._weights[n] if in_loss else 0.0
 
     def _marked(self) -> SegmentedText | None:
-        """All answers as the template marks them; None: one is marked otherwise as the last."""
-        whole = self._render(len(self._shown))
-        spans = self._spans(whole)
-        if len(self._places) == 1:
-            return _pieces(whole.text, spans, [self._weight(self._places[0])] * len(spans))
-        if len(spans) != len(self._places):
+        """Return one document with all marked answers.
+
+        None: an earlier answer is rendered differently from the last one.
+        """
+        full = self._render(len(self._messages))
+        spans = self._spans(full)
+        if len(self._answers) == 1:
+            return _split(full.text, spans, [self._weight(self._answers[0])] * len(spans))
+        if len(spans) != len(self._answers):
             return None
-        for place, (begin, end) in zip(self._places[:-1], spans, strict=False):
-            alone = self._render(place + 1)
-            last = slice(*self._spans(alone)[-1])
-            if not alone.text[last].startswith(whole.text[begin:end].rstrip()):
+        # compare each earlier answer with its rendering as the last message
+        for n, (begin, end) in zip(self._answers[:-1], spans, strict=False):
+            prefix = self._render(n + 1)
+            last = slice(*self._spans(prefix)[-1])
+            if not prefix.text[last].startswith(full.text[begin:end].rstrip()):
                 return None
-        return _pieces(whole.text, spans, list(map(self._weight, self._places)))
+        return _split(full.text, spans, list(map(self._weight, self._answers)))
 
     def _spans(self, rendered: Rendered) -> Spans:
-        """What is marked; marks that touch are one."""
-        found: Spans = []
+        """Return the marked spans, adjacent ones merged."""
+        spans: Spans = []
         for begin, end in rendered.answers:
-            if found and found[-1][1] == begin:
-                begin = found.pop()[0]
-            found.append((begin, end))
-        if not found:
+            if spans and spans[-1][1] == begin:
+                begin = spans.pop()[0]
+            spans.append((begin, end))
+        if not spans:
             raise ValueError(
                 "the chat template marks no answer in it with {% generation %}; correct the"
                 f" template, or write tokenizer.chat_template: {self._options.variant}"
             )
-        return found
+        return spans
 
-    def _by_prefixes(self, places: Sequence[int]) -> SegmentedText | None:
-        """The pieces around the answers at `places`; None: a beginning is not a prefix."""
-        if len(places) > 1 and not self._chat.ends_turns:
+    def _by_prefixes(self, answers: Sequence[int]) -> SegmentedText | None:
+        """Return one document with the answers of these messages, located by rendering prefixes.
+
+        None: the rendering of a prefix of the conversation is not a prefix of its rendering.
+        """
+        if len(answers) > 1 and not self._chat.ends_turns:
             return None
         pieces, done = [], ""
-        for n in places:
-            whole = self._render(n + 1).text
-            prompt = self._prompt(n, whole)
-            if not (prompt.startswith(done) and whole.startswith(prompt)):
+        for n in answers:
+            text = self._render(n + 1).text
+            prompt = self._prompt(n, text)
+            if not (prompt.startswith(done) and text.startswith(prompt)):
                 return None
             pieces.append(Segment(prompt[len(done) :], False))
-            pieces.append(Segment(whole[len(prompt) :], True, self._weight(n)))
-            done = whole
+            pieces.append(Segment(text[len(prompt) :], True, self._weight(n)))
+            done = text
         return SegmentedText(tuple(pieces), rendered=True)
 
-    def _prompt(self, n: int, whole: str) -> str:
-        """What the model reads before message `n`, which `whole` ends with."""
-        if any(message["role"] not in ("system", "developer") for message in self._shown[:n]):
+    def _prompt(self, n: int, text: str) -> str:
+        """Return the prompt of message `n`. `text` is the rendering up to that message."""
+        if any(message["role"] not in ("system", "developer") for message in self._messages[:n]):
             return self._render(n, prompt=True).text
-        # Nobody asked: many templates look at the first message, or for one of the user.
+        # No user message precedes the answer, and many templates require one, so they fail or
+        # render another text.
         with suppress(UserError):
             prompt = self._render(n, prompt=True).text
-            if whole.startswith(prompt):
+            if text.startswith(prompt):
                 return prompt
+        # render a placeholder answer and take the text before it
         answer = {"role": "assistant", "content": ANSWER_MARK}
-        tools, variables = self._asked.tools, self._asked.variables
-        said = [*self._shown[:n], answer]
-        text = self._chat.render(said, tools=tools, variables=variables)
-        return text.partition(ANSWER_MARK)[0]
+        tools, variables = self._inputs.tools, self._inputs.variables
+        messages = [*self._messages[:n], answer]
+        rendered = self._chat.render(messages, tools=tools, variables=variables)
+        return rendered.partition(ANSWER_MARK)[0]
 
-    def _last(self, place: int) -> SegmentedText:
-        """The conversation up to one answer, which alone is learned."""
+    def _up_to(self, n: int) -> SegmentedText:
+        """Return the conversation up to answer `n`, which alone is in the loss."""
         if self._has_marks:
-            whole = self._render(place + 1)
-            return _pieces(whole.text, self._spans(whole)[-1:], [self._weights[place]])
-        found = self._by_prefixes([place])
-        if found is None:
+            rendered = self._render(n + 1)
+            return _split(rendered.text, self._spans(rendered)[-1:], [self._weights[n]])
+        document = self._by_prefixes([n])
+        if document is None:
             raise ValueError(
                 "the chat template does not begin an answer as it renders it, and marks none with"
                 " {% generation %}, so what is learned cannot be determined; write"
                 f" tokenizer.chat_template: {self._options.variant}"
             )
-        return found
+        return document
 
 
-def _pieces(text: str, spans: Spans, weights: list[float]) -> SegmentedText:
+def _split(text: str, spans: Spans, weights: list[float]) -> SegmentedText:
+    """Split a text into the answers at `spans` and the prompts between them."""
     pieces, done = [], 0
     for (begin, end), weight in zip(spans, weights, strict=True):
         pieces.append(Segment(text[done:begin], False))
@@ -270,12 +291,12 @@ def _pieces(text: str, spans: Spans, weights: list[float]) -> SegmentedText:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document's tokens.
+    """Tokens of a document.
 
     Attributes:
         ids: (n,) uint32.
-        weights: (n,) fp32, what each counts as a label; 0: it is not learned.
-        is_empty: it has no answer, or one without a token.
+        weights: (n,) fp32, loss weight of each id as a label; 0: not in the loss.
+        is_empty: whether the document has no answer, or its last answer has no tokens.
     """
 
     ids: np.ndarray
@@ -284,72 +305,87 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes with a tokenizer."""
+    """Tokenizes documents and computes their loss masks."""
 
     def __init__(
         self, tokenizer: Tokenizer, shortest_prompt: float, *, always_eos: bool = False
     ) -> None:
-        """Encode with `tokenizer`.
+        """Set the options of the loss mask.
 
         Args:
-            tokenizer: with its chat template.
-            shortest_prompt: a prompt of so many tokens is learned too.
-            always_eos: the end of text is put behind conversations that end with a turn, too.
+            tokenizer: tokenizer with its chat template.
+            shortest_prompt: a prompt of at least this many tokens is also in the loss.
+            always_eos: append the EOS token also to conversations that end with an end of turn.
         """
         self._tokenizer, self._shortest_prompt = tokenizer, shortest_prompt
         self._always_eos = always_eos
         self.special_tokens = tokenizer.special_tokens
 
     def __call__(self, documents: Sequence[SegmentedText]) -> list[Encoded]:
-        """Each document; the end of text is put behind it where nothing ends it.
+        """Tokenize documents.
 
-        What a template marks itself, it ends itself.
+        An EOS token is appended to a document that nothing ends, except to a document with
+        {% generation %} marks, which its template ends.
         """
         plain = [n for n, d in enumerate(documents) if not d.rendered]
         rendered = [n for n, d in enumerate(documents) if d.rendered]
-        found: dict[int, list[list[int]]] = {}
-        found |= zip(plain, self._plain([documents[n] for n in plain]), strict=True)
-        found |= zip(rendered, self._rendered([documents[n] for n in rendered]), strict=True)
-        return [self._weighed(document, found[n]) for n, document in enumerate(documents)]
+        plain_ids = self._plain([documents[n] for n in plain])
+        rendered_ids = self._rendered([documents[n] for n in rendered])
+        # back to the order of the arguments
+        ids: dict[int, list[list[int]]] = {}
+        ids |= zip(plain, plain_ids, strict=True)
+        ids |= zip(rendered, rendered_ids, strict=True)
+        return [self._with_weights(document, ids[n]) for n, document in enumerate(documents)]
 
     def _plain(self, documents: Sequence[SegmentedText]) -> list[list[list[int]]]:
-        """Ids of each piece; what the tokenizer puts before a text is before the first alone."""
+        """Return the ids of each piece. The tokenizer's BOS ids precede only the first piece."""
         if not self._tokenizer.byte_level:
-            cut = map(self._cut, documents)
-            return [[[*self._tokenizer.bos_ids, *first], *others] for first, *others in cut]
+            split = map(self._split_at_borders, documents)
+            return [[[*self._tokenizer.bos_ids, *first], *others] for first, *others in split]
         texts = [piece.text for document in documents for piece in document.pieces]
         ids = iter(self._tokenizer.encode_batch(texts))
         pieces = [[next(ids) for _ in document.pieces] for document in documents]
         return [[[*self._tokenizer.bos_ids, *first], *others] for first, *others in pieces]
 
     def _rendered(self, documents: Sequence[SegmentedText]) -> list[list[list[int]]]:
-        apart = [d for d in documents if self._tokenizer.byte_level and not d.marked]
-        ids = iter(self._tokenizer.encode_chat_batch([p.text for d in apart for p in d.pieces]))
-        found = []
+        """Return the ids of each piece. Pieces that are tokenized separately form one batch."""
+        separate = [d for d in documents if self._tokenizer.byte_level and not d.marked]
+        texts = [piece.text for document in separate for piece in document.pieces]
+        ids = iter(self._tokenizer.encode_chat_batch(texts))
+        document_ids = []
         for document in documents:
             if document.marked:
-                found.append(self._cut_at_answers(document))
+                document_ids.append(self._split_at_answers(document))
             elif self._tokenizer.byte_level:
-                found.append([next(ids) for _ in document.pieces])
+                document_ids.append([next(ids) for _ in document.pieces])
             else:
-                found.append(self._cut(document))
-        return found
+                document_ids.append(self._split_at_borders(document))
+        return document_ids
 
-    def _cut_at_answers(self, document: SegmentedText) -> list[list[int]]:
-        """The ids of each piece of a text that is encoded as one; answers have what they touch."""
+    def _split_at_answers(self, document: SegmentedText) -> list[list[int]]:
+        """Tokenize a document in one piece and return the ids of each of its pieces.
+
+        A token that straddles a border belongs to the answer.
+        """
         texts = [piece.text for piece in document.pieces]
         ends = list(accumulate(map(len, texts), initial=0))
         ids, spans = self._tokenizer.encode_spans("".join(texts), chat=True)
         begins, stops = (np.array([span[n] for span in spans]) for n in (0, 1))
         cuts = [0]
         for n, piece in enumerate(document.pieces[1:]):
-            edge = ends[n + 1]
-            found = np.searchsorted(*((stops, edge, "right") if piece.answer else (begins, edge)))
-            cuts.append(max(cuts[-1], int(found)))
+            border = ends[n + 1]
+            if piece.answer:  # starts at the first token that ends after the border
+                cut = int(np.searchsorted(stops, border, "right"))
+            else:  # starts at the first token that begins at or after the border
+                cut = int(np.searchsorted(begins, border))
+            cuts.append(max(cuts[-1], cut))
         return [ids[begin:end] for begin, end in pairwise([*cuts, len(ids)])]
 
-    def _cut(self, document: SegmentedText) -> list[list[int]]:
-        """The ids of each piece of a text that is encoded as one, unless a token lies across."""
+    def _split_at_borders(self, document: SegmentedText) -> list[list[int]]:
+        """Tokenize a document in one piece and return the ids of each of its pieces.
+
+        If a token straddles a border, the pieces are tokenized separately instead.
+        """
         texts = [piece.text for piece in document.pieces]
         ends = list(accumulate(map(len, texts), initial=0))
         chat = document.rendered
@@ -363,30 +399,32 @@ class Encoder:
         return [ids[begin:end] for begin, end in pairwise(places)]
 
     def _continued(self, text: str, *, chat: bool) -> list[int]:
-        """The ids of a text that stands behind another: no space is written before it."""
-        for mark in ("\n", "\x02"):  # the latter is in no vocabulary's words
-            before = self._tokenizer.encode_spans(mark, chat=chat)[0]
+        """Tokenize a text that follows another one, without the space that starts a text."""
+        # tokenize it after a mark that merges with nothing, and remove the ids of the mark
+        for mark in ("\n", "\x02"):  # \x02 is part of no word in a vocabulary
+            mark_ids = self._tokenizer.encode_spans(mark, chat=chat)[0]
             ids = self._tokenizer.encode_spans(mark + text, chat=chat)[0]
-            if ids[: len(before)] == before:
-                return ids[len(before) :]
+            if ids[: len(mark_ids)] == mark_ids:
+                return ids[len(mark_ids) :]
         return self._tokenizer.encode_spans(text, chat=chat)[0]
 
-    def _weighed(self, document: SegmentedText, pieces: list[list[int]]) -> Encoded:
+    def _with_weights(self, document: SegmentedText, pieces: list[list[int]]) -> Encoded:
+        """Append the EOS token if it is missing, and compute the loss weights."""
         answers = [ids for piece, ids in zip(document.pieces, pieces, strict=True) if piece.answer]
         is_empty = not answers or not answers[-1]
         if not is_empty and self._lacks_eos(document, pieces[-1]):
             pieces[-1] = [*pieces[-1], self._tokenizer.eos_id]
         weights = []
         for piece, ids in zip(document.pieces, pieces, strict=True):
-            is_learned = piece.answer or (not document.side and len(ids) >= self._shortest_prompt)
-            weights.append(np.full(len(ids), piece.weight * is_learned, np.float32))
-        joined = np.concatenate(weights)
-        joined[:1] = 0  # nothing is before it
-        return Encoded(
-            np.concatenate([np.array(ids, np.uint32) for ids in pieces]), joined, is_empty
-        )
+            in_loss = piece.answer or (not document.side and len(ids) >= self._shortest_prompt)
+            weights.append(np.full(len(ids), piece.weight * in_loss, np.float32))
+        all_weights = np.concatenate(weights)
+        all_weights[:1] = 0  # no token predicts the first id
+        all_ids = np.concatenate([np.array(ids, np.uint32) for ids in pieces])
+        return Encoded(all_ids, all_weights, is_empty)
 
     def _lacks_eos(self, document: SegmentedText, last: list[int]) -> bool:
+        """Return whether an EOS token must follow the ids `last` of the last piece."""
         if document.marked or last[-1] == self._tokenizer.eos_id:
             return False
         is_open = not document.pieces[-1].text.rstrip().endswith(self._turn_ends)
@@ -394,9 +432,9 @@ class Encoder:
 
     @cached_property
     def _turn_ends(self) -> tuple[str, ...]:
-        """What a turn may end with: what is behind the template's answers, or a special token."""
+        """Texts that may end a turn: the template's end of turn and the special tokens."""
         try:
             end = self._tokenizer.chat.end_of_turn
-        except UserError:  # there is no template, or nothing ends a turn in it
+        except UserError:  # there is no template, or it does not end turns
             return (self._tokenizer.eos,)
         return (self._tokenizer.eos, end, *filter(None, self.special_tokens))
