@@ -1,9 +1,9 @@
-"""A Hugging Face folder as the decoder's settings and weights: one reader for all who import.
+"""Reader of Hugging Face folders: settings and weights of the project's decoder.
 
-`open_hf` reads config.json and goes once through names, shapes and biases, so that what does not
-fit is refused before a weight is read; `HFFolder.tensors` then gives the decoder's weights, each to
-be read when it is needed. Memory is that of the largest, however large the model:
-`builders/pretrained.py` writes each into the shard that this process holds.
+Entry point: `open_hf`. It reads config.json and checks all names, shapes and biases, so that a
+model that does not fit is rejected before any weight is loaded. `HFFolder.tensors` then yields the
+decoder's weights. Each weight is read only when it is needed: peak memory is the size of the
+largest tensor. `builders/pretrained.py` copies each tensor into the local shard.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNTIED = (
 )
 TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 CONFIG = "config.json"
-SETTINGS = (  # what transformers reads beside it, and below
+SETTINGS = (  # JSON files that transformers reads in addition to config.json
     *(f"{SAFETENSORS}.index.json", f"{PICKLE}.index.json"),
     *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "processor_config.json", "preprocessor_config.json"),
@@ -50,17 +50,17 @@ OF_TOKENIZERS = (
     *("chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
-_ROWS = 4096  # of an embedding that are compared at a time
+_ROWS = 4096  # rows of an embedding that are compared at a time
 
 
 @dataclass
 class HFFolder:
-    """A folder whose weights the decoder can take.
+    """An open folder whose model the decoder can express.
 
     Attributes:
         architecture: a key of `ARCHITECTURES`, or `OWN`, or `FOUNDRY`.
-        config: the filled `model` section.
-        weights: the open files.
+        config: the resolved `model` section.
+        weights: the open weight files.
     """
 
     architecture: str
@@ -69,10 +69,10 @@ class HFFolder:
     _named: _Named | None = None
 
     def tensors(self) -> Iterator[LazyTensor]:
-        """The decoder's state; once the last was given, all of it fits.
+        """Yield the tensors of the decoder's state. All are checked once the last was yielded.
 
         Raises:
-            UserError: a tensor is missing, has another shape or dtype, or has no place.
+            UserError: a tensor is missing or unknown, or has a wrong shape or dtype.
         """
         sketch, read = self.weights.sketch, self.weights.get
         if self._named is None:
@@ -88,18 +88,18 @@ class HFFolder:
         )
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """The decoder's state by name, each tensor read when it is asked for."""
+        """Yield names and tensors of the decoder's state, each tensor read when it is yielded."""
         return ((tensor.name, tensor.read()) for tensor in list(self.tensors()))
 
 
 @dataclass
 class _Named:
-    """How the tensors of a file are called.
+    """Tensor names of a folder.
 
     Attributes:
-        map: their architecture's.
-        where: from names as the map has them to those of the file.
-        biased: whether rules of each kind of bias have one.
+        map: the weight map of the architecture.
+        where: names of the files by names of the map.
+        biased: for each kind of bias, whether the model has it.
     """
 
     map: WeightMap
@@ -107,7 +107,7 @@ class _Named:
     biased: Mapping[str, bool]
 
     def reader(self, read: Read) -> Read:
-        """`read` by the map's names, of numbers that the decoder has."""
+        """Return a reader that takes names of the map and accepts only dtypes of the decoder."""
 
         def named(key: str) -> Tensor:
             tensor = read(self.where[key])
@@ -122,36 +122,39 @@ class _Named:
 def open_hf(
     folder: Path, *, written: dict[str, Any] | None = None, note: Callable[[str], None] = print
 ) -> Iterator[HFFolder]:
-    """Open a folder whose model the decoder expresses exactly.
+    """Open a folder whose model the decoder can express exactly.
 
-    `attention_bias` is false where every bias of queries, keys and values in the file is zero, and
-    `no_bias` is true where all others are: beyond that the decoder has all biases or none.
+    The decoder has all biases of a kind or none. `attention_bias` is False if all biases of
+    queries, keys and values are zero. `no_bias` is True if all other biases are zero.
 
     Args:
-        folder: with config.json and weights.
-        written: what to take for config.json, where some of it is overridden.
-        note: gets a line for each dropout that the decoder has not, and where the file's head is
-            not the embedding that config.json ties it to.
+        folder: folder with config.json and weights.
+        written: content to use instead of config.json, with overrides applied.
+        note: logs a line for each dropout that the decoder does not support, and a line if the
+            weights of the head differ from the embedding although config.json ties them.
 
     Raises:
-        UserError: what the decoder cannot follow exactly, by config.json's key or tensor's name.
+        UserError: with the key of config.json or the tensor that the decoder cannot express.
     """
+    # settings
     written = read_folder_config(folder) if written is None else written
     check_layers(written)
     name, config = read_settings(written)
     for line in unread(written, name):
         note(line)
+    # tensors: names and biases, then the shape of each
     with open_weights(folder) as weights:
         opened = HFFolder(name, config, weights)
         if name != OWN:
-            _settle_names(opened, written, note)
+            _resolve_names(opened, written, note)
         for _ in opened.tensors():
             pass
         yield opened
 
 
-def _settle_names(opened: HFFolder, written: dict[str, Any], note: Callable[[str], None]) -> None:
-    """Find out, in place, how the file's tensors are called, and what its biases and head are."""
+def _resolve_names(opened: HFFolder, written: dict[str, Any], note: Callable[[str], None]) -> None:
+    """Set the tensor names, biases and head of an open folder from its weight files."""
+    # tensor names
     name, weights = opened.architecture, opened.weights
     names = foundry_map(opened.config, written) if name == FOUNDRY else MAPS[name]
     (embedding,) = names.rules[0].theirs
@@ -161,34 +164,37 @@ def _settle_names(opened: HFFolder, written: dict[str, Any], note: Callable[[str
         where = {key if key == HEAD else base + key: key for key in where}
     named = _Named(names, where, {})
     read = named.reader(weights.get)
+    # tied head: stored once under either name, twice, or untied in spite of config.json
     if opened.config.tie_word_embeddings and HEAD in where:
         if embedding not in where:
             where[embedding] = where.pop(HEAD)
         elif _equal(read(embedding), read(HEAD)):
             del where[HEAD]
-        elif name != FOUNDRY:  # whose class has no head then
+        elif name != FOUNDRY:  # LLM Foundry's class has no head if it is tied
             note(UNTIED.format(embedding=embedding))
             _, opened.config = read_settings({**written, "tie_word_embeddings": False})
+    # biases: zero biases count as none
     config = opened.config
     named.biased = said_biases(written, name, config)
-    qkv, other = (bias_names(names, config, where, qkv=of_qkv) for of_qkv in (True, False))
-    config.attention_bias = any(read(key).any() for key in qkv)
-    config.no_bias = not any(read(key).any() for key in other)
+    qkv_biases = bias_names(names, config, where, qkv=True)
+    other_biases = bias_names(names, config, where, qkv=False)
+    config.attention_bias = any(read(key).any() for key in qkv_biases)
+    config.no_bias = not any(read(key).any() for key in other_biases)
     opened._named = named
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether they hold the same numbers, whatever their dtypes."""
+    """Return whether two tensors have the same values. Their dtypes may differ."""
     if one.shape != other.shape:
         return False
-    parts = zip(one.split(_ROWS), other.split(_ROWS), strict=True)
-    return all(bool((a == b).all()) for a, b in parts)
+    chunks = zip(one.split(_ROWS), other.split(_ROWS), strict=True)
+    return all(bool((a == b).all()) for a, b in chunks)
 
 
 def _own_state(
     config: ResolvedModelConfig, names: set[str], sketch: Read, read: Read
 ) -> Iterator[LazyTensor]:
-    """The state of a folder of our own class, whose names are the decoder's after `model.`."""
+    """Yield the state of a `LlmfoundryForCausalLM`: decoder names with prefix `model.`."""
     with torch.device("meta"):
         wanted = {f"model.{name}": tensor for name, tensor in Decoder(config).state_dict().items()}
     if names != wanted.keys():
@@ -200,13 +206,13 @@ def _own_state(
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, once all its files of text are known to be read within bounds.
+    """Check the text files of an untrusted folder and return its config.json.
 
-    Both ways to open a folder, the decoder's and that of transformers' classes, begin here, before
-    anything is built.
+    Both readers of folders (for the decoder and for transformers' classes) call it before they
+    construct a model.
 
     Raises:
-        UserError: a file is a pipe, too long or no JSON, or config.json has absurdly many layers.
+        UserError: a file is a pipe, too long or not JSON, or config.json has too many layers.
     """
     for file in sorted(path for pattern in TEXT for path in folder.glob(pattern)):
         if file.exists() and not file.is_file() and not file.is_dir():
@@ -226,7 +232,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
 def from_hf(
     path_or_id: str, *, note: Callable[[str], None] = print
 ) -> tuple[ResolvedModelConfig, dict[str, Tensor]]:
-    """The filled `model` section and the decoder's whole state, for models that fit in memory.
+    """Return the resolved `model` section and the full state of the decoder, in memory.
 
     Raises:
         UserError: see `open_hf`.
@@ -236,12 +242,12 @@ def from_hf(
 
 
 def hf_folder(path_or_id: str, *, revision: str | None = None, key: str = "checkpoint") -> Path:
-    """The folder itself, or a hub id's files, downloaded; the tokenizer is there too.
+    """Return a local folder with the model and its tokenizer; a hub id is downloaded.
 
     Args:
         path_or_id: a folder with config.json, or a hub id.
-        revision: of a hub id: a branch, tag or commit.
-        key: of the recipe, for messages.
+        revision: branch, tag or commit of a hub id.
+        key: recipe key, for messages.
     """
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
@@ -253,12 +259,12 @@ def hf_folder(path_or_id: str, *, revision: str | None = None, key: str = "check
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns: str) -> Path:
-        place = snapshot_download(path_or_id, revision=revision, allow_patterns=[*patterns])
-        return Path(place)
+        snapshot = snapshot_download(path_or_id, revision=revision, allow_patterns=[*patterns])
+        return Path(snapshot)
 
     try:
-        found = fetch(*TEXT, "*.safetensors")
-        return found if any(found.glob("*.safetensors")) else fetch(*TEXT, "*.bin")
+        downloaded = fetch(*TEXT, "*.safetensors")
+        return downloaded if any(downloaded.glob("*.safetensors")) else fetch(*TEXT, "*.bin")
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

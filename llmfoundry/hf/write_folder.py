@@ -1,9 +1,11 @@
-"""To Hugging Face folders; `scripts/convert.py` calls `to_hf`. The other way is `read_folder.py`.
+"""Writer of Hugging Face folders; `read_folder.py` is the reader.
 
-A folder is written beside its final name and renamed when whole (`files.py`). Weight files get
-their size and header first, then each tensor at its place, in the order that reads each of ours
-once: no more than one of ours and one of theirs is held, and no shard. config.json is written by
-hand with the keys that matter, so that every transformers from 5.0 reads the same model from it.
+Entry points: `to_hf` exports the project's decoder (`scripts/convert.py` calls it), `save_class`
+exports a transformers class. A folder is written under a temporary name and renamed when it is
+complete (`files.py`). Weight files are first created with their header and full size. Tensors are
+then written at their offsets, in an order that reads each tensor of the decoder once. At most one
+source tensor and one converted tensor are in memory. config.json is not written by transformers,
+so that every version from 5.0 reads the same model from it.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.lazy_tensors import LazyTensor, Read, by_source, lazy, same
 from llmfoundry.recipe.model import ResolvedModelConfig
 
-NOTED_BYTES = 1 << 28  # written before the journal has it: 256 MiB, which a resumption may repeat
-SHARD_BYTES = 5 * 10**9  # a weight file's size, at most (one tensor may be larger)
+NOTED_BYTES = 1 << 28  # 256 MiB between journal entries; resuming repeats at most this much
+SHARD_BYTES = 5 * 10**9  # maximum size of a weight file (a single tensor may be larger)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,15 +65,15 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer that goes into a folder.
+    """The tokenizer of an exported folder.
 
     Attributes:
-        folder: tokenizer.json and what belongs to it.
-        ids: of its special tokens, as config.json names them. The beginning of text is what every
-            training document begins with: where the tokenizer puts nothing before a text, that is
-            the end of text, whatever it names.
+        folder: folder of tokenizer.json and its companion files.
+        ids: special token ids by their config.json keys. bos_token_id is the token at the start of
+            every training document. If the tokenizer adds no token before a text, it is the
+            end-of-text token, even if the tokenizer names another one.
         end_ids: tokens that end a generated text.
-        document_start: ids that documents begin with.
+        document_start: tokens at the start of each training document.
         generation: other entries of generation_config.json.
     """
 
@@ -83,12 +85,12 @@ class TokenizerFiles:
 
     @classmethod
     def load(cls, folder: Path) -> TokenizerFiles:
-        """Of a folder that no one has read yet."""
+        """Load the tokenizer of a folder."""
         return cls.of(Tokenizer.load(folder), folder)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, folder: Path) -> TokenizerFiles:
-        """Of the tokenizer that was loaded from `folder`."""
+        """Return the files of a tokenizer that was loaded from `folder`."""
         start = tokenizer.document_start
         ids = {
             "bos_token_id": start[-1],
@@ -98,7 +100,7 @@ class TokenizerFiles:
         return cls(folder, ids, tokenizer.end_ids, start, tokenizer.generation)
 
     def copy(self, output: Path) -> None:
-        """Put the files into a folder."""
+        """Copy the files to a folder."""
         for name in TOKENIZER_FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, output / name)
@@ -106,16 +108,17 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class Export:
-    """What a folder is to be.
+    """Options of an export.
 
     Attributes:
-        dtype: of the written weights: fp32, bf16 or fp16.
-        card: the content of the model card.
-        architecture: transformers' class; None: the first to express the model exactly;
-            `llmfoundry`: our own class.
-        is_trained: evaluations are to begin texts as documents began in its training.
-        shard_bytes: a weight file's size, at most (one tensor may be larger); None: SHARD_BYTES.
-        source: what the weights come from, so that an interrupted export is resumed of them alone.
+        dtype: dtype of the written weights: fp32, bf16 or fp16.
+        card: content of the model card.
+        architecture: class of transformers; None: the first class that expresses the model
+            exactly; `llmfoundry`: `LlmfoundryForCausalLM`.
+        is_trained: record the training documents' start tokens, for evaluations of the folder.
+        shard_bytes: maximum size of a weight file (a single tensor may be larger); None:
+            SHARD_BYTES.
+        source: identity of the weights. An interrupted export resumes only from the same source.
     """
 
     dtype: str
@@ -135,16 +138,16 @@ def to_hf(
     *,
     note: Callable[[str], None] = print,
 ) -> str:
-    """Write a folder that transformers loads; one tensor of `state` is held at a time.
+    """Write a folder that transformers loads. One tensor of `state` is in memory at a time.
 
     Args:
-        config: the model's, filled.
-        state: its weights, read one by one.
-        tokenizer: its own.
-        output: must not exist, or be empty.
-        export: what it is to be.
-        note: gets a line for each setting that is left out because it affects training alone; the
-            model card has them too.
+        config: the resolved `model` section.
+        state: the decoder's weights, read one by one.
+        tokenizer: tokenizer of the model.
+        output: output folder; must be empty or not exist.
+        export: options of the export.
+        note: logs a line for each setting that only affects training and is not exported; the
+            model card lists these settings too.
 
     Returns:
         The architecture's name.
@@ -153,9 +156,11 @@ def to_hf(
         UserError: no architecture expresses the model, the output is not empty, or weights do not
             fit the dtype.
     """
+    # plan all files before any weight is read
     name = choose_architecture(config, export.architecture)
     lines = unkept(config, name)
     weights = _Weights.plan(name, config, state, export)
+    # the identity decides whether an interrupted export may be resumed
     identity = hashlib.sha256()
     for part in (export.source, name, export.dtype, *map(str, weights.layouts.items())):
         identity.update(part.encode())
@@ -178,16 +183,20 @@ def _write_configs(
     tokenizer: TokenizerFiles,
     is_trained: bool,
 ) -> None:
-    """config.json and generation_config.json, in which ids of a model trained here are its own."""
+    """Write config.json and generation_config.json.
+
+    If the model was trained here, the tokenizer's ids override those of `tokenizer.generation`.
+    """
     ids = tokenizer.ids
     settings = write_settings(config, name)
-    kind = str(DTYPES[dtype]).removeprefix("torch.")
-    settings |= {"dtype": kind, "torch_dtype": kind, **ids}  # the latter: before version 5
+    dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
+    # transformers before version 5 reads torch_dtype
+    settings |= {"dtype": dtype_name, "torch_dtype": dtype_name, **ids}
     settings |= {DOCUMENT_START: list(tokenizer.document_start)} if is_trained else {}
     write_json(folder / "config.json", settings, indent=2)
     pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
-    ids, kept = {**ids, "pad_token_id": pad}, tokenizer.generation
-    generation = {**kept, **ids} if is_trained else {**ids, **kept}
+    ids, inherited = {**ids, "pad_token_id": pad}, tokenizer.generation
+    generation = {**inherited, **ids} if is_trained else {**ids, **inherited}
     generation["eos_token_id"] = _one_or_list(tokenizer.end_ids)
     write_json(folder / GENERATION, generation, indent=2)
 
@@ -198,7 +207,7 @@ def _one_or_list(ids: Sequence[int]) -> int | list[int]:
 
 @contextmanager
 def whole_or_nothing(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its name at the end, or is removed on an error.
+    """Yield a temporary folder that is renamed to `output` at the end, or removed on an error.
 
     Raises:
         UserError: the output exists and is not empty.
@@ -217,13 +226,13 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The weight files of a folder, all of which is known before a weight is read.
+    """The weight files of a folder, planned before any weight is read.
 
     Attributes:
-        dtype: of the written weights.
-        tensors: in the index's order, by name.
-        files: the file of each, by name.
-        layouts: of the files, by name.
+        dtype: dtype of the written weights.
+        tensors: tensors by name, in the order of the index.
+        files: file name of each tensor.
+        layouts: layout of each file, by file name.
     """
 
     dtype: torch.dtype
@@ -235,9 +244,10 @@ class _Weights:
     def plan(
         cls, name: str, config: ResolvedModelConfig, state: MergedState, export: Export
     ) -> _Weights:
-        """One file, or several with an index."""
+        """Distribute the tensors over one file, or over several files with an index."""
         dtype, limit = DTYPES[export.dtype], export.shard_bytes or SHARD_BYTES
         tensors = list(export_tensors(name, config, state.shapes(), state.__getitem__))
+        # fill each file up to the limit
         shards: list[list[LazyTensor]] = [[]]
         left = limit
         for tensor in tensors:
@@ -247,6 +257,7 @@ class _Weights:
                 left = limit
             shards[-1].append(tensor)
             left -= size
+        # file names and offsets
         files, layouts = dict[str, str](), dict[str, Layout]()
         for number, shard in enumerate(shards, start=1):
             file = SAFETENSORS
@@ -257,7 +268,8 @@ class _Weights:
         return cls(dtype, {tensor.name: tensor for tensor in tensors}, files, layouts)
 
     def write(self, folder: Path, journal: Journal) -> None:
-        """Write what the journal does not have; the same bytes whatever is resumed."""
+        """Write all tensors that are not in the journal. A resumed export has the same bytes."""
+        # index, and files of full size with their headers
         if len(self.layouts) > 1:
             sizes = (t.shape.numel() * self.dtype.itemsize for t in self.tensors.values())
             content = {"metadata": {"total_size": sum(sizes)}, "weight_map": self.files}
@@ -267,6 +279,7 @@ class _Weights:
                 layout.create(folder / file)
                 sync(folder / file)
                 journal.add({file: None})
+        # tensors at their offsets, grouped by source tensor
         written, size = set[str](), 0
         for tensor in by_source(self.tensors.values()):
             if tensor.name in journal.done:
@@ -288,23 +301,23 @@ class _Weights:
 
 
 def _kept(held: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor is written in: whole numbers as they are."""
+    """Return the dtype that a tensor is written in: integer tensors keep theirs."""
     return dtype if held.is_floating_point else held
 
 
 def export_tensors(
     architecture: str, config: ResolvedModelConfig, shapes: Mapping[str, Tensor], read: Read
 ) -> Iterator[LazyTensor]:
-    """The tensors of an architecture's folder, in order, made of ours.
+    """Yield the tensors of an architecture's folder, in order, converted from the decoder's.
 
     Args:
-        architecture: transformers' class, or `llmfoundry`.
-        config: filled.
-        shapes: of the decoder's state, all of it; on any device.
-        read: gives one of the decoder's tensors.
+        architecture: class of transformers, or `llmfoundry`.
+        config: the resolved `model` section.
+        shapes: tensors of the full decoder state, on any device.
+        read: returns a tensor of the decoder by name.
 
     Raises:
-        UserError: one of ours has no place among theirs, by its name.
+        UserError: with the name of a decoder tensor that the architecture cannot express.
     """
     if architecture != OWN:
         return to_theirs(MAPS[architecture], config, shapes, read)
@@ -313,11 +326,11 @@ def export_tensors(
 
 
 def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In `dtype`, or whole numbers as they are."""
+    """Cast a tensor and check that it is finite. Integer tensors keep their dtype."""
     converted = tensor.detach().to("cpu", _kept(tensor.dtype, dtype)).contiguous()
     if not torch.isfinite(converted).all():
-        kind = str(dtype).removeprefix("torch.")
-        reason = f"has values that {kind} cannot hold; write dtype=bf16 or dtype=fp32"
+        dtype_name = str(dtype).removeprefix("torch.")
+        reason = f"has values that {dtype_name} cannot hold; write dtype=bf16 or dtype=fp32"
         if not torch.isfinite(tensor).all():
             reason = "has values that are not finite; choose an earlier checkpoint"
         raise UserError(f"{name}: {reason}")
@@ -327,14 +340,14 @@ def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def save_class(
     model: HFCausalLM, tokenizer: TokenizerFiles, output: Path, *, dtype: str, card: CardInfo
 ) -> str:
-    """Write a folder that transformers loads; experts as the class's published files have them.
+    """Write a transformers class as a folder, with experts as in the class's published files.
 
     Args:
-        model: with its weights, in full on this process; it is cast in place.
-        tokenizer: its own.
-        output: must not exist, or be empty.
-        dtype: of the written weights: fp32, bf16 or fp16.
-        card: the content of the model card.
+        model: the model with unsharded weights; it is cast in place.
+        tokenizer: tokenizer of the model.
+        output: output folder; must be empty or not exist.
+        dtype: dtype of the written weights: fp32, bf16 or fp16.
+        card: content of the model card.
 
     Returns:
         The class's name.
@@ -344,7 +357,7 @@ def save_class(
     """
     hf = model.hf.to(DTYPES[dtype])
     hf.config.dtype = DTYPES[dtype]
-    hf.config.use_cache = True  # which training had turned off
+    hf.config.use_cache = True  # training disabled it
     name = type(hf).__name__
     with whole_or_nothing(output) as folder:
         hf.save_pretrained(folder, max_shard_size=SHARD_BYTES)
@@ -355,11 +368,11 @@ def save_class(
 
 
 def _add_generation(file: Path, tokenizer: TokenizerFiles) -> None:
-    """Put what is kept of a model into its file; a class that generates nothing has none."""
+    """Add the tokenizer's entries to generation_config.json, if the class has written one."""
     if file.exists():
         settings = read_object(file)
-        own = settings.get("eos_token_id")
-        known = own if isinstance(own, list) else [] if own is None else [own]
-        ends = tuple(dict.fromkeys((*known, *tokenizer.end_ids)))
-        kept = {**settings, **tokenizer.generation, "eos_token_id": _one_or_list(ends)}
-        write_json(file, kept, indent=2)
+        eos = settings.get("eos_token_id")
+        class_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        end_ids = tuple(dict.fromkeys((*class_ids, *tokenizer.end_ids)))
+        merged = {**settings, **tokenizer.generation, "eos_token_id": _one_or_list(end_ids)}
+        write_json(file, merged, indent=2)
