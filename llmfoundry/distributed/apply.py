@@ -1,7 +1,7 @@
-"""How a model is spread over processes: everything that is done to it, in order.
+"""Distribution of a model over ranks: all transformations of the model, in order.
 
-`builders/trainer.py` calls `parallelize` on the meta device. Each part is a file of its own; what
-they share is the mesh (`mesh.py`).
+Entry point: `parallelize`, which `builders/trainer.py` calls on the meta device. Each form of
+parallelism has its own file. All of them use the device mesh of `mesh.py`.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ def parallelize(
     precision: str,
     compile_mode: str | None = None,
 ) -> None:
-    """Spread a model built on the meta device, and give this process's part of it memory.
+    """Shard a model built on the meta device, and allocate this rank's shards.
 
-    Its weights are not filled: that is `init_weights` or a checkpoint, on every process.
+    The weights are not initialized: every rank calls `init_weights` or loads a checkpoint next.
 
     Args:
-        root: the model, its adapters added and its frozen weights frozen.
+        root: the model, with its adapters and with frozen parameters.
         world: this process.
-        meshes: None: it is alone.
-        config: filled; activation checkpointing is decided.
-        precision: the recipe's.
-        compile_mode: torch.compile's; None: not compiled.
+        meshes: device meshes of the run; None: a single process.
+        config: resolved, activation checkpointing included.
+        precision: the recipe's precision.
+        compile_mode: mode of torch.compile; None: not compiled.
     """
-    # 1. Tensor: dense layers' matrices are sharded, and each process has its own tokens between.
+    # 1. Tensor parallelism: shard the matrices of dense layers, and the tokens between them.
     apply_tensor_parallel(root, meshes)
-    # 2. Experts: each process has some of them, and tokens are sent to them.
+    # 2. Expert parallelism: each rank holds some experts, and tokens are dispatched to them.
     apply_expert_parallel(root, meshes)
-    # 3. Context: attention receives from the processes that share this one's rows what it needs.
-    # What routers' losses count are the tokens of all that share a row.
+    # 3. Context parallelism: attention exchanges data with the ranks that share its sequences.
+    # Router losses then count the tokens of full sequences.
     apply_context_parallel(root, meshes, config)
     share_router_statistics(root, world, meshes)
-    # 4. Activation memory, and compilation inside of it: each block's forward pass is replaced.
+    # 4. Replace each block's forward pass: activation checkpointing, and compilation inside of it.
     memory = config.activation_memory(len(root.model.blocks))
     wrap_blocks(root, memory, compile_mode=compile_mode)
-    # 5. FSDP around that: its hooks wait for other processes, and stay out of what is compiled or
-    # recomputed. Then memory for this process's shards.
+    # 5. FSDP is outermost, because its hooks communicate: they must be outside of compiled and
+    # recomputed code. Then allocate this rank's shards.
     materialize(root, world, meshes, config, precision=precision)

@@ -1,14 +1,14 @@
-"""Expert parallelism: each process has some of a layer's experts, and tokens are sent to them.
+"""Expert parallelism: each rank holds some experts of a layer, and tokens are sent to them.
 
-`apply.py` calls `apply_expert_parallel` on the meta device, before FSDP. The stacked weights become
-DTensors sharded along the mesh's expert axis, expert after expert; `fsdp.py` then shards each
-process's experts once more, over the processes that have the same ones. What is sent, how much, and
-when it is waited for is in `ops/moe/dispatch.py`; the layer that calls it is `models/moe.py`.
+Entry point: `apply_expert_parallel`, which `apply.py` calls on the meta device, before FSDP. The
+stacked weights become DTensors sharded by expert along the mesh's expert dimension. `fsdp.py` then
+shards each rank's experts again, over the ranks that hold the same experts. `ops/moe/dispatch.py`
+documents the communication, and `models/moe.py` is the layer that calls it.
 
-Gradients: an expert meets the tokens of all processes that share the experts with its own, so that
-its gradient is their sum already; FSDP adds up over the others. What experts have in common (a
-shared pair of an adapter) is on every process, with a part of the gradient each: DTensor adds those
-up after every microbatch.
+Gradients: an expert receives the tokens of all ranks of its expert group, so its local gradient is
+already their sum. FSDP sums over the remaining ranks. Weights that all experts share (a shared
+pair of an adapter) are replicated, and each rank has a part of their gradient. DTensor sums these
+parts after every microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmfoundry.models.router import StatisticsGroups
 
 
 def apply_expert_parallel(root: Root, meshes: Meshes | None) -> None:
-    """Give each process its experts, where the mesh shares them; on the meta device."""
+    """Shard the experts of all layers if the mesh has an expert dimension."""
     if meshes is None or meshes.expert is None:
         return
     for layer in mixtures(root):
@@ -36,44 +36,41 @@ def apply_expert_parallel(root: Root, meshes: Meshes | None) -> None:
 
 
 def share_router_statistics(root: Root, world: World, meshes: Meshes | None) -> None:
-    """Let routers' losses count the tokens of other processes, where rows or the recipe ask for it.
+    """Set the process groups over which the router losses are computed.
 
-    Processes of the context and tensor dimensions have other tokens of the same rows; with
-    `moe_lbl_scope: global` those of all rows count.
+    Context- and tensor-parallel ranks hold other tokens of the same sequences, and always share
+    statistics. With `moe_lbl_scope: global`, all ranks do.
     """
     if meshes is None:
         return
     tensor = None if meshes.tensor is None else meshes.tensor.get_group()
     context = None if meshes.context is None else meshes.context.get_group()
     assert dist.group.WORLD is not None
-    every = world.token_group or dist.group.WORLD
+    all_ranks = world.token_group or dist.group.WORLD
     for layer in mixtures(root):
         is_global = layer.config.moe_lbl_scope == "global"
-        layer.statistics_groups = StatisticsGroups(tensor, every if is_global else context)
+        layer.statistics_groups = StatisticsGroups(tensor, all_ranks if is_global else context)
 
 
 def mixtures(root: Root) -> Iterator[MoE]:
-    """The layers with experts."""
+    """Yield the layers with experts."""
     return (module for module in root.modules() if isinstance(module, MoE))
 
 
 def _shard(experts: ExpertWeights, meshes: Meshes) -> None:
-    """Replace each parameter by this process's part of it."""
+    """Replace each parameter by a DTensor with this rank's shard."""
     mesh = meshes.expert
     assert mesh is not None
-    shared = {
-        f"{name}_{side}"
-        for name, lora in experts.lora.items()
-        if lora.shared
-        for side in ("lora_A", "lora_B")
-    }
+    shared_loras = [name for name, lora in experts.lora.items() if lora.shared]
+    replicated = {f"{name}_{side}" for name in shared_loras for side in ("lora_A", "lora_B")}
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        place: Placement = Replicate() if name in shared else Shard(0)
-        own: Tensor = parameter.detach()
-        if name not in shared:
+        placement: Placement = Replicate() if name in replicated else Shard(0)
+        local: Tensor = parameter.detach()
+        if name not in replicated:
             assert experts.n % mesh.size() == 0, "checked before"
-            own = own.chunk(mesh.size())[mesh.get_local_rank()]
+            local = local.chunk(mesh.size())[mesh.get_local_rank()]
+        shape, stride = parameter.shape, parameter.stride()
         sharded = DTensor.from_local(
-            own, mesh, [place], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            local, mesh, [placement], run_check=False, shape=shape, stride=stride
         )
         setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

@@ -1,7 +1,8 @@
-"""A model's weights sharded by FSDP2 or replicated under DDP, and its gradients added up.
+"""Data parallelism: weights sharded by FSDP2 or replicated by DDP, and gradient reduction.
 
-Whatever the layout, gradients are summed, not averaged: the loss is divided by the global count of
-labeled tokens before the backward pass, so the sum is the exact gradient of the global mean.
+Entry points: `materialize` (FSDP) before and `apply_ddp` after the weights are initialized. In all
+layouts, gradients are summed, not averaged. The loss is divided by the global count of labeled
+tokens before the backward pass, so the sum is the exact gradient of the global mean.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def materialize(
     *,
     precision: str,
 ) -> None:
-    """Shard a model built on the meta device, where the recipe does, and allocate its memory.
+    """Shard a model built on the meta device if the recipe uses FSDP, and allocate its memory.
 
-    Its weights are not filled: that is `init_weights` or a checkpoint, on every process.
+    The weights are not initialized: every rank calls `init_weights` or loads a checkpoint next.
     """
     if meshes is not None and not meshes.degrees.is_replicas:
         _fully_shard(root, meshes, config, precision)
@@ -48,11 +49,12 @@ def materialize(
 
 
 class Routers(nn.Module):
-    """All routers of a model as one FSDP unit, whose weights are gathered in fp32.
+    """All routers of a model as one FSDP unit whose weights are gathered in fp32.
 
-    The unit is never called: FSDP's hooks around each router would break the graph of a compiled
-    block and run again inside a recomputed one. The weights are gathered before the forward pass,
-    and FSDP reduces their gradients at the end of the backward pass.
+    The unit's forward method is never called. FSDP hooks around each router would break the graph
+    of a compiled block, and would run again inside a recomputed block. Instead, the weights are
+    gathered before the model's forward pass, and FSDP reduces their gradients at the end of the
+    backward pass.
     """
 
     def __init__(self, routers: list[Router]) -> None:
@@ -66,14 +68,18 @@ OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 def _fully_shard(
     root: Root, meshes: Meshes, config: ResolvedParallelConfig, precision: str
 ) -> None:
-    """Each block its own unit; embeddings, final norm and head stay with the root.
+    """Apply `fully_shard` to the units of a model.
 
-    Experts that other processes share are a unit of their own within a block, sharded over the
-    processes that have the same ones. Under tensor parallelism so is a layer with experts: its
-    router and a shared expert meet other tokens on each process. Under autocast all routers are one
-    unit that is gathered in fp32: with rounded weights some tokens choose other experts. Frozen
-    parameters may be of any dtype: FSDP gathers bytes of 4-bit weights as they
-    are, and reduces gradients only where there are some.
+    - Each block is one unit. Embeddings, final norm and head belong to the root unit.
+    - With expert parallelism, the experts of a layer are a unit inside the block, sharded over the
+      ranks that hold the same experts.
+    - With tensor parallelism, a layer with experts is a unit inside the block, because its router
+      and shared expert receive other tokens on each rank.
+    - Under autocast, all routers are one unit that is gathered in fp32: with bfloat16 weights, some
+      tokens would choose other experts.
+
+    Frozen parameters may have any dtype. FSDP gathers the bytes of 4-bit weights unchanged, and
+    reduces only the gradients that exist.
     """
     if OLD and any(not p.dtype.is_floating_point for p in root.parameters()):
         raise UserError(
@@ -81,60 +87,68 @@ def _fully_shard(
             f" {torch.__version__}; write parallel=ddp, or install 2.13"
         )
     autocast = precision == "amp_bf16"
-    # Under bf16 the shards are bfloat16 already, and so are gradients. Inputs are not cast: amp's
-    # residual stream and rotary tables stay fp32.
+    # Mixed precision. Under bf16, shards and gradients are bfloat16 already. Inputs are not cast:
+    # the residual stream and rotary tables stay fp32 under autocast.
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = replace(exact, param_dtype=torch.bfloat16) if autocast else exact
-    # One replica is a replica too under bf16: what waits for the last microbatch's all-reduce is
-    # added up in reduce_dtype, what does not in the weights' own.
+    # HSDP accumulates gradients over microbatches in reduce_dtype (fp32), plain FSDP in the dtype
+    # of the weights. Under bf16, use HSDP even with a single replica.
     keeps_fp32 = precision == "bf16" and bool(config.reduce_scatter_each_microbatch)
     replicated = meshes.degrees.replicate > 1 or keeps_fp32
     reshard = config.reshard_after_forward
 
-    def used(mesh: DeviceMesh) -> DeviceMesh:
+    def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
         assert mesh.mesh_dim_names is not None
         return mesh if replicated else mesh[mesh.mesh_dim_names[-1]]
 
+    # the unit of all routers
     routers = [m for m in root.modules() if isinstance(m, Router)]
     in_fp32: set[nn.Parameter] = set()
     if autocast and routers:
         root.routers = Routers(routers)
-        mesh = used(meshes.mixture_weights or meshes.weights)
+        mesh = fsdp_mesh(meshes.mixture_weights or meshes.weights)
         fully_shard(root.routers, mesh=mesh, mp_policy=exact)
         in_fp32 |= {p for router in routers for p in router.parameters()}
+
+    # the units of each block, innermost first
     shard = partial(fully_shard, mp_policy=policy, ignored_params=in_fp32)
     for block in root.model.blocks:
         if meshes.expert_weights is not None:
             for experts in (m for m in block.modules() if isinstance(m, ExpertWeights)):
-                mesh = used(meshes.expert_weights)
+                mesh = fsdp_mesh(meshes.expert_weights)
                 shard(experts, mesh=mesh, reshard_after_forward=reshard)
         if meshes.mixture_weights is not None:
-            # a block adds what a layer gives to its stream, out of place
+            # the warning is about in-place changes; a block adds the layer's output out of place
             warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPMoE\) returned")
             for layer in (m for m in block.modules() if isinstance(m, MoE)):
-                mesh = used(meshes.mixture_weights)
+                mesh = fsdp_mesh(meshes.mixture_weights)
                 shard(layer, mesh=mesh, reshard_after_forward=reshard)
         inner = [m for m in block.modules() if isinstance(m, FSDPModule)]
-        mesh = used(meshes.weights)
-        shard(block, mesh=mesh, reshard_after_forward=reshard)
-        if inner:  # gathered while attention computes, not once the host has waited for counts
+        shard(block, mesh=fsdp_mesh(meshes.weights), reshard_after_forward=reshard)
+        if inner:  # gather during attention, before the host waits for the dispatch counts
             block.set_modules_to_forward_prefetch(inner)  # type: ignore[operator]
-    shard(root, mesh=used(meshes.weights), reshard_after_forward=False)
-    if in_fp32:  # behind FSDP's own hook of the root, which prepares its streams
+
+    # the root unit, and settings of all units
+    shard(root, mesh=fsdp_mesh(meshes.weights), reshard_after_forward=False)
+    if in_fp32:  # runs after FSDP's hook of the root, which creates its streams
         root.register_forward_pre_hook(lambda root, _: root.routers.unshard())
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-scaled sum
             module.set_gradient_divide_factor(1.0)
 
 
-# torch 2.13 renamed it, and warns of the old name
+# torch 2.13 renamed broadcast_buffers, and warns about the old name
 _NEW = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
 
 
 def apply_ddp(root: Root, meshes: Meshes | None) -> nn.Module:
-    """Around filled weights: DDP where the mesh has replicas only; `root` itself elsewhere."""
+    """Wrap a model with initialized weights in DDP if the mesh has replicas only.
+
+    Returns:
+        The DDP module, or `root` itself in all other layouts.
+    """
     if meshes is None or not meshes.degrees.is_replicas:
         return root
     group = meshes.root.get_group(REPLICATE)
@@ -142,11 +156,11 @@ def apply_ddp(root: Root, meshes: Meshes | None) -> nn.Module:
         root,
         process_group=group,
         gradient_as_bucket_view=True,
-        **_OWN_BUFFERS,  # routers' biases are the same on every process
-        init_sync=False,  # weights are a function of (seed, name), or read by every rank
+        **_NO_BUFFER_SYNC,  # the router biases are equal on all ranks
+        init_sync=False,  # weights are a function of (seed, name), or loaded by every rank
     )
     if any(p.dtype == torch.bfloat16 and p.requires_grad for p in root.parameters()):
-        # DDP reads annotations, and cannot read those that are strings: hence the lambda
+        # DDP inspects the hook's annotations and rejects string annotations: hence the lambda
         module.register_comm_hook(group, lambda group, bucket: _mean_in_fp32(group, bucket))
     return module
 
@@ -154,7 +168,7 @@ def apply_ddp(root: Root, meshes: Meshes | None) -> nn.Module:
 def _mean_in_fp32(
     group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """DDP's mean of bfloat16 gradients over processes, added up in fp32 as FSDP does."""
+    """Average bfloat16 gradients over ranks as DDP does, but sum in fp32 as FSDP does."""
     wide = bucket.buffer().float().div_(group.size())
     if _future_ignores_streams(wide, group):
         dist.all_reduce(wide, group=group)
@@ -167,12 +181,15 @@ def _mean_in_fp32(
 
 
 def _future_ignores_streams(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Of gloo on a GPU: its copy back may be under way when the future is done; `wait` waits."""
+    """Return whether the group is gloo on a GPU.
+
+    Its future may complete before the copy back to the GPU. A blocking call waits for the copy.
+    """
     return tensor.is_cuda and dist.get_backend(group) == GLOO
 
 
 def set_deterministic() -> None:
-    """Allow deterministic kernels only; PyTorch raises where an operation has none."""
+    """Allow deterministic kernels only; PyTorch raises if an operation has none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,9 +1,10 @@
-"""How a process joins a run: alone, started again under torchrun, under torchrun, or by Slurm.
+"""Startup of distributed runs: single process, relaunch under torchrun, torchrun, or Slurm.
 
-`commands` call `relaunch` before anything heavy and `join` afterwards; what a process then knows of
-the run is its `World`. The environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT are PyTorch's. A wrong address is the one mistake that no process sees by itself: each
-reports after `parallel.rendezvous_timeout` where it looked and why nobody was there, in one line.
+Entry points: commands call `relaunch` before any heavy import and `join` afterwards. `join` yields
+the `World`, which describes this process among all processes of the run. The environment variables
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are those of PyTorch. If the address is
+wrong, each process reports the address and the reason in one line, after
+`parallel.rendezvous_timeout`.
 """
 
 from __future__ import annotations
@@ -35,28 +36,31 @@ from llmfoundry.terminal import is_watched
 
 SHARE = "parallel.dist_backend: gloo for processes that share a GPU"
 FULL_MESH = 128
-"""Processes up to which each connects to every other as it joins; of more only to those that it has
-something for. To connect all takes n gets of n + 19 words each from the one store by each of n
-processes: counted, and at 3,072 19 million requests and 233 GB."""
+"""Largest number of ranks that connect to each other eagerly, at startup.
+
+In larger runs, gloo connects two ranks when they first communicate. A full mesh of n ranks takes
+n reads of n + 19 words from the store by each rank: at 3,072 ranks, 19 million requests and 233 GB.
+"""
 GLOO_SOCKETS, STORE_SOCKETS = 1, 3
-"""Sockets for each process of the run. Measured with gloo on 2, 4 and 8 processes: a group opens
-one to each other process, and one that listens. The store's process has one of each process, and
-one or two more of NCCL's watchers."""
+"""Sockets per rank of the run, measured with gloo on 2, 4 and 8 ranks.
+
+A group opens one socket to each other rank, and one that listens. The process of the store has one
+socket per rank, and one or two more per rank for NCCL's watchdogs."""
 MOST_FILES = 1 << 20
-"""Some hard limits are a thousand times higher, and some programs walk through all numbers."""
+"""Limit that is set at most: some programs iterate over all file descriptors up to the limit."""
 OTHER_FILES = 256
-"""What else a process opens: libraries, shards, logs, pipes of workers, NCCL's own sockets."""
-_PROBE = 5.0  # seconds to connect, when nobody was met
+"""Other open files of a process: libraries, shards, logs, pipes of workers, NCCL's sockets."""
+_PROBE = 5.0  # timeout in seconds of the connection test after a failed rendezvous
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The processes of the run that share a machine, its files and its page cache.
+    """The ranks that share a machine, its files and its page cache.
 
     Attributes:
-        first: the least of their ranks among all.
-        group: of the host; None: they are all processes.
-        sharing: how many of them compute on this one's GPU; 1 on a CPU.
+        first: their smallest global rank.
+        group: process group (gloo) of these ranks; None: all ranks are on this machine.
+        sharing: number of ranks that share this rank's GPU; 1 on a CPU.
     """
 
     first: int
@@ -66,21 +70,21 @@ class Machine:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run."""
+    """This process among all ranks of the run."""
 
     rank: int
-    """Among all: for what is printed, and for which process writes; never for a share of rows."""
+    """Global rank, for messages and for writing files; `data_rank` selects the data."""
     size: int
     local_rank: int
     device: torch.device
     timeout: timedelta = timedelta(minutes=10)
-    """How long a collective waits for the others."""
+    """Timeout of collectives."""
     data_mesh: DeviceMesh | None = None
-    """The processes that read other rows than this one, set by `mesh.with_mesh`; None: all."""
+    """Ranks that read different sequences, set by `mesh.with_mesh`; None: all ranks."""
     token_mesh: DeviceMesh | None = None
-    """Those that hold other tokens: other rows, or another part of the same rows; None: all."""
+    """Ranks that hold different tokens: `data_mesh` and context-parallel ranks; None: all ranks."""
     machine: Machine | None = None
-    """Those on the same machine; None: this one alone."""
+    """Ranks on the same machine; None: this rank only."""
 
     @property
     def is_main(self) -> bool:
@@ -89,85 +93,86 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of every batch of rows is this process's own."""
+        """Index of this rank's part of every global batch."""
         return self.rank if self.data_mesh is None else self.data_mesh.get_local_rank()
 
     @property
     def data_size(self) -> int:
-        """How many shares a batch of rows has."""
+        """Number of parts of a global batch."""
         return self.size if self.data_mesh is None else self.data_mesh.size()
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The processes with the other shares, for sums over rows; None: all processes."""
+        """Group of the ranks with the other parts, for sums over sequences; None: all ranks."""
         return None if self.data_mesh is None else self.data_mesh.get_group()
 
     @property
     def token_group(self) -> dist.ProcessGroup | None:
-        """The processes with other tokens, for sums over a batch of training; None: all."""
+        """Group of the ranks with other tokens, for sums over a training batch; None: all ranks."""
         return None if self.token_mesh is None else self.token_mesh.get_group()
 
     def in_evaluation(self) -> World:
-        """The world of evaluation: what shares a row's tokens in training has rows of its own."""
+        """Return the world for evaluation, in which context-parallel ranks read other sequences."""
         return replace(self, data_mesh=self.token_mesh)
 
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
-"""A process that is all of its run, for work that needs no GPU."""
+"""World of a single process, for work that needs no GPU."""
 
 
 def relaunch(config: ParallelConfig, *, again: Sequence[str] | None = None) -> None:
-    """Start the same command under torchrun where more than one local process is wanted.
+    """Relaunch the command under torchrun if the run has more than one local process.
 
-    Does nothing under torchrun or Slurm. Never returns where it does start one.
+    Does nothing under torchrun or Slurm. If it relaunches, it does not return: torchrun replaces
+    this process.
 
     Args:
-        config: how many processes.
-        again: start it once more where processes ask for that (`errors.StartAgain`), with these
-            words behind the command's; None: it is not, nor where a supervisor decides.
+        config: determines the number of processes.
+        again: arguments that are appended to the command when processes request a restart
+            (`errors.StartAgain`); None: no restarts. Under a supervisor, the supervisor restarts.
     """
     if "RANK" in os.environ or slurm_environment():
         return
     wanted = wanted_processes(config)
     if wanted == 1:
         return
-    config.degrees(wanted)  # one line here, before each process reports it
+    config.degrees(wanted)  # reports a wrong layout once, instead of once per process
     if is_watched():
         print(f"starting {wanted} processes ...", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // wanted)))
     keep_children()
     starts_again = again is not None and ENDS_FOLDER not in os.environ
     module = "llmfoundry.distributed.relaunch" if starts_again else "torch.distributed.run"
-    words = ["--standalone", f"--nproc-per-node={wanted}", *sys.argv]
-    words += [AGAIN, *again] if starts_again and again else []
-    os.execv(sys.executable, [sys.executable, "-m", module, *words])
+    arguments = ["--standalone", f"--nproc-per-node={wanted}", *sys.argv]
+    arguments += [AGAIN, *again] if starts_again and again else []
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 def wanted_processes(config: ParallelConfig) -> int:
-    """How many processes of this machine a run has that no launcher has started.
+    """Return the number of local processes of a run that was started without a launcher.
 
     Raises:
-        UserError: more than the machine can have, or nccl without a GPU.
+        UserError: there are more processes than the machine supports, or nccl without a GPU.
     """
     _check_backend(config.dist_backend)
     wanted = config.nproc_per_node or max(1, torch.cuda.device_count())
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    own_gpus = gpus if config.dist_backend != GLOO else 0
-    most = own_gpus or max(16, 4 * cores)
+    exclusive_gpus = gpus if config.dist_backend != GLOO else 0
+    most = exclusive_gpus or max(16, 4 * cores)
     if wanted > most and wanted > 1:
-        there = f"{gpus} GPU{'s' * (gpus > 1)}" if own_gpus else f"{cores} cores"
-        share = f", or {SHARE}" if own_gpus else ""
+        hardware = f"{gpus} GPU{'s' * (gpus > 1)}" if exclusive_gpus else f"{cores} cores"
+        share = f", or {SHARE}" if exclusive_gpus else ""
         raise UserError(
-            f"parallel.nproc_per_node: {wanted} processes, but this machine has {there};"
+            f"parallel.nproc_per_node: {wanted} processes, but this machine has {hardware};"
             f" write at most {most}{share}"
         )
     return wanted
 
 
 def slurm_environment() -> dict[str, str]:
-    """PyTorch's variables as `srun` implies them; empty outside a Slurm step of several tasks."""
+    """Return PyTorch's variables for an `srun` task; empty outside a step of several tasks."""
     env = os.environ
-    # srun's own variables: in a batch script outside srun, SLURM_NTASKS counts tasks not started
+    # SLURM_STEP_* are set by srun only; SLURM_NTASKS is also set in a batch script outside srun
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
     tasks = _tasks_of_node(env)
@@ -181,17 +186,20 @@ def slurm_environment() -> dict[str, str]:
 
 
 def _tasks_of_node(env: Mapping[str, str]) -> int | None:
-    """The step's tasks on this node; `8(x2),4` is of three nodes. None: Slurm does not set it."""
-    each = list[int]()
+    """Return the number of tasks of the step on this node; None: Slurm does not set it.
+
+    In SLURM_STEP_TASKS_PER_NODE, `8(x2),4` describes three nodes.
+    """
+    tasks_per_node = list[int]()
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         tasks, _, nodes = part.partition("(x")
-        each += [int(tasks)] * int(nodes.rstrip(")") or 1) if tasks else []
+        tasks_per_node += [int(tasks)] * int(nodes.rstrip(")") or 1) if tasks else []
     node = int(env.get("SLURM_NODEID", 0))
-    return each[node] if node < len(each) else None
+    return tasks_per_node[node] if node < len(tasks_per_node) else None
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: `rack[1-2]n[03-05,9],x` gives `rack1n03`."""
+    """Return the first host of a Slurm node list: `rack[1-2]n[03-05,9],x` gives `rack1n03`."""
     entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)  # to the first comma outside brackets
     assert entry, nodelist
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", entry[0])
@@ -199,23 +207,26 @@ def first_host(nodelist: str) -> str:
 
 @contextmanager
 def join(config: ParallelConfig) -> Iterator[World]:
-    """Join the run's process group, if it has one, and leave it at the end."""
+    """Initialize the process group of the run, if it has several ranks; destroy it at the end."""
+    # this process, from the launcher's environment
     os.environ.update(slurm_environment())
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(local_rank, config.dist_backend)
     if device.type == "cpu":
-        keep_memory()  # a GPU's PyTorch keeps itself
+        keep_memory()  # on a GPU, PyTorch's caching allocator does the same
     world = World(rank, size, local_rank, device, timedelta(seconds=config.dist_timeout))
     if size == 1:
         yield world
         return
+
+    # several ranks: the default group, and the ranks of this machine
     limit = timedelta(seconds=config.rendezvous_timeout)
     _init_process_group(world, default_backend(device, config.dist_backend), limit)
     try:
         yield replace(world, machine=find_machine(world))
     except Exception as error:
-        # The groups stay as they are: to leave them is to wait for the others.
+        # do not destroy the groups here: that waits for the other ranks
         lost = explain_failure(error, default_store(), rank=rank, size=size, timeout=world.timeout)
         if lost is None:
             raise
@@ -224,14 +235,19 @@ def join(config: ParallelConfig) -> Iterator[World]:
 
 
 def _init_process_group(world: World, backend: str, limit: timedelta) -> None:
-    """Make the default group, within a limit: the only one of gloo among all processes.
+    """Initialize the default group, which has the only gloo group over all ranks.
 
-    `collectives.py` goes through it, and so do, on a CPU, sums over gradients: every process calls
-    them in the same order. Another thread has a `Mailbox`.
+    `collectives.py` uses it, and gradient reduction on CPUs does. Every rank must therefore call
+    its collectives in the same order. Other threads use a `Mailbox` instead.
+
+    Args:
+        world: this process.
+        backend: backend string of PyTorch.
+        limit: timeout of the rendezvous.
     """
     raise_open_file_limit(world.size, holds_store=world.is_main)
     if world.size > FULL_MESH:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # of PyTorch 2.8
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # since PyTorch 2.8
     store = meet_at_store(world.rank, world.size, limit=limit, timeout=world.timeout)
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout
@@ -241,24 +257,29 @@ def _init_process_group(world: World, backend: str, limit: timedelta) -> None:
 
 
 def raise_open_file_limit(n_processes: int, *, holds_store: bool) -> None:
-    """Let this process open as many files and sockets as the system allows.
+    """Raise this process's soft limit of open files and sockets to the hard limit.
 
-    Many systems set 1,024 as a default that programs raise: the hard limit is far higher.
+    Many systems have a soft limit of 1,024 and a far higher hard limit.
 
     Args:
-        n_processes: of the run.
-        holds_store: whether all connect to this one first.
+        n_processes: number of ranks of the run.
+        holds_store: whether this process hosts the store that all ranks connect to.
+
+    Raises:
+        UserError: the hard limit is too low for the run.
     """
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, most = (MOST_FILES if n == resource.RLIM_INFINITY else n for n in (soft, hard))
-    if soft < min(most, MOST_FILES):
-        with suppress(OSError, ValueError):  # macOS promises more than it gives
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_FILES), hard))
-            soft = min(most, MOST_FILES)
+    finite_hard = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    target = min(finite_hard, MOST_FILES)
+    soft = MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    if soft < target:
+        with suppress(OSError, ValueError):  # macOS rejects values below its reported hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
     needed = needed_files(n_processes, holds_store=holds_store)
     if soft < needed:
         raise UserError(
@@ -269,23 +290,23 @@ def raise_open_file_limit(n_processes: int, *, holds_store: bool) -> None:
 
 
 def needed_files(n_processes: int, *, holds_store: bool) -> int:
-    """How many files and sockets one of so many processes opens; 0 for one alone."""
+    """Return the number of files and sockets that each rank needs; 0 for a single process."""
     if n_processes == 1:
         return 0
     return n_processes * (GLOO_SOCKETS + STORE_SOCKETS * holds_store) + OTHER_FILES
 
 
 def meet_at_store(rank: int, size: int, *, limit: timedelta, timeout: timedelta) -> dist.Store:
-    """The store by which all processes of the run find each other.
+    """Return the key-value store through which the ranks find each other.
 
     Args:
         rank: this process.
-        size: number of processes.
-        limit: until all are there.
-        timeout: of requests to the store from then on.
+        size: number of ranks.
+        limit: timeout of the rendezvous.
+        timeout: timeout of later requests to the store.
 
     Raises:
-        RunFailure: not all have come.
+        RunFailure: not all ranks connected in time.
     """
     try:
         store = _store(rank, size, limit)
@@ -298,9 +319,9 @@ def meet_at_store(rank: int, size: int, *, limit: timedelta, timeout: timedelta)
 def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if restart in (None, "0"):
-        found: dist.Store = next(dist.rendezvous("env://", timeout=limit))[0]
-        return dist.PrefixStore("default_pg", found)  # as init_process_group has it
-    # After an in-place restart the agent's store still holds the dead attempt's addresses.
+        store: dist.Store = next(dist.rendezvous("env://", timeout=limit))[0]
+        return dist.PrefixStore("default_pg", store)  # the prefix of init_process_group
+    # after an in-place restart, the agent's store still holds addresses of the failed attempt
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     shared = dist.TCPStore(address, port, size, is_master=rank == 0 and not agent, timeout=limit)
@@ -319,7 +340,7 @@ def _no_rendezvous(error: RuntimeError, limit: timedelta) -> str:
 
 
 def _unreachable(address: str, port: str) -> str:
-    """Why nothing can be sent there; empty: it can, or that is this process's own store."""
+    """Return why the address cannot be reached; empty: it can, or this process hosts the store."""
     try:
         socket.getaddrinfo(address, port)
         if os.environ.get("RANK") != "0":
@@ -330,27 +351,28 @@ def _unreachable(address: str, port: str) -> str:
 
 
 def default_backend(device: torch.device, backend: str | None) -> str:
-    """Of the default group, as `init_process_group` takes it.
+    """Return the backend of the default group, as a backend string of `init_process_group`.
 
-    gloo alone serves GPUs too: it copies to pinned memory of the host and back for broadcast,
-    all_reduce, reduce, all_gather, reduce_scatter, all_to_all_single, gather and scatter. What it
-    has for CPUs alone (send and recv, coalesced collectives, lists of all_to_all and
-    reduce_scatter) no layout calls: `tests/distributed/test_matrix.py` watches.
+    gloo also works on GPU tensors, through pinned host memory, for broadcast, all_reduce, reduce,
+    all_gather, reduce_scatter, all_to_all_single, gather and scatter. It supports send and recv,
+    coalesced collectives, and all_to_all and reduce_scatter of lists on CPUs only. No layout calls
+    these, which `tests/distributed/test_matrix.py` checks.
     """
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else GLOO
 
 
 def set_group_timeouts(group: dist.ProcessGroup, world: World) -> None:
-    """Let every collective of a group wait for `parallel.dist_timeout`; each group is given here.
+    """Set the timeout of all collectives of a group to `parallel.dist_timeout`.
 
-    NCCL ends a process without a word that helps; the host's messages are to notice before it.
+    Every new group must be passed to this function. On GPUs, NCCL gets 30 s more: its watchdog
+    kills the process without a useful message, so collectives on the host must time out first.
     """
     device = world.timeout + timedelta(seconds=30 if world.device.type == "cuda" else 0)
     set_timeouts(group, host=world.timeout, device=device)
 
 
 def _leave(world: World) -> None:
-    """Leave the group; rank 0 last, as the store may be its own, and others still read there."""
+    """Destroy the process groups; rank 0 last, as it may host the store that other ranks read."""
     store, deadline = default_store(), time.monotonic() + world.timeout.total_seconds()
     left = store.add("llmfoundry/left", 0 if world.is_main else 1)
     while world.is_main and left < world.size - 1 and time.monotonic() < deadline:
@@ -360,18 +382,18 @@ def _leave(world: World) -> None:
 
 
 def choose_device(local_rank: int, backend: str | None) -> torch.device:
-    """The GPU of a process, made current; a CPU where there is none.
+    """Choose this process's GPU and make it current; without GPUs, return the CPU.
 
-    A launcher may show each process its own GPU alone, as Slurm does with --gpus-per-task=1: that
-    is device 0 of every one of them. `check_devices` finds those that share one by mistake. Under
-    gloo, which processes on one GPU may have, they take turns.
+    A launcher may restrict each process to one visible GPU, as Slurm does with --gpus-per-task=1.
+    That GPU is device 0 in every process. `check_devices` detects ranks that share a GPU by
+    mistake. Under gloo, ranks may share a GPU, and are assigned round-robin.
 
     Args:
-        local_rank: among the processes of this machine.
+        local_rank: rank among the processes of this machine.
         backend: `parallel.dist_backend`.
 
     Raises:
-        UserError: the process has no GPU, though the machine has some, or nccl was written.
+        UserError: there are more local processes than GPUs, or the recipe sets nccl without a GPU.
     """
     if not torch.cuda.is_available():
         _check_backend(backend)
@@ -384,7 +406,7 @@ def choose_device(local_rank: int, backend: str | None) -> torch.device:
         )
     device = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(device)
-    torch.cuda.init()  # or a device mesh would set the device once more, to LOCAL_RANK
+    torch.cuda.init()  # else a device mesh would set the device again, to LOCAL_RANK
     return device
 
 
@@ -396,48 +418,57 @@ def _check_backend(backend: str | None) -> None:
 
 
 def find_machine(world: World) -> Machine | None:
-    """The processes that share this one's machine; every process calls it.
+    """Find the ranks that share this rank's machine. Every rank calls it.
 
     Raises:
-        UserError: two of a machine have the same GPU under NCCL; on every process.
+        UserError: two ranks of a machine have the same GPU under NCCL; raised on every rank.
     """
-    found: list[tuple[str, str]] = [("", "")] * world.size
-    dist.all_gather_object(found, (_machine_name(), _gpu_name(world.device)))
+    # machine and GPU of every rank
+    locations: list[tuple[str, str]] = [("", "")] * world.size
+    dist.all_gather_object(locations, (_machine_name(), _gpu_name(world.device)))
     if NCCL in dist.get_backend_config():
-        check_devices(found)
-    own = [rank for rank, (name, _) in enumerate(found) if name == found[world.rank][0]]
-    sharing = found.count(found[world.rank]) if world.device.type == "cuda" else 1
-    if len(own) == 1:
+        check_devices(locations)
+
+    # the ranks of this machine, and a group of them
+    machine, _ = locations[world.rank]
+    local_ranks = [rank for rank, (name, _) in enumerate(locations) if name == machine]
+    sharing = locations.count(locations[world.rank]) if world.device.type == "cuda" else 1
+    if len(local_ranks) == 1:
         return None
-    if len(own) == world.size:
+    if len(local_ranks) == world.size:
         return Machine(0, sharing=sharing)
     group = dist.new_group(
-        own, timeout=world.timeout, backend="gloo", use_local_synchronization=True
+        local_ranks, timeout=world.timeout, backend="gloo", use_local_synchronization=True
     )
     set_group_timeouts(group, world)
-    return Machine(own[0], group, sharing)
+    return Machine(local_ranks[0], group, sharing)
 
 
 def check_devices(found: Sequence[tuple[str, str]]) -> None:
-    """Every process must have a GPU of its own; NCCL reports only that one is a duplicate.
+    """Check that no two ranks share a GPU; NCCL's error does not name the ranks.
 
     Args:
-        found: the machine and the GPU of each process, by rank; a CPU has no name.
+        found: machine and GPU of each rank, by rank; the name of a CPU is empty.
+
+    Raises:
+        UserError: two ranks share a GPU.
     """
     first: dict[tuple[str, str], int] = {}
-    for rank, own in enumerate(found):
-        if own[1] and first.setdefault(own, rank) != rank:
+    for rank, location in enumerate(found):
+        machine, gpu = location
+        if gpu and first.setdefault(location, rank) != rank:
             raise UserError(
-                f"parallel.nproc_per_node: ranks {first[own]} and {rank} have the same GPU of"
-                f" {own[0].split()[0]}; start at most as many processes as GPUs, show each"
+                f"parallel.nproc_per_node: ranks {first[location]} and {rank} have the same GPU of"
+                f" {machine.split()[0]}; start at most as many processes as GPUs, show each"
                 f" process another (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES), or write {SHARE}"
             )
 
 
 def _machine_name() -> str:
-    """The host's name, and what distinguishes two that have the same; not so two of a container.
+    """Return a name of this machine that is unique in the run.
 
-    Two of a scheduler's machines on one host are two: each is started, lost and drained alone.
+    The boot id distinguishes machines with equal host names, but not containers on one host. Two
+    nodes of a scheduler on one host count as two machines: each can fail or be drained separately.
     """
     boot = ""
     with suppress(OSError):  # not Linux
@@ -450,11 +481,11 @@ def _gpu_name(device: torch.device) -> str:
 
 
 def own_host() -> str:
-    """This machine's address on the network by which it reaches the one where all meet."""
+    """Return this machine's address on the network through which it reaches MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     family = socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, int(os.environ.get("MASTER_PORT", 1)) or 1))  # nothing is sent
-        found: str = probe.getsockname()[0]
-        return found
+        probe.connect((master, int(os.environ.get("MASTER_PORT", 1)) or 1))  # UDP: sends nothing
+        address: str = probe.getsockname()[0]
+        return address
     return socket.gethostbyname(socket.gethostname())
