@@ -1,10 +1,9 @@
-"""transformers' own classes for the decoder: `import llmfoundry.hf`, then `AutoModelForCausalLM`.
+"""The decoder as a class of transformers, for models that no architecture of transformers fits.
 
-For models that no architecture of transformers expresses; `write_folder.py` writes their folders.
-The import registers model_type `llmfoundry`, so that `from_pretrained`, `generate`, the Trainer and
-evaluation harnesses work with them. Engines that batch continuously bring their own keys, values
-and attention (transformers' attention interface); what they cannot attend with is refused, since
-they would leave it out without an error.
+`import llmfoundry.hf` registers model_type `llmfoundry`, so that `AutoModelForCausalLM`,
+`generate`, the Trainer and evaluation harnesses work with exported folders (`write_folder.py`
+writes them). Engines with continuous batching bring their own KV cache and attention (transformers'
+attention interface). Settings that such an engine would silently ignore are rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.typed import Problem, build, to_dict
 
-OURS = (None, "eager", "sdpa")  # attention that is the decoder's own, by its own kernels
+OURS = (None, "eager", "sdpa")  # attn_implementation values that use the decoder's kernels
 LOADED = {"missing_keys": "is not in the file", "unexpected_keys": "has no place in the model"}
 
 
@@ -41,15 +40,15 @@ class LlmfoundryConfig(PreTrainedConfig):
     """config.json of an exported decoder.
 
     Attributes:
-        settings: the recipe's `model` section, filled. The names that transformers asks for
-            (hidden_size, vocab_size …) are read from it.
+        settings: the resolved `model` section of the recipe. Attributes that transformers reads
+            (hidden_size, vocab_size …) are derived from it.
     """
 
     model_type = "llmfoundry"
     keys_to_ignore_at_inference = ("past_key_values",)
 
     def __init__(self, settings: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Build from a `model` section; an absent one stands for the recipe's defaults."""
+        """Resolve a `model` section; None: the recipe's defaults."""
         problems: list[Problem] = []
         section = build(ModelConfig, settings or {}, problems, "settings.")
         if problems:
@@ -62,7 +61,7 @@ class LlmfoundryConfig(PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return self.settings["vocab_size"]
 
     @vocab_size.setter
@@ -76,17 +75,17 @@ class LlmfoundryConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return self.settings["n_layers"]
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.settings["n_heads"]
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads."""
         return self.settings["attn_config"]["kv_n_heads"]
 
     @property
@@ -96,12 +95,12 @@ class LlmfoundryConfig(PreTrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest row."""
+        """Longest sequence, in tokens."""
         return self.settings["max_seq_len"]
 
 
 class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
-    """The decoder as transformers calls models."""
+    """The decoder with the interface of transformers' causal language models."""
 
     config_class = LlmfoundryConfig
     _no_split_modules = ["Block"]  # noqa: RUF012
@@ -111,7 +110,9 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: LlmfoundryConfig) -> None:
         super().__init__(config)
         self.model = Decoder(build(ModelConfig, config.settings, []).resolve())
-        for index, block in enumerate(self.model.blocks):  # what attention functions ask for
+        for index, block in enumerate(
+            self.model.blocks
+        ):  # attributes that attention functions read
             attn = cast(Any, block).attn
             attn.layer_idx, attn.config, attn.is_causal = index, config, True
             attn.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
@@ -120,10 +121,11 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def check_engine(self) -> None:
-        """See that an engine's attention can be this model's.
+        """Check that the attention of an external engine computes this model correctly.
 
         Raises:
-            ValueError: it has positions, windows or caps that engines leave out.
+            ValueError: the model has ALiBi, windows, shared keys and values, a soft cap or dynamic
+                rotary positions, which engines ignore.
         """
         attn, layers = self.model.config.attn_config, self.model.layers
         reasons = {
@@ -141,27 +143,28 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
                 )
 
     def _attends_elsewhere(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether an engine calls: it chose another attention, or hands over a paged cache."""
+        """Return whether an external engine calls, with its own attention or a paged cache."""
         return self.config._attn_implementation not in OURS or kwargs.get("cache") is not None
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' continuous batching, which `generate_batch` uses, where it is right."""
+        """Start transformers' continuous batching (`generate_batch`), after `check_engine`."""
         self.check_engine()
         return cast(Any, super()).init_continuous_batching(*args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' `from_pretrained`; weights that are missing or find no place are an error.
+        """Call transformers' `from_pretrained`; missing and unexpected weights are an error.
 
         Raises:
-            UserError: names such a tensor, where transformers draws it at random or leaves it out.
+            UserError: with the name of the tensor. Transformers would initialize a missing tensor
+                at random and ignore an unexpected one.
         """
-        asked = kwargs.pop("output_loading_info", False)
+        wants_info = kwargs.pop("output_loading_info", False)
         model, info = cast(Any, super()).from_pretrained(*args, output_loading_info=True, **kwargs)
         for kind, why in LOADED.items():
             for name in sorted(info[kind]):
                 raise UserError(f"{name}: {why}; config.json and the weights disagree")
-        return (model, info) if asked else model
+        return (model, info) if wants_info else model
 
     def forward(
         self,
@@ -175,25 +178,28 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits, and the loss where labels are given.
+        """Return logits, and the loss if there are labels.
 
-        While training, a mixture's loss has the router's losses in it, weighted as the settings
-        say. Biases that balance experts stay what they are: only the project's trainer moves them.
+        In training, the loss of a mixture-of-experts model includes the router's auxiliary losses.
+        Biases that balance the expert load are not updated: only the project's trainer updates
+        them.
 
         Args:
             input_ids: (B, T).
-            attention_mask: (B, past + T), 0 before or after a row's text. Such rows have no cache.
-            position_ids: what attention_mask implies; or of packed rows, each document's from 0.
-            past_key_values: earlier tokens of the rows.
-            labels: (B, T), not shifted; -100 counts nothing.
-            use_cache: keep keys and values; the config's wish where unset.
-            logits_to_keep: last positions to compute logits of; 0: all.
-            return_dict: false: a tuple.
-            kwargs: of the loss; or of an engine's attention.
+            attention_mask: (B, past + T), 0 at padding before or after a text. Padded batches
+                cannot have a cache.
+            position_ids: positions that attention_mask implies; or positions of packed documents,
+                each from 0.
+            past_key_values: KV cache of earlier tokens.
+            labels: (B, T), not shifted; -100 is ignored.
+            use_cache: return a KV cache; None: as the config specifies.
+            logits_to_keep: number of last positions to compute logits for; 0: all.
+            return_dict: False: return a tuple.
+            kwargs: arguments of the loss function or of an engine's attention.
 
         Raises:
-            ValueError: what the decoder cannot do: padded rows with a cache, other positions; or
-                an engine cannot.
+            ValueError: padding with a cache, unsupported positions, or a model that the engine
+                does not support.
         """
         if kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError("inputs_embeds: the decoder takes input_ids only")
@@ -219,7 +225,7 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Transformers' start of what it does not find in a file."""
+        """Initialize parameters that transformers does not find in a file."""
         super()._init_weights(module)
         if isinstance(module, ExpertWeights):
             for name, parameter in module.named_parameters():
@@ -229,23 +235,23 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.zeros_(module.bias_steps)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' `generate`; padded batches do without a cache."""
+        """Call transformers' `generate`, without a cache for padded batches."""
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             kwargs["use_cache"] = False
         return cast(Any, super()).generate(inputs, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
+        """Return the embedding."""
         return self.model.wte
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding; a tied head follows it."""
+        """Replace the embedding, and with it a tied head."""
         self.model.wte = cast(nn.Embedding, value)
         self.model.config.vocab_size = self.model.wte.num_embeddings
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head; None where the embedding serves as it."""
+        """Return the head; None if it is tied to the embedding."""
         return getattr(self.model, "lm_head", None)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -262,26 +268,33 @@ class _Cache:
         self._cache, self.length = cache, int(cache.get_seq_length())
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, T, KV, hd) of one layer; all of its keys and values so far."""
+        """Store k, v (B, T, KV, hd) of one layer; return all keys and values of the layer."""
         k, v = self._cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
         return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _router_losses(routing: Routing, labels: Tensor, whole: Tensor | int | None) -> Tensor | float:
-    """Balancing losses, a mean over rows; of `whole` targets in a batch, the share that is here."""
+    """Return the auxiliary losses, averaged over sequences.
+
+    `whole` is the number of targets in the full batch: the losses are scaled by this microbatch's
+    share of them. None: not scaled.
+    """
     mean = sum(routing.losses.values()) / len(labels)
     return mean if whole is None else mean * (labels[:, 1:] != -100).sum() / whole
 
 
 def _new_cache(mask: Tensor | None, positions: Tensor | None) -> Cache | None:
-    """A cache for rows that are one text each."""
+    """Return a new cache; None for padded or packed sequences, which cannot have one."""
     return DynamicCache() if _layout(mask, positions, None) is None else None
 
 
 def _layout(
     mask: Tensor | None, positions: Tensor | None, cache: _Cache | None
 ) -> PackedLayout | None:
-    """The documents of rows: text and padding, or where positions begin again; None: one each."""
+    """Return the layout of padded or packed sequences; None: each sequence is one document.
+
+    Padding is a document of its own. Packed documents begin where positions restart at 0.
+    """
     if mask is not None and not bool(mask.all()):
         lengths, device = _padded(mask), mask.device
     elif positions is None or _is_one(positions, past := cache.length if cache else 0):
@@ -311,7 +324,7 @@ def _is_one(positions: Tensor, past: int) -> bool:
 
 
 def _packed(positions: Tensor) -> list[list[int]]:
-    """Lengths of the documents, whose positions count from 0 each."""
+    """Return the lengths of packed documents, whose positions each start at 0."""
     lengths = []
     for row in positions.cpu():
         starts = [*torch.where(row == 0)[0].tolist(), len(row)]
@@ -327,7 +340,7 @@ def _packed(positions: Tensor) -> list[list[int]]:
 
 
 class _EngineCache(SlottedCache):
-    """An engine's keys, values and attention, called as transformers' models call them."""
+    """Adapter to an engine's KV cache and attention, through transformers' attention interface."""
 
     def __init__(
         self,
@@ -344,17 +357,17 @@ class _EngineCache(SlottedCache):
         self._layer, self._scale = 0, 1.0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KeysValues:
-        """Leave storing them to the engine's attention, which follows."""
+        """Return k and v: the engine's attention function stores them."""
         self._layer = layer
         return k, v
 
     def plan(self, kernels: AttentionKernels, spec: AttentionSpec, dtype: torch.dtype) -> Any:
-        """All layers attend alike."""
+        """Note the attention scale, which is the same in all layers."""
         self._scale = spec.scale
         return self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool) -> Tensor:
-        """(1, N, H, hd) of q (1, N, H, hd) and the new tokens' k and v (1, N, KV, hd)."""
+        """Return the attention output (1, N, H, hd) of q (1, N, H, hd) and k, v (1, N, KV, hd)."""
         module = cast(Any, self._blocks[self._layer]).attn
         heads = (x.transpose(1, 2) for x in (q, k, v))
         mixed, _ = self._function(module, *heads, self._mask, scaling=self._scale, **self._kwargs)

@@ -1,10 +1,12 @@
-"""`HFCausalLM`: a causal language model of transformers, behind the decoder's contract.
+"""Causal language models of transformers behind the interface of the project's decoder.
 
-Hidden states and head are apart (the loss stays chunked), blocks are found (FSDP, checkpointing and
-compilation wrap them), and documents of a row never see each other. How a class is asked for that,
-and what its head is, is not believed but tried: the first forward pass compares each way, on a few
-tokens, with the class's own answers for the documents alone, and takes the first that agrees. The
-last way, a row for each document, is right for every causal class, state-space models included.
+Entry point: `HFCausalLM`. Hidden states and head are separate, so that the loss can compute logits
+in chunks. The class's blocks are located, so that FSDP, activation checkpointing and compilation
+can wrap them. Packed documents never attend to each other. Classes differ in how they isolate
+documents and in their head. The first forward pass therefore compares several strategies, on a few
+tokens, with the class's results for single documents, and uses the first one that agrees. The last
+strategy, one sequence for each document, is correct for every causal class, including state-space
+models.
 """
 
 from __future__ import annotations
@@ -28,21 +30,22 @@ from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
 from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
 from llmfoundry.recipe.model import HFModelConfig
 
-PROBE = (6, 3, 8, 1, 6)  # lengths of the documents that ways are tried on
+PROBE = (6, 3, 8, 1, 6)  # lengths of the documents that strategies are compared on
 
 
 class HFCausalLM(nn.Module):
-    """A class of transformers as the trainer, the gauntlet and the generator call models.
+    """A transformers model with the interface that the trainer, gauntlet and generator expect.
 
     Args:
         config: see `HFModelConfig`.
 
     Attributes:
-        hf: the class itself.
-        ties: names of its parameters that are one: the first of each, and the others.
-        blocks: its layers.
-        peft_config: peft's, of its adapter; None: it has none.
-        loss_chunk: tokens whose logits the loss holds at a time; None: as many as suit the device.
+        hf: the transformers model.
+        ties: names of tied parameters: the first name, and all other names of the same parameter.
+        blocks: the list of transformer layers.
+        peft_config: configuration of the peft adapter; None: no adapter.
+        loss_chunk: number of tokens whose logits the loss materializes at a time; None: chosen for
+            the device.
     """
 
     loss_chunk: int | None = None
@@ -61,11 +64,11 @@ class HFCausalLM(nn.Module):
         self._takes = set(inspect.signature(self.base.forward).parameters)
 
     def computed(self) -> set[str]:
-        """Names of buffers, which have their values without a file."""
+        """Return the names of buffers. Their values are computed, not loaded from a file."""
         return {f"hf.{name}" for name in self._buffers_made}
 
     def vocabulary(self) -> set[str]:
-        """Names of what has a row for each token: embedding, head, head's bias."""
+        """Return the names of parameters with one row per token: embedding, head, head's bias."""
         modules = (self.hf.get_input_embeddings(), self.hf.get_output_embeddings())
         ids = {id(p) for module in modules if module is not None for p in module.parameters()}
         every = self.named_parameters(remove_duplicate=False)
@@ -73,26 +76,30 @@ class HFCausalLM(nn.Module):
 
     @property
     def base(self) -> nn.Module:
-        """The class without its head."""
+        """The model without its head."""
         return getattr(self.hf, self.hf.base_model_prefix)
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """What is sharded, checkpointed and compiled one by one."""
+        """The layers, which are sharded, checkpointed and compiled one by one."""
         return self._blocks[0]
 
     @property
     def embedding_weight(self) -> Tensor:
-        """(V, D): of tokens."""
+        """(V, D), the token embedding."""
         return self.hf.get_input_embeddings().weight
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D)."""
+        """(V, D), the output head."""
         return self.hf.get_output_embeddings().weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> HFCausalLM:
-        """As nn.Module's, which would lose ties, round tables of positions, and empty them."""
+        """Apply `fn` as nn.Module does, but keep ties, and keep buffers in their dtype.
+
+        nn.Module would untie parameters, cast position tables, and leave them uninitialized after
+        a move from the meta device.
+        """
         super()._apply(fn, recurse)
         for first, others in self.ties.items():
             shared = self.hf.get_parameter(first)
@@ -109,17 +116,23 @@ class HFCausalLM(nn.Module):
     def new_slots(
         self, *, slots: int, length: int, device: torch.device, dtype: torch.dtype
     ) -> SlotTokens:
-        """Earlier tokens of so many sequences, which are computed anew with every token."""
+        """Return slots that store tokens only; sequences are recomputed for every new token."""
         return SlotTokens(slots, device)
 
     def forward(self, tokens: Tensor, layout: PackedLayout | None = None) -> Tensor:
-        """Hidden states (B, T, D) of tokens (B, T), the final norm applied."""
+        """Return hidden states (B, T, D) of tokens (B, T) after the final norm."""
         return self.run(tokens, layout)[0]
 
     def run(
         self, tokens: Tensor, layout: PackedLayout | None = None, cache: SlotTokens | None = None
     ) -> tuple[Tensor, Routing | None]:
-        """As `forward`, and what the routers did, where config.json has output_router_logits."""
+        """Return hidden states and, if config.json enables output_router_logits, the routing.
+
+        Args:
+            tokens: (B, T).
+            layout: documents of the sequences; None: each sequence is one document.
+            cache: slots of the generator; `tokens` are then the new tokens of all slots, (1, N).
+        """
         if not self._ways:
             self._try(tokens.device)
         if cache is not None:
@@ -128,7 +141,7 @@ class HFCausalLM(nn.Module):
         return self._compute(tokens, layout)
 
     def _compute(self, x: Tensor, layout: PackedLayout | None) -> tuple[Tensor, Routing | None]:
-        """Of tokens (B, T)."""
+        """Run tokens (B, T) with the strategy that was chosen for the layout."""
         if layout is None or (layout.ends is None and all(len(n) == 1 for n in layout.lengths)):
             return self._call(x, {}, layout)
         way = self._ways[layout.ends is not None]
@@ -137,7 +150,7 @@ class HFCausalLM(nn.Module):
         return self._call(x, WAYS[way](self, layout, self.embedding_dtype), layout)
 
     def _of_slots(self, cache: SlotTokens) -> Tensor:
-        """(1, N, D) of what is new in the slots."""
+        """Return the hidden states (1, N, D) of the new tokens of all slots."""
         rows, places = cache.rows()
         padding = tuple(rows.shape[1] - end for end in cache.ends())
         layout = PackedLayout.from_lengths([[rows.shape[1]]] * len(rows), padding)
@@ -145,7 +158,7 @@ class HFCausalLM(nn.Module):
 
     @property
     def embedding_dtype(self) -> torch.dtype:
-        """Of the weights, and so of additive masks."""
+        """Dtype of the weights and of additive masks."""
         return self.embedding_weight.dtype
 
     def _call(
@@ -160,37 +173,48 @@ class HFCausalLM(nn.Module):
         return out[0], self._routing(logits, x, layout) if logits else None
 
     def _by_rows(self, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Routing | None]:
-        """A row for each document, or path of a tree; what is left of it is padding at its end."""
-        rows, sources = document_rows(layout)
-        sources, back = sources.to(x.device), rows.to(x.device)
-        apart = x.flatten(0, 1)[sources.clamp(min=0)]
-        lengths = [[int(n), int(sources.shape[1] - n)] for n in (sources >= 0).sum(1)]
-        padding = tuple(rest for _, rest in lengths)
-        one = [[sources.shape[1]]] * len(lengths)
-        hidden, routing = self._call(apart, {}, PackedLayout.from_lengths(one, padding))
+        """Run each document, or each path of a tree, as a sequence, padded at its end."""
+        # gather: (R, L) tokens of the documents
+        back, sources = document_rows(layout)
+        back, sources = back.to(x.device), sources.to(x.device)
+        unpacked = x.flatten(0, 1)[sources.clamp(min=0)]
+        width = sources.shape[1]
+        padding = tuple(int(width - n) for n in (sources >= 0).sum(1))
+        one_document = [[width]] * len(padding)
+        padded = PackedLayout.from_lengths(one_document, padding)
+        # compute, and scatter to the original positions
+        hidden, routing = self._call(unpacked, {}, padded)
         return hidden.flatten(0, 1)[back].view(*x.shape[:2], -1), routing
 
     def _routing(self, logits: Any, tokens: Tensor, layout: PackedLayout | None) -> Routing | None:
-        """The class's balancing loss, as it adds it; and what routers did."""
+        """Return the class's load-balancing loss and the expert load; None if it has no such loss.
+
+        Args:
+            logits: router logits of each layer.
+            tokens: (B, T).
+            layout: documents and padding of the sequences.
+        """
         function = getattr(sys.modules[type(self.hf).__module__], "load_balancing_loss_func", None)
         if function is None:
             return None
-        layers = [layer.flatten(0, -2) for layer in logits if layer is not None]
-        count, chosen = layers[0].shape[-1], int(self.hf.config.num_experts_per_tok)
-        real = _real(tokens, layout)
-        loss = function(tuple(layers), count, chosen, real)
-        probability = torch.stack([layer.float().softmax(-1) for layer in layers])
-        picked = probability.topk(chosen, dim=-1).indices
-        load = torch.zeros_like(probability).scatter_(-1, picked, 1.0)
-        if real is not None:
-            kept = real.flatten().bool()
-            load, probability = load[:, kept], probability[:, kept]
+        # loss, weighted as in the class
+        layers = [layer.flatten(0, -2) for layer in logits if layer is not None]  # (B * T, E)
+        n_experts, top_k = layers[0].shape[-1], int(self.hf.config.num_experts_per_tok)
+        mask = _padding_mask(tokens, layout)
+        loss = function(tuple(layers), n_experts, top_k, mask)
         losses = {"lbl": self.hf.config.router_aux_loss_coef * loss * len(tokens)}
-        met = load.new_full((len(layers),), load.shape[1])
-        return Routing(losses, load.sum(1).detach(), probability.sum(1).detach(), met)
+        # expert load and router probabilities, without padding
+        probability = torch.stack([layer.float().softmax(-1) for layer in layers])
+        experts = probability.topk(top_k, dim=-1).indices
+        load = torch.zeros_like(probability).scatter_(-1, experts, 1.0)
+        if mask is not None:
+            is_token = mask.flatten().bool()
+            load, probability = load[:, is_token], probability[:, is_token]
+        n_tokens = load.new_full((len(layers),), load.shape[1])
+        return Routing(losses, load.sum(1).detach(), probability.sum(1).detach(), n_tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D)."""
+        """Return logits (..., V) of hidden states (..., D)."""
         assert self._head is not None, "hidden states come from `run`"
         if self._head == "own":
             return self._own_head(hidden)
@@ -201,9 +225,12 @@ class HFCausalLM(nn.Module):
         return cap(nn.functional.linear(hidden, weight), scale, softcap)
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum of the cross-entropy of hidden states (..., D) over labels (...), in nats.
+        """Return the sum of the cross-entropy over all labels, in nats.
 
-        `weights` (...) are what each label counts; None: 1.
+        Args:
+            hidden: (..., D), hidden states.
+            labels: (...), token ids or IGNORE.
+            weights: (...), weight of each label; None: 1.
         """
         if self._head != "own":
             scale, softcap = cast(tuple[float, float | None], self._head)
@@ -221,7 +248,7 @@ class HFCausalLM(nn.Module):
         size = chunk_tokens(self.config.vocab_size or 1, hidden.device, self.loss_chunk)
         parts = zip(flat.split(size), targets.split(size), each.flatten().split(size), strict=True)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for part in parts:  # logits of a chunk are made again in the backward pass
+        for part in parts:  # the logits of a chunk are recomputed in the backward pass
             total = total + checkpoint(self._chunk_loss, *part, use_reentrant=False)
         return total
 
@@ -231,29 +258,32 @@ class HFCausalLM(nn.Module):
         return (nats * weights).sum()
 
     def _own_head(self, hidden: Tensor) -> Tensor:
-        """The class's forward pass around a base that only hands these hidden states on."""
+        """Compute logits with the class's forward pass.
+
+        Its base model is replaced for the call by a function that returns these hidden states.
+        """
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         flat = hidden.reshape(1, -1, hidden.shape[-1])
-        given = MoeModelOutputWithPast(last_hidden_state=flat)
+        base_output = MoeModelOutputWithPast(last_hidden_state=flat)
         base: Any = self.base
-        before = base.__dict__.get("forward")
-        base.forward = lambda *_, **__: given
+        original_forward = base.__dict__.get("forward")
+        base.forward = lambda *_, **__: base_output
         try:
             tokens = torch.zeros(flat.shape[:2], dtype=torch.int64, device=hidden.device)
             logits = self.hf(input_ids=tokens, use_cache=False, return_dict=True).logits
         finally:
-            if before is None:
+            if original_forward is None:
                 del base.forward
             else:
-                base.forward = before
+                base.forward = original_forward
         return logits.view(*hidden.shape[:-1], -1)
 
     @torch.no_grad()
     def _try(self, device: torch.device) -> None:
-        """Choose how documents are kept apart and how logits are made, by what the class gives.
+        """Choose how documents are isolated and how logits are computed, by comparison.
 
-        Without autocast: in fp32 a leak is told from rounding.
+        Autocast is disabled: fp32 distinguishes leaks between documents from rounding errors.
         """
         was_training = self.training
         self.eval()
@@ -276,19 +306,24 @@ class HFCausalLM(nn.Module):
         self._head = self._choose_head(tokens)
 
     def _choose_way(self, tokens: Tensor, layout: PackedLayout, ways: tuple[str, ...]) -> str:
+        """Return the first strategy whose hidden states match those of single documents.
+
+        A second pass changes the first token of each sequence: later documents must not change.
+        """
         layout = layout.to(tokens.device)
         expected = self._by_rows(tokens, layout)[0]
-        other = tokens.clone()
-        other[:, 0] = (tokens[:, 0] + 1) % (self.config.vocab_size or 1)
+        changed = tokens.clone()
+        changed[:, 0] = (tokens[:, 0] + 1) % (self.config.vocab_size or 1)
         for way in ways:
             try:
-                given = WAYS[way](self, layout, self.embedding_dtype)
-                found = self._call(tokens, given, layout)[0]
-                apart = self._call(other, given, layout)[0]
-            except Exception:  # a class that does not take such a mask: the next way
+                arguments = WAYS[way](self, layout, self.embedding_dtype)
+                hidden = self._call(tokens, arguments, layout)[0]
+                hidden_changed = self._call(changed, arguments, layout)[0]
+            except Exception:  # the class does not support such a mask: the next strategy
                 continue
-            kept = layout.documents > 0
-            if _agree(found, expected) and _agree(apart[kept], found[kept]):
+            is_later = layout.documents > 0
+            is_isolated = _agree(hidden_changed[is_later], hidden[is_later])
+            if _agree(hidden, expected) and is_isolated:
                 return way
         return "rows"
 
@@ -315,11 +350,11 @@ class HFCausalLM(nn.Module):
         return "own"
 
     def takes(self, name: str) -> bool:
-        """Whether the class without its head has an argument of this name."""
+        """Return whether the forward pass of the base model has an argument of this name."""
         return name in self._takes
 
     def mask_types(self) -> dict[str, int | None] | int | None:
-        """Windows of its layers by the names that it has for them; see `layouts.py`."""
+        """Return the attention windows of the layer types; see the function `mask_types`."""
         return mask_types(self.hf.config)
 
 
@@ -334,7 +369,7 @@ def _find_blocks(base: nn.Module, n_layers: int) -> nn.ModuleList:
 
 
 def _ties(model: nn.Module) -> dict[str, list[str]]:
-    """Names of parameters that are one: the first of each, and the others."""
+    """Return the names of tied parameters: the first name, and all other names."""
     first: dict[int, str] = {}
     ties: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -352,7 +387,10 @@ def _probe_tokens(rows: int, width: int, config: HFModelConfig, device: torch.de
 
 
 def _probe_tree(width: int) -> list[list[int]]:
-    """Where each token's part ends: a beginning that two texts share, and a third text."""
+    """Return the `ends` of a layout with a tree: two texts with a common prefix, and a third text.
+
+    The second sequence is a single text.
+    """
     root, one, two = 5, 6, 4
     shared = [root + one + two] * root
     branches = [root + one] * one + [root + one + two] * two
@@ -361,7 +399,7 @@ def _probe_tree(width: int) -> list[list[int]]:
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    """Whether they are equal but for rounding of the precision they were computed in."""
+    """Return whether two tensors are equal up to rounding in their precision."""
     low = one.dtype != torch.float32 or torch.is_autocast_enabled(one.device.type)
     scale = float(other.float().abs().mean()) or 1.0
     worst = float((one.float() - other.float()).abs().max()) if one.numel() else 0.0
@@ -373,8 +411,8 @@ def _inverse(config: Any, name: str) -> float | None:
     return 1 / value if isinstance(value, int | float) and value else None
 
 
-def _real(tokens: Tensor, layout: PackedLayout | None) -> Tensor | None:
-    """(B, T), 0 at padding; None: there is none."""
+def _padding_mask(tokens: Tensor, layout: PackedLayout | None) -> Tensor | None:
+    """Return a mask (B, T) that is 0 at padding; None if there is no padding."""
     if layout is None or layout.padding is None or not any(layout.padding):
         return None
     ends = tokens.shape[1] - torch.tensor(layout.padding, device=tokens.device)
@@ -386,20 +424,20 @@ HIDDEN = torch.finfo(torch.bfloat16).min  # finite in every dtype that has an ex
 
 
 class Asked(Protocol):
-    """What the ways need to know of a class."""
+    """Properties of a class that the strategies depend on."""
 
     def takes(self, name: str) -> bool:
-        """Whether it has an argument of this name."""
+        """Return whether its forward pass has an argument of this name."""
 
     def mask_types(self) -> dict[str, int | None] | int | None:
-        """See `mask_types`."""
+        """See the function `mask_types`."""
 
 
 def mask_types(config: Any) -> dict[str, int | None] | int | None:
-    """Windows by the names of a class's layers; or the one window of all of them, or none.
+    """Return the attention window of each layer type, or the window of all layers (None: full).
 
     Raises:
-        NotImplementedError: there are layers of yet another kind.
+        NotImplementedError: there are layer types other than full and sliding attention.
     """
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
@@ -415,26 +453,27 @@ def mask_types(config: Any) -> dict[str, int | None] | int | None:
 
 
 def by_positions(asked: Asked, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
-    """Positions alone."""
+    """Isolate documents by their positions; the class derives the mask from them."""
     if not asked.takes("position_ids"):
         raise NotImplementedError("positions")
     return {"position_ids": layout.positions}
 
 
 def by_mask(asked: Asked, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
-    """An additive mask, and positions where the class takes them."""
+    """Isolate documents by an additive mask, with positions if the class takes them."""
     windows = asked.mask_types()
-    seen = visible(layout)
+    is_visible = visible(layout)
+    mask: Any
     if isinstance(windows, dict):
-        mask: Any = {
-            kind: _additive(seen, layout, window, dtype) for kind, window in windows.items()
-        }
+        mask = {}
+        for layer_type, window in windows.items():
+            mask[layer_type] = _additive(is_visible, layout, window, dtype)
     else:
-        mask = _additive(seen, layout, windows, dtype)
-    given = {"attention_mask": mask}
+        mask = _additive(is_visible, layout, windows, dtype)
+    arguments = {"attention_mask": mask}
     if asked.takes("position_ids"):
-        given["position_ids"] = layout.positions
-    return given
+        arguments["position_ids"] = layout.positions
+    return arguments
 
 
 Way = Callable[[Any, PackedLayout, torch.dtype], dict[str, Any]]
@@ -442,7 +481,7 @@ WAYS: dict[str, Way] = {"positions": by_positions, "mask": by_mask}
 
 
 def visible(layout: PackedLayout) -> Tensor:
-    """(B, T, T), whether token i of a row sees token j."""
+    """Return a boolean (B, T, T): whether token i of a sequence attends to token j."""
     places = torch.arange(layout.positions.shape[1], device=layout.positions.device)
     seen = (places[:, None] >= places) & (
         layout.documents[:, :, None] == layout.documents[:, None, :]
@@ -451,7 +490,7 @@ def visible(layout: PackedLayout) -> Tensor:
 
 
 def _additive(seen: Tensor, layout: PackedLayout, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(B, 1, T, T): 0 where a token is seen, a window counted in positions."""
+    """Return an additive mask (B, 1, T, T): 0 at visible tokens within the window."""
     if window is not None:
         places = layout.positions
         seen = seen & (places[:, :, None] - places[:, None, :] < window)
@@ -461,11 +500,12 @@ def _additive(seen: Tensor, layout: PackedLayout, window: int | None, dtype: tor
 
 
 def document_rows(layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    """How a layout's documents, or the paths of its trees, become rows of their own.
+    """Return index tensors that unpack a layout into one sequence per document or tree path.
 
     Returns:
-        (B * T,) for each flat place the flat place among the new rows where it is computed; (R, L)
-        the flat places that the new rows are made of, -1 after a row's end.
+        (B * T,), for each token of the layout, its flat index in the R unpacked sequences;
+        (R, L), for each token of the unpacked sequences, its flat index in the layout, -1 at
+        padding.
     """
     paths = _document_paths(layout) if layout.ends is None else _tree_paths(layout)
     width = max(map(len, paths))
@@ -489,7 +529,7 @@ def _document_paths(layout: PackedLayout) -> list[list[int]]:
 
 
 def _tree_paths(layout: PackedLayout) -> list[list[int]]:
-    """From each root to each leaf: a token is a leaf if its part ends right after it."""
+    """Return the path from each root to each leaf. A leaf is a token that no later token sees."""
     assert layout.ends is not None
     width, paths = layout.positions.shape[1], []
     for row, ends in enumerate(layout.ends.tolist()):
@@ -510,7 +550,7 @@ class SlotTokens:
         self._device = device
 
     def begin(self, pieces: Sequence[TokenChunk]) -> Tensor:
-        """Say what the next forward pass adds; its tokens (1, N)."""
+        """Add the chunks of the next forward pass; return their tokens (1, N)."""
         self._pieces = pieces
         for piece in pieces:
             self._tokens[piece.slot][piece.past :] = piece.tokens
@@ -518,13 +558,15 @@ class SlotTokens:
         return torch.tensor([new], device=self._device)
 
     def ends(self) -> list[int]:
-        """Tokens of each sequence that has new ones."""
+        """Return the length of each sequence that has new tokens."""
         return [piece.past + len(piece.tokens) for piece in self._pieces]
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """(B, T) all of each sequence, padded behind its end, where no causal class looks.
+        """Return the full sequences that have new tokens.
 
-        And (N,), the flat places of what is new.
+        Returns:
+            (B, T), the sequences, padded at the end, which causal attention ignores; (N,), the
+            flat indices of the new tokens.
         """
         ends = self.ends()
         width = max(ends)
@@ -536,18 +578,23 @@ class SlotTokens:
         return rows.to(self._device), torch.tensor(places, device=self._device)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make the first tokens of one slot those of another."""
+        """Copy the first `length` tokens of slot `source` to slot `target`."""
         self._tokens[target] = self._tokens[source][:length]
 
     def clear(self, slot: int) -> None:
-        """There are no numbers here."""
+        """Do nothing: token ids are always finite."""
 
 
 def read_hf_config(values: dict[str, Any], *, code: str | None = None) -> Any:
-    """Transformers' configuration of config.json's values.
+    """Return transformers' configuration object for the values of a config.json.
+
+    Args:
+        values: content of config.json.
+        code: folder with the model's Python files, which are run; None: only classes of
+            transformers.
 
     Raises:
-        UserError: transformers does not know the class, or refuses a value.
+        UserError: transformers does not know the class, or rejects a value.
     """
     from transformers import AutoConfig
 
@@ -565,10 +612,10 @@ def read_hf_config(values: dict[str, Any], *, code: str | None = None) -> Any:
 
 
 def build_class(config: HFModelConfig) -> Any:
-    """The class, parameters on the meta device, buffers with their values.
+    """Construct the class with parameters on the meta device and computed buffers.
 
     Raises:
-        UserError: transformers has no causal language model of this kind.
+        UserError: transformers has no causal language model of this type.
     """
     from transformers import AutoModelForCausalLM
 
@@ -590,7 +637,7 @@ def build_class(config: HFModelConfig) -> Any:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as modules register them; buffers are computed and keep it."""
+    """Move each parameter to the meta device when a module registers it. Buffers stay."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
