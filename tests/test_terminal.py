@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.command_text import command_line
-from llmfoundry.distributed.fsdp import _OWN_BUFFERS
+from llmfoundry.distributed.fsdp import _NO_BUFFER_SYNC
 from llmfoundry.recipe.paths import ROOT
 from llmfoundry.terminal import columns, progress, quiet_libraries
 
@@ -175,7 +175,7 @@ def test_replicas_are_made_without_a_warning() -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        module = DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False, **_OWN_BUFFERS)
+        module = DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False, **_NO_BUFFER_SYNC)
         assert not module.broadcast_buffers
     finally:
         torch.distributed.destroy_process_group()
