@@ -1,35 +1,34 @@
-"""Writes a checkpoint's tensors by torch.distributed.checkpoint (DCP): plans, copies, files.
+"""Tensor files of a checkpoint, by torch.distributed.checkpoint (DCP): plans, copies, files.
 
-`save.py` calls `TensorFiles`, `load.py` the functions that say who reads what.
+Entry points: `save.py` uses `TensorFiles`; `load.py` uses `own_names` and `pass_on`.
 
-Who (`own_names`): a checkpoint's bytes are written once and read once, however many replicas a run
-has. A tensor sharded over a device mesh belongs to the first process along each dimension over
-which it is replicated: under HSDP the first replica writes and reads, and the others neither plan
-nor copy nor touch a file. A tensor that every process has in full belongs to rank 0, where a run
-shards its weights; where nothing is sharded (DDP) these tensors are dealt out among all processes
-by size: each reads and writes its part of the bytes at the same time, and `pass_on` broadcasts each
-part. Every rule looks at names, shapes and meshes alone, so all processes decide alike without a
-message.
+Ownership (`own_names`): every byte of a checkpoint is written once and read once, for any number of
+replicas. A tensor that is sharded over a device mesh belongs to the first rank along each mesh
+dimension over which it is replicated. Under HSDP only the first replica plans, copies, writes and
+reads. In a run that shards its weights, a tensor that every rank has in full belongs to rank 0. In
+a run that shards nothing (DDP), the tensors are distributed over all ranks by size. The ranks then
+read and write in parallel, and after a load `pass_on` broadcasts each tensor. The rules depend on
+names, shapes and meshes only, so all ranks agree without communication.
 
-Where: only a plan of all says so. Rank 0 makes it from all processes' lists, in Python, beside the
-training step, with the table of contents: 10 CPU-seconds for 1,300 tensors on 64 processes. So each
-process keeps its part and rank 0 the table, for as long as names, shapes, dtypes, meshes,
-placements and stacked rows are the same on every process; else all plan anew. PyTorch's own cache
-(`enable_plan_caching`) will not do: all savers of a process share it, it sees no change of dtype,
-still sends the table to all, and in 2.11 keeps the plan of a save that failed: the next one writes
-a table without tensors, silently.
+Plan cache: rank 0 merges the lists of all ranks into a global plan and a table of contents
+(`.metadata`), in Python. For 1,300 tensors on 64 ranks this takes 10 CPU-seconds. Each rank
+therefore caches its part of the plan, and rank 0 the table. The cache is valid while names, shapes,
+dtypes, meshes, placements and stacked rows are unchanged on every rank. PyTorch's own cache
+(`enable_plan_caching`) is unsuitable: all savers of a process share it, it misses a change of
+dtype, and it still sends the table to all ranks. In 2.11 it also keeps the plan of a failed save,
+and the next save silently writes a table without tensors.
 
-Copies (`Staging`): a background save copies what this process writes into host memory that is kept
-from one save to the next; training waits for these copies and for no file. New memory costs a page
-fault for each 4 KiB, more than the copy itself: hence one buffer, as large as the largest save so
-far. From a GPU the copies run on a stream of their own, beside the next step's forward and backward
-passes, which change no weight; `before_update` makes the device, and not the host, wait for them
-before the optimizer does. Each tensor's copy is a storage of its own within that buffer, so that
-PyTorch writes it as it is.
+Copies (`Staging`): a background save copies this rank's tensors into host memory. Training waits
+for the copies, not for the files. The buffer is reused between saves and as large as the largest
+save so far, because page faults of new memory take longer than the copy itself. Copies from a GPU
+run on a separate stream during the next forward and backward passes, which do not change weights.
+`before_update` makes the GPU, not the host, wait for the copies before the optimizer step. Each
+copy is a separate storage within the buffer, so that PyTorch writes it without a clone.
 
-Tensors that several dimensions of the mesh shard are saved and loaded block by block, by DCP's own
-protocol (`BlockTensor`): DTensor knows one block a process; a fused Wqkv under tensor parallelism
-is three, and uneven shards of two dimensions have places that it does not compute.
+Blocks (`BlockTensor`): a tensor that several mesh dimensions shard is saved and loaded in blocks,
+by DCP's protocol for such tensors. DTensor supports one block per rank. A fused Wqkv under tensor
+parallelism has three blocks, and DTensor does not compute the offsets of uneven shards over two
+dimensions.
 """
 
 from __future__ import annotations
@@ -93,24 +92,28 @@ _NAME = re.compile(rf"({_OPTIMIZER})?__[0-9]+_[0-9]+\.distcp")
 
 
 def holds_tensors(name: str) -> bool:
-    """Whether a checkpoint's file of that name holds tensors."""
+    """Return whether a file of a checkpoint holds tensors, by its name."""
     return _NAME.fullmatch(name) is not None
 
 
 def holds_optimizer(name: str) -> bool:
-    """Whether it holds nothing but what training needs; before such files all were of both."""
+    """Return whether a file holds optimizer state only, by its name.
+
+    In checkpoints of older versions every tensor file may hold weights and optimizer state.
+    """
     return holds_tensors(name) and name.startswith(_OPTIMIZER)
 
 
 @dataclass
 class Staged:
-    """What a process is to write of a state, listed and perhaps copied.
+    """Tensors that this rank writes in a save, optionally copied to host memory.
 
     Attributes:
-        form: of the full state: all that a plan depends on, to be compared with another's.
-        part: what this process writes.
-        values: what a plan's items stand for: the state's own, or copies.
-        copies: None: the state's own, which must not change before it is written.
+        form: properties of the full state that the plan depends on; see `_form`.
+        part: DCP plan of this rank.
+        values: planner that returns the tensors of the plan's items, or their copies.
+        copies: copies in host memory; None: the original tensors are written and must not change
+            before.
     """
 
     form: Any
@@ -119,25 +122,25 @@ class Staged:
     copies: HostCopies | None = None
 
     def before_update(self) -> None:
-        """Let the GPU finish the copies before it changes what they are of."""
+        """Make the GPU finish the copies before it changes the tensors."""
         if self.copies is not None:
             self.copies.before_update()
 
     def wait(self) -> None:
-        """Until the values can be written."""
+        """Block until the tensors can be written."""
         if self.copies is not None:
             self.copies.wait()
 
 
 @dataclass
 class _Plan:
-    """What is kept between saves.
+    """Cached plan, valid for states of the same form.
 
     Attributes:
-        form: of the state that it was made for.
-        part: what this process writes.
-        written: where it wrote that.
-        table: the content of `.metadata`; empty but on rank 0.
+        form: properties of the state; see `_form`.
+        part: DCP plan of this rank.
+        written: file positions of this rank's tensors.
+        table: content of `.metadata` on rank 0; empty on the other ranks.
     """
 
     form: Any
@@ -147,7 +150,7 @@ class _Plan:
 
 
 class TensorFiles:
-    """Writes states, one after another."""
+    """Writer of the tensor files of successive saves; it caches the plan and the copy buffer."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -156,15 +159,16 @@ class TensorFiles:
         self._plan: _Plan | None = None
 
     def stage(self, state: dict[str, Any], stacked: Stacked, *, copy: bool) -> Staged:
-        """List what this process writes of a state, and begin to copy it where `copy`.
+        """Plan this rank's part of a state, and begin to copy it if `copy`.
 
-        No message is sent and nothing written. Copies last until the next call.
+        No communication and no file access. Copies are valid until the next call.
 
         Args:
-            state: tensors and other values, in dictionaries.
-            stacked: of the state's parameters, as in `ops.shard_layout`.
-            copy: to host memory, for a save in the background.
+            state: nested dictionaries of tensors and other values.
+            stacked: stacked rows of the parameters, see `ops.shard_layout`.
+            copy: copy the tensors to host memory, for a background save.
         """
+        # list the values that this rank writes
         planner = _Planner()
         planner.set_up_planner(state, is_coordinator=self._mailbox.is_main)
         own = own_names(planner.state_dict, self._mailbox.world)
@@ -175,6 +179,8 @@ class TensorFiles:
         part = self._listed[1]
         if not copy:
             return Staged(form, part, planner)
+
+        # copy the tensors; `resolve_data` serializes the other values
         found = {item.index: planner.resolve_data(item) for item in part.items}
         tensors = {index: value for index, value in found.items() if isinstance(value, Tensor)}
         copies = self._staging.copy(list(tensors.values()))
@@ -182,7 +188,7 @@ class TensorFiles:
         return Staged(form, part, _Copied(planner, found), copies)
 
     def _list(self, planner: DefaultSavePlanner, own: Collection[str]) -> SavePlan:
-        """What this process writes; of what others hold as well, one of them alone."""
+        """Return the local plan for the values named in `own`, which this rank writes."""
         written = {name: value for name, value in planner.state_dict.items() if name in own}
         is_main = self._mailbox.is_main
         plan = create_default_local_save_plan(written, is_main)
@@ -190,13 +196,13 @@ class TensorFiles:
         return replace(plan, planner_data=planner.mappings if is_main else {})
 
     def write(self, folder: Path, staged: Staged) -> FileSums:
-        """Write this process's part, which can be written; every process calls it.
+        """Write this rank's part of a staged state; collective, after `Staged.wait`.
 
         Returns:
-            The files of this process, with the bytes and checksum that were written.
+            Size and checksum of the files that this rank has written.
 
         Raises:
-            CollectiveError: it failed on one of them; on all.
+            CollectiveError: writing failed on some rank; on every rank.
         """
         writer = FilesWriter(folder)
         kept = self._plan is not None and self._plan.form == staged.form
@@ -211,7 +217,10 @@ class TensorFiles:
         return writer.files
 
     def _write_anew(self, staged: Staged, writer: FilesWriter) -> SavePlan:
-        """What `dcp.save` does, which uses a process group, and sends the table to all."""
+        """Make a global plan and write this rank's part; return the part.
+
+        `dcp.save` does the same, but needs a process group and sends the table to all ranks.
+        """
         mailbox, planner = self._mailbox, DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         writer.set_up_storage_writer(mailbox.is_main)
         plans, table = mailbox.gather(staged.part), Metadata({})
@@ -231,7 +240,8 @@ class TensorFiles:
         self, folder: Path, staged: Staged, plan: _Plan, writer: FilesWriter
     ) -> None:
         self._mailbox.run_long(partial(writer.write_data, plan.part, staged.values))
-        moved = writer.written != plan.written  # a value that is no tensor has another length
+        # file positions change if a value that is not a tensor changes its length
+        moved = writer.written != plan.written
         if not self._mailbox.all_true(not moved):
             results = self._mailbox.gather(writer.written if moved else [])
             plan.table = self._mailbox.run(lambda: _moved(plan.table, results), only_main=True)
@@ -240,7 +250,7 @@ class TensorFiles:
 
 
 class _Copied(DefaultSavePlanner):
-    """Gives copies of the values that a plan's items stand for."""
+    """Planner that returns the copies of a plan's items."""
 
     def __init__(
         self, planner: DefaultSavePlanner, found: Mapping[MetadataIndex, Tensor | io.BytesIO]
@@ -253,7 +263,7 @@ class _Copied(DefaultSavePlanner):
 
 
 def _form(planner: DefaultSavePlanner) -> Any:
-    """All that a plan depends on, to be compared with another's."""
+    """Return the properties of a state that a plan depends on, for comparison with a cached one."""
     state = planner.state_dict
     return [(name, *_form_of(value)) for name, value in state.items()], planner.mappings
 
@@ -270,14 +280,14 @@ def _form_of(value: Any) -> tuple[Any, ...]:
 
 
 def _moved(table: bytes, results: list[list[WriteResult]]) -> bytes:
-    """A table of contents in which some values have other places."""
-    metadata = pickle.loads(table)  # of this process's own making
+    """Return the table of contents with the file positions in `results` updated."""
+    metadata = pickle.loads(table)  # trusted: this process has pickled it
     metadata.storage_data |= {one.index: one.storage_data for part in results for one in part}
     return pickle.dumps(metadata)
 
 
 class _Planner(DefaultSavePlanner):
-    """PyTorch's, for `BlockTensor`s too."""
+    """DCP save planner that supports `BlockTensor`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -287,28 +297,30 @@ class _Planner(DefaultSavePlanner):
 
 
 class FilesWriter(FileSystemWriter):
-    """PyTorch's; weights in a file of their own, and errors that keep their reason on the way.
+    """DCP file writer with separate files for weights and optimizer state, and with checksums.
+
+    Errors are raised as `CollectiveError`, which keeps their message on the way to other ranks.
 
     Attributes:
-        written: what this process wrote, and where.
-        files: the bytes and checksums of its files, taken on the way to the disk.
+        written: file positions of the values that this rank has written.
+        files: size and checksum of this rank's files, computed while they are written.
     """
 
     written: list[WriteResult]
     files: FileSums
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is written yet."""
+        """Prepare to write to `folder`; no file is created yet."""
         super().__init__(folder)
         self.written, self.files = [], {}
         self.fs = _Summing(self.files)
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing: PyTorch's has the folder's path, and a number that is new each time."""
+        """Return empty metadata, because PyTorch's has the folder's path and a new identifier."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This process's part of a plan."""
+        """Write this rank's part of a plan."""
         prefix = plan.storage_data.prefix
         weights = [item for item in plan.items if item.index.fqn.startswith("model.")]
         others = [item for item in plan.items if not item.index.fqn.startswith("model.")]
@@ -326,7 +338,7 @@ class FilesWriter(FileSystemWriter):
 
 
 class _Summing(FileSystem):
-    """Files as they are, summed up while they are written."""
+    """File system that records size and checksum of the tensor files that it writes."""
 
     def __init__(self, files: FileSums) -> None:
         self._files = files
@@ -344,33 +356,33 @@ class _Summing(FileSystem):
 
 
 class Summed:
-    """A stream that is written from its beginning to its end, with its length and CRC-32."""
+    """Sequential output stream that counts its bytes and computes their CRC-32."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream, self.bytes, self.crc = stream, 0, 0
         self.fileno, self.flush, self.close = stream.fileno, stream.flush, stream.close
 
     def write(self, content: Any) -> int:
-        """All of it; the bytes."""
+        """Write all of `content`; return the number of bytes."""
         view = memoryview(content).cast("B")
-        left = view
-        while left:  # a raw stream may take a part
-            left = left[self._stream.write(left) :]
+        remaining = view
+        while remaining:  # a raw stream may write only a part
+            remaining = remaining[self._stream.write(remaining) :]
         self.crc = zlib.crc32(view, self.crc)
         self.bytes += len(view)
         return len(view)
 
     def tell(self) -> int:
-        """The bytes so far."""
+        """Return the number of bytes written so far."""
         return self.bytes
 
 
 class BlockTensor:
-    """A DTensor in the blocks of `ops.shard_layout`; its values stay where they are.
+    """View of a DTensor as the blocks of `ops.shard_layout`, without a copy.
 
     Attributes:
         tensor: the DTensor.
-        stacked: heights of what its rows stack.
+        stacked: numbers of rows of the matrices that are stacked in it.
     """
 
     def __init__(self, tensor: DTensor, stacked: Sequence[int] = ()) -> None:
@@ -382,11 +394,11 @@ class BlockTensor:
         }
 
     def size(self) -> torch.Size:
-        """Of the full tensor; DCP compares it with what was saved."""
+        """Return the shape of the full tensor, which DCP compares with the saved shape."""
         return self.tensor.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Places of the blocks that this process holds."""
+        """Return offsets and sizes of the blocks that this rank holds."""
         return [
             ChunkStorageMetadata(
                 offsets=begin, sizes=torch.Size(high - low for low, high in block.full)
@@ -395,7 +407,7 @@ class BlockTensor:
         ]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        """One for each block."""
+        """Return one write item for each block."""
         properties = TensorProperties.create_from_tensor(self._local)
         return [
             WriteItem(
@@ -409,17 +421,17 @@ class BlockTensor:
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The block that begins at `index.offset`, to be read from or written to."""
+        """Return a writable view of the block that begins at `index.offset`."""
         assert index.offset is not None
         return block_view(self._local, self._blocks[torch.Size(index.offset)].local)
 
 
 def as_block_tensors(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
-    """A flat state whose DTensors that several dimensions of the mesh shard are `BlockTensor`s.
+    """Return a flat state, DTensors sharded over several mesh dimensions as `BlockTensor`s.
 
     Args:
-        state: by names as planners have them: model.NAME, optimizer.state.NAME.KEY.
-        stacked: by the names of parameters.
+        state: values by the planner's names: model.NAME, optimizer.state.NAME.KEY.
+        stacked: stacked rows by parameter name.
     """
     shown = dict(state)
     for path, value in state.items():
@@ -435,15 +447,15 @@ def _parameter(path: str) -> str:
 
 
 _MOMENTS = "optimizer.state."
-_MESSAGE = 1 << 28  # bytes of a broadcast at most, and of the copy that it is made from
+_MESSAGE = 1 << 28  # maximal bytes of a broadcast of several tensors, and of its buffer
 
 
 def own_names(state: Mapping[str, Any], world: World) -> set[str]:
-    """The values of a state that this process writes, or reads for those that hold them as well.
+    """Return the names of the values that this rank writes, and reads for all of their replicas.
 
     Args:
-        state: tensors and other values by their names, the same names on every process.
-        world: this process.
+        state: tensors and other values by name, with the same names on every rank.
+        world: process group.
     """
     owners = _owners(state, world)
     return {
@@ -454,9 +466,11 @@ def own_names(state: Mapping[str, Any], world: World) -> set[str]:
 
 
 def pass_on(state: Mapping[str, Any], world: World) -> None:
-    """Fill the tensors that others have read, in place; every process calls it after reading."""
+    """Broadcast the tensors that each rank has read to their replicas, in place; collective."""
     if world.size == 1:
         return
+
+    # separate full tensors from sharded tensors
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     owners = _owners(tensors, world)
     full, sharded = dict[_Route, list[Tensor]](), list[tuple[Tensor, list[dist.ProcessGroup]]]()
@@ -467,11 +481,13 @@ def pass_on(state: Mapping[str, Any], world: World) -> None:
         else:
             route = _Route(dist.group.WORLD, owners[name], tensor.device, tensor.dtype)
             full.setdefault(route, []).append(tensor.detach())
+
+    # broadcast full tensors, then sharded tensors along one replicated dimension at a time
     _send(full)
     for step in range(max((len(groups) for _, groups in sharded), default=0)):
         routes: dict[_Route, list[Tensor]] = {}
         for local, groups in sharded:
-            # Who has not got it yet along a later dimension has nothing to give along this one.
+            # Only ranks that are first along all later dimensions have the values at this step.
             if step < len(groups) and all(dist.get_rank(g) == 0 for g in groups[step + 1 :]):
                 source = dist.get_global_rank(groups[step], 0)
                 route = _Route(groups[step], source, local.device, local.dtype)
@@ -480,7 +496,7 @@ def pass_on(state: Mapping[str, Any], world: World) -> None:
 
 
 class _Route(NamedTuple):
-    """From a source to a group; tensors of one route are broadcast together."""
+    """Source rank and group of a broadcast; tensors of one route are broadcast together."""
 
     group: dist.ProcessGroup
     source: int
@@ -489,11 +505,13 @@ class _Route(NamedTuple):
 
 
 def _owners(state: Mapping[str, Any], world: World) -> dict[str, int]:
-    """The process that each value belongs to that all have in full."""
+    """Return the owner of each value that every rank has in full."""
     full = [name for name, value in state.items() if not isinstance(value, DTensor)]
     owners = dict.fromkeys(full, 0)
-    if len(full) < len(state):  # the others are sharded
+    if len(full) < len(state):  # the run shards its weights
         return owners
+
+    # assign the largest tensors first, each to the rank with the fewest bytes
     sizes = [(state[name].nbytes, name) for name in full if isinstance(state[name], Tensor)]
     load = [(0, rank) for rank in range(world.size)]
     for size, name in sorted(sizes, key=lambda of: (-of[0], of[1])):
@@ -504,7 +522,7 @@ def _owners(state: Mapping[str, Any], world: World) -> dict[str, int]:
 
 
 def _replicated(tensor: DTensor) -> list[dist.ProcessGroup]:
-    """The groups of processes along each mesh dimension over which a tensor is replicated."""
+    """Return the process group of each mesh dimension over which a tensor is replicated."""
     mesh = tensor.device_mesh
     axes = [axis for axis, place in enumerate(tensor.placements) if place.is_replicate()]
     return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
@@ -515,24 +533,24 @@ def _is_first(tensor: DTensor) -> bool:
 
 
 def _send(routes: Mapping[_Route, list[Tensor]]) -> None:
-    """Broadcasts; each process takes part in its own, in the order of names."""
+    """Broadcast the tensors of all routes of this rank, in the order of the routes."""
     for route, tensors in routes.items():
         for part in _messages(tensors):
             _broadcast(part, route)
 
 
 def _messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in rows of at most `_MESSAGE` bytes, or of one that is larger."""
-    row: list[Tensor] = []
+    """Yield groups of tensors of at most `_MESSAGE` bytes; a larger one is a group of its own."""
+    batch: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if row and size + tensor.nbytes > _MESSAGE:
-            yield row
-            row, size = [], 0
-        row.append(tensor)
+        if batch and size + tensor.nbytes > _MESSAGE:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
         size += tensor.nbytes
-    if row:
-        yield row
+    if batch:
+        yield batch
 
 
 def _broadcast(tensors: list[Tensor], route: _Route) -> None:
@@ -546,17 +564,17 @@ def _broadcast(tensors: list[Tensor], route: _Route) -> None:
             tensor.copy_(part.view(tensor.shape))
 
 
-_ALIGNED = 256  # bytes; no copy begins within a cache line of another
+_ALIGNED = 256  # bytes; copies do not share a cache line
 
 
 @dataclass
 class HostCopies:
-    """Tensors as they were when a save began.
+    """Copies in host memory of the tensors at the start of a save.
 
     Attributes:
-        tensors: on the host, in order.
-        done: recorded behind the last copy from a GPU; None: they are there.
-        sources: kept until then.
+        tensors: the copies, in the order of the sources.
+        done: event after the last copy from a GPU; None: all copies are complete.
+        sources: original tensors, referenced until their copies are complete.
     """
 
     tensors: list[Tensor]
@@ -564,28 +582,28 @@ class HostCopies:
     sources: Sequence[Tensor] = field(default=(), repr=False)
 
     def before_update(self) -> None:
-        """Let what this thread launches on the GPU from now on wait for the copies."""
+        """Make later GPU work of this thread wait for the copies."""
         if self.done is not None:
             torch.cuda.current_stream().wait_event(self.done)
 
     def wait(self) -> None:
-        """Until the copies are there; in the thread that writes them."""
+        """Block until the copies are complete; called in the thread that writes them."""
         if self.done is not None:
             self.done.synchronize()
         self.sources = ()
 
 
 class Staging:
-    """The buffer of a process, which serves one save at a time."""
+    """Reusable host buffer for the copies of one save at a time."""
 
     def __init__(self) -> None:
         self._buffer = host_buffer(0)
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, sources: Sequence[Tensor]) -> HostCopies:
-        """Begin to copy tensors; those of an earlier call are overwritten.
+        """Begin to copy tensors; the copies of an earlier call are overwritten.
 
-        Returns at once where they are on a GPU, else when they are copied.
+        Copies from a GPU continue after the return. Copies from the host are complete.
         """
         kept = [source.detach() for source in sources]
         tensors = self._places(kept)
@@ -605,11 +623,11 @@ class Staging:
         return HostCopies(tensors, done, kept)
 
     def _places(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous tensors of these shapes and dtypes in the buffer, each its own storage."""
+        """Return contiguous tensors of these shapes and dtypes in the buffer, one storage each."""
         sizes = [tensor.nbytes for tensor in like]
         spaces = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
         if sum(spaces) > self._buffer.nbytes:
-            self._buffer = host_buffer(0)  # let go before there is another
+            self._buffer = host_buffer(0)  # free the old buffer before allocating a larger one
             self._buffer = host_buffer(sum(spaces))
         begin, places = 0, list[Tensor]()
         for tensor, size, space in zip(like, sizes, spaces, strict=True):
