@@ -1,10 +1,10 @@
-"""From a task's answers to its result, and from results to categories and averages.
+"""Aggregation: answers of a task to its result, results to categories and averages.
 
-`Gauntlet.run` calls `grade` for each task and `combine_tasks` once. The idea: a number that is
-missing stays missing. A task that failed makes its categories, and the averages over them, n/a,
-with the reason beside them; a mean over what happens to be left would not be comparable with any
-other run's. Categories and averages are linear in the accuracies, so their standard errors are
-exact, and their 95 % intervals follow from those of the accuracies.
+Entry points: `Gauntlet.run` calls `grade` for each task and `combine_tasks` once. If a task fails,
+its categories and the averages over them are n/a, and the reason is reported. A mean over the
+remaining tasks would not be comparable with other runs. Categories and averages are linear in the
+accuracies: their standard errors are exact, and their 95 % intervals follow from the intervals of
+the accuracies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llmfoundry.gauntlet.task_types import judge_answer, type_of
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.redaction import public
 
-CONTRADICTED = 0.005  # baselines are given with two or three decimals
+CONTRADICTED = 0.005  # tolerance: files specify baselines with two or three decimals
 DEFAULT_AVERAGE = "default_average"  # LLM Foundry's name of the mean of all categories
 
 WEIGHTS: dict[str, Callable[[int], float]] = {
@@ -58,25 +58,25 @@ BASELINES: dict[str, Callable[[BenchmarkConfig, TaskResult], float]] = {
 
 @dataclass(frozen=True)
 class _Score:
-    """A sum of accuracies with weights, and a constant.
+    """A score that is linear in the accuracies of tasks.
 
     Attributes:
         value: the score.
-        slopes: for each task by name how much the score changes with its accuracy.
+        slopes: derivative of the score with respect to the accuracy of each task, by task name.
     """
 
     value: float
     slopes: dict[str, float]
 
     def interval(self, tasks: Mapping[str, TaskResult]) -> Interval | None:
-        """Of 95 %, of independent tasks; None where that of one is not known."""
+        """Return the 95 % interval for independent tasks; None if a task has no interval."""
         by_name = ((tasks[name], slope) for name, slope in self.slopes.items())
         return combined(
             self.value, ((slope, t.accuracy or 0.0, t.interval) for t, slope in by_name)
         )
 
     def stderr(self, tasks: Mapping[str, TaskResult]) -> float | None:
-        """Of independent tasks; None where the error of one is not known."""
+        """Return the standard error for independent tasks; None if a task has none."""
         total = 0.0
         for name, slope in self.slopes.items():
             error = tasks[name].stderr
@@ -93,16 +93,20 @@ def grade(
     scores: Sequence[Sequence[Score | Refusal]],
     texts: Sequence[str | Refusal] | None = None,
 ) -> TaskResult:
-    """`blank` with accuracy, every other metric, standard errors, ties and failure filled in.
+    """Judge the answers of a task and return its result.
 
     Args:
-        blank: what is known without a model.
-        task: what the questions are of.
-        questions: those asked, at least one.
-        scores: for each question the scores of its requests; may be empty where there are texts.
-        texts: what was generated for each question; None: nothing was.
+        blank: the result without metrics.
+        task: the task's settings.
+        questions: the evaluated questions; at least one.
+        scores: for each question, the scores of its requests; may be empty if there are texts.
+        texts: the generated text of each question; None: nothing was generated.
+
+    Returns:
+        `blank` with accuracy, metrics, standard errors, intervals, ties or the failure.
     """
     assert len(questions) > 0
+    # exclude questions that cannot be scored; fail if nothing usable remains
     blank, answers = _without_missing(blank, answers_of(questions, scores, texts))
     if blank.failure is not None:
         return blank
@@ -115,6 +119,7 @@ def grade(
         blank = dataclasses.replace(blank, refused=len(refused), refusal=_reason(refused[0]))
     if len(refused) == len(answers):
         return dataclasses.replace(blank, failure=f"every question was refused: {blank.refusal}")
+    # compute all metrics
     measured = measure_task(task, answers)
     accuracy = measured.estimates[measured.metric]
     return dataclasses.replace(
@@ -137,20 +142,22 @@ def grade(
 def _without_missing(
     blank: TaskResult, answers: Sequence[Answer]
 ) -> tuple[TaskResult, list[Answer]]:
-    """The answers that make the score, and how many are missing; a failure where none are left."""
-    kept = [a for a in answers if a.refusal is None or not a.refusal.left_out]
+    """Exclude the answers that cannot be scored, and count them in `blank`.
+
+    The task fails if no answer remains in total or in a category.
+    """
+    scored = [a for a in answers if a.refusal is None or not a.refusal.left_out]
     missing = [a for a in answers if a.refusal is not None and a.refusal.left_out]
     if not missing:
-        return blank, kept
+        return blank, scored
     reason = _reason(missing[0])
-    blank = dataclasses.replace(blank, n=len(kept), missing=len(missing), missing_reason=reason)
-    categories = {a.question.row.category for a in missing} - {
-        a.question.row.category for a in kept
-    }
-    if not kept or categories:
-        of = f" of category {min(map(str, categories))}" if kept else ""
+    blank = dataclasses.replace(blank, n=len(scored), missing=len(missing), missing_reason=reason)
+    missing_categories = {answer.question.row.category for answer in missing}
+    empty_categories = missing_categories - {answer.question.row.category for answer in scored}
+    if not scored or empty_categories:
+        of = f" of category {min(map(str, empty_categories))}" if scored else ""
         blank = dataclasses.replace(blank, failure=f"no row{of} can be scored: {reason}")
-    return blank, kept
+    return blank, scored
 
 
 def _reason(answer: Answer) -> str:
@@ -160,13 +167,13 @@ def _reason(answer: Answer) -> str:
 
 @dataclass(frozen=True)
 class TaskMeasures:
-    """All numbers of a task.
+    """All metrics of a task.
 
     Attributes:
-        metric: the name of its accuracy among `estimates`.
-        estimates: by metric.
-        ties: answers that were tied.
-        by_category: of a task with categories: each one's count and its own estimates.
+        metric: name of the accuracy in `estimates`.
+        estimates: estimates by metric name.
+        ties: number of tied answers.
+        by_category: for a task with categories, the number of answers and the estimates of each.
     """
 
     metric: str
@@ -176,10 +183,10 @@ class TaskMeasures:
 
 
 def measure_task(task: TaskConfig, answers: Sequence[Answer]) -> TaskMeasures:
-    """Every metric of a task, whose answers are finite, and one of which was not refused.
+    """Compute all metrics of a task. All answers must be finite, and one must not be a refusal.
 
-    With has_categories each metric is the unweighted mean over the categories, as LLM Foundry's
-    accuracies are, and its standard error that of a mean of independent numbers.
+    With has_categories, each metric is the unweighted mean over the categories, as in LLM Foundry.
+    Its standard error is that of a mean of independent numbers.
     """
     generated = any(answer.text is not None for answer in answers)
     kind = type_of(task)
@@ -197,46 +204,53 @@ def measure_task(task: TaskConfig, answers: Sequence[Answer]) -> TaskMeasures:
 
 
 def _estimates(task: TaskConfig, metric: str, answers: Sequence[Answer]) -> dict[str, Estimate]:
-    """The task's accuracy first, then every other metric of its type.
+    """Return the task's accuracy, followed by all other metrics of its type.
 
-    Refused questions are wrong; what is no share of right ones is of the others alone.
+    Refused questions count as wrong in accuracies and are excluded from all other metrics.
     """
-    found = {metric: share_right([judge_answer(task, answer).right for answer in answers])}
-    taken = [answer for answer in answers if answer.refusal is None]
-    if any(answer.text is not None for answer in taken):
-        found[WHOLE_WORDS] = share_right([is_whole(task, answer) for answer in answers])
-    if not taken or not all(answer.scores for answer in taken):
-        return found  # generated by a model that reports no probabilities
-    found |= type_of(task).metrics(taken, len(answers) - len(taken))
-    found[BITS] = bits_per_byte(taken)
-    return found
+    estimates = {metric: share_right([judge_answer(task, answer).right for answer in answers])}
+    accepted = [answer for answer in answers if answer.refusal is None]
+    if any(answer.text is not None for answer in accepted):
+        estimates[WHOLE_WORDS] = share_right([is_whole(task, answer) for answer in answers])
+    if not accepted or not all(answer.scores for answer in accepted):
+        return estimates  # generated by a model that reports no log-probabilities
+    estimates |= type_of(task).metrics(accepted, len(answers) - len(accepted))
+    estimates[BITS] = bits_per_byte(accepted)
+    return estimates
 
 
-def _macro(parts: Sequence[dict[str, Estimate]]) -> dict[str, Estimate]:
-    """Unweighted means of the metrics that all parts have."""
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    return {name: _mean_of([part[name] for part in parts]) for name in names}
+def _macro(categories: Sequence[dict[str, Estimate]]) -> dict[str, Estimate]:
+    """Return the unweighted mean of each metric that all categories have."""
+    names = [name for name in categories[0] if all(name in category for category in categories)]
+    return {name: _mean_of([category[name] for category in categories]) for name in names}
 
 
 def _mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent numbers."""
+    """Return the mean of independent estimates."""
     n = len(estimates)
     value = sum(estimate.value for estimate in estimates) / n
     errors = [estimate.stderr for estimate in estimates if estimate.stderr is not None]
     error = math.hypot(*errors) / n if len(errors) == n else None
-    return Estimate(
-        value, error, combined(value, ((1 / n, e.value, e.interval) for e in estimates))
-    )
+    interval = combined(value, ((1 / n, e.value, e.interval) for e in estimates))
+    return Estimate(value, error, interval)
 
 
 def combine_tasks(
     tasks: list[TaskResult], gauntlet: EvalGauntlet, notes: list[str], *, cost: Cost | None = None
 ) -> GauntletResult:
-    """Categories and averages of graded tasks; `notes` are problems known before.
+    """Compute the categories and averages of graded tasks.
 
-    A benchmark's score is its accuracy, less the baseline, over 1 - baseline, where the file asks
-    for it; a category is the weighted mean of its benchmarks, an average the mean of categories.
+    A benchmark's score is (accuracy - baseline) / (1 - baseline), as far as the file enables
+    subtraction and rescaling. A category is the weighted mean of its benchmarks. An average is the
+    mean of its categories.
+
+    Args:
+        tasks: results of all tasks.
+        gauntlet: categories and averages of the file.
+        notes: problems that were known before the run.
+        cost: cost of the evaluation.
     """
+    # problems of single tasks
     problems = list(notes)
     problems.extend(f"{t.name}: failed: {t.failure}" for t in tasks if t.failure is not None)
     problems.extend(
@@ -249,6 +263,7 @@ def combine_tasks(
     averages = _averages(gauntlet)
     tasks_of = members_of(gauntlet)
     problems.extend(missing_rows(tasks, tasks_of))
+    # categories; a category with a missing task is n/a
     categories: dict[str, _Score | None] = {}
     for category in gauntlet.categories:
         lost = list(_lost(category, gauntlet, by_name))
@@ -257,6 +272,7 @@ def combine_tasks(
             needing = [name for name, names in averages.items() if category.name in names]
             so = f", and so is {', '.join(needing)}" if needing else ""
             problems.append(f"{category.name}: n/a{so}: {'; '.join(lost)}")
+    # averages; an average with a missing category is n/a
     means: dict[str, _Score | None] = {}
     for name, members in averages.items():
         means[name] = _average([categories.get(member) for member in members])
@@ -278,23 +294,24 @@ def combine_tasks(
 
 
 def members_of(gauntlet: EvalGauntlet) -> dict[str, list[str]]:
-    """Names of the tasks behind each category and average."""
-    found = {c.name: [_name(benchmark) for benchmark in c.benchmarks] for c in gauntlet.categories}
-    of_averages = {
-        name: [task for category in names for task in found.get(category, [])]
-        for name, names in _averages(gauntlet).items()
-    }
-    return found | of_averages
+    """Return the names of the tasks of each category and average."""
+    of_categories: dict[str, list[str]] = {}
+    for category in gauntlet.categories:
+        of_categories[category.name] = [_name(benchmark) for benchmark in category.benchmarks]
+    of_averages: dict[str, list[str]] = {}
+    for average, names in _averages(gauntlet).items():
+        of_averages[average] = [task for name in names for task in of_categories.get(name, [])]
+    return of_categories | of_averages
 
 
 def missing_rows(
     tasks: Sequence[TaskResult], tasks_of: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """A line for each task some of whose rows cannot be scored, with the scores that lack them.
+    """Yield a line for each task with rows that cannot be scored, with the affected scores.
 
     Args:
-        tasks: before or after a model was asked.
-        tasks_of: names of the tasks behind each category and average.
+        tasks: results, before or after the evaluation.
+        tasks_of: names of the tasks of each category and average.
     """
     for task in tasks:
         if not task.missing or task.failure is not None:
@@ -308,7 +325,7 @@ def missing_rows(
 
 
 def missing_benchmarks(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:
-    """A line for each benchmark that no task of the file provides."""
+    """Yield a line for each benchmark that is not among the tasks."""
     for category, benchmark in _members(gauntlet):
         shots = [task.num_fewshot for task in tasks if task.label == benchmark.name]
         if benchmark.num_fewshot in shots:
@@ -323,16 +340,19 @@ def missing_benchmarks(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Itera
 
 
 def wrong_baselines(gauntlet: EvalGauntlet, tasks: list[TaskResult]) -> Iterator[str]:
-    """A line for each random_baseline that is neither guessing's nor the best constant answer's."""
+    """Yield a line for each random_baseline that the rows contradict.
+
+    The accuracy of guessing and the accuracy of the best constant answer are both accepted.
+    """
     by_name = {task.name: task for task in tasks}
     for category, benchmark in _members(gauntlet):
-        task, given = by_name.get(_name(benchmark)), benchmark.random_baseline
-        if task is None or given is None or not gauntlet.subtract_random_baseline:
+        task, baseline = by_name.get(_name(benchmark)), benchmark.random_baseline
+        if task is None or baseline is None or not gauntlet.subtract_random_baseline:
             continue
-        if min(abs(given - task.chance), abs(given - task.majority)) > CONTRADICTED:
+        if min(abs(baseline - task.chance), abs(baseline - task.majority)) > CONTRADICTED:
             used = BASELINES[gauntlet.baseline](benchmark, task)
             yield (
-                f"{category.name}: {task.name}: random_baseline: {given:g}, but on these rows"
+                f"{category.name}: {task.name}: random_baseline: {baseline:g}, but on these rows"
                 f" guessing scores {task.chance:.4g}, the best constant answer"
                 f" {task.majority:.4g}; with baseline: {gauntlet.baseline}, {used:.4g} is taken off"
             )
@@ -345,12 +365,12 @@ def _members(gauntlet: EvalGauntlet) -> Iterator[tuple[CategoryConfig, Benchmark
 
 
 def _name(benchmark: BenchmarkConfig) -> str:
-    """The TaskResult's name."""
+    """Return the name of the benchmark's TaskResult."""
     return f"{benchmark.name}/{benchmark.num_fewshot}-shot"
 
 
 def _averages(gauntlet: EvalGauntlet) -> dict[str, list[str]]:
-    """Categories of each average: the file's, else LLM Foundry's default, if it has categories."""
+    """Return the categories of each average; by default one average of all categories."""
     if gauntlet.averages or not gauntlet.categories:
         return gauntlet.averages
     return {DEFAULT_AVERAGE: [category.name for category in gauntlet.categories]}
@@ -368,9 +388,9 @@ def _not_generated(tasks: list[TaskResult]) -> Iterator[str]:
 def _lost(
     category: CategoryConfig, gauntlet: EvalGauntlet, tasks: Mapping[str, TaskResult]
 ) -> Iterator[str]:
-    """Why a category has no score; nothing where it has."""
-    found = {_name(benchmark): tasks.get(_name(benchmark)) for benchmark in category.benchmarks}
-    missing = [name for name, task in found.items() if task is None or task.accuracy is None]
+    """Yield the reasons why a category has no score."""
+    results = {_name(benchmark): tasks.get(_name(benchmark)) for benchmark in category.benchmarks}
+    missing = [name for name, task in results.items() if task is None or task.accuracy is None]
     if missing:
         yield f"no {', '.join(missing)}"
     if not (gauntlet.subtract_random_baseline and gauntlet.rescale_accuracy):
@@ -384,7 +404,7 @@ def _lost(
 def _category(
     category: CategoryConfig, gauntlet: EvalGauntlet, tasks: Mapping[str, TaskResult]
 ) -> _Score:
-    """The weighted mean of benchmarks, all of which are there."""
+    """Return the weighted mean of the benchmarks. All of them must have an accuracy."""
     scores, weights = [], []
     for benchmark in category.benchmarks:
         task = tasks[_name(benchmark)]
@@ -392,15 +412,15 @@ def _category(
         score, slope = task.accuracy, 1.0
         if gauntlet.subtract_random_baseline:
             baseline = BASELINES[gauntlet.baseline](benchmark, task)
-            left = 1 - baseline if gauntlet.rescale_accuracy else 1.0
-            score, slope = (score - baseline) / left, 1 / left
+            scale = 1 - baseline if gauntlet.rescale_accuracy else 1.0
+            score, slope = (score - baseline) / scale, 1 / scale
         scores.append(_Score(score, {task.name: slope}))
         weights.append(WEIGHTS[gauntlet.weighting](task.size))
     return _mean(scores, weights)
 
 
 def _average(scores: Sequence[_Score | None]) -> _Score | None:
-    """The mean of categories; None where one of them has no score, or there are none."""
+    """Return the mean of categories; None if there are none or a category has no score."""
     known = [score for score in scores if score is not None]
     return _mean(known, [1.0] * len(known)) if len(known) == len(scores) > 0 else None
 

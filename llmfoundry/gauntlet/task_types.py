@@ -1,8 +1,8 @@
-"""Task types: what a row holds, how it is asked, how the answer is judged; a record of each.
+"""Task types: fields of a row, texts of a prompt, judgment of an answer, and metrics.
 
-Everything that depends on `icl_task_type` reads `TASK_TYPES`: the check of a gauntlet file, the
-reader of rows, the prompts and the metrics. A new type is one entry there and one function that
-reads its rows; for the rest it names functions that are there.
+Everything that depends on `icl_task_type` reads the table `TASK_TYPES`: the checks of a gauntlet
+file, the reader of rows, the prompts and the metrics. A new type needs one entry in the table and
+one function that reads its rows. Its other functions can be existing ones.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from llmfoundry.recipe.choice_table import ChoiceTable
 
 @dataclass(frozen=True)
 class TaskType:
-    """One kind of task.
+    """One task type.
 
     Attributes:
-        fields: what a row must have.
-        read: from such a row and its place (file and line) to a TaskRow; a ValueError says what is
-            wrong with it.
-        write: the texts that may follow each of the row's contexts, as they are scored.
-        judge: whether an answer counts as right.
-        metrics: every other number, of answers with scores and of the number of refused questions.
-        metric: Composer's name of the accuracy, which a benchmark's score is made of.
-        calibration: Composer's name of the calibration error, which metric_names may ask for.
-        generates: the model writes the answer, where it may.
-        chooses: the model chooses among options; guessing is then right once in so many.
-        options_are_contexts: the options come before the one continuation, rather than after.
+        fields: required fields of a row.
+        read: converts a raw row and its location (file and line) to a TaskRow; raises ValueError
+            with the mistake in the row.
+        write: returns the continuations to be scored after each context of the row.
+        judge: decides whether an answer counts as right.
+        metrics: computes all metrics except the accuracy, from the scored answers and the number
+            of refused questions.
+        metric: Composer's name of the accuracy; benchmark scores are computed from it.
+        calibration: Composer's name of the calibration error; allowed in metric_names.
+        generates: whether answers are generated, if generation is enabled.
+        chooses: whether the model chooses one of several options.
+        options_are_contexts: whether the options precede a shared continuation; False: they are
+            continuations of a shared context.
     """
 
     fields: tuple[str, ...]
@@ -60,21 +62,21 @@ class TaskType:
     options_are_contexts: bool = False
 
     def guess(self, row: TaskRow) -> float:
-        """How often a guess is right; 0 where the answer is written freely."""
+        """Return the accuracy of guessing on this row; 0 for a free-form answer."""
         return 1 / row.n_options if self.chooses else 0.0
 
     def constant(self, row: TaskRow) -> int | str:
-        """The answer that is right here, for finding the best that is always the same."""
+        """Return the right answer of this row, for finding the best constant answer."""
         return row.gold if self.chooses else row.choices[0]
 
 
 def type_of(task: TaskConfig) -> TaskType:
-    """The record of a task that was checked, and is not the harness's."""
+    """Return the type of a checked task that lm-evaluation-harness does not run."""
     return TASK_TYPES[task.icl_task_type]
 
 
 def judge_answer(task: TaskConfig, answer: Answer) -> Verdict:
-    """Whether an answer counts as right by the task's own accuracy."""
+    """Judge an answer by the task's accuracy. Refusals and non-finite scores are wrong."""
     if not answer.is_finite or answer.refusal is not None:
         return Verdict(None, False)
     return type_of(task).judge(task, answer)
@@ -127,7 +129,7 @@ def read_generation(row: Mapping[str, Any], place: str) -> TaskRow:
 
 
 def write_continuations(row: TaskRow, task: TaskConfig, reasoned: bool) -> tuple[str, ...]:
-    r"""The text that is to be predicted, or every choice.
+    r"""Return the text to predict, or all choices.
 
     language_modeling: `The cat sat on the| mat`. multiple_choice: `Question: 2 + 2?\nAnswer:| 4`
     and `Question: 2 + 2?\nAnswer:| 5`. schema: `Tea went from the pot to the cup until the cup| was
@@ -137,7 +139,7 @@ def write_continuations(row: TaskRow, task: TaskConfig, reasoned: bool) -> tuple
 
 
 def write_answer(row: TaskRow, task: TaskConfig, reasoned: bool) -> tuple[str, ...]:
-    r"""The right answer as it is to be written, after its chain of thought where rows have one.
+    r"""Return the right answer, after its chain of thought if the task's rows have one.
 
     `Question: 2 + 2?\nAnswer:| 4`; with a cot_delimiter of ` So: `, `Question: Two twos?\nAnswer:|
     2 and 2 are 4. So: 4`.
@@ -146,12 +148,12 @@ def write_answer(row: TaskRow, task: TaskConfig, reasoned: bool) -> tuple[str, .
 
 
 def with_reasoning(row: TaskRow, answer: str, task: TaskConfig, reasoned: bool) -> str:
-    """An answer after the row's chain of thought, where the task's rows have one (`reasoned`)."""
+    """Return an answer, after the row's chain of thought if `reasoned`."""
     return f"{row.chain_of_thought}{task.cot_delimiter}{answer}" if reasoned else answer
 
 
 def _messages(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """A conversation in place of a context; empty: there is none."""
+    """Return the conversation that replaces a context; empty: the row has a context."""
     messages = _mappings(row, "messages")
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
@@ -203,7 +205,7 @@ def _texts(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def filled_text(row: Mapping[str, Any], name: str, what: str) -> str:
-    """A field's text, which must not be empty; a ValueError says `what` to write."""
+    """Return a field's text. A ValueError says `what` to write if the text is empty."""
     text = _text(row, name)
     if not text:
         raise ValueError(f"field '{name}' is empty; write {what}")
@@ -227,7 +229,7 @@ def _field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def short_repr(value: Any) -> str:
-    """A value in at most 60 characters, for messages."""
+    """Return the repr of a value, truncated to 60 characters, for messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -277,4 +279,4 @@ TASK_TYPES = ChoiceTable(
         ),
     },
 )
-"""By `icl_task_type`."""
+"""Task types by `icl_task_type`."""
