@@ -1,7 +1,8 @@
-"""Held-out text: its kinds, read in order, each token predicted once over all ranks.
+"""Held-out text for the validation loss, read in order, each token predicted once over all ranks.
 
-`builders/data.py` opens it, the loop's evaluation reads its batches, the gauntlet its texts. The
-`TokenDataset` of a prepared corpus is a kind of it, as it is.
+`builders/data.py` opens it, the evaluation of the training loop reads `validation_batches`, and the
+gauntlet reads the texts. `HeldOut` is the interface, and the other classes implement it for each
+source. The `TokenDataset` of a prepared corpus satisfies it directly.
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ from llmfoundry.ops.packed_layout import Batch
 
 
 class HeldOut(Protocol):
-    """Text to measure on."""
+    """Text to evaluate on."""
 
     @property
     def n_bytes(self) -> int:
-        """UTF-8 bytes of the text; of MDS shards, the size of their samples."""
+        """UTF-8 bytes of the text; for MDS shards, the size of their samples."""
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
-        """Rows of T tokens that each have a label; with `partial` the last may be short."""
+        """Return the number of sequences of `seq_len` tokens, each of which has a label.
+
+        With `partial` a shorter last sequence counts too.
+        """
 
     def row(self, row: int, seq_len: int) -> tuple[Any, ...]:
-        """A row's ids and the lengths of its documents, and what else a `Row` may have."""
+        """Return the fields of a `Row`: ids, document lengths, and optionally the others."""
 
     def texts(self) -> list[str]:
-        """The documents."""
+        """Return the documents."""
 
 
 class TokenShards:
-    """Token shards whose texts may not have been kept."""
+    """Token shards. If they were written without texts, the texts are decoded from the tokens."""
 
     def __init__(self, dataset: TokenDataset, tokenizer: Tokenizer) -> None:
         self._dataset, self._tokenizer = dataset, tokenizer
@@ -49,7 +53,7 @@ class TokenShards:
         return self._dataset.n_bytes
 
     def texts(self) -> list[str]:
-        """The documents, as they were read if that was kept, else as their tokens spell them."""
+        """Return the stored texts of the documents or, without them, the decoded tokens."""
         dataset = self._dataset
         if dataset.index.texts or not dataset.n_documents:
             return dataset.texts()
@@ -61,29 +65,29 @@ class TokenShards:
 
 
 class MDSRows:
-    """The rows of an MDS column of ids."""
+    """Sequences of an MDS column of token ids."""
 
     def __init__(self, source: MDSTokens, tokenizer: Tokenizer) -> None:
         self._source, self._tokenizer = source, tokenizer
         self.n_bytes = source.n_bytes
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
-        """Samples."""
+        """Return the number of samples: each is one sequence."""
         return self._source.n_rows
 
     def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
-        """A sample's ids and the lengths of its documents."""
-        found = self._source.cut(row, seq_len)
-        return found.ids, found.lengths
+        """Return the ids of a sample, truncated to `seq_len`, and its document lengths."""
+        sequence = self._source.cut(row, seq_len)
+        return sequence.ids, sequence.lengths
 
     def texts(self) -> list[str]:
-        """The samples, as their tokens spell them."""
+        """Return the decoded samples."""
         rows = range(self._source.n_rows)
         return [self._tokenizer.decode(self._source.ids(row).tolist()) for row in rows]
 
 
 class MDSDocuments:
-    """The documents of an MDS column of texts, tokenized when first measured on."""
+    """Documents of an MDS column of texts, tokenized at the first evaluation."""
 
     def __init__(self, source: MDSTexts, tokenizer: Tokenizer) -> None:
         self._source, self._tokenizer = source, tokenizer
@@ -91,16 +95,16 @@ class MDSDocuments:
         self._rows: dict[int, list[Row]] = {}  # by seq_len
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
-        """Rows of all documents laid one after another."""
+        """Return the number of sequences of the concatenated documents."""
         return len(self._packed(seq_len))
 
     def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
-        """A row's ids and the lengths of its documents."""
-        found = self._packed(seq_len)[row]
-        return found.ids, found.lengths
+        """Return the ids and the document lengths of a sequence."""
+        sequence = self._packed(seq_len)[row]
+        return sequence.ids, sequence.lengths
 
     def texts(self) -> list[str]:
-        """The documents."""
+        """Return the documents."""
         return [self._source.text(row) for row in range(self._source.n_rows)]
 
     def _packed(self, seq_len: int) -> list[Row]:
@@ -112,22 +116,22 @@ class MDSDocuments:
 
 
 class Chain:
-    """Several, one after another; a row holds text of one of them."""
+    """Several held-out texts in order. A sequence never spans two of them."""
 
     def __init__(self, parts: Sequence[HeldOut]) -> None:
         self.parts = tuple(parts)
 
     @property
     def n_bytes(self) -> int:
-        """Of all."""
+        """Total size of all parts."""
         return sum(part.n_bytes for part in self.parts)
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
-        """Of all."""
+        """Return the total number of sequences."""
         return sum(part.n_rows(seq_len, partial=partial) for part in self.parts)
 
     def row(self, row: int, seq_len: int) -> tuple[Any, ...]:
-        """A row of one of them."""
+        """Return sequence number `row`, counted over all parts."""
         for part in self.parts:
             n_rows = part.n_rows(seq_len, partial=True)
             if row < n_rows:
@@ -136,7 +140,7 @@ class Chain:
         raise AssertionError("no such row")
 
     def texts(self) -> list[str]:
-        """Of all."""
+        """Return the documents of all parts."""
         return [text for part in self.parts for text in part.texts()]
 
 
@@ -151,36 +155,41 @@ def validation_batches(
     max_rows: int | None = None,
     attend_across_documents: bool = False,
 ) -> Iterator[Batch]:
-    """The held-out rows in order, every token predicted once over all ranks.
+    """Yield this rank's batches of the held-out text, in order.
 
-    Every rank gets as many batches of as many rows: short and missing rows are filled up with
-    `eos_id`, in a document of their own, and IGNORE labels.
+    Every token is predicted once over all ranks. Every rank yields the same number of batches of
+    the same size, because evaluation has collectives. Short and missing sequences are padded with
+    `eos_id`, as a separate document with IGNORE labels.
 
     Args:
         held_out: the text.
-        seq_len: T, tokens of a row.
-        batch_size: rows of a batch of one rank, at most.
-        eos_id: what to fill up with.
-        data_rank: among the processes that read different rows.
-        data_size: their number.
-        max_rows: read these rows only, from the first; None: all.
-        attend_across_documents: leave out the layout.
+        seq_len: T, tokens per sequence.
+        batch_size: maximum number of sequences in a batch of one rank.
+        eos_id: padding token.
+        data_rank: data-parallel rank of this process.
+        data_size: number of data-parallel ranks.
+        max_rows: read only this many sequences, from the first; None: all.
+        attend_across_documents: omit the layout, so that a sequence is one document.
     """
     n_rows = held_out.n_rows(seq_len, partial=True)
     n_rows = n_rows if max_rows is None else min(n_rows, max_rows)
-    share = min(batch_size, -(-n_rows // data_size))
-    for start in range(data_rank * share, n_rows + data_rank * share, max(1, share * data_size)):
-        rows = [
-            Row(*held_out.row(row, seq_len)) for row in range(start, min(start + share, n_rows))
-        ]
-        if len(rows) < share:
-            kind = rows[0] if rows else Row(*held_out.row(0, seq_len))
-            rows += [_without_tokens(kind)] * (share - len(rows))
+    size = min(batch_size, -(-n_rows // data_size))  # sequences per batch of one rank
+    first = data_rank * size
+    for start in range(first, n_rows + first, max(1, size * data_size)):
+        stop = min(start + size, n_rows)
+        rows = [Row(*held_out.row(row, seq_len)) for row in range(start, stop)]
+        # fill up with empty sequences
+        if len(rows) < size:
+            template = rows[0] if rows else Row(*held_out.row(0, seq_len))
+            rows += [_without_tokens(template)] * (size - len(rows))
         yield Rows.fill(rows, seq_len, eos_id).batch(with_layout=not attend_across_documents)
 
 
 def _without_tokens(row: Row) -> Row:
-    """An empty row that brings what rows of its kind bring: all processes must ask alike."""
+    """Return an empty sequence with the same optional fields as `row`.
+
+    All ranks must have the same fields, because they take part in the same collectives.
+    """
     return row._replace(
         ids=row.ids[:0],
         lengths=[],

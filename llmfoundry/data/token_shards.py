@@ -1,9 +1,9 @@
-"""`TokenDataset`: token shards, here or at a URL, cut into rows; `TokenWriter` writes them.
+"""Pre-tokenized shards: `TokenWriter` writes them, `TokenDataset` reads sequences from them.
 
-The preparation writes, the loader and the gauntlet read. The stream is every document, with the
-special tokens that its tokenizer puts around it, one after another, over flat files that are
-memory-mapped when first read; a row is a slice of it, across their borders, so opening costs
-nothing and memory stays constant.
+The data preparation writes token shards, and the loader and the gauntlet read them, from a local
+folder or a URL. The documents, each with its tokenizer's special tokens, are concatenated to one
+token stream, which is stored in flat files. A sequence is a slice of the stream and may span files.
+The files are memory-mapped when first read, so a dataset opens at once and needs constant memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _TOTALS = ("n_documents", "n_tokens", "n_bytes")
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the stream: its ids, then where in them documents start, as uint32.
+    """One file of the stream: token ids, then the offsets at which documents start, as uint32.
 
     Attributes:
-        file: its name below the index' folder.
-        n_tokens: ids in it.
-        n_documents: documents that start in it.
-        n_bytes: UTF-8 bytes of the text that it holds.
-        hashes: of its bytes, by algorithm.
+        file: path relative to the folder of the index.
+        n_tokens: number of ids in the file.
+        n_documents: number of documents that start in the file.
+        n_bytes: UTF-8 bytes of the text in the file.
+        hashes: hashes of the file, by algorithm.
     """
 
     file: str
@@ -56,22 +56,22 @@ class Shard:
     hashes: dict[str, str] = field(default_factory=dict)
 
     def spec(self, dtype: np.dtype[Any]) -> FileSpec:
-        """What to fetch and check."""
+        """Return the name, size and hashes of the file, to fetch and check it."""
         size = starts_offset(self, dtype) + 4 * self.n_documents
         return FileSpec(self.file, size, tuple(sorted(self.hashes.items())))
 
 
 @dataclass(frozen=True)
 class StreamIndex:
-    """What a stream holds; the index.json beside it.
+    """Index of a token stream, stored as index.json next to its shards.
 
     Attributes:
-        dtype: of the ids in the files, little-endian: <u2 or <u4.
-        eos_id: begins each document: the end of text, or what the tokenizer puts before a text.
-        tokenizer: fingerprint of what made the ids.
-        shards: in order.
-        texts: files with the documents' texts, in order; kept of held-out text only.
-        sample: of the content where hashes are missing (`shard_index`); "" if none was taken.
+        dtype: little-endian integer type of the ids in the files: <u2 or <u4.
+        eos_id: token at the start of each document: end of text, or the tokenizer's BOS token.
+        tokenizer: fingerprint of the tokenizer.
+        shards: shards in order.
+        texts: files with the texts of the documents, in order; stored for held-out text only.
+        sample: hash of sampled content if hashes are missing (`shard_index`); "" without a sample.
     """
 
     dtype: str
@@ -107,14 +107,14 @@ class StreamIndex:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that it specifies."""
+        """Hash of the contents of this index."""
         return _hash(self.to_dict())
 
     is_packed = False  # no file is kept compressed
 
     @property
     def n_shards(self) -> int:
-        """Files."""
+        """Number of shards."""
         return len(self.shards)
 
     @cached_property
@@ -123,23 +123,31 @@ class StreamIndex:
         return [n for n, shard in enumerate(self.shards) if not shard.hashes]
 
     def spec(self, n: int) -> FileSpec:
-        """The file of shard `n`."""
+        """Return the name, size and hashes of shard `n`."""
         return self.shards[n].spec(np.dtype(self.dtype))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the contents of index.json."""
         totals = {name: getattr(self, name) for name in _TOTALS}
         facts = {name: value for name, value in asdict(self).items() if name != "sample"}
         return {"format": FORMAT, "version": VERSION, **totals, **facts}
 
     @classmethod
     def read(cls, folder: ShardFolder) -> StreamIndex:
-        """The index of a folder."""
+        """Read the index of a folder."""
         return cls.from_bytes(folder.read(INDEX), source=INDEX)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> StreamIndex:
-        """An index that was read from `source`."""
+        """Decode and check an index.
+
+        Args:
+            data: contents of the file.
+            source: name of the file, for error messages.
+
+        Raises:
+            UserError: the file is not a valid index of token shards of this version.
+        """
         where = ""
         try:
             head = _decode_head(data)
@@ -171,7 +179,7 @@ class _Head(msgspec.Struct):
 
 
 class _Index(msgspec.Struct):
-    """The file; a shard's entry stays text until its turn, so that errors have its number."""
+    """Contents of index.json. Shards stay undecoded, so that an error can name the shard."""
 
     dtype: Literal["<u2", "<u4"]
     eos_id: _Short
@@ -216,10 +224,13 @@ def _hash(facts: Any) -> str:
 
 
 class TokenDataset:
-    """A token stream, its shards opened when first read; picklable, each process opens its own.
+    """Reader of a token stream.
+
+    Shards are memory-mapped when first read. A dataset can be pickled, and each process then opens
+    the shards for itself.
 
     Attributes:
-        index: its counts and files.
+        index: counts and files of the stream.
     """
 
     def __init__(self, folder: ShardFolder, index: StreamIndex) -> None:
@@ -228,8 +239,8 @@ class TokenDataset:
         self._dtype = np.dtype(index.dtype)
         sizes = [shard.n_tokens for shard in index.shards]
         self._bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        self._borders: list[int] = self._bounds.tolist()  # bisect is ten times faster for one key
-        self._open: OrderedDict[int, _Map] = OrderedDict()  # the least recently read first
+        self._borders: list[int] = self._bounds.tolist()  # bisect is 10x faster for a single key
+        self._open: OrderedDict[int, _Map] = OrderedDict()  # least recently used first
 
     @property
     def n_tokens(self) -> int:
@@ -252,36 +263,46 @@ class TokenDataset:
         return self.index.fingerprint
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
-        """Rows of `seq_len` tokens that each have a label; with `partial` the last may be short."""
+        """Return the number of sequences of `seq_len` tokens, each of which has a label.
+
+        With `partial` a shorter last sequence counts too.
+        """
         labelled = max(0, self.n_tokens - 1)
         return -(-labelled // seq_len) if partial else labelled // seq_len
 
     def row_sizes(self, seq_len: int) -> np.ndarray:
-        """(shards,) int64: whole rows that begin in each shard; they sum to `n_rows`."""
-        begun = -(-self._bounds // seq_len)  # rows that begin before each border
-        return np.diff(np.minimum(begun, self.n_rows(seq_len)))
-
-    def row(self, row: int, seq_len: int, *, apart: bool = True) -> tuple[np.ndarray, list[int]]:
-        """Tokens and documents of row number `row`.
+        """Return the full sequences that begin in each shard, (shards,) int64; the sum is `n_rows`.
 
         Args:
-            row: its number.
-            seq_len: tokens of a row.
-            apart: say where documents begin; otherwise the row is one.
+            seq_len: T, tokens per sequence.
+        """
+        starts_before = -(-self._bounds // seq_len)  # sequences that begin before each border
+        return np.diff(np.minimum(starts_before, self.n_rows(seq_len)))
+
+    def row(self, row: int, seq_len: int, *, apart: bool = True) -> tuple[np.ndarray, list[int]]:
+        """Return the ids and the document lengths of sequence number `row`.
+
+        Args:
+            row: number of the sequence.
+            seq_len: tokens per sequence.
+            apart: whether to separate documents; otherwise the sequence is one document.
 
         Returns:
-            (T + 1,) of the files' type, mostly a view of one, the row's T tokens and the label of
-            the last, T being `seq_len` or, in a partial last row, what is left; and the lengths of
-            the documents, whose sum is T. A document that began in an earlier row counts from this
-            row's first token.
+            The T tokens and the label of the last one, (T + 1,) in the type of the files, usually a
+            view of a file. T is `seq_len`, or less in a partial last sequence. Then the lengths of
+            the documents, with sum T. A document that starts in an earlier sequence counts from the
+            first token of this one.
         """
         start = row * seq_len
         stop = min(start + seq_len, self.n_tokens - 1)
         assert 0 <= start < stop, f"no row {row} of {seq_len} tokens"
         n, high = bisect_right(self._borders, start) - 1, start
         first = self._borders[n]
+        # fast path: one document in one shard
         if not apart and stop < self._borders[n + 1]:
             return self._shard(n).ids[start - first : stop + 1 - first], [stop - start]
+
+        # collect the ids and the document starts from every shard that the sequence spans
         parts, bounds = [], [start]
         while high <= stop:
             first, low = self._borders[n], high
@@ -289,7 +310,8 @@ class TokenDataset:
             shard = self._shard(n)
             parts.append(shard.ids[low - first : high - first])
             if apart:
-                # One at the row's own start is its first anyway; the label's is the next row's.
+                # The start of the sequence is in `bounds` already. A document that starts at the
+                # last label belongs to the next sequence.
                 starts = shard.starts_between(max(low, start + 1) - first, min(high, stop) - first)
                 bounds += [first + place for place in starts]
             n += 1
@@ -298,33 +320,33 @@ class TokenDataset:
         return ids, [after - before for before, after in pairwise(bounds)]
 
     def specs(self) -> list[FileSpec]:
-        """What to fetch for each shard."""
+        """Return the name, size and hashes of each shard."""
         return [self.index.spec(n) for n in range(self.index.n_shards)]
 
     def texts(self) -> list[str]:
-        """The documents' exact texts, in order; kept of held-out text only."""
+        """Return the exact texts of the documents, in order; stored for held-out text only."""
         files = (self._folder.read(name).decode() for name in self.index.texts)
         return [json.loads(line) for file in files for line in file.splitlines()]
 
     def verify(self) -> None:
-        """Read everything and compare checksums."""
+        """Read all shards and raise a `UserError` if a checksum differs from the index."""
         for shard in self.index.shards:
             with self._folder.pin(shard.spec(self._dtype)) as path:
                 for algorithm, expected in shard.hashes.items():
-                    if (found := digest(algorithm, _chunks(path))) != expected:
+                    if (actual := digest(algorithm, _chunks(path))) != expected:
                         raise UserError(
-                            f"{path}: is damaged: its {algorithm} is {found}, not {expected}"
+                            f"{path}: is damaged: its {algorithm} is {actual}, not {expected}"
                         )
 
     def close(self) -> None:
-        """Let go of open shards; reading opens them again."""
+        """Close the open shards. A later read opens them again."""
         self._open.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
 
     def _shard(self, n: int) -> _Map:
-        # Single operations only: several threads may read, and a fork may come at any time.
+        # atomic dictionary operations only: several threads may read, and a fork may interrupt them
         shard = self._open.pop(n, None) or self._map(n)
         self._open[n] = shard
         if len(self._open) > _OPEN_SHARDS:
@@ -333,7 +355,7 @@ class TokenDataset:
 
     def _map(self, n: int) -> _Map:
         shard = self.index.shards[n]
-        # A map outlives its file's name, so a shard may leave the cache while it is being read.
+        # A map remains valid after its file is deleted, so the cache may evict an open shard.
         with self._folder.pin(shard.spec(self._dtype)) as path:
             data = np.asarray(np.memmap(path, np.uint8, mode="r"))
         size, offset = shard.n_tokens * self._dtype.itemsize, starts_offset(shard, self._dtype)
@@ -342,26 +364,26 @@ class TokenDataset:
 
 @dataclass(frozen=True)
 class _Map:
-    """An open shard: views of its file.
+    """A memory-mapped shard.
 
     Attributes:
-        ids: (n_tokens,).
-        starts: (n_documents,) uint32, where in `ids` documents start.
+        ids: (n_tokens,), view of the file.
+        starts: (n_documents,) uint32, offsets in `ids` at which documents start.
     """
 
     ids: np.ndarray
     starts: np.ndarray
 
     def starts_between(self, low: int, high: int) -> list[int]:
-        """Starts in low … high - 1."""
-        # Keys of the starts' own type: others would convert, that is read, all of them.
+        """Return the document starts in low … high - 1."""
+        # Keys of another type would make numpy convert, and so read, all of `starts`.
         keys = np.array((low, max(low, high)), self.starts.dtype)
         first, last = self.starts.searchsorted(keys).tolist()
         return self.starts[first:last].tolist()
 
 
 def starts_offset(shard: Shard, dtype: np.dtype[Any]) -> int:
-    """Where in a shard's file its documents' starts begin: after the ids, at a multiple of 4."""
+    """Return the byte offset of the document starts: the first multiple of 4 after the ids."""
     return -(-shard.n_tokens * dtype.itemsize // 4) * 4
 
 
@@ -373,9 +395,10 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 @dataclass
 class TokenWriter:
-    """Writes part of a stream: `FOLDER/PART/shard.00000.tokens` …; `shards` says what.
+    """Writer of one part of a token stream: `FOLDER/PART/shard.00000.tokens` and so on.
 
-    A shard is in memory until it is whole, so that files appear with their hashes known.
+    A shard is buffered in memory and written when it is full, so that its hashes are known when the
+    file appears. `shards` describes the files written so far.
     """
 
     folder: Path
@@ -390,39 +413,39 @@ class TokenWriter:
     _n_bytes: int = 0
 
     def add(self, ids: list[int], *, n_bytes: int, starts_document: bool) -> None:
-        """Append ids that stand for `n_bytes` of text; a shard that is full is ended."""
+        """Append the ids of `n_bytes` of text, and write each shard that is full."""
         if starts_document:
             self._starts.append(self._n_ids)
         self._n_bytes += n_bytes
         tokens = np.array(ids, self.dtype)
         limit = max(1, self.shard_bytes // self.dtype.itemsize)
         while len(tokens):
-            now = tokens[: limit - self._n_ids]
-            self._data += now.tobytes()
-            self._n_ids += len(now)
-            tokens = tokens[len(now) :]
+            fitting = tokens[: limit - self._n_ids]
+            self._data += fitting.tobytes()
+            self._n_ids += len(fitting)
+            tokens = tokens[len(fitting) :]
             if self._n_ids == limit:
-                self._end_shard()
+                self._write_shard()
 
     def finish(self) -> list[Shard]:
-        """Write what is left; every shard."""
+        """Write the last shard and return all shards."""
         if self._n_ids:
-            self._end_shard()
+            self._write_shard()
         return self.shards
 
     def __enter__(self) -> TokenWriter:
-        """To be left by `finish`."""
+        """Return the writer. Leaving the context calls `finish`, unless an error occurred."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.finish()
 
-    def _end_shard(self) -> None:
+    def _write_shard(self) -> None:
         self._data += bytes(-len(self._data) % 4) + np.array(self._starts, "<u4").tobytes()
         name = f"{self.part}/shard.{len(self.shards):05}.tokens"
-        whole = memoryview(self._data)
-        hashes = {algorithm: digest(algorithm, [whole]) for algorithm in self.hashes}
+        content = memoryview(self._data)
+        hashes = {algorithm: digest(algorithm, [content]) for algorithm in self.hashes}
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self._data)
