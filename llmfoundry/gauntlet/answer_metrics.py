@@ -1,16 +1,16 @@
-"""How an answer is judged, and the numbers that answers give, each with its standard error.
+"""Judgment of answers, and metrics with their standard errors.
 
-`task_types.TASK_TYPES` names for each type the functions here. The idea: a model is asked once,
-which gives one table with a log-probability, tokens, characters, bytes and whether it is greedy for
-every choice. All metrics are functions of that table, and rows.jsonl is the table.
+`task_types.TASK_TYPES` selects the functions of each task type. A model is evaluated once. The
+result is a table with the log-probability, tokens, characters and bytes of every choice, and
+whether it is greedy. All metrics are functions of this table, and rows.jsonl contains it.
 
-A written answer is judged as LLM Foundry's generation metric does it: the text is cut before a
-stop, its part after the last `cot_delimiter` is cleaned, and it is right if it *begins* with a
-cleaned alias: models keep writing after the answer. That has two known holes. An alias of which
-cleaning leaves nothing would accept every text: here it accepts none, and `empty_aliases` names it.
-And "3" accepts "30": LLM Foundry's numbers count that as right, so it stays, and `runs_on` counts
-such answers apart. A row with `checks` of its own, mappings such as {"check": "words", "n": 3},
-is right if all of them hold (`meets_checks`), which are functions of the text alone.
+Generated answers are judged as in LLM Foundry. The text is truncated before a stop string, the part
+after the last `cot_delimiter` is normalized, and the answer is right if it *begins* with a
+normalized alias, because models continue after the answer. This has two known weaknesses. An alias
+that is empty after normalization would accept every text: here it accepts none, and
+`empty_aliases` reports it. And "3" accepts "30": this is kept for comparability with LLM Foundry,
+and `runs_on` counts such answers separately. A row with `checks`, mappings such as
+{"check": "words", "n": 3}, is right if all checks hold (`meets_checks`).
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ CHOICE_ACCURACIES = {"acc": "sum", "acc_token": "token", "acc_norm": "char", "ac
 
 @dataclass(frozen=True)
 class Answer:
-    """A question, and what a model said.
+    """A question and the model's answer.
 
     Attributes:
-        question: what was asked.
-        scores: of each of its requests; may be empty where a text was generated.
-        text: what was generated; None where nothing was.
-        refusal: why there are no scores and no text; None: there are.
+        question: the question.
+        scores: scores of the question's requests; may be empty if a text was generated.
+        text: the generated text; None: nothing was generated.
+        refusal: why there are neither scores nor a text; None: the model answered.
     """
 
     question: Question
@@ -83,12 +83,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an answer is judged.
+    """Judgment of an answer.
 
     Attributes:
-        chosen: the option with the best score; None where there are no options or the best tie.
-        right: whether the answer counts as right; never where it is tied.
-        tied: the best was not alone.
+        chosen: the option with the best score; None if there are no options or the best ones tie.
+        right: whether the answer counts as right; False for ties.
+        tied: whether several options share the best score.
     """
 
     chosen: int | None
@@ -102,10 +102,10 @@ _Z95 = 1.959963984540054  # standard deviations to each side that hold 95 % of a
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, its standard error and its 95 % interval; None where there is no formula for one.
+    """A number with its standard error and its 95 % interval; None if there is no formula.
 
-    Of a share of right answers the interval is Wilson's, which is no point where none or all are
-    right; `combined` makes those of sums of shares.
+    The interval of a share of right answers is Wilson's, which has a positive width even if no or
+    all answers are right. `combined` computes the intervals of sums of shares.
     """
 
     value: float
@@ -155,10 +155,10 @@ def judge_choice(task: TaskConfig, answer: Answer) -> Verdict:
 
 
 def judge_by(answer: Answer, unit: str) -> Verdict:
-    """Right iff the gold option alone has the highest log-probability per unit.
+    """Judge by log-probability per unit: right iff the gold option alone has the highest value.
 
-    LLM Foundry takes the first of equals, and so gives a model that says the same of every option
-    full marks where the first is always right.
+    LLM Foundry chooses the first of tied options. A model with the same score for every option then
+    gets full marks on tasks whose first option is always right.
     """
     per_unit = UNITS[unit]
     values = [
@@ -254,14 +254,17 @@ def wilson(rights: int, n: int) -> Interval:
 def combined(
     value: float, parts: Iterable[tuple[float, float, Interval | None]]
 ) -> Interval | None:
-    """The 95 % interval of a weighted sum of independent shares, from theirs.
+    """Return the 95 % interval of a weighted sum of independent shares (method MOVER).
 
-    Each end lies as far from the sum as the root of the squares of what the parts move it by (Zou
-    and Donner, Statistics in Medicine 27, 2008); None where a part's interval is not known.
+    The distance of each end from the sum is the root of the sum of squares of the terms' weighted
+    distances (Zou and Donner, Statistics in Medicine 27, 2008).
 
     Args:
         value: the sum.
-        parts: the weight of each share, the share, and its interval.
+        parts: weight, value and interval of each share.
+
+    Returns:
+        The interval; None if a share has no interval.
     """
     down = up = 0.0
     for weight, share, interval in parts:
@@ -308,10 +311,10 @@ def _greedy_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:
 
 
 def until_stop(text: str, stops: Sequence[str]) -> str:
-    """What is before the first of `stops`, plain strings; all of `text` where there is none.
+    """Return the text before the first of the stop strings; all of `text` without a stop string.
 
-    First is the one that is complete first, so that more text after it changes nothing. (LLM
-    Foundry reads them as regular expressions, and takes the one that begins first.)
+    The first one is the one that ends first, so that text after it cannot change the result. (LLM
+    Foundry uses regular expressions and the stop string that begins first.)
     """
     assert all(stops), "an empty stop would end every text"
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]

@@ -1,16 +1,15 @@
-"""A task's rows: read from wherever `dataset_uri` points, checked, hashed and put in order.
+"""Rows of a task: read from `dataset_uri`, checked, hashed and ordered.
 
-`Gauntlet` calls `load_rows` once a task, then `row_order`, `chance`, `majority` and `rows_hash`. A
-row has contexts and choices, and at most one of the two has more than one entry; its type's reader
-makes it (`task_types`). What is not there raises `RowsNotFound`, so that a caller may continue
-without the task; all else `UserError`.
+Entry point: `Gauntlet` calls `load_rows` for each task, then `row_order`, `chance`, `majority` and
+`rows_hash`. The reader of the task type converts each row (`task_types`). Missing rows raise
+`RowsNotFound`, so that the caller can continue without the task. All other errors are `UserError`.
 
-Two kinds of rows are made here. `heldout://continuations`: which of four pieces of text comes next?
-They are cut from the run's own held-out documents, so that every corpus has a task that measures
-what was trained, and depend on the documents' content alone, not on their order; the wrong pieces
-are equally long pieces of other held-out documents. `instructions://NAME`: chats that
-`eval/generated_chats.py` generates for training sets as well. No question of its splits `held_out`
-and `lengths` is ever in a training set.
+Two sources are generated here. `heldout://continuations` asks which of four pieces of text comes
+next. The pieces are split from the run's held-out documents, so that every corpus has a task that
+measures training progress. They depend only on the documents' content, not on their order. Wrong
+pieces are pieces of the same length from other held-out documents. `instructions://NAME` are chats
+that `eval/generated_chats.py` also generates for training sets. No question of its splits
+`held_out` and `lengths` is ever in a training set.
 """
 
 from __future__ import annotations
@@ -68,22 +67,21 @@ class RowsNotFound(UserError):
 
 
 class NoHeldOutText(RowsNotFound):
-    """The run's held-out text gives no row: the task is left out of whatever gauntlet it is in."""
+    """The run's held-out text is too short or missing: the task is skipped in every gauntlet."""
 
 
 def load_rows(
     task: TaskConfig, *, gauntlet_path: Path, fetching: FetchOptions | None = None
 ) -> list[TaskRow]:
-    """All rows of a task whose dataset_uri is anything but heldout://.
+    """Return all rows of a task whose dataset_uri is not heldout://.
 
     Args:
-        task: what to read, and how.
-        gauntlet_path: the file that the task is in; relative paths begin beside it.
+        task: the task's settings.
+        gauntlet_path: the gauntlet file; relative paths are resolved from its folder.
         fetching: see `read_source`.
 
     Raises:
-        UserError: nothing to read, or the file and line of every row that is not of the task's
-            schema, of which ten are shown.
+        UserError: there are no rows; or file, line and mistake of the first ten invalid rows.
     """
     rows: list[TaskRow] = []
     problems: list[str] = []
@@ -104,17 +102,17 @@ def load_rows(
 
 
 def chance(rows: Sequence[TaskRow], kind: TaskType) -> float:
-    """Accuracy of guessing, the mean over the rows."""
+    """Return the accuracy of guessing, averaged over the rows."""
     return sum(map(kind.guess, rows)) / len(rows)
 
 
 def majority(rows: Sequence[TaskRow], kind: TaskType) -> float:
-    """Accuracy of the best constant answer: an index, or a text where it is written freely."""
+    """Return the accuracy of the best constant answer: an index, or a text in generation."""
     return Counter(map(kind.constant, rows)).most_common(1)[0][1] / len(rows)
 
 
 def rows_hash(rows: Sequence[TaskRow]) -> str:
-    """32 hexadecimal digits of the rows' content and order, wherever they were read from."""
+    """Return a hash (32 hexadecimal digits) of the rows' content and order, without locations."""
     names = sorted(f.name for f in dataclasses.fields(TaskRow) if f.name != "place")
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
@@ -125,9 +123,10 @@ def rows_hash(rows: Sequence[TaskRow]) -> str:
 
 
 def row_order(rows: Sequence[TaskRow]) -> list[int]:
-    """Indices of all rows, those to be asked first in front.
+    """Return the indices of all rows in evaluation order: a prefix is a fixed random sample.
 
-    In each category by a hash of the row; categories interleave in proportion to their rows.
+    Within a category, rows are ordered by their hash. Categories interleave in proportion to their
+    number of rows.
     """
     categories: dict[str | None, list[tuple[bytes, int]]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -140,7 +139,7 @@ def row_order(rows: Sequence[TaskRow]) -> list[int]:
 
 
 def part_of(n: int, share: float) -> int:
-    """How many of n rows a share of them is, at least one."""
+    """Return the number of rows in a share of n rows; at least one."""
     return min(n, max(1, math.ceil(share * n)))
 
 
@@ -150,7 +149,7 @@ def _digest(row: TaskRow) -> bytes:
 
 
 def _row(raw: RawRow, place: str, task: TaskConfig) -> TaskRow:
-    """A checked row; a ValueError names what is wrong with it."""
+    """Check and convert a raw row. A ValueError has the mistake."""
     row = _parse(raw) if isinstance(raw, str) else raw
     if task.strip_dataset:  # as LLM Foundry: texts of the row itself, not those in its lists
         row = {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}
@@ -181,12 +180,12 @@ def _parse(line: str) -> dict[str, Any]:
 def read_source(
     task: TaskConfig, *, gauntlet_path: Path, fetching: FetchOptions | None = None
 ) -> Iterator[tuple[str, RawRow]]:
-    """Every raw row with its place (file and line), in a fixed order; blank lines are no rows.
+    """Yield each raw row with its location (file and line), in a fixed order, without blank lines.
 
     Args:
         task: its dataset_uri may be a path, a glob, an address, hf://... or generated://...
-        gauntlet_path: the file that the task is in; relative paths begin beside it.
-        fetching: how an address is asked for: credentials, attempts; unset: the environment's.
+        gauntlet_path: the gauntlet file; relative paths are resolved from its folder.
+        fetching: credentials and retries for remote files; unset: those of the environment.
 
     Raises:
         UserError: nothing can be read there; the line says why and what to do.
@@ -209,11 +208,11 @@ def read_source(
 
 
 def check_source(task: TaskConfig, *, gauntlet_path: Path) -> None:
-    """Refuse what is wrong with a task's source as far as that shows without reading it.
+    """Check a task's dataset_uri without reading any rows.
 
     Raises:
-        RowsNotFound: no file of this machine is there.
-        UserError: a wrong address of held-out text.
+        RowsNotFound: a local file is missing.
+        UserError: the address of held-out text is wrong.
     """
     uri = task.dataset_uri
     if uri.startswith(HELD_OUT):
@@ -227,13 +226,14 @@ def _key(task: TaskConfig, gauntlet_path: Path) -> str:
 
 
 def local_files(uri: str, gauntlet_path: Path, key: str) -> list[Path]:
-    """The file at `uri`, or the files that it matches as a glob, sorted.
+    """Return the file at `uri`, or the sorted matches of a glob.
 
-    The first of these folders that has any wins: the gauntlet file's, the working folder, the
-    repository, and the two above the gauntlet file's, for LLM Foundry's own files where they are.
+    The first of these folders with a match is used: the folder of the gauntlet file, the working
+    folder, the repository, and the two parents of the gauntlet file's folder (for LLM Foundry's
+    layout).
 
     Raises:
-        RowsNotFound: there is none; names the folders, the nearest path and how to get rows.
+        RowsNotFound: there is no match; names the folders, the nearest path and how to get rows.
     """
     given = Path(uri).expanduser()
     beside = gauntlet_path.absolute().parent
@@ -422,7 +422,7 @@ class _Cut:
 
 
 def heldout_rows(task: TaskConfig, texts: list[str]) -> list[TaskRow]:
-    """Multiple-choice rows cut from held-out documents.
+    """Return multiple-choice rows made of pieces of held-out documents.
 
     Raises:
         UserError: a wrong address.
@@ -504,7 +504,7 @@ def _round_robin(cuts: list[list[_Cut]]) -> Iterator[_Cut]:
 
 
 def _wrong_pieces(cut: _Cut, pieces: list[_Cut]) -> list[str] | None:
-    """Three pieces of other documents, all different from each other and from the true one."""
+    """Sample three different pieces of other documents; None if there are fewer."""
     rng = random.Random(_text_digest(cut.context + cut.piece))
     wrong: dict[str, None] = {}
     for other in rng.sample(pieces, len(pieces)):

@@ -1,13 +1,12 @@
-"""Text of an answer as its tokens come, up to the first stop string; and conversations.
+"""Streaming detokenization with stop strings, and conversations.
 
-`stream_text` is for whoever draws one answer (`generate`, `chat`, samples while training),
-`TextStream` for who is handed many answers' tokens (`serve`). The one idea: nothing is handed on
-that a later token could still change, neither half a character nor what may be the beginning of a
-stop string.
+Entry points: `stream_text` streams one answer (`generate`, `chat`, samples during training);
+`TextStream` decodes one of many concurrent answers (`serve`). Text that a later token could still
+change is withheld: incomplete characters, and a possible start of a stop string.
 
-`Conversation`, of `chat` and of `generate message=…`: messages in, the answer's text out. The chat
-template says where an answer begins and what ends it; the end is looked for in the text, as not
-every template ends a turn with one token.
+`Conversation` (`chat` and `generate message=…`) takes messages and streams the answer's text. The
+chat template defines the start and the end of an answer. The end is searched for in the text,
+because some templates end a turn with several tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from llmfoundry.data.text.chat_template import ChatTemplate, Message
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 
-_CUT = "\ufffd"  # what decoders write for an incomplete character
-_CONTEXT = 8  # tokens of the prompt that are decoded with the answer's first
-_BROKEN = 64  # tokens that no later one makes characters of: a character has 4 bytes
+_CUT = "\ufffd"  # replacement character that decoders write for an incomplete character
+_CONTEXT = 8  # preceding tokens that are decoded together with new tokens
+_BROKEN = 64  # pending tokens after which an incomplete character is invalid (it has 4 bytes)
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -32,12 +31,12 @@ def stream_text(
     stops: Sequence[str] = (),
     prompt: Sequence[int] = (),
 ) -> Iterator[str]:
-    """Text of `tokens` in pieces of whole characters, as soon as each is certain.
+    """Yield the text of `tokens` in pieces of complete characters, as early as possible.
 
     Args:
-        tokens: one at a time; none is asked for once a stop string is complete.
-        decode: the tokenizer's.
-        stops: texts before which it ends.
+        tokens: token ids; not advanced further once a stop string is complete.
+        decode: decode function of the tokenizer.
+        stops: stop strings; the text ends before the first one.
         prompt: ids of the text that the tokens continue.
     """
     stream = TextStream(decode, stops=stops, prompt=prompt, is_text=True)
@@ -51,13 +50,14 @@ def stream_text(
 
 
 class TextStream:
-    """Tokens in, text out.
+    """Incremental detokenizer of one answer.
 
     Attributes:
-        starts: of each token, how many characters of the answer's text come before its own; final
-            once its own are certain.
-        stopped: whether a stop string ended the text; later tokens are no part of it.
-        unfinished: characters at the prompt's end that the answer's text has again, completed.
+        starts: character offset of each token in the answer's text; final once the token's text
+            has been returned.
+        stopped: whether a stop string ended the text; later tokens are not part of it.
+        unfinished: number of incomplete characters at the prompt's end, which the answer's text
+            repeats in complete form.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TextStream:
             self._settle()
 
     def push(self, token: int) -> str:
-        """The text that one more token makes certain."""
+        """Add a token and return the text that can no longer change."""
         before = self._text
         self._pending.append(token)
         self._text = self._decode(self._context + self._pending)
@@ -104,7 +104,7 @@ class TextStream:
         return self._release(piece)
 
     def close(self) -> str:
-        """The rest, once there are no more tokens: half a character is U+FFFD."""
+        """Return the remaining text after the last token. An incomplete character is U+FFFD."""
         if self.stopped:
             return ""
         released = self._release(self._text[self._shown :])
@@ -114,9 +114,10 @@ class TextStream:
         return released
 
     def _note_start(self, before: str) -> None:
-        """Add the newest token's start, from the text without it.
+        """Record the offset of the newest token, from the text without the token.
 
-        A U+FFFD that stays is a character; one that the token changes was the token's beginning.
+        A U+FFFD that does not change is a character. A U+FFFD that the token changes belongs to
+        the token.
         """
         pairs = enumerate(zip(before, self._text, strict=False))
         same = next((place for place, (old, new) in pairs if old != new), len(before))
@@ -130,7 +131,7 @@ class TextStream:
         self.starts.append(start)
 
     def _settle(self) -> None:
-        """Forget what was decoded long ago, as no character is incomplete."""
+        """Make the pending tokens the new context, once no character is incomplete."""
         is_visible = self._decode(self._pending) != ""  # a space or a hidden token may not be
         context = self._pending if is_visible else (self._context + self._pending)[-_CONTEXT:]
         self._context, self._pending = context, []
@@ -138,7 +139,7 @@ class TextStream:
         self._shown = len(self._text)
 
     def _release(self, piece: str) -> str:
-        """What can no longer become a stop string, of what was held back and a new piece."""
+        """Add a piece and return the text that cannot become part of a stop string."""
         self._length += len(piece)
         self._held += piece
         found = [place for place in map(self._held.find, self._stops) if place >= 0]
@@ -154,20 +155,20 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The most characters at the end of a text that `stop` begins with."""
+    """Return the length of the longest proper prefix of `stop` at the end of a text."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 Draw = Callable[[list[int], int], Iterable[int]]
-"""From a prompt's ids and a number of new tokens at most to the tokens drawn."""
+"""Samples tokens: from a prompt's ids and a maximum number of new tokens to the new tokens."""
 
 
 class Conversation:
-    """Turns so far, and how to get the next.
+    """A conversation with a model.
 
     Attributes:
-        messages: all of them, the system's first if there is one.
+        messages: all messages so far, including the system message.
     """
 
     def __init__(
@@ -180,18 +181,18 @@ class Conversation:
         template: ChatTemplate | None = None,
         system: str | None = None,
     ) -> None:
-        """Begin with nothing said.
+        """Begin an empty conversation.
 
         Args:
-            tokenizer: the model's.
-            draw: the model.
-            window: tokens that it reads at most, its answer with them.
-            max_new_tokens: of an answer.
-            template: how messages become a text; unset: the tokenizer's own.
-            system: the system's message.
+            tokenizer: tokenizer of the model.
+            draw: samples tokens from the model.
+            window: context window of the model in tokens, including the answer.
+            max_new_tokens: longest answer in tokens.
+            template: chat template; unset: the template of the tokenizer.
+            system: system message.
 
         Raises:
-            UserError: there is no template, or none that ends an answer.
+            UserError: there is no template, or it has no end of a turn.
         """
         self._tokenizer, self._draw = tokenizer, draw
         self._template = template or tokenizer.chat
@@ -201,40 +202,41 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget every turn; `system` begins the next conversation."""
+        """Delete all messages and set the system message of the next conversation."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
     @property
     def system(self) -> str | None:
-        """The system's message."""
+        """The system message; None: there is none."""
         first = self.messages[0] if self.messages else {}
         return first["content"] if first.get("role") == "system" else None
 
     def ask(self, text: str) -> Iterator[str]:
-        """The answer to a message, in pieces; both are kept, as far as it was written.
+        """Stream the answer to a message. The message and the streamed answer become messages.
 
         Raises:
-            UserError: the conversation leaves no room for an answer, or the template refuses it;
-                nothing is kept then.
+            UserError: the conversation leaves no space for an answer, or the template rejects it.
+                The conversation does not change then.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        if any("\ud800" <= c <= "\udfff" for message in asked for c in message["content"]):
+        messages = [*self.messages, {"role": "user", "content": text}]
+        if any("\ud800" <= c <= "\udfff" for message in messages for c in message["content"]):
             raise UserError("the message, or the system's, is not UTF-8 text; convert it")
-        ids = self._tokenizer.encode_chat(self._template.render(asked, add_generation_prompt=True))
+        prompt = self._template.render(messages, add_generation_prompt=True)
+        ids = self._tokenizer.encode_chat(prompt)
         room = min(self._max_new, self._window - len(ids))
         if room < 1:
             raise UserError(
                 f"the conversation has {len(ids)} tokens with this message, and the model reads"
                 f" {self._window} with its answer; write /reset, or a shorter message"
             )
-        return self._answer(asked, self._draw(ids, room))
+        return self._answer(messages, self._draw(ids, room))
 
-    def _answer(self, asked: list[Message], tokens: Iterable[int]) -> Iterator[str]:
-        said: list[str] = []
+    def _answer(self, messages: list[Message], tokens: Iterable[int]) -> Iterator[str]:
+        pieces: list[str] = []
         try:
             for piece in stream_text(tokens, self._tokenizer.decode, stops=[self._end]):
-                said.append(piece)
+                pieces.append(piece)
                 yield piece
-        finally:  # an answer that was broken off was said as far as it was
-            answer: dict[str, Any] = {"role": "assistant", "content": "".join(said)}
-            self.messages = [*asked, answer]
+        finally:  # an interrupted answer is recorded as far as it was streamed
+            answer: dict[str, Any] = {"role": "assistant", "content": "".join(pieces)}
+            self.messages = [*messages, answer]
