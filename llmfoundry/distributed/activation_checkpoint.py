@@ -1,11 +1,11 @@
-"""What goes around each block's forward pass: compilation, checkpointing, compression, in order.
+"""Compilation, activation checkpointing and activation compression of each block, in this order.
 
-`builders/trainer.py` calls `wrap_blocks` on the meta device, before FSDP: a block's own `forward`
-is replaced in place, so names of parameters stay what they are, and FSDP's hooks, which wait for
-other processes, stay outside of what is compiled and of what is recomputed.
+Entry point: `wrap_blocks`, which `apply.py` calls on the meta device, before FSDP. It replaces the
+`forward` method of each block in place. Parameter names therefore do not change, and FSDP's hooks,
+which communicate, stay outside of compiled and recomputed code.
 
-Only training goes through the wraps. Evaluation and generation call the plain forward pass: their
-rows have every length, and each would be compiled anew.
+Only training uses the wrappers. Evaluation and generation call the plain forward pass: their
+sequences have many lengths, and each length would be compiled separately.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from llmfoundry.ops.torch_private import (
 from llmfoundry.recipe.parallel import BLOCK, EXPERTS, ActivationMemory
 from llmfoundry.recipe.train import GRAPH_ADVICE, GRAPH_MODES
 
-Forward = Callable[..., Any]  # of a block and its inputs
+Forward = Callable[..., Any]  # called with a block and its inputs
 FP8_CAPABILITY = (8, 9)  # Triton has no e4m3 below Ada
-BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # what inductor runs
+BUILDERS = {"cpu": "g++ and Python's headers", "cuda": "triton and gcc"}  # tools of inductor
 
 
 KEPT = (
@@ -53,37 +53,39 @@ KEPT = (
     "flash_attn_3::",
     "flex_attention",
     "llmfoundry::moe_forward",
-    "aten::topk",  # a router's choice
+    "aten::topk",  # expert choice of routers
     "_c10d_functional::all_to_all_single",
     "_c10d_functional::all_reduce",
     "_c10d_functional::reduce_scatter_tensor",
 )
-"""Operators, by how their names begin, whose results selective checkpointing keeps: matrix
-products, attention, experts, and what other processes would have to take part in. All else is
-bound by memory traffic, and recomputed (as torchtitan has it, which keeps every second product
-alone)."""
+"""Prefixes of the operators whose results selective activation checkpointing saves.
+
+These are matmuls, attention, experts and collectives. All other operators are bound by memory
+bandwidth, and are recomputed. (torchtitan does the same, but saves only every second matmul.)"""
 
 
 def wrap_blocks(root: Root, memory: ActivationMemory, *, compile_mode: str | None) -> None:
     """Replace the training forward pass of every block, or of parts of it, in place.
 
-    Checkpointing of whole blocks goes around the compiled function, not into it: a graph break
-    inside a compiled checkpoint (attention of documents one by one, on a CPU) turns compilation off
-    altogether. So does that of parts, each of which is compiled by itself. Selective checkpointing
-    goes into it, for it must see operators: on a CPU packed rows are not compiled then. Compression
-    goes around all of it: it takes what autograd saves, of compiled graphs and the inputs of
-    checkpoints as well.
+    - Full activation checkpointing wraps the compiled function. A graph break inside a compiled
+      checkpoint (attention document by document, on a CPU) would disable compilation entirely.
+    - Checkpointing of parts of a block also wraps compiled functions, one for each part.
+    - Selective checkpointing is inside the compiled function, because it must see operators. On a
+      CPU, packed sequences are then not compiled.
+    - Compression is outermost. It replaces everything that autograd saves, including the saved
+      tensors of compiled graphs and the inputs of checkpoints.
 
     Args:
-        root: the model, before FSDP or DDP wrap it.
-        memory: how activations are kept, by block.
-        compile_mode: torch.compile's mode; None: not compiled.
+        root: the model, before FSDP or DDP wraps it.
+        memory: activation memory settings, by block.
+        compile_mode: mode of torch.compile; None: not compiled.
     """
     compress = _compressor(root, memory.compression)
+    # compilation, with selective checkpointing inside
     if compile_mode is not None:
         set_activation_memory_budget(memory.budget)
         for layer in _shared_mixtures(root):
-            # no graph has the host's waiting for how many rows come, nor FSDP's hooks of experts
+            # a graph cannot contain the host's wait for token counts, nor FSDP's hooks of experts
             layer.combine = torch.compiler.disable(layer.combine)  # type: ignore[method-assign]
     inner: Forward = _plain
     if memory.checkpointing == "selective":
@@ -93,13 +95,15 @@ def wrap_blocks(root: Root, memory: ActivationMemory, *, compile_mode: str | Non
     if compile_mode is not None:
         inner = _compiled(inner, compile_mode, len(root.model.blocks))
     for block, targets in zip(root.model.blocks, memory.targets, strict=True):
-        again = partial(_recomputed, compress=compress)
-        forward = again(block, inner) if BLOCK in targets else inner
+        # full checkpointing of the block, or of parts of it
+        recompute = partial(_recomputed, compress=compress)
+        forward = recompute(block, inner) if BLOCK in targets else inner
         for part in targets - {BLOCK}:
             for module in _modules(block, part):
-                # a function of its own, which the block's graph calls
-                outside = torch.compiler.disable(again(module, inner))
+                # a separately compiled function, which the block's graph calls
+                outside = torch.compiler.disable(recompute(module, inner))
                 module.forward = _while_training(module, outside)
+        # compression around everything
         if compress is not None:
             forward = _compressed(forward, compress)
         if forward is not _plain:
@@ -120,7 +124,7 @@ def _while_training(module: nn.Module, wrapped: Forward) -> Forward:
 
 
 def _modules(block: nn.Module, part: str) -> list[nn.Module]:
-    """What `part` names in a block of ours."""
+    """Return the modules of a block of this project that `part` names."""
     assert isinstance(block, Block), "limits: of other classes whole blocks are known alone"
     if part == "norm":
         return [block.norm_1, block.norm_2]
@@ -131,7 +135,7 @@ def _modules(block: nn.Module, part: str) -> list[nn.Module]:
 
 
 def _compressor(root: Root, kind: str) -> Compressor | None:
-    """What compresses all blocks; None: nothing is compressed."""
+    """Return the compressor of all blocks; None: no compression."""
     if kind == "none":
         return None
     model = root.model.config
@@ -141,7 +145,7 @@ def _compressor(root: Root, kind: str) -> Compressor | None:
 
 
 def _compressed(forward: Forward, compress: Compressor) -> Forward:
-    """Save in 8 bits."""
+    """Wrap a forward pass so that autograd saves activations in 8 bits."""
 
     def wrapped(block: nn.Module, *inputs: Any, **named: Any) -> Any:
         with compress.hooks(block, inputs, named):
@@ -151,10 +155,11 @@ def _compressed(forward: Forward, compress: Compressor) -> Forward:
 
 
 def _recomputed(module: nn.Module, forward: Forward, *, compress: Compressor | None) -> Forward:
-    """The checkpoint of a whole module.
+    """Wrap a module in full activation checkpointing.
 
-    Where its input is compressed its router keeps its choice: of the rounded input it would choose
-    other experts for some tokens, and other processes would wait for other rows.
+    If its input is compressed, the choice of the router is saved instead of recomputed. From the
+    rounded input the router would choose other experts for some tokens, and the collectives of
+    ranks would not match.
     """
     may_route = any(isinstance(m, MoE) for m in module.modules()) or not _is_ours(module)
     if compress is None or not may_route:
@@ -171,11 +176,12 @@ def _is_choice(op: Any, *args: Any) -> bool:
 
 
 def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
-    """Keep the inputs; the random state is kept too, so that dropout falls on the same elements.
+    """Wrap a forward pass in a checkpoint that saves its inputs and random state.
 
     Args:
-        forward: what is recomputed.
-        contexts: of its first and its second time, which keep results; None: nothing is kept.
+        forward: the function that is recomputed in the backward pass.
+        contexts: returns the contexts of forward pass and recomputation, which select the results
+            that are saved; None: none are saved.
     """
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
@@ -194,9 +200,10 @@ def _checkpointed(forward: Forward, contexts: Callable[[], Any] | None = None) -
 
 
 def _selection(root: Root, compress: Compressor | None, *, is_compiled: bool) -> Callable[[], Any]:
-    """Contexts that keep the results of the operators that KEPT names.
+    """Return a factory of contexts that save the results of the operators in KEPT.
 
-    Not of a feed-forward layer's last product: nothing in the block needs it again.
+    The result of a feed-forward layer's last matmul is not saved, because the backward pass of the
+    block does not use it.
     """
     model = root.model.config
     last = (model.ffn_config.ffn_hidden_size, model.d_model)
@@ -226,31 +233,34 @@ def _name(op: Any) -> str:
 
 
 def _shared_mixtures(root: Root) -> list[MoE]:
-    """The layers in which FSDP has units of their own: experts, or all of a layer."""
+    """Return the layers with experts that have FSDP units inside the block."""
     mixtures = (m for m in root.modules() if isinstance(m, MoE))
     return [m for m in mixtures if m.group is not None or m.statistics_groups.tensor is not None]
 
 
 def _compiled(forward: Forward, mode: str, n_blocks: int) -> Forward:
-    """One function for all blocks: identical ones share its graphs, compiled once."""
-    # Blocks of other windows, or with others' keys, are other graphs; beyond the limit (8) PyTorch
-    # would run them uncompiled and only warn.
+    """Compile one function for all blocks, so that identical blocks share graphs."""
+    # Blocks with other windows, or with shared keys and values, need other graphs. Beyond the
+    # limit (8), PyTorch would run them uncompiled and only warn.
     limits = torch.compiler.config
     limits.recompile_limit = max(limits.recompile_limit, 8 * n_blocks)
-    disable_ddp_graph_splits()  # blocks are smaller than its buckets
+    disable_ddp_graph_splits()  # blocks are smaller than DDP's buckets
     return torch.compile(forward, mode=mode)
 
 
 def check_graphs(mode: str | None, *, rows: int, microbatch: int) -> None:
-    """A mode that records CUDA graphs takes steps of one microbatch.
+    """Check that a mode that records CUDA graphs has one microbatch per step.
 
-    A graph writes gradients to the same place each time it is replayed, so that those of one
-    microbatch are gone in the next; PyTorch raises in the middle of the second.
+    Each replay of a graph writes gradients to the same memory and overwrites those of the previous
+    microbatch. PyTorch would raise during the second microbatch.
 
     Args:
-        mode: torch.compile's; None: not compiled.
-        rows: of a step, on this process.
-        microbatch: rows computed at a time.
+        mode: mode of torch.compile; None: not compiled.
+        rows: sequences per step on this rank.
+        microbatch: sequences per forward pass.
+
+    Raises:
+        UserError: a step has several microbatches.
     """
     if mode in GRAPH_MODES and rows > microbatch:
         raise UserError(
@@ -261,10 +271,10 @@ def check_graphs(mode: str | None, *, rows: int, microbatch: int) -> None:
 
 
 def check_format(compression: str, device: torch.device) -> None:
-    """Refuse 8-bit floating point where its kernels do not run.
+    """Check that the device supports the format of activation compression.
 
     Raises:
-        UserError: says what runs.
+        UserError: fp8 on a GPU without it.
     """
     if compression != "fp8" or device.type != "cuda":
         return
@@ -278,7 +288,7 @@ def check_format(compression: str, device: torch.device) -> None:
 
 
 def check_compiler(mode: str, device: torch.device) -> None:
-    """Compile one addition: seconds now in place of a traceback in the first step.
+    """Compile one addition, to report a broken compiler in one line before the first step.
 
     Raises:
         UserError: kernels cannot be built here, or not in this mode.

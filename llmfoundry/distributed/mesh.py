@@ -1,8 +1,9 @@
-"""One device mesh for all processes, and every view of it that a part of the run needs.
+"""The device mesh of all ranks, and the views of it that each form of parallelism uses.
 
-The processes form a block of data_parallel_replicate x data_parallel_shard x context_parallel x
-tensor_parallel, adjacent ranks along the last. Experts use those of the last three, in another
-shape: their axis is the innermost, since tokens travel along it twice a layer.
+Entry point: `build_mesh`. The dimensions are data_parallel_replicate x data_parallel_shard x
+context_parallel x tensor_parallel, with adjacent ranks along the last. Expert parallelism reshapes
+the last three dimensions. Its own dimension is the innermost, because tokens cross it twice per
+layer.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ CONTEXT, EXPERT = "context_parallel", "expert_parallel"
 
 @dataclass(frozen=True)
 class Meshes:
-    """The views of one mesh; those that differ in shape alone share their processes.
+    """Views of one device mesh.
 
     Attributes:
-        degrees: of its dimensions.
-        root: (replicate, shard), and behind them context and tensor where they are above 1.
-        weights: (replicate, shard x context): how FSDP shards what is not an expert's.
-        data: the processes that read other rows; None: all.
-        tokens: those that hold other tokens, data x context; None: all.
-        context: those that share this one's rows; None: it has them alone.
-        tensor: those that share this one's matrices; None: it has them alone.
-        expert: those that share this one's experts; None: it has them all.
-        expert_weights: (replicate, shard): how FSDP shards the experts of one of these; None too.
-        mixture_weights: (replicate, shard x context x tensor): how it shards what else is of a
-            layer with experts, where tensor ranks have other tokens; None: as other weights.
+        degrees: sizes of the dimensions.
+        root: (replicate, shard), then context and tensor if their sizes are above 1.
+        weights: (replicate, shard x context), over which FSDP shards all non-expert weights.
+        data: ranks that read different sequences; None: all ranks.
+        tokens: ranks that hold different tokens, data x context; None: all ranks.
+        context: ranks that share sequences (context parallelism); None: no context parallelism.
+        tensor: ranks that share matrices (tensor parallelism); None: no tensor parallelism.
+        expert: ranks that share the experts of a layer; None: no expert parallelism.
+        expert_weights: (replicate, shard), over which FSDP shards the experts of each expert rank;
+            None without expert parallelism.
+        mixture_weights: (replicate, shard x context x tensor), over which FSDP shards the other
+            weights of a layer with experts under tensor parallelism; None: `weights` is used.
     """
 
     degrees: Degrees
@@ -54,7 +56,7 @@ class Meshes:
     mixture_weights: DeviceMesh | None = None
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
-        """Each group of processes of all views."""
+        """Yield every process group of all views."""
         views: list[DeviceMesh | None] = [self.root, self.weights, self.data, self.tokens]
         views += [self.expert, self.expert_weights, self.mixture_weights]
         for view in views:
@@ -63,14 +65,16 @@ class Meshes:
 
 
 def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
-    """The mesh of all processes; None where there is one."""
+    """Build the mesh of all ranks; None for a single process."""
     degrees = config.degrees(world.size)
     if world.size == 1:
         return None
+
+    # the mesh itself
     sizes = {REPLICATE: degrees.replicate, SHARD: degrees.shard}
     more = {CONTEXT: degrees.context, TENSOR: degrees.tensor}
     sizes |= {name: size for name, size in more.items() if size > 1}
-    # Groups smaller than all would be of NCCL and gloo, as the default group is.
+    # else smaller groups would get both NCCL and gloo, as the default group does
     backend = NCCL if NCCL in dist.get_backend_config() else None
     small = [name for name, size in sizes.items() if 1 < size < world.size]
     root = init_device_mesh(
@@ -81,7 +85,7 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
     )
 
     def over(*names: str) -> DeviceMesh | None:
-        """Some dimensions as one; None: they are all processes."""
+        """Flatten some dimensions into one; None if the result has all ranks."""
         present = [name for name in names if sizes.get(name, 1) > 1] or [names[0]]
         if math.prod(sizes[name] for name in present) == world.size:
             return None
@@ -89,34 +93,40 @@ def build_mesh(config: ParallelConfig, world: World) -> Meshes | None:
             return root[present[0]]
         return flattened(root, present, backend)
 
-    context = degrees.context > 1
+    # views for data, context and tensor parallelism
+    has_context = degrees.context > 1
+    if has_context:
+        weights = concatenated(root[REPLICATE], flattened(root, [SHARD, CONTEXT], backend))
+    else:
+        weights = root[REPLICATE, SHARD]
     meshes = Meshes(
         degrees,
         root,
-        weights=concatenated(root[REPLICATE], flattened(root, [SHARD, CONTEXT], backend))
-        if context
-        else root[REPLICATE, SHARD],
+        weights=weights,
         data=over(REPLICATE, SHARD),
         tokens=over(REPLICATE, SHARD, CONTEXT),
-        context=root[CONTEXT] if context else None,
+        context=root[CONTEXT] if has_context else None,
         tensor=root[TENSOR] if degrees.tensor > 1 else None,
     )
+
+    # views for layers with experts, over the ranks of one replica
     if degrees.tensor > 1 or degrees.expert > 1:
-        copy = flattened(root, [name for name in sizes if name != REPLICATE], backend)
+        replica = flattened(root, [name for name in sizes if name != REPLICATE], backend)
     if degrees.tensor > 1:
-        meshes = replace(meshes, mixture_weights=concatenated(root[REPLICATE], copy))
+        meshes = replace(meshes, mixture_weights=concatenated(root[REPLICATE], replica))
     if degrees.expert > 1:
         shape = {f"{EXPERT}_shard": degrees.expert_shard, EXPERT: degrees.expert}
-        copy = unflattened(copy, shape, backend)
-        shards = concatenated(root[REPLICATE], copy[f"{EXPERT}_shard"])
-        meshes = replace(meshes, expert=copy[EXPERT], expert_weights=shards)
-    for group in meshes.groups():  # each would wait for PyTorch's own time otherwise
+        expert_view = unflattened(replica, shape, backend)
+        shards = concatenated(root[REPLICATE], expert_view[f"{EXPERT}_shard"])
+        meshes = replace(meshes, expert=expert_view[EXPERT], expert_weights=shards)
+
+    for group in meshes.groups():  # else each group keeps PyTorch's default timeout
         set_group_timeouts(group, world)
     return meshes
 
 
 def with_mesh(world: World, meshes: Meshes | None) -> World:
-    """The world with a mesh's groups: which processes have other rows, and which other tokens."""
+    """Return the world with the data and token groups of a mesh."""
     if meshes is None:
         return world
     return replace(world, data_mesh=meshes.data, token_mesh=meshes.tokens)
@@ -124,9 +134,9 @@ def with_mesh(world: World, meshes: Meshes | None) -> World:
 
 @contextmanager
 def imagined(degrees: Degrees) -> Iterator[Meshes | None]:
-    """The views that tensor, context and expert parallelism take of a mesh that does not exist.
+    """Yield the tensor, context and expert views of a mesh without processes, for fake tensors.
 
-    For fake tensors: this process is the first, and nothing is sent. None: there are none.
+    This process has rank 0, and there is no communication. Yield None if no degree is above 1.
     """
     sizes = {"context": degrees.context, "tensor": degrees.tensor, "expert": degrees.expert}
     sizes = {name: size for name, size in sizes.items() if size > 1}

@@ -1,29 +1,29 @@
-"""Tensor parallelism: processes share each matrix, and between the matrices the tokens of each row.
+"""Tensor parallelism with sequence parallelism: ranks shard matrices, and tokens between them.
 
-`apply.py` calls `apply_tensor_parallel` on the meta device, before FSDP. DTensor's own plans do the
-layers (Shoeybi et al., 2019; Korthikanti et al., 2022): queries, keys and values and the up
-projections are sharded by rows (heads, inner width), what leads back to the residual stream by
-columns, and norms see this process's tokens alone. What no plan knows is elsewhere: a fused Wqkv
-whose rows lie head by head (`ops/shard_layout.py`), rows of any length
-(`models/tensor_parallel.py`), the loss over a head sharded by its vocabulary (`ops/loss.py`).
-Layers with experts are not: each process routes its own tokens, and FSDP shards their weights over
-tensor ranks too.
+Entry point: `apply_tensor_parallel`, which `apply.py` calls on the meta device, before FSDP. The
+layers use DTensor's plans (Shoeybi et al., 2019; Korthikanti et al., 2022). Projections of queries,
+keys and values and the up projections are sharded by rows (heads, inner width). The projections
+back to the residual stream are sharded by columns. Norms process this rank's tokens only. Three
+cases have no plan in DTensor: a fused Wqkv whose rows are ordered by head (`ops/shard_layout.py`),
+sequences of any length (`models/tensor_parallel.py`), and the loss over a head sharded by
+vocabulary (`ops/loss.py`). Layers with experts are not tensor parallel: each rank routes its own
+tokens, and FSDP shards their weights over tensor ranks too.
 
-What a process sends and receives, in elements, of B rows of T tokens, n tensor ranks, width D, in
-the dtype of matrix products: what a norm computes in fp32 is rounded before it is gathered, as the
-product that takes it would, and so is its gradient. An all-gather and a reduce-scatter move
-g = (n - 1) / n * B * T * D each (T rounded up to a multiple of n).
+Communication per rank, in elements, for B sequences of T tokens, n tensor ranks and width D. The
+dtype is that of matmuls: fp32 outputs of norms are cast before the all-gather, and so are their
+gradients. An all-gather or reduce-scatter moves g = (n - 1) / n * B * T * D elements (T rounded up
+to a multiple of n).
 
-- A block with a dense feed-forward layer, forward: 2 all-gathers (before attention, before the
-  feed-forward layer) and 2 reduce-scatters: 4 g. Backward: the same the other way round, 4 g, and
-  the all-gather's results are kept, not gathered again. Checkpointing of whole blocks repeats the
-  forward pass: 4 g more; selective checkpointing its all-gathers: 2 g more.
-- A block with experts: half of that, plus what expert parallelism sends of B * T / n tokens.
-- Embedding: a reduce-scatter forward, an all-gather backward: 2 g. Head: an all-gather of hidden
-  states forward, a reduce-scatter backward: 2 g; and 2 values (fp32) of each labeled token from
-  each process.
-- Parameters that all have and apply to their own tokens (norms, positions): an all-reduce of their
-  gradients a microbatch.
+- Block with a dense feed-forward layer, forward: 2 all-gathers (before attention and before the
+  feed-forward layer) and 2 reduce-scatters, 4 g. Backward: the reverse, 4 g; the gathered inputs
+  are saved, not gathered again. Full activation checkpointing repeats the forward pass, 4 g more.
+  Selective checkpointing repeats the all-gathers, 2 g more.
+- Block with experts: half of that, plus the communication of expert parallelism for B * T / n
+  tokens.
+- Embedding: a reduce-scatter forward and an all-gather backward, 2 g. Head: an all-gather of hidden
+  states forward and a reduce-scatter backward, 2 g, plus 2 fp32 values per labeled token and rank.
+- Replicated parameters that process local tokens (norms, positions): an all-reduce of their
+  gradients per microbatch.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ KEY = "parallel.tensor_parallel_degree"
 
 
 def apply_tensor_parallel(root: Root, meshes: Meshes | None) -> None:
-    """Give each process of the tensor dimension its part of the dense layers."""
+    """Shard the dense layers over the mesh's tensor dimension."""
     if meshes is None or meshes.tensor is None:
         return
     model, mesh = root.model, meshes.tensor
+
+    # check that the model can be sharded
     if not isinstance(model, Decoder):
         raise UserError(
             f"{KEY}: {mesh.size()}, but the model is of a class of transformers' own, whose layers"
@@ -67,8 +69,10 @@ def apply_tensor_parallel(root: Root, meshes: Meshes | None) -> None:
         )
     _check(model, mesh)
     model.tensor_ranks = TensorRanks(mesh)
+
+    # embeddings, final norm and head, then the blocks
     plan: dict[str, ParallelStyle] = {
-        "wte": RowwiseParallel(input_layouts=Replicate()),  # for its rows: see `TensorRanks`
+        "wte": RowwiseParallel(input_layouts=Replicate()),  # by vocabulary: see `TensorRanks`
         "norm_f": _norm(),
     }
     if model.config.learned_pos_emb:
@@ -76,10 +80,12 @@ def apply_tensor_parallel(root: Root, meshes: Meshes | None) -> None:
     if not model.config.tie_word_embeddings:
         plan["lm_head"] = ColwiseParallel()
     parallelize_module(model, mesh, plan)
-    _round(model.norm_f)
+    _cast_output(model.norm_f)
     for block in model.blocks:
         assert isinstance(block, Block)
-        _share_block(block, mesh)
+        _shard_block(block, mesh)
+
+    # every parameter outside of layers with experts must be in a plan
     outside = {p for m in model.modules() if isinstance(m, MoE) for p in m.parameters()}
     for name, parameter in model.named_parameters():
         if parameter not in outside:
@@ -93,7 +99,7 @@ def _check(model: Decoder, mesh: DeviceMesh) -> None:
     quantize = str(quantization(model)["model.quantize"])
     adapter = "some" if any(map(is_added, model.state_dict())) else "none"
     problems = list(tensor_adapters(adapter, quantize, Degrees(tensor=n)))
-    if problems:  # of a degree that was written as -1
+    if problems:  # not checked earlier if the recipe's degree is -1
         raise UserError(*problems)
     if -(-vocabulary // n) * (n - 1) >= vocabulary:
         raise UserError(
@@ -102,25 +108,25 @@ def _check(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _norm() -> SequenceParallel:
-    """A layer that sees single tokens: each process has its own, and all have its parameters."""
+    """Return the style of a layer that processes local tokens with replicated parameters."""
     return SequenceParallel(sequence_dim=1, use_local_output=True)
 
 
-def _round(norm: nn.Module) -> None:
-    """Let what a norm gives, which is gathered next, be in the dtype of matrix products."""
-    norm.register_forward_hook(lambda module, given, made: to_autocast_dtype(made))
+def _cast_output(norm: nn.Module) -> None:
+    """Cast the output of a norm to the dtype of matmuls, before it is gathered."""
+    norm.register_forward_hook(lambda module, inputs, output: to_autocast_dtype(output))
 
 
-def _share_block(block: Block, mesh: DeviceMesh) -> None:
+def _shard_block(block: Block, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {"norm_1": _norm(), "norm_2": _norm()}
     plan |= {f"attn.{name}": style for name, style in _attention_plan(block.attn).items()}
-    if not isinstance(block.ffn, MoE):  # of which `experts.py` knows whose tokens count
+    if not isinstance(block.ffn, MoE):  # `experts.py` handles layers with experts
         assert isinstance(block.ffn, FFN)
         plan |= _ffn_plan(block.ffn)
     parallelize_module(block, mesh, plan)
-    _round(block.norm_1)
+    _cast_output(block.norm_1)
     if not isinstance(block.ffn, MoE):
-        _round(block.norm_2)
+        _cast_output(block.norm_2)
     block.attn.widths = tuple(width // mesh.size() for width in block.attn.widths)
 
 
@@ -137,7 +143,7 @@ def _attention_plan(attn: Attention) -> dict[str, ParallelStyle]:
 
 
 def _ffn_plan(ffn: nn.Module) -> dict[str, ParallelStyle]:
-    """The tokens of all processes are gathered once for both up projections."""
+    """Return the plan of a feed-forward layer; both up projections share one all-gather."""
     plan: dict[str, ParallelStyle] = {
         "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         "ffn.up_proj": ColwiseParallel(),
