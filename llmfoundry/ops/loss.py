@@ -1,11 +1,11 @@
-"""Cross-entropy and log-probabilities of an output head, without the whole logits in memory.
+"""Cross-entropy and log-probabilities of an output head, without materializing all logits.
 
-Training and validation call `linear_cross_entropy`, preference tuning `linear_log_probs`. The idea:
-nobody needs all logits at once. A `HeadPass` makes those of a chunk of tokens, takes nats from
-them, and, while they exist, adds what the chunk gives to the gradients; the backward pass of the
-cross-entropy only scales these. What a log-probability counts is known only in the backward pass:
-there the logits of a chunk are made again, which costs a fourth product over the head and no
-memory.
+Entry points: `linear_cross_entropy` for training and validation, `linear_log_probs` for preference
+tuning. The idea: a `HeadPass` computes the logits of one chunk of tokens at a time. While they are
+in memory, it computes the loss and adds the chunk's part to the gradients. The backward pass of
+the cross-entropy only scales these gradients. For log-probabilities the upstream gradient differs
+per token and is known only in the backward pass, which recomputes the logits of each chunk. This
+costs a fourth matmul over the head and no memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from torch.autograd.function import once_differentiable
 from llmfoundry.ops.devices import kind_of, planned
 from llmfoundry.ops.packed_layout import IGNORE
 
-CHUNK_LOGITS = 1 << 22  # logits held at a time: 16 MiB in fp32, which a CPU's cache half holds
-PART = 1 << 18  # values added at a time on a CPU
-MIN_CHUNK = 256  # tokens; below it a matrix product no longer fills the machine
-CUDA_CHUNK_BYTES = 2 << 30  # of fp32 logits held at a time
+CHUNK_LOGITS = 1 << 22  # logits per chunk on a CPU: 16 MiB in fp32, about half of its cache
+PART = 1 << 18  # values summed at a time on a CPU
+MIN_CHUNK = 256  # tokens; a smaller matmul does not use the device fully
+CUDA_CHUNK_BYTES = 2 << 30  # fp32 logits per chunk on a GPU
 CUDA_MAX_CHUNK = 8192
-"""Tokens. Each chunk reads the head twice and reads and writes its gradient, 12 bytes of a value
-whose products are 6 operations a token: on an H100 (3.35 TB/s, 800 TFLOP/s) 1.9 times the products'
-time at 256 tokens, 0.12 at 4,096, 0.06 at 8,192."""
-CUDA_TILE = 128  # a chunk is a multiple of it: rows that a kernel computes together
+"""Largest chunk on a GPU, in tokens.
+
+Each chunk reads the head twice, and reads and writes its gradient: 12 bytes per weight, whose
+matmuls take 6 operations per token. On an H100 (3.35 TB/s, 800 TFLOP/s), this traffic takes 1.9
+times the time of the matmuls at 256 tokens, 0.12 at 4,096 and 0.06 at 8,192."""
+CUDA_TILE = 128  # tokens that a kernel computes together: chunks are multiples of it
 
 
 def linear_cross_entropy(
@@ -45,34 +47,35 @@ def linear_cross_entropy(
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> Tensor:
-    """Sum of -log softmax(cap(hidden @ weight.T))[label] over labelled tokens, an fp32 scalar.
+    """Return (), fp32: the sum of -log softmax(cap(hidden @ weight.T))[label] over labeled tokens.
 
-    Matrix products run in autocast's dtype where it is on; softmax and sums in fp32.
+    Matmuls run in autocast's dtype if it is enabled; softmax and sums in fp32.
 
     Args:
         hidden: (..., D).
         weight: (V, D), the output head.
-        labels: (...), int64; IGNORE counts nothing.
+        labels: (...), int64; tokens with IGNORE are not in the loss.
         scale: factor on the logits.
         softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
-        weights: (...), what each token's summand is multiplied by; None: 1.
-        chunk: tokens whose logits are held at a time; None: as many as suit the device.
-        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
-            result, and a summand of the gradient of hidden states. None: all.
+        weights: (...), loss weight of each token; None: 1.
+        chunk: tokens whose logits are in memory at a time; None: chosen for the device.
+        shard: the rows of the head in `weight`, under tensor parallelism; None: all rows. Every
+            rank passes the same tokens and gets the same result, but only its summand of the
+            gradient of the hidden states.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     weights = None if weights is None else weights.flatten()
-    kept = labelled_places(labels)
-    if kept is not None:
-        hidden, labels = hidden[kept], labels[kept]
-        weights = None if weights is None else weights[kept]
+    labeled = labelled_places(labels)
+    if labeled is not None:
+        hidden, labels = hidden[labeled], labels[labeled]
+        weights = None if weights is None else weights[labeled]
     options = HeadOptions(product_dtype(hidden), scale, softcap, chunk, shard)
     with torch.autocast(hidden.device.type, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, labels, weights, options)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Chunked forward that leaves gradients of the sum behind for the backward pass."""
+    """Cross-entropy whose forward pass also computes the gradients of the sum, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -98,9 +101,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grads[0] * ctx.scale  # the logits' own factor, at no cost for each of them
+        scale = grads[0] * ctx.scale  # the factor on the logits, applied once per gradient
         grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:  # in bf16 the scale itself would be off by up to 0.4 %
+        if grad_hidden is not None:  # multiply in fp32: a bf16 scale has an error of up to 0.4 %
             grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
@@ -117,32 +120,31 @@ def linear_log_probs(
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> Tensor:
-    """(...): log softmax(cap(hidden @ weight.T))[label] of each token, fp32, 0 without a label.
+    """Return (...), fp32: log softmax(cap(hidden @ weight.T))[label]; 0 for tokens without a label.
 
-    Matrix products run in autocast's dtype where it is on; softmax and sums in fp32.
+    Matmuls run in autocast's dtype if it is enabled; softmax and sums in fp32.
 
     Args:
         hidden: (..., D).
         weight: (V, D), the output head.
-        labels: (...), int64; IGNORE: none is asked.
+        labels: (...), int64; IGNORE: no label.
         scale: factor on the logits.
         softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
-        chunk: tokens whose logits are held at a time; None: as many as suit the device.
-        shard: which rows of the head `weight` is; every process has the same tokens, gets the same
-            result, and a summand of the gradient of hidden states. None: all.
+        chunk: tokens whose logits are in memory at a time; None: chosen for the device.
+        shard: the rows of the head in `weight`, as in `linear_cross_entropy`.
     """
     shape, options = labels.shape, HeadOptions(product_dtype(hidden), scale, softcap, chunk, shard)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    kept = labelled_places(labels)
+    labeled = labelled_places(labels)
     with torch.autocast(hidden.device.type, enabled=False):
-        if kept is None:
+        if labeled is None:
             return _LinearLogProbs.apply(hidden, weight, labels, options).view(shape)
-        found = _LinearLogProbs.apply(hidden[kept], weight, labels[kept], options)
-        return found.new_zeros(labels.shape).index_put((kept,), found).view(shape)
+        log_probs = _LinearLogProbs.apply(hidden[labeled], weight, labels[labeled], options)
+        return log_probs.new_zeros(labels.shape).index_put((labeled,), log_probs).view(shape)
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Chunked in both passes; nothing but the inputs waits between them."""
+    """Log-probabilities computed in chunks in both passes; only the inputs are saved."""
 
     @staticmethod
     def forward(
@@ -155,10 +157,10 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels)
         ctx.options = options
         run = HeadPass(hidden, weight, labels, options, wants=(False, False))
-        found = hidden.new_empty(len(hidden), dtype=run.wide)
+        log_probs = hidden.new_empty(len(hidden), dtype=run.wide)
         for part in run.parts():
-            found[part] = -run.nats(part)[:, 0]
-        return found
+            log_probs[part] = -run.nats(part)[:, 0]
+        return log_probs
 
     @staticmethod
     @once_differentiable
@@ -174,7 +176,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Logits times scale and then, with a cap c, c * tanh(logits / c); in fp32 or wider within."""
+    """Scale logits and, with a cap c, return c * tanh(logits / c); computed in fp32 or wider."""
     if scale == 1 and softcap is None:
         return logits
     wide = scale * (logits if logits.dtype == torch.float64 else logits.float())
@@ -184,11 +186,12 @@ def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 
 def chunk_tokens(vocab_size: int, device: torch.device, asked: int | None = None) -> int:
-    """Tokens whose logits are held at a time; `asked`, where it is given.
+    """Return the number of tokens whose logits are in memory at a time; `asked` if it is not None.
 
-    On CUDA CUDA_CHUNK_BYTES / (4 * V), in whole tiles and at most CUDA_MAX_CHUNK: 8,192 tokens to
-    a vocabulary of 65,536, 4,096 at 131,072. Not by what memory is free, or a run's losses would
-    differ in their last bit from one machine to the next. Elsewhere CHUNK_LOGITS / V.
+    On CUDA: CUDA_CHUNK_BYTES / (4 * V), in multiples of CUDA_TILE and at most CUDA_MAX_CHUNK. This
+    is 8,192 tokens up to a vocabulary of 65,536, and 4,096 at 131,072. It does not depend on free
+    memory: otherwise losses would differ in the last bit between machines. Elsewhere:
+    CHUNK_LOGITS / V.
     """
     if asked is not None:
         return asked
@@ -199,47 +202,48 @@ def chunk_tokens(vocab_size: int, device: torch.device, asked: int | None = None
 
 
 def logit_bytes(device: torch.device, *, capped: bool) -> int:
-    """Bytes held at once for each logit of a chunk.
+    """Return the peak memory in bytes per logit of a chunk.
 
-    fp32 logits and their softmax, then the softmax and its bf16 copy for the gradient's products;
-    with a softcap the slope of it too. A CPU's softmax takes the logits' place, and its scratch
-    memory stays.
+    Peak memory holds fp32 logits and their softmax, later the softmax and its bf16 copy for the
+    matmuls of the gradient, and with a softcap also its derivative. On a CPU, the softmax
+    overwrites the logits, and scratch memory is added.
     """
     return 8 if kind_of(device) == "cuda" and not capped else 12
 
 
 def sums_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of `dtype` can be written in fp32: PyTorch's `out_dtype`, CUDA alone."""
+    """Return whether matmuls of `dtype` can write fp32 (PyTorch's `out_dtype`, CUDA only)."""
     low = dtype in (torch.bfloat16, torch.float16)
     return low and kind_of(device) == "cuda" and torch.version.hip is None
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """What matrix products over hidden states run in: autocast's dtype where it is on."""
+    """Return the dtype of matmuls over hidden states: autocast's dtype if it is enabled."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
 
 
 def labelled_places(labels: Tensor) -> Tensor | None:
-    """(n,): places of the tokens that have a label, where a CPU can leave out others; else None.
+    """Return (n,), the indices of labeled tokens, so that a CPU can skip the other tokens.
 
-    None too where all have one, or none has. Elsewhere their number would have to be waited for.
+    None if all tokens are labeled or none is, and on other devices, where the number of labeled
+    tokens would require a synchronization.
     """
     if kind_of(labels.device) != "cpu" or planned() is not None:
         return None
-    kept = (labels != IGNORE).nonzero()[:, 0]
-    return kept if 0 < len(kept) < len(labels) else None
+    indices = (labels != IGNORE).nonzero()[:, 0]
+    return indices if 0 < len(indices) < len(labels) else None
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Rows of an output head that one of several processes has; all have the same tokens.
+    """This rank's rows of an output head that is sharded by vocabulary.
 
     Attributes:
-        group: the processes.
-        first: the token that this one's first row is for.
-        size: V, tokens of the whole vocabulary.
+        group: the ranks that share the head. All of them process the same tokens.
+        first: token id of this rank's first row.
+        size: V, size of the full vocabulary.
     """
 
     group: dist.ProcessGroup
@@ -247,30 +251,33 @@ class VocabularyShard:
     size: int
 
     def meet(self, log_sum: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
-        """Both (n, 1) over the whole vocabulary, in one message of 8 bytes a token in fp32.
+        """Reduce both values to the full vocabulary, by one all-gather of 8 bytes per token (fp32).
 
         Args:
-            log_sum: log of the sum of exp(logits) over this process's rows.
-            at_target: the label's logit where this process has it, else 0.
+            log_sum: (n, 1), log of the sum of exp(logits) over this rank's rows.
+            at_target: (n, 1), the label's logit if this rank has its row, else 0.
+
+        Returns:
+            Log-sum-exp over the full vocabulary, and the label's logit, (n, 1) each.
         """
-        own = torch.cat([log_sum, at_target], 1)  # (n, 2)
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(every, own, group=self.group)
-        sums, targets = torch.stack(every).unbind(-1)  # (processes, n) each
+        local = torch.cat([log_sum, at_target], 1)  # (n, 2)
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, local, group=self.group)
+        sums, targets = torch.stack(gathered).unbind(-1)  # (ranks, n) each
         return sums.logsumexp(0)[:, None], targets.sum(0)[:, None]
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How logits are made of hidden states (N, D) and an output head (V, D).
+    """Settings for logits from hidden states (N, D) and an output head (V, D).
 
     Attributes:
-        dtype: of the matrix products.
+        dtype: dtype of matmuls.
         scale: factor on the logits.
         softcap: as in `cap`.
-        chunk: tokens at a time; None: as many as `chunk_tokens` gives.
-        shard: which rows of the head are here, on every process others: the gradient of hidden
-            states then is a summand of theirs; None: all.
+        chunk: tokens per chunk; None: the result of `chunk_tokens`.
+        shard: this rank's rows of a head sharded by vocabulary; the gradient of hidden states is
+            then this rank's summand. None: all rows.
     """
 
     dtype: torch.dtype
@@ -281,12 +288,12 @@ class HeadOptions:
 
 
 class HeadPass:
-    """One pass over tokens: `nats` of a chunk, then, where wanted, `add_gradients` of it.
+    """One pass over all chunks. For each chunk, call `nats` and then, optionally, `add_gradients`.
 
     Attributes:
-        wide: the dtype of softmax and sums: fp32, or float64.
-        grad_hidden: (N, D), of hidden states, so far; None: not wanted.
-        grad_weight: (V, D), of the head, so far, in `wide`; None: not wanted.
+        wide: dtype of softmax and sums: fp32 or float64.
+        grad_hidden: (N, D), accumulated gradient of the hidden states; None: not computed.
+        grad_weight: (V, D), accumulated gradient of the head, in `wide`; None: not computed.
     """
 
     def __init__(
@@ -298,14 +305,14 @@ class HeadPass:
         *,
         wants: tuple[bool, bool],
     ) -> None:
-        """Begin one.
+        """Allocate the gradients and scratch memory.
 
         Args:
             hidden: (N, D).
             weight: (V, D), the output head.
-            labels: (N,), int64; IGNORE counts nothing.
-            options: how logits are made.
-            wants: whether gradients of hidden states and of the head are wanted.
+            labels: (N,), int64; IGNORE: not in the loss.
+            options: settings for the logits.
+            wants: whether to compute the gradients of hidden states and of the head.
         """
         dtype, self._shard = options.dtype, options.shard
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -324,42 +331,53 @@ class HeadPass:
         self._slope: Tensor | None = None
 
     def parts(self) -> Iterator[slice]:
-        """Chunks of the tokens, in order."""
+        """Yield the chunks of tokens, in order."""
         for start in range(0, len(self._hidden), self._chunk):
             yield slice(start, start + self._chunk)
 
     def nats(self, part: slice) -> Tensor:
-        """(n, 1): -log softmax(cap(hidden @ weight.T))[label] of a chunk, 0 without a label."""
+        """Return (n, 1), -log softmax(cap(hidden @ weight.T))[label] of a chunk; 0 if unlabeled."""
+        # logits (n, V)
         target = self._labels[part]
-        self._shares, self._slope = self._nothing, None  # the last chunk's memory, for this one
+        self._shares, self._slope = self._nothing, None  # free the previous chunk's memory
         self._low_hidden = self._hidden[part].to(self._weight.dtype)
         logits = self._products.logits(self._low_hidden, self._weight)
         self._slope = _cap_in_place(logits, *self._cap)
+
+        # the column of each label, if this rank has it
         self._keep = (target != IGNORE)[:, None]
-        self._mine, place = self._keep, target[:, None]
+        self._mine, column = self._keep, target[:, None]
         if self._shard is not None:
-            place = place - self._shard.first
-            self._mine = self._keep & (place >= 0) & (place < len(self._weight))
-        self._index = torch.where(self._mine, place, 0)
+            column = column - self._shard.first
+            self._mine = self._keep & (column >= 0) & (column < len(self._weight))
+        self._index = torch.where(self._mine, column, 0)
         at_target, peak = logits.gather(1, self._index), logits.amax(-1, keepdim=True)
-        # in the logits' memory; no other device promises that
+
+        # softmax, in place on a CPU; PyTorch does not guarantee that on other devices
         on_cpu = kind_of(logits.device) == "cpu"
         shares = self._shares = torch.softmax(logits, -1, out=logits if on_cpu else None)
-        # log of the sum of exp(logits), by the largest share: that one is never zero
+        # log-sum-exp from the largest probability, which is never zero
         log_sum = peak - shares.amax(-1, keepdim=True).log()
+
+        # with a sharded head, over all ranks
         if self._shard is not None:
-            own = log_sum
-            log_sum, at_target = self._shard.meet(own, torch.where(self._mine, at_target, 0))
-            shares.mul_((own - log_sum).exp())
+            local_log_sum = log_sum
+            local_target = torch.where(self._mine, at_target, 0)
+            log_sum, at_target = self._shard.meet(local_log_sum, local_target)
+            shares.mul_((local_log_sum - log_sum).exp())
         return torch.where(self._keep, log_sum - at_target, 0.0)
 
     def add_gradients(self, part: slice, factor: Tensor | None) -> None:
-        """Add what the chunk of the last `nats` gives; `factor` (n, 1) on its nats, None: 1.
+        """Add the gradients of the chunk of the last `nats` call.
 
-        The logits' own scale is left to the caller.
+        The caller applies the factor `scale` of the logits.
+
+        Args:
+            part: the chunk.
+            factor: (n, 1), upstream gradient of the nats; None: 1.
         """
         shares, keep = self._shares, self._keep
-        # softmax - 1 at the target; one place a row: deterministic
+        # gradient of the logits: softmax - 1 at the label; one index per row is deterministic
         one = 1 if self._shard is None else self._mine.to(shares.dtype)
         shares.scatter_(1, self._index, shares.gather(1, self._index) - one)
         if self._slope is not None:
@@ -367,7 +385,7 @@ class HeadPass:
         if factor is not None:
             shares.mul_(factor)
         low_grad = self._products.narrow(shares)
-        # what has no label is left out where rows are D wide, not V
+        # mask unlabeled tokens in tensors of width D, which is cheaper than in width V
         if self.grad_hidden is not None:
             self.grad_hidden[part] = torch.mm(low_grad, self._weight) * keep
         if self.grad_weight is not None:
@@ -375,21 +393,21 @@ class HeadPass:
 
 
 class _Wide:
-    """Products of 16-bit matrices in fp32, as the device sums them: nothing is rounded between.
+    """Matmuls of 16-bit matrices with fp32 results, without intermediate rounding (CUDA).
 
-    Fresh memory is the caching allocator's, and costs nothing. `addmm` adds to fp32 since PyTorch
-    2.10 (pytorch#167931).
+    New tensors cost nothing, as they come from the caching allocator. `addmm` can add to fp32 since
+    PyTorch 2.10 (pytorch#167931).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def logits(self, low_hidden: Tensor, low_weight: Tensor) -> Tensor:
-        """(n, V) of n tokens, fp32."""
+        """Return the logits (n, V) of n tokens, fp32."""
         return torch.mm(low_hidden, low_weight.T, out_dtype=torch.float32)
 
     def narrow(self, logits: Tensor) -> Tensor:
-        """`logits` (n, V) in the dtype of the products."""
+        """Cast `logits` (n, V) to the dtype of matmuls."""
         return logits.to(self._dtype)
 
     def add_product(self, total: Tensor, low_grad: Tensor, low_hidden: Tensor) -> None:
@@ -398,11 +416,11 @@ class _Wide:
 
 
 class _Scratch:
-    """Memory that all chunks use: fresh memory costs a CPU more than what is written there.
+    """Scratch memory that all chunks reuse: on a CPU, new memory costs more than writing to it.
 
     Attributes:
-        wide: (chunk, V), logits, in fp32 or wider.
-        low: the same in the dtype of the matrix products; `wide` itself where they are one.
+        wide: (chunk, V), logits in fp32 or wider.
+        low: (chunk, V), logits in the dtype of matmuls; `wide` itself if the dtypes are equal.
     """
 
     def __init__(self, chunk: int, weight: Tensor, dtype: torch.dtype, wide: torch.dtype) -> None:
@@ -411,31 +429,31 @@ class _Scratch:
         self._product: Tensor | None = None
 
     def logits(self, low_hidden: Tensor, low_weight: Tensor) -> Tensor:
-        """(n, V) of n tokens."""
+        """Return the logits (n, V) of n tokens, in fp32 or wider."""
         n = len(low_hidden)
         torch.mm(low_hidden, low_weight.T, out=self.low[:n])
         return self.wide[:n] if self.low is self.wide else self.wide[:n].copy_(self.low[:n])
 
     def narrow(self, logits: Tensor) -> Tensor:
-        """What `logits` gave back, (n, V), now in the dtype of the products."""
+        """Cast the result of `logits` (n, V) to the dtype of matmuls."""
         return logits if self.low is self.wide else self.low[: len(logits)].copy_(logits)
 
     def add_product(self, total: Tensor, low_grad: Tensor, low_hidden: Tensor) -> None:
-        """Add low_grad.T @ low_hidden to total (V, D), which is wide."""
+        """Add low_grad.T @ low_hidden to total (V, D), in fp32 or wider."""
         if self.low is self.wide:
             total.addmm_(low_grad.T, low_hidden)
             return
         if self._product is None:
             self._product = torch.empty_like(total, dtype=low_grad.dtype)
         torch.mm(low_grad.T, low_hidden, out=self._product)
-        # a CPU casts what it adds into fresh memory: by parts, small enough to be used again
+        # a CPU casts the summand into new memory: split it, so that the same memory is reused
         rows = len(total) if total.is_cuda else max(1, PART // total.shape[1])
-        for mine, part in zip(total.split(rows), self._product.split(rows), strict=True):
-            mine += part
+        for total_part, part in zip(total.split(rows), self._product.split(rows), strict=True):
+            total_part += part
 
 
 def _cap_in_place(logits: Tensor, scale: float, softcap: float | None) -> Tensor | None:
-    """Scale and cap logits in their memory; the cap's slope, 1 - tanh^2, None without one."""
+    """Scale and cap logits in place; return the cap's derivative 1 - tanh^2, None without a cap."""
     if softcap is None:
         if scale != 1:
             logits.mul_(scale)
@@ -455,7 +473,7 @@ def reference_cross_entropy(
     softcap: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The same sum with all logits at once, in the inputs' dtype: what tests compare with."""
+    """Return `linear_cross_entropy` computed with all logits at once, as a reference for tests."""
     logits = cap(hidden.flatten(0, -2) @ weight.T, scale, softcap)
     nats = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none")
     return (nats if weights is None else nats * weights.flatten()).sum()
@@ -469,7 +487,7 @@ def reference_log_probs(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same with all logits at once, in the inputs' dtype: what tests compare with."""
+    """Return `linear_log_probs` computed with all logits at once, as a reference for tests."""
     log_shares = torch.log_softmax(cap(hidden @ weight.T, scale, softcap), -1)
     keep = labels != IGNORE
     return log_shares.gather(-1, torch.where(keep, labels, 0)[..., None])[..., 0] * keep
