@@ -1,11 +1,12 @@
-"""Supervised rows to train and measure on: the store of examples, packed once per run, read by row.
+"""Packing of supervised examples into sequences, for training and evaluation.
 
-`prepare_rows` writes a `Store`, memory-mapped in every process; tokens are kept whole. `open_rows`
-decides with a run's max_seq_len what is cut, left out and packed together, in one process, into the
-cache: examples are taken in a seeded order, in windows, and within a window the longest first, each
-into the fullest row that still holds it (best fit, decreasing). So which row holds what is a pure
-function of the rows and the seed, and a run's rows are fixed: their order, resuming, ranks and
-mixtures are those of every other source. `SupervisedSource` and `SupervisedHeldOut` read them.
+`prepare_rows` writes the tokens of all examples, without truncation, to a `Store`, which every
+process memory-maps. `open_rows` truncates, drops and packs the examples for the max_seq_len of a
+run, and one process writes the result to the cache. The examples are taken in a seeded order and in
+windows. Within a window, the longest example comes first, and each goes to the fullest sequence
+that still has room for it (best fit, decreasing). The packing is therefore a pure function of the
+examples and the seed, so the order, resuming, ranks and mixtures work as with any other source.
+`SupervisedSource` and `SupervisedHeldOut` read the packed sequences.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from llmfoundry.files import write_json
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.data import SupervisedConfig
 
-_VERSION = 1  # of how rows are made; raised when the same examples become others
-_LOOKED_AT = 1 << 24  # tokens at a time
+_VERSION = 1  # of the packing; raised when the same examples give other sequences
+_LOOKED_AT = 1 << 24  # tokens that are counted at a time
 TOO_LONG, NOTHING, REPEATS = "too long", "without a learned token", "repeated"
 TRUNCATED = "truncated"
 _KEYS_SHOWN = 10
@@ -41,15 +42,15 @@ _ARRAYS = ("members", "ends", "held_out")
 
 @dataclass(frozen=True)
 class PackOptions:
-    """What decides the rows, beside the examples.
+    """Settings that determine the packing of given examples.
 
     Attributes:
-        seq_len: T, tokens of a row.
-        seed: of the order in which examples are packed.
-        shuffle: take them in that order; otherwise in the source's.
-        held_out: share of the examples, chosen by their content.
-        supervised: the recipe's section.
-        key: of the source in the recipe, for messages.
+        seq_len: T, tokens per sequence.
+        seed: seed of the order in which examples are packed.
+        shuffle: whether to pack the examples in the seeded order; otherwise in the source's order.
+        held_out: fraction of the examples that is held out, chosen by their content.
+        supervised: section `data.supervised` of the recipe.
+        key: recipe key of the source, for error messages.
     """
 
     seq_len: int
@@ -62,18 +63,18 @@ class PackOptions:
 
 @dataclass
 class ExampleCounts:
-    """What became of the examples.
+    """Statistics of the packed examples.
 
     Attributes:
-        rows: of T tokens, to train on.
-        examples: in them.
-        tokens: in them, padding left out.
-        learned: tokens of these that are labels.
-        learned_bytes: UTF-8 bytes that the learned tokens stand for.
-        held_out: examples held out.
-        lost: learned tokens that were cut off.
-        changed: examples dropped, truncated or repeated, by what.
-        first: the place of the first of each.
+        rows: number of training sequences.
+        examples: number of examples in them.
+        tokens: number of tokens in them, without padding.
+        learned: number of these tokens that are in the loss.
+        learned_bytes: UTF-8 bytes of the tokens in the loss.
+        held_out: number of held-out examples.
+        lost: number of tokens in the loss that were truncated.
+        changed: number of examples that were dropped, truncated or repeated, by reason.
+        first: location of the first example for each reason.
     """
 
     rows: int = 0
@@ -89,14 +90,14 @@ class ExampleCounts:
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """Examples in rows.
+    """Assignment of examples to sequences.
 
     Attributes:
-        members: (examples,) int64, numbers of the examples, row by row.
-        ends: (rows,) int64, where each row ends in `members`.
-        held_out: (m,) int64, examples to measure on.
-        counts: see there.
-        fingerprint: of the rows.
+        members: (examples,) int64, example numbers, sequence by sequence.
+        ends: (sequences,) int64, exclusive end of each sequence in `members`.
+        held_out: (m,) int64, numbers of the held-out examples.
+        counts: statistics of the packing.
+        fingerprint: hash of the sequences.
     """
 
     members: np.ndarray
@@ -109,17 +110,17 @@ class PackedExamples:
 def open_rows(
     store: Store, options: PackOptions, token_bytes: np.ndarray, cache_folder: str
 ) -> PackedExamples:
-    """The rows of a store, from the cache where they are there.
+    """Pack the examples of a store, or read the packing from the cache.
 
     Args:
         store: the examples.
-        options: how they become rows.
+        options: settings of the packing.
         token_bytes: (vocab_size,) UTF-8 bytes of each token.
-        cache_folder: the recipe's.
+        cache_folder: cache folder of the recipe.
 
     Raises:
-        UserError: an example is too long or nothing of it is learned, where the recipe says that
-            this is an error; or none is left.
+        UserError: an example is too long or has no token in the loss, and the recipe treats this as
+            an error; or no example is left.
     """
     settings = asdict(options) | {"key": None}
     del settings["supervised"]["bad_rows"]  # which rows are left is in `content`
@@ -137,9 +138,14 @@ def open_rows(
 
 
 def cut_lengths(lengths: np.ndarray, per_example: int, seq_len: int) -> np.ndarray:
-    """(documents,) int64: tokens kept of each, so that an example fits into a row of `seq_len`.
+    """Return the truncated lengths of documents, so that each example fits into a sequence.
 
-    Of a pair each may fill half a row, and what the other one leaves.
+    Each document of a pair may fill half a sequence, plus the room that the other one leaves.
+
+    Args:
+        lengths: (documents,) int64, tokens of each document.
+        per_example: documents per example: 1, or 2 for pairs.
+        seq_len: T, tokens per sequence.
     """
     if per_example == 1:
         return np.minimum(lengths, seq_len)
@@ -151,21 +157,26 @@ def cut_lengths(lengths: np.ndarray, per_example: int, seq_len: int) -> np.ndarr
 
 
 def best_fit(sizes: np.ndarray, seq_len: int) -> list[list[int]]:
-    """Places of `sizes` (n,) int64 in rows of at most `seq_len`: best fit, decreasing.
+    """Pack items into bins of `seq_len` tokens by best fit, decreasing.
 
-    The rows come in the order of their first places, and the places of each ascend.
+    Args:
+        sizes: (n,) int64, tokens of each item; at most `seq_len`.
+        seq_len: capacity of a bin.
+
+    Returns:
+        The indices of the items in each bin, ascending; bins are sorted by their first index.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens free, row), sorted
-    for place in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[place])
-        found = bisect_left(room, (size, -1))
-        if found == len(room):
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[index])
+        fullest = bisect_left(room, (size, -1))  # of the rows with enough room
+        if fullest == len(room):
             free, row = seq_len, len(rows)
             rows.append([])
         else:
-            free, row = room.pop(found)
-        rows[row].append(place)
+            free, row = room.pop(fullest)
+        rows[row].append(index)
         if free > size:
             insort(room, (free - size, row))
     return sorted(sorted(row) for row in rows)
@@ -174,13 +185,13 @@ def best_fit(sizes: np.ndarray, seq_len: int) -> list[list[int]]:
 def pack_examples(
     sizes: np.ndarray, seq_len: int, *, window: int, packed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Examples of these sizes, in this order, in rows; `PackedExamples`'s members and ends.
+    """Pack examples and return the `members` and `ends` of `PackedExamples`.
 
     Args:
-        sizes: (n,) int64, tokens of each; at most `seq_len`.
-        seq_len: T, tokens of a row.
-        window: how many are packed with each other.
-        packed: several share a row; otherwise each has one.
+        sizes: (n,) int64, tokens of each example, in order; at most `seq_len`.
+        seq_len: T, tokens per sequence.
+        window: number of consecutive examples that are packed together.
+        packed: whether examples share a sequence; otherwise each has its own.
     """
     if not packed:
         return np.arange(len(sizes)), np.arange(1, len(sizes) + 1)
@@ -188,12 +199,14 @@ def pack_examples(
     ends: list[int] = []
     for begin in range(0, len(sizes), window):
         for row in best_fit(sizes[begin : begin + window], seq_len):
-            members += [begin + place for place in row]
+            members += [begin + index for index in row]
             ends.append(len(members))
     return np.array(members, np.int64), np.array(ends, np.int64)
 
 
 def _build(folder: Path, store: Store, options: PackOptions, token_bytes: np.ndarray) -> None:
+    """Select, truncate and pack the examples, and write the packing to `folder`."""
+    # drop or truncate examples by the recipe's policies
     counts, n = ExampleCounts(), store.facts.per_example
     kept = np.ones(len(store.examples), bool)
     if options.supervised.drop_duplicates or len(np.unique(store.examples["content"])) < len(kept):
@@ -202,12 +215,16 @@ def _build(folder: Path, store: Store, options: PackOptions, token_bytes: np.nda
     _handle_too_long(store, options, cut, kept, counts)
     learned, n_bytes, lost = _learned(store, cut, token_bytes)
     _handle_nothing_learned(store, options, learned, kept, counts)
+
+    # split into held-out and training examples
     numbers = np.flatnonzero(kept)
     held_out = _held_out(store.examples["key"][numbers], options, numbers)
     train = np.setdiff1d(numbers, held_out, assume_unique=True)
     if not len(train):
         raise UserError(f"{options.key}: no row is left to train on; {_reasons(counts)}")
     counts.lost = int(lost[np.repeat(kept, n)].sum())
+
+    # pack the training examples in their order
     if options.shuffle:
         train = train[Order(len(train), seed=options.seed, shuffle=True).rows(0, len(train))]
     sizes = cut.reshape(-1, n).sum(1)
@@ -216,6 +233,8 @@ def _build(folder: Path, store: Store, options: PackOptions, token_bytes: np.nda
         sizes[train], options.seq_len, window=supervised.packing_window,
         packed=supervised.packing == "best_fit",
     )  # fmt: skip
+
+    # count, and write
     in_train = np.zeros(len(kept), bool)
     in_train[train] = True
     documents = np.repeat(in_train, n)
@@ -281,31 +300,49 @@ def _handle_nothing_learned(
 def _learned(
     store: Store, cut: np.ndarray, token_bytes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(n,) int64, of each document: learned tokens kept, their bytes, learned tokens cut off."""
+    """Count the tokens in the loss of each document.
+
+    Args:
+        store: the examples.
+        cut: (documents,) int64, truncated lengths.
+        token_bytes: (vocab_size,) UTF-8 bytes of each token.
+
+    Returns:
+        Three arrays (documents,) int64: retained tokens in the loss, their UTF-8 bytes, and
+        truncated tokens in the loss.
+    """
     ends, lengths = store.documents["end"], store.lengths
-    found = np.zeros((3, len(ends)), np.int64)
+    totals = np.zeros((3, len(ends)), np.int64)
     first = 0
     while first < len(ends):
+        # a range of documents with about _LOOKED_AT tokens
         begin = int(ends[first] - lengths[first])
         stop = max(first + 1, int(np.searchsorted(ends, begin + _LOOKED_AT, side="right")))
         part = slice(first, stop)
         begins = ends[part] - lengths[part] - begin
         is_label = np.asarray(store.weights[begin : int(ends[stop - 1])]) > 0
         ids = np.asarray(store.ids[begin : int(ends[stop - 1])])
-        place = np.arange(len(ids)) - np.repeat(begins, lengths[part])
-        is_kept = place < np.repeat(cut[part], lengths[part])
+        position = np.arange(len(ids)) - np.repeat(begins, lengths[part])
+        is_kept = position < np.repeat(cut[part], lengths[part])
+        # sums per document, as differences of cumulative sums
         sizes = token_bytes[ids] * (is_label & is_kept)
         for n, values in enumerate((is_label & is_kept, sizes, is_label & ~is_kept)):
             sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
-            found[n, part] = sums[begins + lengths[part]] - sums[begins]
+            totals[n, part] = sums[begins + lengths[part]] - sums[begins]
         first = stop
-    return found[0], found[1], found[2]
+    return totals[0], totals[1], totals[2]
 
 
 def _held_out(keys: np.ndarray, options: PackOptions, numbers: np.ndarray) -> np.ndarray:
-    """The examples whose hash lies below a bound; of so few that none or all do, the smallest.
+    """Return the numbers of the held-out examples: those with a hash below a bound.
 
-    Of one example none: it is trained on.
+    If that selects none or all of the examples, those with the smallest hash are held out instead.
+    If all examples have the same hash (for instance a single example), none is held out.
+
+    Args:
+        keys: (n,) uint64, hash of each example.
+        options: settings of the packing.
+        numbers: (n,) int64, number of each example.
     """
     bound = int(options.held_out * 2**64)
     if not bound or not len(numbers):
@@ -328,7 +365,7 @@ def _reasons(counts: ExampleCounts) -> str:
 def packing_summary(
     key: str, facts: StoreFacts, packed: PackedExamples, options: PackOptions
 ) -> list[str]:
-    """Lines for the user: counts, and what was left out or changed."""
+    """Return lines to log: counts, and which examples were dropped or changed."""
     counts, rows = packed.counts, packed.counts.rows
     padding = 1 - counts.tokens / (rows * options.seq_len)
     lines = [
@@ -372,7 +409,7 @@ def packing_summary(
 
 
 def bad_lines(key: str, facts: StoreFacts) -> list[str]:
-    """Lines for rows that cannot be used and are left out, one for each reason."""
+    """Return lines to log about invalid rows, which are skipped, one line per reason."""
     return [f"{key}: {line}" for line in facts.bad.lines()]
 
 
@@ -382,7 +419,7 @@ _THEN = {
     LACKS_ARGUMENT: "learned so; null in a struct of Arrow (parquet) is a missing key, but"
     " arguments written as a JSON text keep it",
 }
-"""By `StoreFacts.told`: what became of these rows."""
+"""Treatment of the rows that `StoreFacts.told` counts, by its keys."""
 
 
 def _line(key: str, count: int, what: str, then: str, first: str) -> str:
@@ -394,13 +431,13 @@ def _rows(count: int) -> str:
 
 
 def lengths_of(store: Store, examples: Sequence[int] | np.ndarray, seq_len: int) -> np.ndarray:
-    """(examples,) int64: tokens of each, cut to fit a row."""
+    """Return the truncated lengths (examples,) int64 of these examples."""
     n = store.facts.per_example
     return cut_lengths(store.lengths, n, seq_len).reshape(-1, n).sum(1)[np.asarray(examples)]
 
 
 class SupervisedSource:
-    """The rows of a run: a `RowSource` of which all lie in one place."""
+    """Training sequences of packed examples: a `RowSource` with a single shard."""
 
     def __init__(
         self,
@@ -415,43 +452,46 @@ class SupervisedSource:
         """Read packed examples.
 
         Args:
-            name: of the stream.
+            name: name of the stream.
             store: the examples.
-            packed: which of them each row has.
-            seq_len: T, tokens of a row.
-            per_sequence: the labels of a document weigh 1 together, in place of 1 each.
-            with_others: behind each row, in its padding, is the row before it, on neither side:
-                rows of one answer, of which KTO needs two.
+            packed: assignment of the examples to sequences.
+            seq_len: T, tokens per sequence.
+            per_sequence: the loss weights of a document sum to 1; otherwise each is 1.
+            with_others: append the previous sequence, with side 0, in the padding of each sequence.
+                Used for sequences of one answer, because KTO compares two.
         """
         self.name, self._store, self._packed = name, store, packed
         self.n_rows = len(packed.ends)
         self.sizes = np.array([self.n_rows], np.int64)
         self.fingerprint = packed.fingerprint
-        self._maker = _Maker(store, seq_len, per_sequence)
+        self._assemble = _SequenceAssembler(store, seq_len, per_sequence)
         self._with_others = with_others and self.n_rows > 1
 
     @property
     def sides(self) -> np.ndarray:
-        """(documents,) int8 of all rows: 1 chosen or desirable, -1 rejected or undesirable."""
-        of_examples = self._store.documents["side"].reshape(-1, self._store.facts.per_example)
-        return of_examples[self._packed.members].ravel()
+        """Sides of all documents, (documents,) int8, in the order of the sequences.
+
+        1: chosen or desirable, -1: rejected or undesirable.
+        """
+        example_sides = self._store.documents["side"].reshape(-1, self._store.facts.per_example)
+        return example_sides[self._packed.members].ravel()
 
     def row(self, row: int) -> Row:
-        """Row number `row`."""
+        """Return sequence number `row`."""
         other = self._members((row - 1) % self.n_rows) if self._with_others else ()
-        return self._maker(self._members(row), other)
+        return self._assemble(self._members(row), other)
 
     def where(self, row: int) -> str:
-        """The file and row of its first example, for messages."""
+        """Return the file and row of the first example of a sequence, for error messages."""
         members = self._members(row)
         more = f" and {len(members) - 1} more" if len(members) > 1 else ""
         return f"{self._store.where(int(members[0]))}{more}"
 
     def prefetch(self, shards: Iterator[int]) -> None:
-        """All is here."""
+        """Do nothing: the store is local."""
 
     def close(self) -> None:
-        """Let go of the files; reading opens them again."""
+        """Close the files. A later read opens them again."""
         self._store.close()
 
     def _members(self, row: int) -> np.ndarray:
@@ -460,11 +500,11 @@ class SupervisedSource:
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """A held-out prompt and its right answer.
+    """A held-out prompt and its reference answer.
 
     Attributes:
-        prompt: (n,) ids up to its last answer.
-        answer: (m,) ids of that.
+        prompt: (n,) ids before the last answer.
+        answer: (m,) ids of the last answer.
     """
 
     prompt: np.ndarray
@@ -472,12 +512,12 @@ class HeldOutPrompt:
 
 
 class SupervisedHeldOut:
-    """Held-out examples; a row's weights say which tokens are learned, and so measured."""
+    """Held-out examples. The evaluation measures the tokens that are in the loss."""
 
     def __init__(
         self, store: Store, examples: np.ndarray, tokenizer: Tokenizer, config: SupervisedConfig
     ) -> None:
-        """Read these examples of a store, in its order."""
+        """Read these examples (n,) int64 of a store, in this order."""
         self._store, self._examples, self._tokenizer = store, examples, tokenizer
         self._packing, self._window = config.packing, config.packing_window
         self._with_others = brings_others(store, config)
@@ -485,45 +525,45 @@ class SupervisedHeldOut:
 
     @property
     def n_bytes(self) -> int:
-        """UTF-8 bytes of their texts."""
+        """UTF-8 bytes of the texts of the examples."""
         token_bytes = self._tokenizer.token_bytes()
         return sum(int(token_bytes[self._ids(n)].sum()) for n in self._documents())
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
-        """Rows of T tokens; none is short of its examples, all may have padding."""
+        """Return the number of sequences. `partial` has no effect, as any may have padding."""
         return len(self._packed(seq_len)[1])
 
     def row(self, row: int, seq_len: int) -> Row:
-        """A row's ids, documents and weights."""
+        """Return sequence number `row`."""
         members, ends = self._packed(seq_len)
-        own = members[_span(ends, row)]
+        examples = members[_span(ends, row)]
         has_other = self._with_others and len(ends) > 1
-        other = members[_span(ends, (row - 1) % len(ends))] if has_other else own[:0]
-        maker = _Maker(self._store, seq_len, False)
-        return maker(self._examples[own], self._examples[other])
+        other = members[_span(ends, (row - 1) % len(ends))] if has_other else examples[:0]
+        assemble = _SequenceAssembler(self._store, seq_len, False)
+        return assemble(self._examples[examples], self._examples[other])
 
     def texts(self) -> list[str]:
-        """The documents, as their tokens spell them."""
+        """Return the decoded documents."""
         return [self._tokenizer.decode(self._ids(n).tolist()) for n in self._documents()]
 
     def prompts(self, n: int) -> list[HeldOutPrompt]:
-        """The first `n` examples (of a pair the chosen one), cut where the last answer begins."""
-        found = []
+        """Return the prompts and last answers of the first `n` examples (of a pair: the chosen)."""
+        prompts = []
         for example in self._examples[:n].tolist():
             span = _span(self._store.documents["end"], example * self._store.facts.per_example)
             ids = np.asarray(self._store.ids[span])
-            learned = np.asarray(self._store.weights[span]) > 0
-            places = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
-            if len(places):
-                found.append(HeldOutPrompt(ids[: places[-1]], ids[places[-1] :]))
-        return found
+            in_loss = np.asarray(self._store.weights[span]) > 0
+            starts = np.flatnonzero(in_loss & ~np.concatenate([[False], in_loss[:-1]]))
+            if len(starts):
+                prompts.append(HeldOutPrompt(ids[: starts[-1]], ids[starts[-1] :]))
+        return prompts
 
     def _packed(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         if seq_len not in self._rows:
             sizes = lengths_of(self._store, self._examples, seq_len)
             is_packed = self._packing == "best_fit"
-            made = pack_examples(sizes, seq_len, window=self._window, packed=is_packed)
-            self._rows = {seq_len: made}
+            packed = pack_examples(sizes, seq_len, window=self._window, packed=is_packed)
+            self._rows = {seq_len: packed}
         return self._rows[seq_len]
 
     def _documents(self) -> list[int]:
@@ -535,17 +575,20 @@ class SupervisedHeldOut:
 
 
 def _span(ends: np.ndarray, number: int) -> slice:
-    """Where a row lies in `members`, or a document in a store's ids, by where each ends."""
+    """Return the range of item `number`, given the exclusive ends of all items.
+
+    Used for sequences in `members` and for documents in the ids of a store.
+    """
     return slice(int(ends[number - 1]) if number else 0, int(ends[number]))
 
 
 def brings_others(store: Store, config: SupervisedConfig) -> bool:
-    """Whether rows are of one answer each, and bring another for KTO to compare with."""
+    """Return whether each sequence has one answer and needs another one for KTO to compare with."""
     return store.facts.format == "unpaired" and config.packing == "off"
 
 
-class _Maker:
-    """Examples to a row."""
+class _SequenceAssembler:
+    """Concatenates the documents of examples to one sequence."""
 
     def __init__(self, store: Store, seq_len: int, per_sequence: bool) -> None:
         self._store, self._seq_len, self._per_sequence = store, seq_len, per_sequence
@@ -553,26 +596,34 @@ class _Maker:
     def __call__(
         self, examples: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray = ()
     ) -> Row:
-        """Their documents one after another, and `other`'s where an answer of it fits behind."""
+        """Return the sequence of these examples.
+
+        Args:
+            examples: numbers of the examples.
+            other: numbers of examples to append with side 0, if a part of their answer fits.
+        """
         store, n, ends = self._store, self._store.facts.per_example, self._store.documents["end"]
         ids, weights, lengths, sides, dropped = [], [], [], [], 0
+        # documents of the examples, truncated to fit
         for example in np.asarray(examples).tolist():
             spans = [_span(ends, example * n + k) for k in range(n)]
-            whole = np.array([span.stop - span.start for span in spans], np.int64)
-            cut = cut_lengths(whole, n, self._seq_len).tolist()
-            for k, (span, size) in enumerate(zip(spans, cut, strict=True)):
-                kept = slice(span.start, span.start + size)
-                ids.append(store.ids[kept])
-                weights.append(self._weighed(store.weights[kept]))
+            sizes = np.array([span.stop - span.start for span in spans], np.int64)
+            cut_sizes = cut_lengths(sizes, n, self._seq_len).tolist()
+            for k, (span, size) in enumerate(zip(spans, cut_sizes, strict=True)):
+                retained = slice(span.start, span.start + size)
+                ids.append(store.ids[retained])
+                weights.append(self._loss_weights(store.weights[retained]))
                 sides.append(int(store.documents["side"][example * n + k]))
-            lengths += cut
-            dropped += int(whole.sum()) - sum(cut)
+            lengths += cut_sizes
+            dropped += int(sizes.sum()) - sum(cut_sizes)
+
+        # in the remaining room, the example to compare with, if a token of its answer fits
         for example in np.asarray(other, np.int64).tolist():
             span = _span(ends, example)
             begin, end = span.start, min(span.stop, span.start + self._seq_len - sum(lengths))
             if np.any(store.weights[begin + 1 : max(begin + 1, end)]):
                 ids.append(store.ids[begin:end])
-                weights.append(self._weighed(store.weights[begin:end]))
+                weights.append(self._loss_weights(store.weights[begin:end]))
                 sides.append(0)
                 lengths.append(end - begin)
         return Row(
@@ -583,7 +634,10 @@ class _Maker:
             sides if any(sides) else None,
         )
 
-    def _weighed(self, weights: np.ndarray) -> np.ndarray:
-        found = weights.astype(np.float32)
-        total = float(found.sum(dtype=np.float64))
-        return found / np.float32(total) if self._per_sequence and total else found
+    def _loss_weights(self, weights: np.ndarray) -> np.ndarray:
+        """Return the loss weights of a document in fp32, normalized if `per_sequence`."""
+        loss_weights = weights.astype(np.float32)
+        total = float(loss_weights.sum(dtype=np.float64))
+        if not (self._per_sequence and total):
+            return loss_weights
+        return loss_weights / np.float32(total)
