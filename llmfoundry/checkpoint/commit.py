@@ -1,6 +1,7 @@
-"""COMMIT: the names, sizes and checksums (CRC-32) of a checkpoint's files, which makes it count.
+"""COMMIT file of a checkpoint: names, sizes and checksums (CRC-32) of all other files.
 
-`storage.py` writes it as the last step of a save, `verify.py` compares the files with it.
+A folder without COMMIT is not a checkpoint. `storage.py` writes COMMIT as the last file of a save.
+`verify.py` compares the files with it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import IO
 from llmfoundry.files import read_json, sync, write_json
 
 FileSums = dict[str, dict[str, int]]
-"""Bytes and checksum (crc32) of files, by name."""
+"""Size in bytes and checksum (crc32) of files, by name."""
 COMMIT = "COMMIT"
-_MAX_BYTES = 1 << 28  # about a hundred for each file
-_BLOCK = 1 << 22  # bytes that are read at once
+_MAX_BYTES = 1 << 28  # of COMMIT, which has about 100 bytes for each file
+_BLOCK = 1 << 22  # bytes read at a time
 _WRITER = re.compile(r"__([0-9]+)_")
 
 
 def read_commit(folder: Path) -> dict[str, tuple[int, int]]:
-    """Bytes and checksum of every file of a checkpoint.
+    """Return size and checksum of every file of a checkpoint.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a list of a complete checkpoint's files, all inside of its folder.
+        OSError: COMMIT cannot be read.
+        ValueError: COMMIT lacks a required file, or names a file outside of the folder.
     """
     listed = read_json(folder / COMMIT, most=_MAX_BYTES)
     if not isinstance(listed, dict) or not isinstance(listed.get("files"), dict):
@@ -48,44 +49,44 @@ def read_commit(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def sums_of_small_files(folder: Path) -> FileSums:
-    """All files of a checkpoint but its tensors: the main process wrote them."""
+    """Return size and checksum of all files except tensors; the main process wrote them."""
     sums: FileSums = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name != COMMIT and writer_of(file.name) < 0:
             with file.open("rb") as opened:
-                found = {"bytes": file.stat().st_size, "crc32": checksum(opened)}
-            sums[file.relative_to(folder).as_posix()] = found
+                entry = {"bytes": file.stat().st_size, "crc32": checksum(opened)}
+            sums[file.relative_to(folder).as_posix()] = entry
     return sums
 
 
 def write_commit(folder: Path, parts: Iterable[FileSums]) -> int:
-    """Write COMMIT, last: with this name on the disk the checkpoint counts.
+    """Sync the small files to the disk, then write COMMIT.
 
-    Who wrote tensors has waited until they were on the disk.
+    Each rank has synced its tensor files already.
 
     Args:
-        folder: the checkpoint's.
-        parts: the files of each process.
+        folder: folder of the checkpoint.
+        parts: files of each rank.
 
     Returns:
-        The bytes of all files.
+        The number of bytes of all files.
     """
     small = [path for path in folder.rglob("*") if writer_of(path.name) < 0]
     for path in [*small, folder, folder.parent, folder.parent.parent]:
-        sync(path)  # what libraries wrote, too
+        sync(path)
     files = {name: sums for part in parts for name, sums in part.items()}
     write_json(folder / COMMIT, {"version": 1, "files": files})
     return sum(map(itemgetter("bytes"), files.values()))
 
 
 def writer_of(name: str) -> int:
-    """The rank that wrote a file of tensors; -1 of any other."""
-    found = _WRITER.search(name)
-    return int(found[1]) if found else -1
+    """Return the rank that wrote a tensor file; -1 for other files."""
+    match = _WRITER.search(name)
+    return int(match[1]) if match else -1
 
 
 def checksum(file: IO[bytes], read: Callable[[], object] | None = None) -> int:
-    """CRC-32 of an open file; `read` is called after each block."""
+    """Return the CRC-32 of an open file; `read` is called after each block."""
     crc = 0
     while block := file.read(_BLOCK):
         crc = zlib.crc32(block, crc)

@@ -1,8 +1,8 @@
-"""Opens the folder or the URL of a run: to write it alone (`hold_run`), or to read it.
+"""Entry points that open a run, a folder or a URL, for writing or for reading.
 
-Commands that write a run call `run_storage` and `hold_run`; commands that read one call
-`find_place`, which returns the run or the checkpoint that a recipe names. The lock itself is in
-`run_lock.py`, uploading to a URL in `record_sync.py`.
+Commands that write a run call `run_storage` and `hold_run`. Commands that read call `find_place`,
+which returns the run or the checkpoint that a recipe names. `run_lock.py` implements the lock and
+`record_sync.py` the upload to a URL.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from llmfoundry.recipe.train import TrainRecipe
 
 
 def run_storage(recipe: TrainRecipe) -> Storage:
-    """Where a filled recipe's run is kept; whoever writes it opens it once.
+    """Return the storage of a resolved recipe's run; a process that writes it opens it once.
 
     Raises:
-        UserError: save_folder is an address of no store that is known here.
+        UserError: save_folder is a URL of an unknown protocol.
     """
     if not is_url(recipe.save_folder):
         return Storage(Path(recipe.save_folder))
@@ -39,15 +39,15 @@ def run_storage(recipe: TrainRecipe) -> Storage:
 
 @contextmanager
 def hold_run(run: Storage, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold a run's folder, and its URL if it has one; every process calls it.
+    """Hold the lock of a run's folder, and of its URL if it has one; collective.
 
     Args:
-        run: its storage.
-        world: this process.
-        note: reports what the user should know.
+        run: storage of the run.
+        world: process group.
+        note: reports waits and problems to the user.
 
     Raises:
-        UserError: another process holds it, or it cannot be written; on every process.
+        UserError: another process holds the lock, or the run is not writable; on every rank.
     """
     synced = _synced(run, world, note) if isinstance(run, ObjectStorage) else nullcontext()
     with only_run(run.folder, world, note=note), synced:
@@ -56,7 +56,7 @@ def hold_run(run: Storage, world: World, *, note: Callable[[str], None]) -> Iter
 
 @contextmanager
 def _synced(run: ObjectStorage, world: World, note: Callable[[str], None]) -> Iterator[None]:
-    """The store is kept as the main process writes the working copy."""
+    """Hold the lease of a run at a URL, and upload changes of the main process's working copy."""
     lease = Lease(run, note)
     sync = RecordSync(run, lease, note)
 
@@ -87,16 +87,16 @@ def _synced(run: ObjectStorage, world: World, note: Callable[[str], None]) -> It
 def find_place(
     path: str, key: str, world: World, *, options: FetchOptions | None = None
 ) -> Storage | Checkpoint:
-    """The run or the checkpoint that a recipe names; every process calls it.
+    """Return the run or the checkpoint that a recipe names; collective.
 
     Args:
-        path: a path, or a URL.
-        key: the recipe's.
-        world: this process.
-        options: of requests to a store; None: from the environment.
+        path: a path or a URL.
+        key: recipe key, for error messages.
+        world: process group.
+        options: options of requests to a store; None: from the environment.
 
     Raises:
-        UserError: it is not there.
+        UserError: the path does not exist.
     """
     if is_url(path):
         return find_run(path, key, options=options)

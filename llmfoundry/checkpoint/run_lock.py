@@ -1,15 +1,17 @@
-"""One training at a time in a run's folder, and at its URL; `cli/commands/train.py` holds both.
+"""Exclusive lock of a run, in its folder (`only_run`) and at its URL (`Lease`).
 
-In a folder the main process locks `run.lock`, which names its holder. The lock is the kernel's: it
-is released when the process ends, also by kill -9, and a file that is left means nothing. Whether
-it reaches other machines depends on the shared file system (NFS and a Lustre mounted with `flock`:
-yes). Reading a run and evaluating it need no lock.
+`cli/commands/train.py` holds both while it trains. Reading or evaluating a run needs no lock.
 
-At a URL (`Lease`) the lock is an object that its holder renews, since a store knows nothing of
-processes. The holder writes a new number into `run.lock` every few seconds; whoever finds the
-object of a holder that has written nothing for a minute takes it over. A holder that comes back
-from a pause finds another's name there before its next checkpoint counts, and saves nothing more.
-Times are measured by the process that waits: no two clocks are compared.
+Folder: the main process locks `run.lock`, which contains the name of the holder. This is a kernel
+lock: it is released when the process exits, also after kill -9, and a remaining file has no effect.
+Whether other machines see the lock depends on the shared file system. NFS, and Lustre mounted with
+`flock`, support it.
+
+URL: the lock is an object that the holder renews, because a store does not know processes. The
+holder writes a new number into `run.lock` every few seconds. If the number has not changed for a
+minute, another process takes the lock over. A holder that resumes after a pause finds the name of
+the new holder before it commits its next checkpoint, and does not commit. Only the waiting process
+measures time, so clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -39,18 +41,18 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold a run's folder, which is made if need be; every process calls it.
+    """Hold the lock of a run's folder, which is created if missing; collective.
 
     Args:
-        folder: the run's.
-        world: this process.
-        note: reports a file system that has no locks.
+        folder: folder of the run.
+        world: process group.
+        note: reports a file system without locks.
 
     Raises:
-        UserError: another process holds it, or it cannot be written; on every process.
+        UserError: another process holds the lock, or the folder is not writable; on every rank.
     """
-    held: list[LockedFile] = []  # of the main process
-    made: list[Path] = []  # folders, the innermost first
+    held: list[LockedFile] = []  # on the main process
+    made: list[Path] = []  # created folders, the innermost first
 
     def take() -> None:
         made.extend(path for path in (folder, *folder.parents) if not path.exists())
@@ -66,18 +68,18 @@ def only_run(folder: Path, world: World, *, note: Callable[[str], None]) -> Iter
             with suppress(OSError):
                 locked.path.unlink()
                 for path in dict.fromkeys([folder, *made]):
-                    path.rmdir()  # of a run that was refused there is no trace
+                    path.rmdir()  # fails unless empty: only a rejected run's folder is removed
             locked.release()
 
 
 def _take(folder: Path, note: Callable[[str], None]) -> list[LockedFile]:
-    """The locked file; none where the file system has no locks."""
+    """Lock `run.lock`; return the locked file, or no file if the file system has no locks."""
     path, deadline = folder / LOCK, time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             locked = None
-            with suppress(FileNotFoundError):  # another has just removed the folder it had made
+            with suppress(FileNotFoundError):  # another process has just removed the folder
                 locked = try_lock(path, mode=0o644)
             if locked is not None:
                 os.ftruncate(locked.descriptor, 0)
@@ -111,26 +113,26 @@ def _owner(path: Path) -> str:
 
 
 BEAT_S = 15.0
-"""Between two signs of life."""
-_DEAD_S = 60.0  # without one
-_LOOK_S = 3.0  # between two looks of one that waits
-_SETTLE_S = 1.0  # after which of two that take over at once the slower has written, too
+"""Seconds between two renewals of the lock."""
+_DEAD_S = 60.0  # a holder without a renewal for this long is considered dead
+_LOOK_S = 3.0  # polling interval of a waiting process
+_SETTLE_S = 1.0  # of two processes that take over at once, the slower has written by then
 
 
 class Lease:
-    """The right to write a run's URL, of one process."""
+    """Renewable lock of a run at a URL."""
 
     def __init__(self, run: ObjectStorage, note: Callable[[str], None]) -> None:
-        """Nothing is taken yet; `note` reports a wait."""
+        """Prepare to take the lock; `note` reports a wait."""
         self._run, self._note = run, note
         self._owner, self._beat = uuid.uuid4().hex, 0
         self._who = _this_process()
 
     def take(self) -> None:
-        """Take the lock; waits where its holder may be dead.
+        """Take the lock; wait if the present holder may be dead.
 
         Raises:
-            UserError: another process holds it, or the store cannot be read or written.
+            UserError: another process holds the lock, or the store cannot be read or written.
         """
         first, deadline = "", 0.0
         while True:
@@ -141,7 +143,7 @@ class Lease:
             facts = _parsed(text)
             if text and not first:
                 if facts.get("place") == self._run.identity():
-                    break  # whose process has ended, since the lock on the folder is ours
+                    break  # same folder: its process has exited, since this one locked the folder
                 first, deadline = text, time.monotonic() + _DEAD_S
                 self._note(
                     f"save_folder: {self._run.place} was left by {_name(facts)}, or is in use by"
@@ -157,27 +159,27 @@ class Lease:
         self.check()
 
     def beat(self) -> None:
-        """A sign of life; does nothing for one who has lost the lock.
+        """Renew the lock.
 
         Raises:
-            UserError: another process holds it, or the store cannot be read or written.
+            UserError: another process holds the lock, or the store cannot be read or written.
         """
         self.check()
         self._beat += 1
         self._run.store.write(LOCK, self._facts())
 
     def check(self) -> None:
-        """Refuse to continue where another has taken the lock over.
+        """Check that no other process has taken the lock over.
 
         Raises:
-            UserError: so it is, or the store cannot be read.
+            UserError: another process holds the lock, or the store cannot be read.
         """
         text = self._read()
         if text and _parsed(text).get("owner") != self._owner:
             raise self._in_use(_parsed(text))
 
     def release(self) -> None:
-        """Give the lock back, if it is still this process's."""
+        """Release the lock, if this process still holds it."""
         with suppress(UserError):
             self.check()
             self._run.store.delete([LOCK])
@@ -188,7 +190,7 @@ class Lease:
         return encoded(facts)
 
     def _read(self) -> str:
-        """The object's content; empty where it is not there."""
+        """Return the content of the lock object; empty if it does not exist."""
         try:
             return self._run.store.read(LOCK).decode(errors="replace")
         except MissingError:
@@ -214,5 +216,5 @@ def _name(facts: dict[str, object]) -> str:
 
 
 def encoded(facts: Mapping[str, object]) -> bytes:
-    """A few facts as an object of a store."""
+    """Encode the content of a lock object as a line of JSON."""
     return json.dumps(facts).encode() + b"\n"

@@ -1,10 +1,10 @@
-"""Finds the newest complete checkpoint, its files compared with COMMIT.
+"""Search for the newest complete checkpoint, and comparison of its files with COMMIT.
 
-Called before a run resumes, and before anything opens a checkpoint. Rank 0 looks at names and
-sizes; each process reads the files that it wrote (on the same layout those that it is about to
-load) and compares their checksums. Meanwhile all exchange a message every few seconds
-(`with_keepalive`), so none waits longer than `parallel.dist_timeout` for a process that reads,
-however long that takes.
+Entry point: `find_checkpoint`, called before a run resumes and before a command opens a checkpoint.
+Rank 0 compares names and sizes. Each rank reads the files that it wrote, which on the same layout
+are the files that it will load, and compares their checksums. Meanwhile the ranks run a short
+collective every few seconds (`with_keepalive`), so that long reads do not exceed
+`parallel.dist_timeout`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.processes import cores
 
-_THREADS = 8  # of a process at most: beyond, disks and networks are what waits
+_THREADS = 8  # maximum per process: more threads only wait for the disk or network
 
 
 class Sums(Enum):
-    """The files whose bytes are read and compared; those of all the others need not be there."""
+    """Selection of the files whose checksums are compared; other files may be missing."""
 
     ALL = "all"
     WEIGHTS = "all but the optimizer's"
@@ -42,7 +42,7 @@ class Sums(Enum):
     NONE = "none, but all must be there and have their sizes"
 
     def files(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Those of a checkpoint's files that have to be there."""
+        """Return the files of a checkpoint that must exist."""
         if self is Sums.WEIGHTS:
             return {name: n for name, n in sizes.items() if not holds_optimizer(name)}
         if self is Sums.RECORD:
@@ -58,30 +58,30 @@ def find_checkpoint(
     world: World = ALONE,
     until: int | None = None,
 ) -> Checkpoint | None:
-    """The newest complete checkpoint of a run, or the one that is given.
+    """Return the newest complete checkpoint of a run, or check a given checkpoint; collective.
 
-    It is not pruned before `unpin`, nor while this process lives.
+    The checkpoint is pinned: it is not pruned before `unpin` or the end of this process.
 
     Args:
-        place: where to look.
-        note: reports, on rank 0, every checkpoint that is passed over, and why.
-        sums: what is read of them.
-        world: this process; all of its processes call, and get the same.
-        until: of a run, the most steps after which it may be saved; None: any.
+        place: a run or one checkpoint.
+        note: reports each rejected checkpoint and the reason, on rank 0.
+        sums: files whose checksums are compared.
+        world: process group; all ranks get the same result.
+        until: maximal batch of the checkpoint, if `place` is a run; None: no limit.
 
     Returns:
-        The checkpoint; None where a run has none.
+        The checkpoint; None if the run has no complete checkpoint.
 
     Raises:
-        UserError: `place` is one checkpoint, and it is torn or damaged.
-        RunFailure: a process reads nothing more.
+        UserError: `place` is one checkpoint, and it is incomplete or damaged.
+        RunFailure: a rank makes no progress in reading.
     """
     if isinstance(place, Checkpoint):
         problem = _pinned_damage(place, sums, world)
         if problem is not None:
             raise UserError(f"{place}: {problem}; choose another checkpoint")
         return place
-    refused: set[str] = set()  # though they have a COMMIT
+    refused: set[str] = set()  # damaged checkpoints that have a COMMIT
     noted: dict[str, str] = {}
 
     def candidates() -> list[str]:
@@ -89,12 +89,12 @@ def find_checkpoint(
         return [name for name in there if name not in refused]
 
     def has_more() -> bool:
-        """A run that trains saves and prunes: what was listed may be gone, for a newer one."""
+        """Return whether a candidate exists: a running job may have pruned those listed before."""
         return any(_counts(place.checkpoint(name)) for name in candidates())
 
     while True:
         for name in on_rank0(world, candidates):
-            # of a run in a store each machine's working copy has a path of its own
+            # paths differ between machines for a run at a URL, so ranks exchange names
             checkpoint = place.checkpoint(name)
             problem = _pinned_damage(checkpoint, sums, world)
             if problem is None:
@@ -108,19 +108,19 @@ def find_checkpoint(
 
 
 def _counts(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was committed, and is still there."""
+    """Return whether a checkpoint exists and has a COMMIT."""
     try:
         return checkpoint.has_commit()
-    except OSError:  # it cannot be read, which is another problem
+    except OSError:  # an unreadable checkpoint exists
         return True
 
 
 def _pinned_damage(checkpoint: Checkpoint, sums: Sums, world: World) -> str | None:
-    """What is wrong with a checkpoint; None: it is complete, and stays while it is read."""
+    """Pin a checkpoint and return what is wrong with it; a damaged checkpoint is unpinned."""
     is_there = bool(all_reduce_min(world, int(checkpoint.pin())))
     try:
         problem = find_damage(checkpoint, sums=sums, world=world)
-    except UserError as error:  # the store does not give a file
+    except UserError as error:  # the store cannot deliver a file
         if on_rank0(world, partial(_counts, checkpoint)):
             raise
         problem = str(error)
@@ -134,15 +134,15 @@ def _pinned_damage(checkpoint: Checkpoint, sums: Sums, world: World) -> str | No
 def find_damage(
     checkpoint: Checkpoint, *, sums: Sums = Sums.ALL, world: World = ALONE
 ) -> str | None:
-    """What is wrong with a checkpoint; None if its files are as they were committed.
+    """Return what is wrong with a checkpoint; None if its files match COMMIT; collective.
 
     Args:
         checkpoint: to compare.
-        sums: what is read of it.
-        world: this process; all of its processes call, and get the same.
+        sums: files whose checksums are compared.
+        world: process group; all ranks get the same result.
 
     Raises:
-        RunFailure: a process reads nothing more.
+        RunFailure: a rank makes no progress in reading.
     """
     storage, folder = checkpoint.storage, checkpoint.folder
     files = on_rank0(world, lambda: storage.committed_files(folder, sums.files))
@@ -157,14 +157,20 @@ def find_damage(
             return None
         if isinstance(found, str):
             return found
-        # A copy on some machine's disk may be what is damaged: once more, from the store.
+        # A local copy may be damaged rather than the file in the store: download it once more.
         if not any(all_gather_object(world, storage.drop_copies(folder, found))):
             break
     return f"its file {found[0]} is damaged (checksum)"
 
 
 class _Found(NamedTuple):
-    """What a process found in its files: those that are damaged; why it could not read one."""
+    """Result of one rank.
+
+    Attributes:
+        damaged: files with another checksum.
+        problem: why a file could not be read; None: all files were read.
+        hangs: reading makes no progress.
+    """
 
     damaged: list[str]
     problem: str | None
@@ -172,7 +178,7 @@ class _Found(NamedTuple):
 
 
 def _compare(checkpoint: Checkpoint, crcs: Mapping[str, int], world: World) -> list[str] | str:
-    """Files that are damaged, read by all processes; or why one cannot be read."""
+    """Return the damaged files, or why a file cannot be read; every rank reads its own files."""
     own = {n: crc for n, crc in crcs.items() if max(0, writer_of(n)) % world.size == world.rank}
     n_threads = min(_THREADS, checkpoint.storage.reading_threads(cores() // local_size()))
     reading = _Reading(checkpoint, own, n_threads)
@@ -196,7 +202,7 @@ def _compare(checkpoint: Checkpoint, crcs: Mapping[str, int], world: World) -> l
 
 
 class _Reading:
-    """Reads files in threads, which keep no process from ending where a read hangs."""
+    """Checksums of files, computed in daemon threads: a hanging read does not block the exit."""
 
     def __init__(self, checkpoint: Checkpoint, crcs: Mapping[str, int], n_threads: int) -> None:
         self._checkpoint, self._left = checkpoint, deque(crcs.items())
@@ -211,7 +217,7 @@ class _Reading:
             thread.start()
 
     def result(self, limit: float) -> _Found:
-        """What was found, once all is read, or nothing was for `limit` seconds."""
+        """Wait until all files are read, or no byte was read for `limit` seconds."""
         for thread in self._threads:
             while thread.is_alive():
                 thread.join(0.1)
