@@ -1,13 +1,13 @@
-"""transformers' architectures that some of our settings express exactly: one table, both ways.
+"""Table of the transformers architectures that the decoder can express, for export and import.
 
-`choose_architecture.py` picks the class to export to. `config_keys.py` turns a `model` section into
-config.json's keys by its entry, and back. A setting is a `Field`, a `Fixed` key, or a `Need`, which
-is not written because the class can be nothing else. A setting that no part of an entry names must
-be `OFF`, so an export refuses a new setting of the recipe until an entry takes it up.
+`choose_architecture.py` chooses the class of an export. `config_keys.py` converts between a `model`
+section and config.json by the class's entry. A setting is a `Field`, a `Fixed` key, or a `Need`: a
+value that the class always has, so that it is not written. All other settings must have their `OFF`
+value. An export therefore rejects a new setting of the recipe until an entry supports it.
 
-transformers ignores keys that it does not know, and several that it does (an MPT always has ALiBi
-with exponent 8, whatever its config.json sets); so an entry claims only what its class was read,
-and is tested, to do.
+transformers ignores unknown keys and some known ones (an MPT always has ALiBi with exponent 8,
+whatever its config.json contains). An entry therefore contains only keys whose effect was read in
+the class's source code and is tested.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Tensors of a Hugging Face folder under the names of transformers' class, one at a time.
+"""Conversion of a Hugging Face folder's tensors to the state of transformers' class.
 
-transformers 5 holds experts together that files have apart, and has renamed much else; its own
-table of conversions says how, here it is run tensor by tensor, on real ones or on shapes alone.
+Entry point: `class_tensors`. transformers 5 merges experts that files store separately, and renames
+other tensors. Its conversion table is applied here one tensor at a time, to tensors or to shapes on
+the meta device.
 """
 
 from __future__ import annotations

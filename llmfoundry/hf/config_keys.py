@@ -1,9 +1,9 @@
-"""A `model` section as config.json's keys, and back: one interpreter of the table of architectures.
+"""Conversion between a recipe's `model` section and the keys of config.json, for both directions.
 
 `write_folder.py` calls `write_settings`, `read_folder.py` calls `read_settings`. Both follow an
 entry of `ARCHITECTURES`: fields, fixed keys and biases here, keys of layers in `layer_keys.py`,
-rotary positions in `rope_keys.py`. A config.json that the decoder cannot follow exactly is refused,
-with a line for each such key. Dropouts that the decoder does not have are reported by `unread`.
+rotary positions in `rope_keys.py`. A config.json that the decoder cannot express exactly is
+rejected with a line for each such key. `unread` reports dropouts that the decoder does not support.
 """
 
 from __future__ import annotations

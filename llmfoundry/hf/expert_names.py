@@ -1,10 +1,10 @@
-"""Names and shapes of routers and experts in transformers' architectures, both ways.
+"""Names and shapes of routers and experts in transformers' architectures, for both directions.
 
-Ours are DBRX's and megablocks': expert after expert in one matrix
-(`models.moe.ExpertWeights`). Others have a tensor for each expert, or gates and up projections in
-one. A dense gated layer goes out as a mixture of one expert with a router of zeros, since any gives
-that expert all of the weight; and a mixture of one comes back as that layer. Rows are put in order,
-never computed with.
+The decoder stores all experts of a layer in one matrix, as DBRX and megablocks do
+(`models.moe.ExpertWeights`). Other architectures have one tensor for each expert, or join gate and
+up projections. A dense gated layer is exported as a mixture of one expert with a zero router, since
+any router gives the only expert the full weight. A mixture of one expert is imported as a dense
+layer. Rows are reordered; values never change.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Settings that may differ between layers, in config.json and back: windows, rotation, temperature.
+"""Settings that differ between layers, to and from config.json: windows, rotation, temperature.
 
-`config_keys.py` calls `read_layers` and `write_layers`; `choose_architecture.py` calls
-`missed_layers`, which finds what an architecture has no key for. config.json describes every layer
-in a list, a recipe describes the common case and `block_overrides`. A layer's kind (`LayerKind`) is
-the step between the two.
+`config_keys.py` calls `read_layers` and `write_layers`. `choose_architecture.py` calls
+`missed_layers` for settings that an architecture cannot express. config.json lists every layer. A
+recipe has common settings and `block_overrides`. `LayerKind` is the intermediate representation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""MPT as LLM Foundry saved it, which has more settings than transformers' class of the name.
+"""Import of MPT folders saved by LLM Foundry, with more settings than transformers' MPT class.
 
-Read only, from the folder that LLM Foundry's `scripts/inference/convert_composer_to_hf.py` writes:
-config.json with model_type `mpt` and Foundry's class or a section `ffn_config`, weights
-`transformer.blocks.{i}...`. Most keys are the recipe's own; what differs is what they are by
-default, and what they leave unsaid: the norm of queries and keys is not the model's. A mixture is
-`torch_dmoe`, or `mb_dmoe` of megablocks, which stores experts as `models.moe.ExpertWeights` does.
+Entry points: `is_foundry`, `read_foundry` and `foundry_map`. The folders are those that LLM
+Foundry's `scripts/inference/convert_composer_to_hf.py` writes: config.json with model_type `mpt`
+and Foundry's class or a section `ffn_config`, and weights `transformer.blocks.{i}...`. Most keys
+are the same as in a recipe. Defaults and implicit settings differ, such as the norm type of queries
+and keys. Mixtures are `torch_dmoe`, or `mb_dmoe` of megablocks, which stores experts as
+`models.moe.ExpertWeights` does.
 """
 
 from __future__ import annotations

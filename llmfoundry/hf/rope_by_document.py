@@ -1,8 +1,9 @@
-"""`RopeByDocument`: rotary angles of each document of a packed row as if it were alone.
+"""Rotary angles that depend on the length of each packed document instead of the batch.
 
-LongRoPE (Phi-3) has two sets of frequencies and dynamic RoPE one for each length. The classes of
-transformers choose them by the longest document of a batch, padding included. Here a hook computes
-the angles of each choice, and every token takes those of its own document's length.
+Entry point: `RopeByDocument`. LongRoPE (Phi-3) has two sets of frequencies; dynamic RoPE has one
+for each length. The classes of transformers choose the set by the longest sequence of a batch,
+including padding. Here a hook computes the angles for each document length, and every token uses
+the angles of its document.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rotary positions in config.json: base of the frequencies and their scaling, both ways.
+"""Rotary positions in config.json: base and scaling of the frequencies, for both directions.
 
-`config_keys.py` calls `read_rope` and `write_rope`. transformers from 5.0 on keeps all of it in
-`rope_parameters`; older versions have `rope_theta` and `rope_scaling`. Both are written, and where
-a file has both they must agree.
+`config_keys.py` calls `read_rope` and `write_rope`. transformers from 5.0 stores all settings in
+`rope_parameters`; older versions use `rope_theta` and `rope_scaling`. Both forms are written. If a
+file has both, they must agree.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""safetensors files that are read and written one tensor at a time.
+"""Reader and writer of safetensors files, one tensor at a time.
 
-`read_folder.py` and `write_folder.py` call it. safetensors itself reads and checks a header; its
-functions for tensors map a whole file, or take all of its tensors at once. The format (safetensors'
-README): the header's length in 8 bytes, little-endian; a JSON header of dtype, shape and place by
-name, padded with spaces; the tensors' bytes. As the header is known from shapes, a tensor is
-written at its place in any order; files are byte for byte those of `safetensors.torch.save_file`.
+`read_folder.py` and `write_folder.py` call it. The safetensors library reads and checks the header.
+Its functions for tensors are not used, because they map the full file or need all tensors at once.
+Format (safetensors' README): length of the header in 8 bytes, little-endian; a JSON header with the
+dtype, shape and offsets of each tensor, padded with spaces; the tensors' bytes. The header depends
+only on dtypes and shapes, so that tensors can be written in any order. Files are identical to those
+of `safetensors.torch.save_file`.
 """
 
 from __future__ import annotations

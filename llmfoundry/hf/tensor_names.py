@@ -1,11 +1,11 @@
-"""Names and shapes of the decoder's weights in others' files, both ways: a `WeightMap` for each.
+"""Names and shapes of the decoder's weights in transformers' architectures, for both directions.
 
-`write_folder.py` calls `to_theirs`, `read_folder.py` `to_ours`; how a folder is written and read is
-theirs. A new architecture is one entry of `MAPS` here and one of `hf/architectures.py`; LLM
-Foundry's map is in `llm_foundry_mpt.py`. One map serves both directions: a `Rule` ties one of our
-layers to theirs, and biases follow its weight. Rows are split, joined, repeated and put in order,
-so what is exported comes back bit for bit. Only for Gemma is anything computed: its norms count
-from one, its embedding is multiplied.
+Entry points: `write_folder.py` calls `to_theirs`, `read_folder.py` calls `to_ours`. A new
+architecture needs one entry of `MAPS` here and one in `hf/architectures.py`. LLM Foundry's map is
+in `llm_foundry_mpt.py`. One `WeightMap` serves both directions: each `Rule` connects a layer of
+the decoder with its counterpart, and biases follow the weight. Rows are split, joined, repeated
+and reordered, so that an exported model is imported bit for bit. Values are computed only for
+Gemma: its norm weights are offset by one, and its embedding is scaled.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our layers and its counterpart.
+    """A layer of the decoder (ours) and its counterpart in an architecture (theirs).
 
     Attributes:
-        ours: our layer, without `.weight`; `{i}` is the block's number.
-        theirs: the weight's full names; several share its rows as queries, keys and values do.
-        bias: when theirs has one, as `has_bias` says; zeros if ours has none.
-        transposed: theirs is (in, out).
-        interleaved: their queries and keys hold a rotary pair side by side, ours half a head apart.
-        heads: `q` or `k`: theirs has the same weight once for each such head, `{h}` its number.
-        less: theirs is so much less than ours.
-        multiplied: theirs is multiplied by sqrt(d_model) before its use, ours is not.
+        ours: name of our layer, without `.weight`; `{i}` is the block's index.
+        theirs: full names of their weights; several weights split its rows, such as queries, keys
+            and values.
+        bias: when their layer has a bias, see `has_bias`; zeros if our layer has none.
+        transposed: their weight has the shape (in, out).
+        interleaved: in their queries and keys, the two elements of a rotary pair are adjacent; in
+            ours, they are half a head apart.
+        heads: `q` or `k`: they store a copy of our weight for each such head; `{h}` is its index.
+        less: subtracted from our weight to get theirs.
+        multiplied: they multiply the weight by sqrt(d_model) in the forward pass.
     """
 
     ours: str
@@ -53,14 +55,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """How one architecture names the decoder's weights.
+    """Weight names of one architecture.
 
     Attributes:
         rules: its layers.
-        experts: the feed-forward layers that are mixtures of experts; written is the first of
-            several ways, read the one that the file follows.
-        ignored: patterns of what files may hold beside weights: buffers that can be computed.
-        own_head: the head is never the embedding; a tied one is written as a copy.
+        experts: alternative namings of mixture-of-experts layers. The first one is written; the
+            one that matches the file is read.
+        ignored: patterns of tensors in files that are not weights: buffers that can be computed.
+        own_head: the head is never tied to the embedding; a tied head is written as a copy.
     """
 
     rules: tuple[Rule, ...]
@@ -78,7 +80,7 @@ def _llama_like(
     gemma: bool = False,
     interleaved: bool = False,
 ) -> tuple[Rule, ...]:
-    """Llama's names, which most architectures share up to the feed-forward layer."""
+    """Return Llama's rules, which most architectures share apart from the feed-forward layer."""
     layer, less = "model.layers.{i}.", 1.0 if gemma else 0.0
     qkv = tuple(f"{layer}self_attn.{part}_proj.weight" for part in "qkv")
     return (
@@ -94,7 +96,7 @@ def _llama_like(
 
 
 def _ffn(bias: str, *names: str, module: str = "mlp", **ours_theirs: str) -> tuple[Rule, ...]:
-    """Feed-forward layers called as ours, or as the keywords say."""
+    """Return rules of feed-forward layers; keywords map our names to different names of theirs."""
     pairs = {name: name for name in names} | ours_theirs
     return tuple(
         Rule(f"blocks.{{i}}.ffn.{ours}", (f"model.layers.{{i}}.{module}.{theirs}.weight",), bias)
@@ -119,7 +121,7 @@ def _gpt2_like(*, transposed: bool) -> tuple[Rule, ...]:
 
 
 def _mosaic_like(norms: str, *ffn: Rule) -> tuple[Rule, ...]:
-    """MPT's and DBRX's names; `norms` is the module that holds attention and norms."""
+    """Return rules of MPT and DBRX; `norms` is the module that contains attention and norms."""
     layer = "transformer.blocks.{i}."
     return (
         Rule("wte", ("transformer.wte.weight",)),
@@ -141,7 +143,7 @@ _MPT_FFN = tuple(
 
 
 def _qk_norms(name: str, heads: bool = False) -> tuple[Rule, ...]:
-    """Norms of queries and keys; `name` has {part}, q or k."""
+    """Return rules for the norms of queries and keys; `{part}` in `name` becomes q or k."""
     return tuple(
         Rule(
             f"blocks.{{i}}.attn.{part}_ln",
