@@ -1,7 +1,7 @@
-"""How a recipe is computed in the memory that there is: rows at a time, and what is computed again.
+"""Choice of microbatch size and activation checkpointing for the available memory (`auto`).
 
-`builders/trainer.py` asks it, refuses a recipe that cannot fit with what it needs, what there is,
-and which shipped recipe fits.
+Entry point: `choose_fit`, which `builders/trainer.py` calls. A recipe that cannot fit is rejected
+with an error that states the required memory, the available memory and a remedy.
 """
 
 from __future__ import annotations
@@ -36,29 +36,32 @@ from llmfoundry.recipe.parallel import RECOMPUTED, compiled_limits, recomputatio
 from llmfoundry.recipe.paths import YAMLS, recipe_name
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 
-WORKER_BYTES = 200 * 2**20  # of a process that makes batches, once it has imported what it needs
+WORKER_BYTES = 200 * 2**20  # of a data loader process after its imports
 EXPERT_LOAD = 2.0
-"""Load of a process's experts, in means, that auto leaves memory for. In the first 100 steps of
-dbrx-tiny, with 2 of its 16 experts on each of 8 processes, the most loaded process has 1.3 at the
-first step, 3.9 at most (about step 10), 2.2 in the median and 1.3 at the end; 4 is the limit."""
+"""Expert load of a rank, in units of the mean, for which `auto` reserves memory. In the first 100
+steps of dbrx-tiny, with 2 of 16 experts on each of 8 ranks, the load of the most loaded rank is 1.3
+at the first step, 3.9 at most (about step 10), 2.2 in the median and 1.3 at the end; 4 is the
+limit."""
 MIN_TOKENS = 4096
-"""Of a microbatch under which auto rather computes again: with fewer, weights take longer to gather
-and matrices to read than a third more work takes. Computed for 8 H100, not measured."""
+"""Tokens of a microbatch below which `auto` prefers recomputation. With fewer tokens, gathering
+weights and reading matrices take longer than the additional third of the compute. Calculated for 8
+H100, not measured."""
 KNOWN_VOCABULARIES = {"bytes": 257, "tiktoken": 100_277, "huggingface": 50_277}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a recipe is computed in the memory that there is.
+    """Configuration of a run that fits the available memory.
 
     Attributes:
-        microbatch: rows that a process computes at a time.
+        microbatch: sequences of a rank's microbatch.
         checkpointing: what the backward pass recomputes, one of `recipe.parallel.RECOMPUTED`.
-        need: what that takes.
-        load: the largest load of a process's experts, in means, that fits as well; inf: any.
-        compression: in what form activations wait.
-        seconds: of a step, by the plan; None: of this device it knows no speeds.
-        second: what would have been next, by its seconds; None: nothing, or they are not known.
+        need: memory estimate of this configuration.
+        load: largest expert load of a rank, in units of the mean, that fits; inf: any.
+        compression: format of the stored activations (`parallel.activation_compression`).
+        seconds: estimated step time; None: the speeds of the device are unknown.
+        second: the configuration with the next longer step time; None: there is none, or step times
+            are unknown.
     """
 
     microbatch: int
@@ -71,7 +74,7 @@ class Fit:
 
     @property
     def kept(self) -> str:
-        """How activations are kept, in words."""
+        """Checkpointing and compression of activations, in words."""
         small = self.compression
         return self.checkpointing if small == "none" else f"{self.checkpointing} and {small}"
 
@@ -86,37 +89,41 @@ def choose_fit(
     begun_with: str | None = None,
     gpu: Gpu | None = None,
 ) -> Fit:
-    """How much of a block is computed again, in what form it waits, and how many rows at a time.
+    """Choose activation checkpointing, activation compression and microbatch size.
 
-    A pure function of what all processes know alike, so that they decide alike.
-    `parallel.activation_checkpointing: auto` and `activation_compression: auto` are together what
-    makes the shortest step by the plan, each with as many rows as fit. Where the device's speeds
-    are not known, and in fine-tuning, they are the least with which a microbatch of MIN_TOKENS
-    fits, or the process's rows if they are fewer; where none has room for so many, it is that with
-    most rows, of those the least. `auto` of the microbatch is then the largest divisor of the
-    process's rows that the estimate says fits; on a CPU of those in which a matrix, or an expert
-    if they are evenly loaded, meets CPU_TOKENS at most. Where processes share experts, one whose
-    experts have EXPERT_LOAD times the mean load is to fit, unless nothing would.
+    The result is a pure function of values that are equal on all ranks, so all ranks agree.
+
+    - Microbatch `auto`: the largest divisor of the rank's sequences that fits. On a CPU a matrix,
+      or an expert under balanced load, processes at most CPU_TOKENS per microbatch.
+    - Checkpointing and compression `auto`, with known speeds: the pair with the shortest estimated
+      step, each with the largest microbatch that fits.
+    - Without known speeds, and in fine-tuning: the pair with the least recomputation that fits
+      MIN_TOKENS (or all sequences of the rank). If no pair does, the pair with the largest
+      microbatch.
+    - With expert parallelism: a rank with EXPERT_LOAD times the mean load must fit, unless no
+      configuration does.
 
     Args:
-        recipe: filled.
-        world_size: processes of the run.
-        available: bytes for each process: the least that one of them has.
-        device: where it computes.
-        meta_model: of fine-tuning, as `estimate` takes it.
-        begun_with: of a run that resumes: `Fit.kept` when it was saved, for which auto stands
-            again as long as a row fits.
-        gpu: its data sheet; None: it is not known.
+        recipe: resolved recipe.
+        world_size: number of ranks.
+        available: bytes per rank, the minimum over all ranks.
+        device: device type of the run.
+        meta_model: for fine-tuning, see `estimate`.
+        begun_with: `Fit.kept` of the run that is resumed; it is chosen again if it fits.
+        gpu: data sheet of the GPU; None: unknown.
 
     Raises:
-        UserError: the recipe cannot fit; says what it needs, what there is and what fits.
+        UserError: the recipe cannot fit.
     """
+    # estimate the memory of each way to store activations
     rows = rows_per_process(recipe, recipe.parallel.degrees(world_size).data)
     candidates = microbatches(recipe, rows, device)
     needs = {
         way: estimate(with_level(recipe, *way), world_size, meta_model=meta_model, device=device)
         for way in _ways(recipe, device)
     }
+
+    # choose among those that fit
     room = int(USABLE * available)
     fits = _fitting(needs, candidates, room, EXPERT_LOAD) or _fitting(needs, candidates, room, 1)
     *_, need = needs.values()
@@ -129,6 +136,8 @@ def choose_fit(
         best = (kept or good or [max(fits, key=lambda fit: fit.microbatch)])[0]
         check_graphs(recipe.compile_mode, rows=rows, microbatch=best.microbatch)
         return best
+
+    # nothing fits: report the cause
     if recipe.parallel.reduce_scatter_each_microbatch is False:
         others = need.total(candidates[-1]) - need.gradients(candidates[-1])
         if others <= USABLE * available:
@@ -144,7 +153,7 @@ def _fitting(
     room: int,
     load: float,
 ) -> list[Fit]:
-    """Of each way most rows that fit under a load of experts, where some do."""
+    """Return the largest fitting microbatch of each way to store activations, if any fits."""
     fits = list[Fit]()
     for (level, small), need in needs.items():
         found = [n for n in candidates if need.total(n, load) <= room]
@@ -155,7 +164,7 @@ def _fitting(
 def _by_seconds(
     recipe: ResolvedTrainRecipe, fits: list[Fit], world_size: int, gpu: Gpu
 ) -> list[Fit]:
-    """The fits, the shortest step first, each with the next one."""
+    """Return the fits in the order of their estimated step time, each with its successor."""
     reached = speeds(gpu, recipe)
     timed = [
         dataclasses.replace(
@@ -175,7 +184,7 @@ def _by_seconds(
 
 
 def load_line(recipe: ResolvedTrainRecipe, fit: Fit, world_size: int) -> str | None:
-    """Which load of a process's experts fits; None: processes share no experts."""
+    """Return a log line on the expert load that fits; None: no expert parallelism, or no limit."""
     p = recipe.parallel.degrees(world_size).expert
     if p == 1 or math.isinf(fit.load):
         return None
@@ -187,12 +196,12 @@ def load_line(recipe: ResolvedTrainRecipe, fit: Fit, world_size: int) -> str | N
 
 
 def choose_microbatch(recipe: ResolvedTrainRecipe, **memory: Any) -> int:
-    """Rows that a process computes at a time, of `choose_fit`, which takes the same."""
+    """Return the microbatch size of `choose_fit`, which takes the same arguments."""
     return choose_fit(recipe, **memory).microbatch
 
 
 def checkpointing_line(recipe: ResolvedTrainRecipe, fit: Fit, begun_with: str | None = None) -> str:
-    """What `parallel.activation_checkpointing: auto` stands for, and why, in one line."""
+    """Return a log line on what `activation_checkpointing: auto` has chosen, and why."""
     more = RECOMPUTED[: RECOMPUTED.index(fit.checkpointing)]
     second = fit.second
     if fit.kept == begun_with:
@@ -214,7 +223,7 @@ def checkpointing_line(recipe: ResolvedTrainRecipe, fit: Fit, begun_with: str | 
 
 
 def _ways(recipe: ResolvedTrainRecipe, device: torch.device) -> list[tuple[str, str]]:
-    """Levels and compressions: those written, or what auto may stand for, the least work first."""
+    """Return the candidate (checkpointing, compression) pairs, the least recomputation first."""
     parallel = recipe.parallel
     level, small = recomputation(parallel.activation_checkpointing), parallel.activation_compression
     levels = _levels(recipe, device) if level == "auto" else [level]
@@ -234,7 +243,7 @@ def _levels(recipe: ResolvedTrainRecipe, device: torch.device) -> list[str]:
 def with_level(
     recipe: ResolvedTrainRecipe, level: str, compression: str | None = None
 ) -> ResolvedTrainRecipe:
-    """A copy of which so much is computed again, and activations wait in this form."""
+    """Return a copy of a recipe with this activation checkpointing and compression."""
     parallel = dataclasses.replace(recipe.parallel, activation_checkpointing=level)
     if compression is not None:
         parallel.activation_compression = compression
@@ -275,7 +284,7 @@ def _does_not_fit_frozen(
     available: int,
     meta_model: Decoder,
 ) -> str:
-    """For fine-tuning: what makes it smaller is an adapter, 4 bits, or more processes."""
+    """Return the error of fine-tuning; remedies are an adapter, 4 bits, or more ranks."""
     frozen = not all(p.requires_grad for p in meta_model.parameters())
     if is_quantized(meta_model):
         hint = "write a smaller max_seq_len, parallel.activation_checkpointing: true"
@@ -299,14 +308,14 @@ def _does_not_fit_frozen(
 
 
 def parts_text(need: MemoryEstimate, rows: int) -> str:
-    """What a process's memory at a microbatch of `rows` is for; it adds up to the total."""
+    """Return a text on the components of `need.total(rows)` by purpose."""
     return ", ".join(f"{what} {format_gib(n / GIB)}" for what, n in need.parts(rows).items() if n)
 
 
 def largest_fitting_recipe(world_size: int, available: int, device: torch.device) -> str | None:
-    """The shipped recipe of most parameters that fits at a microbatch of one row.
+    """Return the largest shipped recipe that fits at a microbatch of one sequence.
 
-    Activations, which take long to count, are counted of those alone whose weights fit.
+    Counting activations is slow and therefore limited to recipes whose weights fit.
     """
     room = int(USABLE * available)
     found: list[tuple[int, Path, ResolvedTrainRecipe]] = []
@@ -325,7 +334,7 @@ def largest_fitting_recipe(world_size: int, available: int, device: torch.device
 
 
 def with_guessed_vocabulary(recipe: ResolvedTrainRecipe) -> ResolvedTrainRecipe:
-    """A filled copy whose vocabulary is guessed, to estimate before any text is read."""
+    """Return a copy of a recipe with a guessed vocabulary size, to estimate without data."""
     if recipe.model.vocab_size is not None:
         return recipe
     model = dataclasses.replace(recipe.model)
@@ -334,10 +343,10 @@ def with_guessed_vocabulary(recipe: ResolvedTrainRecipe) -> ResolvedTrainRecipe:
 
 
 def check_workers(config: DataConfig, world: World) -> None:
-    """Refuse more of data.loader_workers than the machine has memory for.
+    """Check that the machine has memory for `data.loader_workers`.
 
     Raises:
-        UserError: says how many fit.
+        UserError: too many workers; the message states the maximum.
     """
     free = available_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -350,5 +359,5 @@ def check_workers(config: DataConfig, world: World) -> None:
 
 
 def guess_vocab_size(config: TokenizerConfig) -> int:
-    """The vocabulary's size before the tokenizer exists."""
+    """Return the vocabulary size of the recipe, or the usual size for this kind of tokenizer."""
     return config.vocab_size or KNOWN_VOCABULARIES[config.name]

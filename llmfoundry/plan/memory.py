@@ -1,6 +1,7 @@
-"""What a run needs, before it is built: memory of weights, optimizer and activations.
+"""Memory estimate of a run, before it is built: weights, optimizer state and activations.
 
-`fit.py` asks it for the microbatch that `auto` stands for.
+Entry point: `estimate`. `fit.py` calls it to choose the microbatch size `auto`. A step uses most
+memory at one of a few points (`Moment`); the estimate is the maximum over these points.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 GIB = 2**30
 CPU = torch.device("cpu")
 HEAP = 1.5
-"""What activations take of a CPU's heap over their own size: tensors of other sizes come and go
-between those that stay, and freed memory is kept (`ops/devices.py`). Measured by
+"""Ratio of heap memory to the size of activations on a CPU. Heap fragmentation causes the
+difference, and freed memory is not returned (`ops/devices.py`). Measured by
 `benchmarks/finetune.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
-FRAMEWORK = GIB // 2  # PyTorch and all else that is imported, before there is a model
+FRAMEWORK = GIB // 2  # bytes of PyTorch and other imports, before a model is built
 
 
 class Moment(NamedTuple):
-    """A point of a step at which a process may need most.
+    """Point of a step at which the memory of a rank may peak.
 
     Attributes:
-        whole: bytes of weights and gradients that are there whole, or as copies.
-        rows: what comes to it; `fixed` are gradients and copies of weights as they are made.
+        whole: bytes of gathered (unsharded) weights and gradients and of their copies.
+        rows: bytes of activations per sequence; `fixed` are temporary gradients and copies of
+            weights.
     """
 
     whole: float
@@ -54,18 +56,19 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that one process needs.
+    """Bytes that one rank needs.
 
     Attributes:
-        parameters: of the whole model.
-        parameter_bytes: of this process's shard of the weights.
-        gradient_bytes: of its gradients.
-        moment_bytes: of the optimizer's moments.
-        moments: of a step: while all blocks keep what they keep the loss and the head's gradient,
-            then the backward pass of a block, and what is behind the blocks.
-        chunk_rows: rows whose logits the loss holds at once; it holds no more.
-        accumulated: what gradients take between microbatches over what `weights` has of them.
-        step_rows: rows of a step; with fewer at a time, gradients are accumulated.
+        parameters: number of parameters of the full model.
+        parameter_bytes: bytes of the rank's shard of the weights.
+        gradient_bytes: bytes of the shard's gradients.
+        moment_bytes: bytes of the shard's optimizer state.
+        moments: points of a step at which memory may peak: the loss, the gradient of the head, the
+            backward pass of a block, and the backward pass of the embedding.
+        chunk_rows: number of sequences whose logits the loss holds at once (may be a fraction).
+        accumulated: additional bytes of gradients that are accumulated between microbatches.
+        step_rows: sequences of the rank in a step; gradients are accumulated if a microbatch has
+            fewer.
         fixed: FRAMEWORK.
     """
 
@@ -81,31 +84,34 @@ class MemoryEstimate:
 
     @property
     def weights(self) -> int:
-        """Bytes of weights, gradients and moments, which stay whatever the microbatch."""
+        """Bytes of weights, gradients and optimizer state, for any microbatch size."""
         return self.parameter_bytes + self.gradient_bytes + self.moment_bytes
 
     def logits(self, rows: int) -> int:
-        """Bytes that the loss of a microbatch of `rows` holds of logits."""
+        """Return the bytes of logits in the loss of a microbatch of `rows` sequences."""
         return max(self._logits(moment, rows) for moment in self.moments)
 
     def gradients(self, rows: int) -> int:
-        """Bytes of `accumulated` at a microbatch of `rows`: none where it is the only one."""
+        """Return `accumulated` for a microbatch of `rows`; 0 if it is the step's only one."""
         return self.accumulated if rows < self.step_rows else 0
 
     def activations(self, rows: int) -> int:
-        """Bytes that a microbatch of `rows` takes, logits left out."""
+        """Return the bytes of activations of a microbatch of `rows`, without logits."""
         return int(rows * max(moment.rows.row for moment in self.moments))
 
     def total(self, rows: int, load: float = 1.0) -> int:
-        """Bytes at a microbatch of `rows`, this process's experts having `load` times the mean."""
+        """Return the peak bytes at a microbatch of `rows`.
+
+        `load` is the expert load of the rank in units of the mean over ranks.
+        """
         return max(self._at(moment, rows, load) for moment in self.moments)
 
     def load_bytes(self, rows: int) -> int:
-        """What `total` grows by for each unit of load of this process's experts."""
+        """Return the growth of `total` per unit of expert load."""
         return self.total(rows, 2.0) - self.total(rows)
 
     def parts(self, rows: int) -> dict[str, int]:
-        """What `total` is made of, under even load, by what it is for."""
+        """Return the components of `total` by purpose, at balanced expert load."""
         most = max(self.moments, key=lambda moment: self._at(moment, rows, 1.0))
         return {
             "weights, gradients and optimizer": self.weights,
@@ -117,7 +123,7 @@ class MemoryEstimate:
         }
 
     def fitting_load(self, rows: int, room: int) -> float:
-        """The largest load of this process's experts, in means, that fits `room`; inf: any."""
+        """Return the largest expert load, in units of the mean, that fits `room`; inf: any."""
         loads = [
             1 + (room - self._at(moment, rows, 1.0)) / (rows * moment.rows.load)
             for moment in self.moments
@@ -142,14 +148,14 @@ def estimate(
     meta_model: Decoder | None = None,
     device: torch.device = CPU,
 ) -> MemoryEstimate:
-    """What a filled recipe needs on each of `world_size` processes.
+    """Estimate the memory of each rank of a run.
 
     Args:
-        recipe: filled, its activation checkpointing decided; auto counts as none.
-        world_size: processes of the run.
-        meta_model: of fine-tuning: the model on the meta device, frozen and quantized as it will
-            be; None: all parameters train.
-        device: where it computes.
+        recipe: resolved recipe; activation checkpointing `auto` counts as none.
+        world_size: number of ranks.
+        meta_model: for fine-tuning: the model on the meta device, with frozen and quantized
+            parameters as in the run; None: all parameters are trained.
+        device: device type of the run.
     """
     degrees = recipe.parallel.degrees(world_size)
     held = _weights(recipe, degrees) if meta_model is None else weigh(meta_model, device, degrees)
@@ -174,7 +180,10 @@ def estimate(
 
 
 def weight_bytes(recipe: ResolvedTrainRecipe, world_size: int) -> int:
-    """Of an estimate `weights` and `fixed`, where all parameters train: what takes no counting."""
+    """Return `weights` plus `fixed` of an estimate, if all parameters are trained.
+
+    This lower bound of the memory is fast: it counts no activations.
+    """
     held = _weights(recipe, recipe.parallel.degrees(world_size)).trained.shard
     width = 2 if recipe.precision == "bf16" else 4
     return FRAMEWORK + 2 * held + round(recipe.optimizer.moment_bytes(width) * held / width)
@@ -185,7 +194,7 @@ def _times(rows: Bytes, heap: float) -> Bytes:
 
 
 def _chunk_rows(recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.device) -> float:
-    """Rows whose logits the loss holds at once."""
+    """Return the number of sequences whose logits the loss holds at once."""
     vocabulary = -(-recipe.model.vocab_size // degrees.tensor)
     chunk = chunk_tokens(vocabulary, device, recipe.device_loss_chunk_tokens)
     return chunk / -(-recipe.max_seq_len // degrees.context)
@@ -331,16 +340,16 @@ def _weights(recipe: ResolvedTrainRecipe, degrees: Degrees) -> WeightBytes:
 def accumulated_bytes(
     recipe: ResolvedTrainRecipe, degrees: Degrees, gathered: int, shard: int
 ) -> int:
-    """What gradients take between microbatches over the shard's own.
+    """Return the additional bytes of gradients that are accumulated between microbatches.
 
-    FSDP keeps them in fp32 until the last: those of the shard, or, where none are reduce-scattered
-    before, all that is gathered. DDP adds them up in place.
+    FSDP accumulates in fp32: the gradients of the shard if each microbatch is reduce-scattered, and
+    otherwise the gradients of all gathered weights. DDP accumulates in place.
 
     Args:
-        recipe: filled.
-        degrees: of its mesh.
-        gathered: bytes of the weights that train, as a process gathers them.
-        shard: bytes of what it keeps of these.
+        recipe: resolved recipe.
+        degrees: parallel degrees of the mesh.
+        gathered: bytes of the trained weights when gathered.
+        shard: bytes of the rank's shard of these weights.
     """
     if degrees.is_replicas:
         return 0
@@ -381,7 +390,7 @@ class WeightBytes:
 
 
 def weigh(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightBytes:
-    """What a process has of a model with `blocks`, computing on a device of that kind."""
+    """Return the bytes of a model's parameters on one rank; the model has a list `blocks`."""
 
     def held(module: nn.Module, *, trained: bool) -> dict[str, Values]:
         """Bytes of its parameters, or of those that train, by what they are gathered with."""
