@@ -1,9 +1,10 @@
-"""A first look at MDS rows of ids: their integers, what `max_seq_len` cuts, bytes of a token.
+"""Inspection of MDS samples of token ids: integer type, truncated tokens, bytes per token.
 
-`builders/data.py` asks once, on one process, before training. An index gives the lengths of rows
-only where its arrays have a fixed shape. Elsewhere rows are read: all of a small data set that is
-on this machine, else those of the shard that training begins with. If these are equally long, the
-shards' sizes show whether all others are.
+Entry point: `look_at`, which `builders/data.py` calls once, on one process, before training. The
+index has the lengths of the samples only if its arrays have a fixed shape. Otherwise samples are
+read: all samples of a small local data set, else those of the first shard of the training. If the
+samples of that shard have the same length, the file sizes of the other shards show whether all
+samples have it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from llmfoundry.data.mds.codecs import encoded_size
 from llmfoundry.data.sources import MDSTokens
 from llmfoundry.errors import UserError
 
-_MOST_ROWS = 20_000  # whose lengths are looked at
-_DECODED = 256  # rows of a shard that say of which type the ids are, and their bytes
-_FEWEST_IDS = 16  # that show a type
+_MOST_ROWS = 20_000  # maximum number of samples whose lengths are read
+_DECODED = 256  # samples of a shard that are read for the integer type and the bytes per token
+_FEWEST_IDS = 16  # minimum number of ids to infer an integer type from
 
 
 @dataclass(frozen=True)
 class CutRows:
-    """Rows longer than a sequence.
+    """Samples that are longer than a sequence.
 
     Attributes:
-        rows: how many are longer.
-        tokens: that are cut off them.
-        longest: tokens of the longest.
-        of_rows, of_tokens: among how many.
-        is_exact: whether this is all of an epoch; otherwise only these rows were looked at.
+        rows: number of these samples.
+        tokens: number of truncated tokens.
+        longest: tokens of the longest sample.
+        of_rows, of_tokens: number of samples considered, and their tokens.
+        is_exact: whether these are all samples of an epoch.
     """
 
     rows: int
@@ -42,7 +43,7 @@ class CutRows:
     is_exact: bool
 
     def line(self, key: str, seq_len: int) -> str:
-        """For the user."""
+        """Return a line to log."""
         seen = "" if self.is_exact else f" of the {self.of_rows:,} rows looked at"
         return (
             f"{key}: {self.tokens:,} of {self.of_tokens:,} tokens{seen} are cut off, because"
@@ -54,11 +55,11 @@ class CutRows:
 
 @dataclass(frozen=True)
 class FirstLook:
-    """What rows of ids are.
+    """Result of the inspection.
 
     Attributes:
-        bytes_per_token: UTF-8 bytes of text that a token stands for; an estimate.
-        cut: what does not fit a sequence; None: everything fits.
+        bytes_per_token: estimated UTF-8 bytes of text per token.
+        cut: samples longer than a sequence; None: there are none.
     """
 
     bytes_per_token: float
@@ -68,14 +69,14 @@ class FirstLook:
 def look_at(
     source: MDSTokens, shard: int, token_bytes: np.ndarray, *, key: str, seq_len: int
 ) -> FirstLook:
-    """Read some rows.
+    """Inspect some samples.
 
     Args:
-        source: of the rows.
-        shard: the one that is needed first.
-        token_bytes: (vocabulary,) bytes of each token of the tokenizer.
-        key: of the stream, for messages.
-        seq_len: T, tokens of a sequence.
+        source: the samples.
+        shard: number of the shard that training reads first.
+        token_bytes: (vocab_size,) UTF-8 bytes of each token.
+        key: recipe key of the stream, for error messages.
+        seq_len: T, tokens per sequence.
 
     Raises:
         UserError: the ids are integers of another type than data.token_encoding_type.
@@ -85,19 +86,19 @@ def look_at(
     rows = [source.ids(row) for row in np.unique(some).tolist()]
     _check_type(source, rows, len(token_bytes), key)
     ids = np.concatenate(rows)
-    known = ids[(ids >= 0) & (ids < len(token_bytes))]  # the loader refuses others, with place
-    ratio = max(1, int(token_bytes[known].sum())) / max(1, len(ids))
-    found = FirstLook(ratio, _cut_rows(source, shard, seq_len))
+    valid = ids[(ids >= 0) & (ids < len(token_bytes))]  # the loader reports invalid ids
+    ratio = max(1, int(token_bytes[valid].sum())) / max(1, len(ids))
+    result = FirstLook(ratio, _cut_rows(source, shard, seq_len))
     source.close()
-    return found
+    return result
 
 
 def _check_type(source: MDSTokens, rows: Sequence[np.ndarray], vocab_size: int, key: str) -> None:
-    """Refuse bytes of ids of another width.
+    """Raise a `UserError` if the bytes of the ids have another integer type than the recipe's.
 
-    Ids read as wider integers than they are lie beyond the vocabulary. Read as narrower ones they
-    do not, but then wider ones are ids of the vocabulary, too, which ids of the right width are
-    only by chance.
+    Ids that are read as too wide integers lie outside the vocabulary. Ids that are read as too
+    narrow integers lie inside it, but then wider integers do too, which happens only by chance if
+    the width is right. The widest type with valid ids is therefore the right one.
     """
     written = source.dtype_of_bytes
     data = b"".join(ids.tobytes() for ids in rows)
@@ -124,7 +125,7 @@ def _are_ids(values: np.ndarray, vocab_size: int) -> bool:
 
 
 def _cut_rows(source: MDSTokens, shard: int, seq_len: int) -> CutRows | None:
-    """What of the rows does not fit: T tokens and the label of the last."""
+    """Return the samples longer than T tokens and the label of the last one; None without any."""
     lengths, counts, is_exact = _lengths(source, shard)
     over = np.maximum(lengths - (seq_len + 1), 0)
     if not over.any():
@@ -140,7 +141,7 @@ def _cut_rows(source: MDSTokens, shard: int, seq_len: int) -> CutRows | None:
 
 
 def _lengths(source: MDSTokens, shard: int) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Lengths of rows, how many rows have each, and whether these are all rows."""
+    """Return lengths of samples, the number of samples of each, and whether these are all."""
     fixed = _fixed_lengths(source)
     if fixed is not None:
         return fixed, source.sizes, True
@@ -154,7 +155,7 @@ def _lengths(source: MDSTokens, shard: int) -> tuple[np.ndarray, np.ndarray, boo
 
 
 def _fixed_lengths(source: MDSTokens) -> np.ndarray | None:
-    """(shards,) tokens of each row of a shard; None where the index does not give them."""
+    """Return the length of the samples in each shard, (shards,); None if the index lacks it."""
     lengths = []
     for columns in source.index.column_sets:
         encoding = columns.encodings[columns.position[source.column]]
@@ -166,7 +167,7 @@ def _fixed_lengths(source: MDSTokens) -> np.ndarray | None:
 
 
 def _are_alike(source: MDSTokens, shard: int) -> bool:
-    """Whether every file is as long as one whose samples are as long as those of `shard`."""
+    """Return whether the size of every file implies the same sample length as in `shard`."""
     sizes, n_bytes = source.index.sizes, source.index.raw_bytes
     first = source.first_byte(shard)
     table = 4 * (sizes + 2)

@@ -1,9 +1,10 @@
-"""`RowReader`: a row as a file or a user's function gives it, to one of the four formats.
+"""Conversion of input rows to one of the four formats of supervised data.
 
-Called by `prepare_rows` for every row, in its processes. The recipe's `columns`, `preprocess` and
-the published formats are applied here; whatever goes wrong names the row. Where LLM Foundry
-registers a function for a published set, prompts and answers are cut where it cuts them, down to
-the line break, so that a run there can be repeated here.
+Entry point: `RowReader`, which the worker processes of `prepare_rows` call for every row. It
+applies `columns` and `preprocess` of the recipe, and the formats of published data sets. Every
+error names the row. If LLM Foundry registers a function for a published data set, prompts and
+answers are split where that function splits them, line breaks included, so that a run of LLM
+Foundry can be repeated here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _TOLD_BY = {
     "alpaca": ("instruction", "output"),
     "dolly": ("instruction", "context", "response"),
 }
-"""Columns that only rows of a format have."""
+"""Columns that identify a format."""
 Preprocess = Callable[[dict[str, Any]], Any]
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes"
@@ -61,21 +62,21 @@ _ROLES = {
 
 
 def format_of_row(row: Mapping[str, Any]) -> str | None:
-    """The format that a row's columns show; None: none or several."""
-    found = [f for f, names in _TOLD_BY.items() if all(row.get(n) is not None for n in names)]
-    return found[0] if len(found) == 1 else None
+    """Return the format that the columns of a row identify; None if none or several match."""
+    matches = [f for f, names in _TOLD_BY.items() if all(row.get(n) is not None for n in names)]
+    return matches[0] if len(matches) == 1 else None
 
 
 class RowReader:
-    """Brings the rows of a source to its format.
+    """Converts the rows of a source to its format.
 
     Attributes:
         format: prompt_response, chat, preference or unpaired.
-        unread: rows that have a column that is not read, by its name.
+        unread: number of rows with each column that is not read, by the name of the column.
     """
 
     def __init__(self, key: str, source: SourceConfig) -> None:
-        """Read rows of `source`, which the recipe calls `key`."""
+        """Import the function of `preprocess`. `key` is the recipe key of `source`."""
         self._key = key
         self._columns, self._preprocess = dict(source.columns), source.preprocess
         self._name = source.format
@@ -87,7 +88,7 @@ class RowReader:
             _ = self._function
 
     def __call__(self, where: object, row: dict[str, Any]) -> dict[str, Any] | None:
-        """The row in the format's own columns; None: the recipe's function leaves it out.
+        """Return the row in the columns of the format; None if `preprocess` skips it.
 
         Raises:
             BadRow: a column is missing, or the function fails.
@@ -118,7 +119,7 @@ class RowReader:
             raise BadRow(where, why, found.kind) from error
 
     def note_unread(self, names: Iterable[str]) -> None:
-        """Count columns and keys of messages; of very many names the first ones."""
+        """Count columns and keys of messages that are not read, up to a limit of names."""
         for name in map(shortened, names):
             if name in self.unread or len(self.unread) < MOST_NAMES:
                 self.unread[name] += 1
@@ -137,7 +138,7 @@ class RowReader:
                 raise BadRow(where, f"{no}; it has {has}; {what}, or correct the row", no)
 
     def facts(self) -> list[Any]:
-        """What decides its rows beside the input, as JSON."""
+        """Return all settings that determine the converted rows, as JSON."""
         code = "" if self._preprocess is None else self._code_hash()
         return [self.format, self._published and self._published.__name__,
                 sorted(self._columns.items()), self._preprocess, code]  # fmt: skip
@@ -205,7 +206,7 @@ class RowReader:
             ) from error
 
     def _code_hash(self) -> str:
-        """Of the file that the function is in: a changed one makes other rows."""
+        """Return a hash of the function's source file, which detects a changed function."""
         code = getattr(self._function, "__code__", None)
         if code is None or not Path(code.co_filename).is_file():
             return ""
@@ -214,7 +215,7 @@ class RowReader:
 
 
 def _named(error: Exception) -> str:
-    """What a user's own code raised, as a part of a line."""
+    """Return an exception of a user's code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -222,7 +223,7 @@ Row = Mapping[str, Any]
 
 
 def _alpaca(row: Row) -> dict[str, Any]:
-    """tatsu-lab/alpaca: instruction, input, output, or the text of all three."""
+    """Convert tatsu-lab/alpaca: instruction, input and output, or one text with all three."""
     if "instruction" not in row and "text" in row:
         parts = _text(row, "text").split("### Response:")
         if len(parts) != 2:
@@ -235,7 +236,10 @@ def _alpaca(row: Row) -> dict[str, Any]:
 
 
 def _dolly(row: Row) -> dict[str, Any]:
-    """databricks_dolly_15k, of HuggingFaceH4 (input, output) or Databricks (context, response)."""
+    """Convert databricks_dolly_15k of HuggingFaceH4 (input, output) or Databricks.
+
+    The columns of Databricks are context and response.
+    """
     theirs = ("context", "response") if "response" in row else ("input", "output")
     instruction, given = _text(row, "instruction"), _text_if_any(row, theirs[0])
     whole = f"{instruction}\n{given}" if given else instruction
@@ -244,7 +248,10 @@ def _dolly(row: Row) -> dict[str, Any]:
 
 
 def _inputs_targets(row: Row) -> dict[str, Any]:
-    """P3 and FLAN as Muennighoff publishes them: a space between, unless there is white space."""
+    """Convert P3 and FLAN of Muennighoff.
+
+    A space separates prompt and response, unless there is white space already.
+    """
     names = ("inputs", "targets")
     if "inputs_pretokenized" in row:
         names = ("inputs_pretokenized", "targets_pretokenized")
@@ -256,7 +263,7 @@ def _inputs_targets(row: Row) -> dict[str, Any]:
 
 
 def _sharegpt(row: Row) -> dict[str, Any]:
-    """Conversations of {from, value}; OpenHermes too."""
+    """Convert conversations of {from, value}, as in ShareGPT and OpenHermes."""
     turns = from_json(column_of(row, "conversations"))
     if not isinstance(turns, list):
         raise ValueError("conversations is not a list")
@@ -273,14 +280,14 @@ def _sharegpt(row: Row) -> dict[str, Any]:
 
 
 def _stackmathqa(row: Row) -> dict[str, Any]:
-    """math-ai/StackMathQA: Q and A."""
+    """Convert math-ai/StackMathQA: Q and A."""
     question, answer = _text(row, "Q"), _text(row, "A")
     turns = (("user", question), ("assistant", answer))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def _numina(row: Row) -> dict[str, Any]:
-    """AI-MO/NuminaMath-CoT: messages beside a problem and its solution."""
+    """Convert AI-MO/NuminaMath-CoT: read the messages, not the problem and its solution."""
     return {"messages": column_of(row, "messages")}
 
 
@@ -294,7 +301,7 @@ PUBLISHED: dict[str, Callable[[Row], dict[str, Any]]] = {
     "stackmathqa": _stackmathqa,
     "numina": _numina,
 }
-"""By the names of `recipe.source.MAPPINGS`, which names the format and its columns."""
+"""Converters by name. `recipe.source.MAPPINGS` has the format and columns of each."""
 
 
 def _text_if_any(row: Row, name: str) -> str:
