@@ -1,10 +1,10 @@
-"""A gauntlet file: its tasks, its categories, and every mistake in it named before training starts.
+"""Reader of gauntlet files: tasks and categories, checked before training starts.
 
-`Gauntlet` calls `read_gauntlet`. The form and the key names are LLM Foundry's: `icl_tasks`, a list
-or the path of a file with that key, and `eval_gauntlet`, likewise; both may be in one file. Ours is
-`definitions`: files of tasks without shots, from which the entries of icl_tasks start, so that many
-gauntlets share one description of a benchmark. Keys and types of LLM Foundry's that mean nothing
-here are translated, and noted.
+Entry point: `read_gauntlet`; `Gauntlet` calls it. The format is LLM Foundry's: `icl_tasks` and
+`eval_gauntlet` are each a section or the path of a file with that key; both may be in one file. The
+key `definitions` is an extension: it names files with task definitions (without num_fewshot) that
+entries of icl_tasks extend, so that several gauntlets share the definition of a benchmark. Keys and
+types of LLM Foundry that have no effect here are translated and reported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HUB_ONLY = ("hf_loading_vars", "hf_parsing_map")
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """A task, with one number of worked examples, as a member of a category."""
+    """A member of a category: a task with one number of few-shot examples."""
 
     name: str
     num_fewshot: int
@@ -69,26 +69,26 @@ class EvalGauntlet:
     weighting: str = "EQUAL"
     """Weight of a benchmark in its category: EQUAL 1, SAMPLE_SZ n, LOG_SAMPLE_SZ log2 n."""
     subtract_random_baseline: bool = True
-    """Score 0 for guessing."""
+    """Subtract the baseline, so that guessing scores 0."""
     rescale_accuracy: bool = True
-    """Score 1 for no mistake, in spite of the subtraction."""
+    """Divide by 1 - baseline, so that a perfect answer scores 1 after the subtraction."""
     averages: dict[str, list[str]] = field(default_factory=dict)
-    """Names of averages and the categories that each is the mean of; unset: one, of all."""
+    """Categories of each average, by name; unset: one average of all categories."""
     baseline: str = "file"
-    """What is subtracted: file, the benchmark's random_baseline, and chance where it has none, as
-    LLM Foundry does; chance, guessing among the options of the rows; majority, the best constant
-    answer to the rows."""
+    """Baseline to subtract. file: the benchmark's random_baseline, or chance if unset, as in LLM
+    Foundry; chance: accuracy of guessing among the options of the rows; majority: accuracy of the
+    best constant answer."""
 
 
 @dataclass(frozen=True)
 class GauntletFile:
-    """What a gauntlet file specifies, checked; no row has been read yet.
+    """Checked content of a gauntlet file. No rows have been read yet.
 
     Attributes:
-        path: the file that holds icl_tasks; relative paths of rows begin beside it.
-        tasks: in the file's order.
-        gauntlet: categories and averages; empty where the file has none.
-        notes: lines about keys that were read but have no effect here.
+        path: the file with icl_tasks; relative paths of rows are resolved from its folder.
+        tasks: tasks in the order of the file.
+        gauntlet: categories and averages; empty if the file has none.
+        notes: lines about keys that have no effect here.
     """
 
     path: Path
@@ -101,7 +101,7 @@ def read_gauntlet(path: Path) -> GauntletFile:
     """Read and check a gauntlet file.
 
     Raises:
-        UserError: every unknown key, wrong value and missing file, with the place of each.
+        UserError: every unknown key, wrong value and missing file, with its location.
     """
     path = find(str(path), beside=Path("."), key="eval.gauntlet")
     top = yaml_file.read_yaml(path)
@@ -128,10 +128,12 @@ def read_gauntlet(path: Path) -> GauntletFile:
 
 
 def _follow(path: Path, top: Mapping[str, Any], key: str) -> tuple[Path, Mapping[str, Any]]:
-    """The file that holds `key`, and its content: this one, or the one that is named here.
+    """Return the path and content of the file with the section `key`.
+
+    It is this file, or the file whose path is the value of `key`.
 
     Raises:
-        UserError: the named file does not hold it either.
+        UserError: the other file has no section `key`.
     """
     name = top.get(key)
     if not isinstance(name, str):
@@ -147,10 +149,10 @@ def _follow(path: Path, top: Mapping[str, Any], key: str) -> tuple[Path, Mapping
 def _read_definitions(
     files: Mapping[Path, Mapping[str, Any]], notes: dict[str, list[str]]
 ) -> dict[str, dict[str, Any]]:
-    """The entries, by label, in the files that the `definitions` of `files` name.
+    """Return the task definitions of all files that `definitions` lists, by label.
 
-    Such a file has `tasks`, a list of entries as in icl_tasks but without num_fewshot, which is the
-    gauntlet's choice; an entry of icl_tasks with the same label starts from it.
+    A definition file has the key `tasks`: a list of entries as in icl_tasks, but without
+    num_fewshot. An entry of icl_tasks with the same label extends the definition.
 
     Args:
         files: contents of gauntlet files by path; usually one.
@@ -185,7 +187,7 @@ def _read_definitions(
 def _defined(
     raw: Any, where: str, problems: list[str], notes: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """One entry, checked and in our keys."""
+    """Translate and check one definition."""
     entry = translate(raw, where, problems, notes) if isinstance(raw, Mapping) else {}
     if "num_fewshot" in entry:
         problems.append(f"{where}: num_fewshot: is the gauntlet's choice; write it in icl_tasks")
@@ -194,7 +196,7 @@ def _defined(
 
 
 def _anchor(entry: dict[str, Any], source: Path) -> None:
-    """Let dataset_uri be meant from the file of definitions, where its rows are beside that."""
+    """Resolve dataset_uri from the folder of the definition file, if its rows exist there."""
     uri = entry.get("dataset_uri")
     if isinstance(uri, str) and "://" not in uri:
         beside = str(source.parent / uri)
@@ -209,7 +211,7 @@ def _read_tasks(
     problems: list[str],
     notes: dict[str, list[str]],
 ) -> list[TaskConfig]:
-    """The entries of icl_tasks that can be read, each over what is defined for its label."""
+    """Read the valid entries of icl_tasks, each merged over the definition with its label."""
     if not isinstance(raw, list) or not raw:
         problems.append(f"{where}: is missing or empty; write a list of tasks")
         return []
@@ -264,7 +266,7 @@ def _check_metrics(task: TaskConfig, where: str) -> Iterator[str]:
 
 
 def _check_no_effect(task: TaskConfig, where: str) -> Iterator[str]:
-    """Fields that were changed from their defaults in a task that has no use for them."""
+    """Yield a line for each field that was set but has no effect in this task."""
     defaults = TaskConfig(task.label, task.dataset_uri, task.icl_task_type, task.num_fewshot)
     changed = {f.name for f in fields(task) if getattr(task, f.name) != getattr(defaults, f.name)}
     kind, unused = task.icl_task_type, []
@@ -331,7 +333,7 @@ def _check_repeats(values: list[Any], where: str) -> Iterator[str]:
 def _note_lines(
     path: Path, tasks: list[TaskConfig], notes: Mapping[str, list[str]]
 ) -> Iterator[str]:
-    """A line for each note on tasks of this gauntlet, which names three of them."""
+    """Yield a line for each note, with the labels of up to three tasks of this gauntlet."""
     used = {task.label for task in tasks}
     for what, labels in notes.items():
         labels = [label for label in dict.fromkeys(labels) if label in used]

@@ -1,8 +1,8 @@
-"""The model card, README.md of an exported folder: what the model is, and what loads it.
+"""Model card (README.md) of an exported folder: properties, loading, engines and scores.
 
-Which engines take it was measured with transformers 5.23, vLLM 0.32 and llama.cpp 0.5;
-`tests/hf/test_engines.py` asks transformers again. One that answers wrongly without an error is
-named first.
+Entry point: `write_card`. Engine support was measured with transformers 5.23, vLLM 0.32 and
+llama.cpp 0.5; `tests/hf/test_engines.py` repeats the measurement for transformers. An engine that
+generates wrong tokens without an error is listed as unsupported.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class CardScore:
     """A measured result.
 
     Attributes:
-        name: in words.
-        value: as it is read.
-        within: its 95 % interval or standard error, as it is read; empty: not known.
-        chance: what guessing gets, as it is read; empty: nobody knows, or it has no meaning.
+        name: description of the measurement.
+        value: formatted score.
+        within: formatted 95 % interval or standard error; empty: unknown.
+        chance: formatted score of guessing; empty: unknown or not applicable.
     """
 
     name: str
@@ -58,18 +58,18 @@ class CardScore:
 
 @dataclass(frozen=True)
 class CardInfo:
-    """What the card reports beyond the model's settings.
+    """Content of the card in addition to the model's settings.
 
     Attributes:
-        name: the model's name, its title.
-        parameters, active: of the model, and of them those that compute a token.
-        data: what text it was trained on, a line.
-        settings: of the training that tell it from others, by recipe key.
-        trained: how long, a line such as `20000 batches, 2.6e9 tokens`.
+        name: name of the model, used as the title.
+        parameters, active: number of parameters, and number of active parameters per token.
+        data: one line about the training data.
+        settings: important training settings by recipe key.
+        trained: length of the training, such as `20000 batches, 2.6e9 tokens`.
         scores: measured results.
-        prompt: an example to continue, or to answer.
-        base: the model that it was fine-tuned from; empty: it began with none.
-        is_chat: it was trained on conversations, by its tokenizer's template.
+        prompt: example prompt.
+        base: model that was fine-tuned; empty: trained from scratch.
+        is_chat: whether the model was trained on conversations with its tokenizer's template.
     """
 
     name: str
@@ -97,12 +97,12 @@ def write_card(
 
     Args:
         path: README.md.
-        card: what the model's settings do not show.
-        config: the model's, filled.
-        architecture: transformers' class.
-        dtype: of the written weights.
-        unkept: lines about settings that config.json leaves out.
-        remarks: lines about what is different in transformers.
+        card: content in addition to the model's settings.
+        config: the resolved `model` section.
+        architecture: class of transformers.
+        dtype: dtype of the written weights.
+        unkept: lines about settings that config.json does not contain.
+        remarks: lines about differences in transformers.
     """
     lines = [*_lines(card, config, architecture, dtype)]
     lines += [*_list("Engines", engines(config, architecture)), *_list("In transformers", remarks)]
@@ -155,7 +155,7 @@ def _training(card: CardInfo) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Text that is one cell, or one heading, whatever it says."""
+    """Escape a text so that it fits in one table cell or heading."""
     line = " ".join(text.split())
     return line.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
@@ -180,11 +180,11 @@ VLLM = {
 
 
 def engines(config: ModelConfig, architecture: str) -> list[str]:
-    """A line for each engine.
+    """Return a line for each inference engine.
 
     Args:
-        config: filled.
-        architecture: transformers' class, or `llmfoundry`.
+        config: the resolved `model` section.
+        architecture: class of transformers, or `llmfoundry`.
     """
     is_own = architecture == OWN
     lines = ["transformers: `generate`" + (", after `import llmfoundry.hf`" if is_own else "")]

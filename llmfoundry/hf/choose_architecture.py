@@ -1,8 +1,8 @@
-"""Which of transformers' classes a `model` section is exported to: the one that fits exactly.
+"""Choice of the transformers architecture that expresses a `model` section exactly.
 
-`write_folder.py` and `gguf/` call `choose_architecture`. A class fits if the table
-(`architectures.py`) can express every setting that logits depend on. Otherwise the export is
-refused, with a line for each setting in the way. Settings that affect training alone are dropped,
+Entry point: `choose_architecture`; `write_folder.py` and `gguf/` call it. A class fits if the table
+in `architectures.py` expresses every setting that affects logits. If no class fits, the export is
+rejected with a line for each unsupported setting. Settings that only affect training are dropped
 and reported by `unkept`.
 """
 
@@ -44,21 +44,21 @@ def choose_architecture(
     advice: str = f"write architecture={OWN} for a folder that transformers loads after `import"
     " llmfoundry.hf`",
 ) -> str:
-    """The architecture to write: the one asked for, else the one that fits exactly.
+    """Return the requested architecture, or the one that expresses the model exactly.
 
-    Of several that fit it is the one with the fewest linear layers whose bias would be zeros, and
-    of these the first of the table.
+    Among several, the architecture with the fewest zero biases to add is chosen, then the first one
+    of the table.
 
     Args:
-        config: filled.
-        architecture: the one asked for; None: any.
-        among: those that `engine` has.
-        engine: whose architectures they are, for messages.
-        advice: what to write where none fits.
+        config: the resolved `model` section.
+        architecture: the requested architecture; None: any.
+        among: architectures of `engine`.
+        engine: name of the engine, for messages.
+        advice: what to write instead if no architecture fits, for messages.
 
     Raises:
-        UserError: it does not fit, or none does: what to write instead, and a line for each setting
-            in its way.
+        UserError: the requested architecture does not fit, or none does; with a line for each
+            unsupported setting.
     """
     if architecture == OWN and among is ARCHITECTURES:
         return OWN
@@ -87,7 +87,10 @@ def choose_architecture(
 def _distance(
     plain: ResolvedModelConfig, name: str, missed: Mapping[str, str]
 ) -> tuple[int, int, int]:
-    """Missed needs, those of positions and experts first: no one changes these for an export."""
+    """Return a sort key: unsupported settings, first those of positions and experts.
+
+    Users are unlikely to change positions or experts for an export.
+    """
     grave = sum(key in POSITIONS or (key == TYPE and is_mixture(plain)) for key in missed)
     return grave, len(missed), padding(MAPS[name], plain)
 
@@ -102,7 +105,7 @@ def _value_text(config: ResolvedModelConfig, key: str) -> str:
 def _missed(
     plain: ResolvedModelConfig, layers: Sequence[LayerConfig], architecture: Architecture
 ) -> dict[str, str]:
-    """What prevents an export: settings, and what they must be."""
+    """Return the settings that prevent an export, each with the value that it must have."""
     missed = {need.key: need.must or field_text(need.value) for need in architecture.needs
               if not _holds(need, plain)}  # fmt: skip
     for field in architecture.fields:
@@ -128,7 +131,7 @@ def _holds(need: Need, plain: ResolvedModelConfig) -> bool:
 
 
 def unkept(config: ResolvedModelConfig, name: str) -> list[str]:
-    """A line for each setting that `name` has no key for, and that logits do not depend on."""
+    """Return a line for each training-only setting that `name` has no key for."""
     if name == OWN:
         return []
     architecture = ARCHITECTURES[name]
@@ -155,7 +158,7 @@ def unkept(config: ResolvedModelConfig, name: str) -> list[str]:
 
 
 def remarks(config: ResolvedModelConfig, name: str) -> list[str]:
-    """Lines of the model card on a mixture in transformers' class `name`."""
+    """Return lines for the model card about a mixture of experts in transformers' class `name`."""
     if name == OWN or not is_mixture(config):
         return []
     architecture = ARCHITECTURES[name]
@@ -176,5 +179,5 @@ def remarks(config: ResolvedModelConfig, name: str) -> list[str]:
 
 
 def _keeps(architecture: Architecture, key: str) -> bool:
-    """Whether a field holds our setting `key`."""
+    """Return whether the architecture has a key for our setting `key`."""
     return any(field.ours == key for field in architecture.fields)

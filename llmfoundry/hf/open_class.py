@@ -1,8 +1,8 @@
-"""A causal language model of transformers opened by its own class, to be asked.
+"""Loader of transformers models for evaluation and generation.
 
-`builders/open_model.py` calls `open_hugging_face` for a folder or a hub id that is no run of ours.
-What is loaded is checked first: weights that a folder lacks would be random numbers, and what is
-made of them looks plausible.
+Entry point: `open_hugging_face`; `builders/open_model.py` calls it for a folder or a hub id that is
+not a run of this project. Missing weights are an error: transformers would initialize them at
+random, and the results would look plausible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmfoundry.hf.read_folder import read_folder_config
 from llmfoundry.inference.hugging_face_rows import end_ids
 
 DEFAULT_SEQ_LEN = 2048
-"""For configs and tokenizers that specify no longest input, as in lm-evaluation-harness."""
+"""Used if neither config nor tokenizer specify a longest input, as in lm-evaluation-harness."""
 _SEQ_LENS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAFE: dict[str, Any] = {"trust_remote_code": False}  # Python files of a folder are not run
@@ -30,14 +30,14 @@ _UNSET = 10**9  # transformers writes 1e30 as a tokenizer's model_max_length whe
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of transformers under our interface."""
+    """A tokenizer of transformers with the interface of `Tokenizer`."""
 
     def __init__(self, name: str, loaded: Any) -> None:
-        """Take over a tokenizer of transformers.
+        """Wrap a tokenizer of transformers.
 
         Raises:
-            UserError: it is empty, is no tokenizer of the `tokenizers` library, or names no end of
-                text.
+            UserError: the tokenizer is empty, is not from the `tokenizers` library, or has no
+                end-of-text token.
         """
         if not loaded("a", add_special_tokens=False).input_ids:
             raise UserError(
@@ -62,12 +62,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class OpenedHuggingFace:
-    """A model that is there, of which all is read but the weights.
+    """A transformers model whose weights are not loaded yet.
 
     Attributes:
-        name: a folder, or an id on the hub.
-        config: its config.json, as transformers reads it.
-        tokenizer: its own.
+        name: a folder, or a hub id.
+        config: transformers' configuration object.
+        tokenizer: tokenizer of the model.
         seq_len: longest input in tokens.
     """
 
@@ -77,7 +77,7 @@ class OpenedHuggingFace:
     seq_len: int
 
     def end_ids(self) -> set[int]:
-        """The tokens that end a text."""
+        """Return the tokens that end a text."""
         import transformers  # seconds
 
         try:
@@ -87,14 +87,14 @@ class OpenedHuggingFace:
         return end_ids(getattr(settings, "eos_token_id", None), self.tokenizer)
 
     def load(self, *, device: torch.device, precision: str) -> Any:
-        """Transformers' model with its weights.
+        """Load the model with its weights.
 
         Args:
-            device: where it goes.
-            precision: fp32 or amp_bf16, weights in fp32; or bf16, weights too.
+            device: target device.
+            precision: fp32 or amp_bf16 (weights in fp32), or bf16 (weights in bf16).
 
         Raises:
-            UserError: they cannot be read, or some are missing.
+            UserError: the weights cannot be read, or some are missing.
         """
         import transformers  # seconds
 
@@ -112,15 +112,15 @@ class OpenedHuggingFace:
 
 
 def open_hugging_face(name: str, *, seq_len: int | None = None) -> OpenedHuggingFace:
-    """A model's settings and tokenizer.
+    """Load a model's settings and tokenizer, and check that its folder has weights.
 
     Args:
         name: a folder, or an id on the Hugging Face hub.
-        seq_len: longest input in tokens; unset: what the model reads at most.
+        seq_len: longest input in tokens; unset: the model's limit.
 
     Raises:
-        UserError: there is no such model, its folder lacks weights or a tokenizer, or it reads less
-            than seq_len.
+        UserError: there is no such model, its weights or tokenizer are missing, or its limit is
+            below seq_len.
     """
     import transformers  # seconds
 
@@ -139,10 +139,11 @@ def open_hugging_face(name: str, *, seq_len: int | None = None) -> OpenedHugging
 
 
 def load_config(name: str, seq_len: int | None) -> Any:
-    """A model's config.json, as transformers reads it.
+    """Return transformers' configuration object of a model.
 
     Raises:
-        UserError: there is no such model, it writes no text, or it reads less than seq_len.
+        UserError: there is no such model, it is not a causal language model, or its limit is below
+            seq_len.
     """
     import transformers
 
@@ -170,10 +171,10 @@ def load_config(name: str, seq_len: int | None) -> Any:
 
 
 def document_start(config: Any) -> tuple[int, ...] | None:
-    """What documents began with in the training of a model that was exported from here; else None.
+    """Return the training documents' start tokens; None for models not exported by this project.
 
     Raises:
-        UserError: config.json specifies something else there.
+        UserError: the entry of config.json is not a list of token ids.
     """
     ids = getattr(config, DOCUMENT_START, None)
     if ids is None:
@@ -185,7 +186,7 @@ def document_start(config: Any) -> tuple[int, ...] | None:
 
 
 def _load(name: str, what: str, load: Callable[..., Any], **kwargs: Any) -> Any:
-    """What `load` gives for a name; what goes wrong, in a line."""
+    """Call `load` and convert its errors to a UserError with advice."""
     try:
         return load(name, **kwargs)
     except Exception as error:  # transformers and the hub's client raise many unrelated types
@@ -198,7 +199,7 @@ def _load(name: str, what: str, load: Callable[..., Any], **kwargs: Any) -> Any:
         raise UserError(f"{name}: cannot load its {what}: {reason}; {advice}") from error
 
 
-# What an exception's type or text says: what to do about it.
+# Advice by a part of an exception's type or text.
 _ADVICE = {
     "GatedRepoError": "accept its licence on the hub, then log in: hf auth login",
     "RepositoryNotFoundError": "write a folder's path, or an id such as EleutherAI/pythia-70m",
@@ -214,7 +215,7 @@ _ADVICE = {
 
 
 def _chain(error: BaseException | None) -> list[str]:
-    """Type and text of an exception, and of those that led to it."""
+    """Return the type and text of an exception and of its causes."""
     texts = []
     while error is not None:
         texts.append(f"{type(error).__name__}: {error}")
@@ -223,7 +224,7 @@ def _chain(error: BaseException | None) -> list[str]:
 
 
 def _check_weights(name: str, missing: set[str] | list[str]) -> None:
-    """Refuse a model of which transformers filled parts with random numbers."""
+    """Reject a model whose missing weights transformers initialized at random."""
     if missing:
         first = ", ".join(sorted(missing)[:3])
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -234,7 +235,7 @@ def _check_weights(name: str, missing: set[str] | list[str]) -> None:
 
 
 def _config_length(config: Any) -> int | None:
-    """Longest input in tokens, from where lm-evaluation-harness reads it, and MPT's own name."""
+    """Return the longest input in tokens, from the keys of lm-evaluation-harness and of MPT."""
     config = config.get_text_config()
     lengths = [getattr(config, key, None) for key in _SEQ_LENS]
     return next((length for length in lengths if isinstance(length, int)), None)
