@@ -1,8 +1,8 @@
-"""What asks a store: obstore for buckets, the standard library for the web, fsspec for the rest.
+"""Clients of remote stores: obstore for buckets, the standard library for HTTP, fsspec otherwise.
 
-`store.Store` calls the client of its address, which tries once; trying again is the store's part.
-obstore's library of Rust has threads that a fork loses: a process that was forked from one that has
-asked a bucket is refused.
+`store.Store` calls the client of its address. A client tries each request once, and the store
+retries it. obstore has Rust threads that do not survive a fork, so a process that was forked after
+a bucket request raises an error.
 """
 
 from __future__ import annotations

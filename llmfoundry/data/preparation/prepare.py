@@ -1,11 +1,12 @@
-"""`prepare_corpus`: the recipe's corpus to two streams of shards, made once, then only opened.
+"""Data preparation: tokenize the corpus of a recipe into training and validation shards.
 
-Called before training on every process; one of each machine does the work while the others wait.
-`prepare_to` is the same for a folder of the user's, here or at a URL. The one idea: the corpus is
-cut into tasks, each a pure function from its documents to a part of the output, so that neither the
-number of processes nor a kill in the middle can be seen in what comes out. What is finished is
-kept, what is missing is made, the indices come then, and `manifest.json` last: a folder that has
-one is finished. Nothing in it depends on when, where or by how many processes it was made.
+Entry points: `prepare_corpus` is called before training on every process. One process per machine
+prepares the shards in the cache, unless they exist, while the others wait. `prepare_to` writes to a
+folder of the user, local or at a URL. The one idea: the corpus is split into tasks, and each task
+is a pure function from its documents to a part of the output. The output therefore depends neither
+on the number of processes nor on interruptions, nor on when and where it was prepared. A restarted
+preparation retains finished parts and runs the missing tasks. The indices are written after all
+parts, and `manifest.json` last, so a folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ _DROPPED = {"blank": "blank documents", REPEAT: "documents that repeat another"}
 
 @dataclass(frozen=True)
 class Prepared:
-    """Both streams of a corpus.
+    """Token streams of a prepared corpus.
 
     Attributes:
-        train: what is trained on.
-        validation: what is held out; empty with validation_fraction: 0.
-        summary: lines for the user: counts, sizes, and what was dropped.
+        train: training documents.
+        validation: held-out documents; empty with validation_fraction: 0.
+        summary: lines to log: counts, sizes and dropped documents.
     """
 
     train: TokenDataset

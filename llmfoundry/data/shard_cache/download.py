@@ -1,9 +1,10 @@
-"""Copies of remote files: locked, downloaded, checked, unpacked, named, pinned.
+"""Downloads of remote files to the local shard cache.
 
-`ShardFolder` has one of these per process for a folder that is kept here. One idea: a file is
-written under a temporary name, and that file's lock is the right to write it. Once complete and
-checked it is renamed, so a path names either a good file or nothing, even after a kill; and of
-many processes that need one, the first downloads it while the others wait for its lock.
+`ShardFolder` has one `ShardFetcher` per process for each folder in the cache. The one idea: a file
+is written under a temporary name by the process that holds the lock of that temporary file. A
+complete file is checked, decompressed and renamed. A path therefore names a valid file or nothing,
+even after a kill. If several processes need a file, one downloads it and the others wait for its
+lock.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _NoRoomError(Exception):
 
 
 class ShardFetcher:
-    """One process' hands on a folder of copies. Its methods may be called by several threads."""
+    """Access of one process to a folder of the local shard cache. Its methods are thread-safe."""
 
     def __init__(
         self, remote: Store, folder: Path, *, cache: ShardCache, options: FetchOptions

@@ -1,7 +1,7 @@
-"""`Tokenizer`: text to ids and back; `build_tokenizer.py` makes the one that a recipe asks for.
+"""`Tokenizer`: text to token ids and back. `build_tokenizer.py` builds the tokenizer of a recipe.
 
-Built on the `tokenizers` library alone, because importing transformers takes seconds; every kind
-is saved in Hugging Face's format, which transformers loads.
+It uses only the `tokenizers` library, because importing transformers takes seconds. Every tokenizer
+is saved in the format of Hugging Face, which transformers can load.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ GENERATION = "generation_config.json"
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Converts text to token ids and back.
 
-    Special tokens, such as the end of text, are not read out of a text: a document that spells one
-    is encoded as the characters it holds, unless `split_special_tokens` is turned off.
+    Special tokens, such as the end of text, are not parsed in a text: a document that contains the
+    name of one is encoded as ordinary characters, unless `split_special_tokens` is turned off.
 
     Attributes:
-        vocab_size: ids are below it.
-        eos_id: the end of text.
-        bos_ids: special tokens that the tokenizer itself puts before a text; for many none.
-        eos_ids: those that it puts behind one.
-        document_start: what each document of a token stream begins with, and so each prompt:
-            bos_ids, or the end of text where there are none.
-        document_end: what it ends with: eos_ids, and the end of text where no document begins with
-            it, so that a model learns where to stop. With document_start: once a document.
-        byte_level: any text survives encode and decode unchanged.
-        generation: entries of the model's generation_config.json, which are kept beside it.
-        template_tokens: special tokens that were added for its chat template.
-        template_file: where its chat template is from, for messages.
-        trusts_template: run that without bounds; never read from a file.
+        vocab_size: exclusive upper bound of the ids.
+        eos_id: id of the end-of-text token.
+        bos_ids: special tokens that the tokenizer itself prepends to a text; often none.
+        eos_ids: special tokens that the tokenizer itself appends to a text.
+        document_start: ids at the start of each document of a token stream, and of each prompt:
+            bos_ids or, without them, the end of text.
+        document_end: ids at the end of each document: eos_ids, and the end of text if
+            document_start does not contain it, so that a model learns where to stop. The end of
+            text occurs once per document.
+        byte_level: whether encoding and decoding leave any text unchanged.
+        generation: entries of the model's generation_config.json, saved with the tokenizer.
+        template_tokens: special tokens that were added for the chat template.
+        template_file: source of the chat template, for error messages.
+        trusts_template: whether to run the chat template without limits; never read from a file.
     """
 
     template_tokens: Sequence[str] = ()
