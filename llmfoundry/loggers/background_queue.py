@@ -1,12 +1,12 @@
-"""A run on its way to a logger (MLflow, Prometheus, W&B …), from a thread of its own.
+"""Background thread that sends a run's record to a logger (MLflow, Prometheus, W&B …).
 
-The tracker makes a `BackgroundWriter` for each `LogTarget` on the main rank. The idea: such a place
-takes seconds to import and may be far away, full or gone, so everything happens in a daemon thread
-fed by a queue that starts after the first training step; training never waits and never fails
-because of it. metrics.jsonl has every value in any case: a resumed run, and scripts/track.py,
-compare the place with it and send what is missing. What could not be sent is counted and reported
-at the end. `event_tags` are events.jsonl as tags, made of the complete file each time, so that what
-was written while no process of the run was there is sent too.
+The tracker creates one `BackgroundWriter` per `LogTarget` on the main rank. A logger takes seconds
+to import, and its server may be remote, full or unreachable. All calls therefore run in a daemon
+thread with a queue, which starts after the first training step. Training never waits for a logger
+and never fails because of it. metrics.jsonl holds every value: a resumed run and scripts/track.py
+compare it with the logger and send missing values. Values that could not be sent are counted and
+reported at the end. `event_tags` converts the complete events.jsonl to tags each time, so that
+events written while the run was not active are sent too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`Tracker`: the record of a run, behind one object that the trainer calls.
+"""Record of a run: metrics, samples, evaluations and report.
 
-It gives each metric to the console, metrics.jsonl and the loggers of the recipe, keeps samples and
-evaluations in the run's folder, and writes the report. The idea: the trainer calls it on every rank
-and only the main one does anything, so the training loop has no `if rank == 0` for it. A failure
-here never ends a run that has begun: it is reported, and what is lost is counted. `send_record`
-sends a run that has ended to the same places.
+Entry point: `Tracker`, which the trainer calls on every rank. It passes each metric to the console,
+to metrics.jsonl and to the loggers of the recipe, stores samples and evaluations in the run's
+folder, and writes the report. Only the main rank acts, so that the training loop needs no
+`if rank == 0`. A failure of the record never ends a running training: it is reported, and lost
+values are counted. `send_record` backfills the loggers from the record of a finished run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.redaction import public, public_texts
 
-_REPORT_SECONDS, _REPORT_SHARE = 15.0, 0.01  # between reports of a run under way, at least
-_MOST_EVENTS = 1000  # that wait for room on the disk
-_A_DAY = 86_400.0  # seconds for a record that is sent by a command
+_REPORT_SECONDS, _REPORT_SHARE = 15.0, 0.01  # limits on how often a running job writes its report
+_MOST_EVENTS = 1000  # maximal number of events queued while the disk is full
+_A_DAY = 86_400.0  # timeout in seconds of a backfill
 
 
 class Tracker:
-    """A run's record. `recipe` has its defaults; `console` prints at once and may be used directly.
+    """Record of a run with a resolved recipe.
 
-    `history` is every metric of this process as (batch, value) by name, with logger.in_memory.
+    `console` prints immediately and may be used directly. With logger.in_memory, `history` has all
+    metrics of this process as lists of (batch, value) by name.
 
     Raises:
         UserError: logger.tracking_uri is of no kind that MLflow writes to, or a logger's package is

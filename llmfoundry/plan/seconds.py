@@ -1,13 +1,13 @@
-"""Seconds of a training step on hardware that need not be here, part by part.
+"""Estimated time of a training step by component, for any GPU with a data sheet.
 
-`layouts.py` ranks layouts by it, `fit.py` what is computed again, `cli/commands/plan.py` shows it.
-The idea: what a GPU does one after the other adds up (products, attention, operations bound by
-memory), what travels beside it costs only what is longer, and the host must launch it all in time.
-A matrix product is cut into tiles, which the GPU's multiprocessors compute in waves; a last wave
-that is not full, and tiles that are smaller so that there are enough of them, cost what large
-products do not.
+Entry point: `step_seconds`. `layouts.py` ranks layouts by it, `fit.py` ranks activation
+checkpointing, and `cli/commands/plan.py` prints it. The times of matmuls, attention and
+memory-bound operations add up. Overlapped communication counts only where it takes longer than the
+compute beside it. The host must launch all operations in time. A matmul is computed in tiles and
+waves of tiles: a partly filled last wave, and small tiles, make small matmuls less efficient than
+large ones.
 
-All is computed from data sheets, shapes and bytes; one number a kind of GPU is fitted, `sustained`.
+All inputs are data sheets, shapes and bytes. One number per kind of GPU is fitted, `sustained`.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 CUDA = torch.device("cuda")
 ALONE = Degrees(shard=2)
-"""Processes of which none shares rows, matrices or experts with another."""
+"""Degrees of ranks that share no sequences, matrices or experts."""
 COPIES = 0.85
-"""Share of the memory's bandwidth that elementwise operations reach."""
+"""Fraction of the memory bandwidth that elementwise operations reach."""
 FP8 = 0.88
-"""Of products in 8 bits over those in bfloat16, the share of their peak that the fastest reach: 71
-of 80 % on H100 (S. Bekman's table, `recipe/hardware.py`)."""
+"""Ratio of the peak fractions that the fastest matmuls reach, FP8 over bfloat16: 71 % over 80 % on
+H100 (S. Bekman's table, `recipe/hardware.py`)."""
 FP32 = 1 / 15
-"""Of products in fp32, which no tensor core computes, over those in bfloat16: 19.5 of 312 TFLOP/s
-on A100, 67 of 989 on H100, by their data sheets."""
+"""Ratio of the speeds of fp32 matmuls, without tensor cores, and bfloat16 matmuls: 19.5 of 312
+TFLOP/s on A100, 67 of 989 on H100, by their data sheets."""
 CAST = 5
-"""Bytes that a value moves on its way to 8 bits: read for its scale, read again, and written."""
+"""Bytes of memory traffic per value cast to FP8: read for the scale, read again, written."""
 FLASH_3 = 1.7
 """How much faster FlashAttention 3 is than 2 on Hopper (Shah et al., 2024: 1.5 to 2.0)."""
 SHORT = 512
-"""Tokens of a row at which attention reaches half of its speed over long ones (Dao, 2023)."""
+"""Sequence length at which attention reaches half of its speed on long sequences (Dao, 2023)."""
 LAUNCH = 6e-6
-"""Seconds of the host for each operation of PyTorch's that is not compiled."""
+"""Seconds of host time per uncompiled PyTorch operation."""
 BESIDE = 0.15
-"""Of a multiprocessor's time that NVLink messages take from what computes beside them (Isaev et
+"""Fraction of multiprocessor time that NVLink communication takes from overlapped compute (Isaev et
 al., 2023, Calculon's a100_80g.json)."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a GPU reaches, in FLOP/s, bytes/s and seconds.
+    """Achievable speeds of a GPU.
 
     Attributes:
-        gpu: its data sheet.
-        products: of products of full tiles.
-        attention: over long rows.
-        memory: bytes read or written.
-        fp8: of products in 8 bits; 0: there are none.
-        launch: seconds of the host for an operation.
+        gpu: data sheet.
+        products: FLOP/s of matmuls with full tiles.
+        attention: FLOP/s of attention over long sequences.
+        memory: bytes/s read or written.
+        fp8: FLOP/s of FP8 matmuls; 0: not used.
+        launch: seconds of host time per operation.
     """
 
     gpu: Gpu
