@@ -1,9 +1,9 @@
-"""A logged step's values, copied from the device to the host without a wait.
+"""Values of logged steps, copied from the device to the host asynchronously.
 
-The trainer begins a `LoggedStep` when the step has been launched and reads it after the next one,
-when the device has long computed the values: it never runs out of work because of a log. On a CPU
-there is nothing to wait for, and both happen at once. `LossWindow` sums losses between two logs;
-`routing_metrics` is what a mixture of experts did with the step's tokens.
+The trainer creates a `LoggedStep` after a step was launched, and reads it after the next step was
+launched. The values have arrived by then, so logging never leaves the device idle. On a CPU, both
+happen at once. `LossWindow` sums the losses between two logs. `routing_metrics` returns the metrics
+of a mixture of experts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from llmfoundry.train.step import StepResult
 
 
 class HostCopy:
-    """Tensors of one device, copied to the host without waiting for it."""
+    """Asynchronous copy of tensors from one device to the host."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to copy; what is queued on the device after this changes nothing."""
+        """Start the copy. Later operations on the device do not affect it."""
         self._like = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         kinds = {tensor.dtype: None for tensor in tensors.values()}  # in order
         self._order = [n for kind in kinds for n, t in tensors.items() if t.dtype == kind]
@@ -43,7 +43,7 @@ class HostCopy:
             self._host = flat.cpu()
 
     def read(self) -> dict[str, Tensor]:
-        """The tensors, on the host; waits for what was queued before the copy."""
+        """Return the tensors on the host; waits for operations queued before the copy."""
         if self._event is not None:
             self._event.synchronize()
         parts = self._host.split([self._like[name][0].numel() for name in self._order])
@@ -52,7 +52,7 @@ class HostCopy:
 
 
 class LoggedStep:
-    """A logged step: its values are copied to the host from its end on, and read later.
+    """Logged step, whose values are copied to the host asynchronously and read later.
 
     Attributes:
         batch: steps done, this one included.
@@ -66,14 +66,14 @@ class LoggedStep:
         guard: Guard,
         measured: Mapping[str, float | Tensor],
     ) -> None:
-        """Begin to copy what a step left on the device.
+        """Start to copy the values of a step.
 
         Args:
             batch: steps done, this one included.
-            result: of the step.
-            losses: since the last log, of `LossWindow.take`.
-            guard: which step was the first that went wrong, and what else it saw.
-            measured: metrics of the step, known already or on the device.
+            result: result of the step.
+            losses: result of `LossWindow.take`: the losses since the last log.
+            guard: the guard, with its unread verdicts.
+            measured: metrics of the step, as numbers or as tensors on the device.
         """
         self.batch = batch
         sums, self._steps, left_out = losses
@@ -90,18 +90,18 @@ class LoggedStep:
         self._losses, self._reported = ["total", *result.parts], [*result.reported]  # of the sums
 
     def read(self) -> LoggedStep:
-        """Wait for the values, which everything below is made of."""
+        """Wait for the values; call it before the properties and methods below."""
         self._values = self._copy.read()
         return self
 
     @property
     def verdicts(self) -> list[StepVerdict]:
-        """What the guard saw since the last log."""
+        """Verdicts of the guard since the last log."""
         return read_verdicts(self._observed, self._values["seen"])
 
     @property
     def first_bad(self) -> int | None:
-        """The step, counted from 0, from which there are no updates, where there is one."""
+        """Index (from 0) of the step since which updates are suspended; None: none."""
         first = int(self._values["first bad"])
         return None if first < 0 else first
 
@@ -113,7 +113,7 @@ class LoggedStep:
         return Routing({}, *(self._values[name] for name in ("load", "probability", "tokens")))
 
     def metrics(self, objective: Objective, *, bytes_per_token: float) -> dict[str, float]:
-        """loss/train/*, what the objective makes of its sums, and all that was measured."""
+        """Return loss/train/*, the objective's metrics, and all measured metrics."""
         sums, steps = self._values["sums"].tolist(), self._steps - int(self._values["left out"])
         names = self._losses
         reported = dict(zip(self._reported, sums[len(names) :], strict=True))
@@ -133,7 +133,7 @@ class LoggedStep:
 
 
 class LossWindow:
-    """Sums of the losses of some steps, and of what else the objective reports."""
+    """Sums of the losses, and of other values that the objective reports, over several steps."""
 
     def __init__(
         self,
@@ -143,49 +143,49 @@ class LossWindow:
         *,
         only_finite: bool = False,
     ) -> None:
-        """Begin, or resume from what `state` returned.
+        """Start from 0, or resume from the result of `state`.
 
         Args:
-            device: of the sums.
-            sums: so far.
-            steps: whose losses they are.
-            only_finite: leave out steps whose first loss is not finite.
+            device: device of the sums.
+            sums: sums so far.
+            steps: number of steps in the sums.
+            only_finite: whether to skip steps whose first loss is not finite.
         """
         self._sums, self.steps = torch.tensor(sums, device=device), steps
         self._left_out = torch.zeros((), device=device, dtype=torch.int64)
         self._only_finite = only_finite
 
     def add(self, losses: Tensor) -> None:
-        """Add those of a step."""
+        """Add the losses of a step."""
         if self._only_finite:
-            sound = torch.isfinite(losses[0])
-            losses = torch.where(sound, losses, 0.0)
-            self._left_out = self._left_out + ~sound
+            is_finite = torch.isfinite(losses[0])
+            losses = torch.where(is_finite, losses, 0.0)
+            self._left_out = self._left_out + ~is_finite
         self._sums = self._sums + losses
         self.steps += 1
 
     def take(self) -> tuple[Tensor, int, Tensor]:
-        """Sums, steps, and how many of the steps (), int64, the sums are without; begin anew."""
-        found = self._sums, self.steps, self._left_out
-        self._sums, self._left_out = torch.zeros_like(found[0]), torch.zeros_like(found[2])
+        """Return the sums, the steps, and the number of skipped steps ((), int64), and reset."""
+        sums, steps, left_out = self._sums, self.steps, self._left_out
+        self._sums, self._left_out = torch.zeros_like(sums), torch.zeros_like(left_out)
         self.steps = 0
-        return found
+        return sums, steps, left_out
 
     def state(self) -> tuple[float | list[float], int]:
-        """Sums and steps, for a checkpoint; waits for the device."""
+        """Return sums and steps for a checkpoint; synchronizes the device."""
         return self._sums.tolist(), self.steps - int(self._left_out)
 
 
 def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:
-    """moe/* of the global batch, over all layers and of each.
+    """Return moe/* of the global batch, over all layers and for each layer.
 
-    Loads are over their layer's mean: 1 everywhere at perfect balance, and at most E / k. The
-    entropy is that of the router's mean probabilities, in nats: ln E at perfect balance.
+    Expert loads are relative to the mean of their layer: 1 at perfect balance, and at most E / k.
+    The entropy is that of the router's mean probabilities, in nats: ln E at perfect balance.
 
     Args:
-        routing: of a step's global batch.
-        choices: tokens of the step times k; what no expert has got of them in any layer are
-            `moe/dropped_tokens`, which a dropless mixture has none of.
+        routing: routing statistics of a step's global batch.
+        choices: tokens of the step times k. Choices that no expert processed are reported as
+            `moe/dropped_tokens`; a dropless mixture has none.
     """
     load = routing.load.double()
     mean = load.mean(1, keepdim=True)
@@ -207,5 +207,5 @@ def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:
 
 
 def _spread(relative: Tensor) -> Tensor:
-    """Standard deviation of each layer's loads, whose mean is 1."""
+    """Return the standard deviation of each layer's loads, whose mean is 1."""
     return relative.sub(1).square().mean(1).sqrt()

@@ -1,8 +1,8 @@
-"""What is measured on held-out rows: loss, perplexity, bits per byte, accuracy over pairs.
+"""Metrics on held-out data: loss, perplexity, bits per byte, and accuracy over preference pairs.
 
-`builders/evaluation.py` calls `validate`, or `validate_answers` for preference rows. The idea: each
-process sums over its rows, and ratios are taken of the sums over all of them, so that they are
-exact whatever the rows of a batch and the number of processes.
+Entry points, called by `builders/evaluation.py`: `validate`, and `validate_answers` for preference
+data. The idea: each rank sums over its sequences, and metrics are ratios of the sums over all
+ranks. They therefore do not depend on the batch size or the number of ranks.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def validate(
     autocast: Callable[[], AbstractContextManager[None]],
     data_group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Sums over the batches of all that read other rows, then their ratios.
+    """Return cross-entropy, perplexity and bits per byte over the batches of all ranks.
 
-    Bits per byte is total nats / ln 2 / bytes of text; the end-of-text symbol costs nats and has
-    no bytes. It compares models of different tokenizers, and with compressors such as gzip.
+    Bits per byte is total nats / ln 2 / bytes of text. The end-of-text token has a loss and no
+    bytes. Bits per byte is comparable between tokenizers, and with compressors such as gzip.
 
     Args:
-        root: the model; every process must bring the same number of batches.
-        batches: this process's share of the held-out rows.
+        root: the model. Every rank must pass the same number of batches.
+        batches: this rank's part of the held-out sequences.
         token_bytes: (V,) UTF-8 bytes of each token, on `device`.
-        device: where to compute.
-        autocast: gives the context of the forward pass.
-        data_group: the processes that have the other shares; None: all processes.
+        device: device of the computation.
+        autocast: returns the context of the forward pass.
+        data_group: ranks with the other parts; None: all ranks.
     """
     sums = torch.zeros(3, device=device, dtype=torch.float64)  # nats, tokens, bytes
     for batch in batches:
@@ -73,7 +73,7 @@ def validate(
 
 
 def _language_metrics(nats: float, tokens: float, length: float) -> dict[str, float]:
-    """Of all tokens' cross-entropy, their number and their UTF-8 bytes; of no token none."""
+    """Return the metrics from summed nats, tokens and UTF-8 bytes; empty without tokens."""
     if not tokens:
         return {}
     mean = nats / tokens
@@ -98,34 +98,34 @@ def validate_answers(
     autocast: Callable[[], AbstractContextManager[None]],
     data_group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """The objective's loss and metrics, accuracy over pairs, the better answers' loss.
+    """Return the objective's loss and metrics, accuracy over pairs, and loss of chosen answers.
 
-    Shares count a tie as a half. Without a reference that the objective needs, such as when a
-    checkpoint is measured by itself, there are no rewards.
+    Accuracies count a tie as one half. If the objective needs a reference and there is none, as
+    when a checkpoint is evaluated alone, there are no rewards.
 
     Args:
-        root: the model, in evaluation mode; every process must bring the same number of batches.
-        batches: this process's share of the held-out rows.
+        root: the model, in evaluation mode. Every rank must pass the same number of batches.
+        batches: this rank's part of the held-out sequences.
         token_bytes: (V,) UTF-8 bytes of each token, on `device`.
-        objective: of the recipe.
-        device: where to compute.
-        autocast: gives the context of a forward pass.
-        data_group: the processes that have the other shares; None: all processes.
+        objective: the recipe's objective.
+        device: device of the computation.
+        autocast: returns the context of a forward pass.
+        data_group: ranks with the other parts; None: all ranks.
     """
 
     def look(batch: Batch, finish: Asked) -> Tensor:
         with autocast():
             return root(batch.tokens, batch.layout, finish(batch))
 
-    found = [_measure(batch.to(device), token_bytes, objective, look) for batch in batches]
-    if not found:
+    measured = [_measure(batch.to(device), token_bytes, objective, look) for batch in batches]
+    if not measured:
         return {}
-    return _metrics(_gathered(found, data_group), objective)
+    return _metrics(_gathered(measured, data_group), objective)
 
 
 @dataclass(frozen=True)
 class _Answers:
-    """What is known of the documents of some rows, (B, D) each."""
+    """Measurements of the documents of B sequences with D documents each, (B, D) float64."""
 
     side: Tensor
     log_probs: Tensor
@@ -133,24 +133,30 @@ class _Answers:
     length: Tensor
     """UTF-8 bytes."""
     reference: Tensor
-    """NaN where there is none."""
+    """Log-probabilities of the reference model; NaN: unknown."""
     moved: Tensor
-    """Log-ratios of prompts with others' answers."""
+    """Log-ratios of prompts with answers to other prompts."""
     others: Tensor
-    """Whether there is one."""
+    """Whether `moved` is defined."""
 
 
 def _measure(batch: Batch, token_bytes: Tensor, objective: Preference, look: Look) -> Tensor:
-    """(B, D, 7) float64: `_Answers` of a batch."""
+    """Return (B, D, 7) float64, the fields of `_Answers` for a batch."""
+    # policy and reference
     batch = with_reference(batch, look, objective.switched_off)
     answers, layout = batch.answers, batch.layout
     assert answers is not None and layout is not None, "the recipe asks for preference rows"
     log_probs = look(batch, answer_log_probs)
-    learned = batch.labels != IGNORE
-    lengths = torch.where(learned, token_bytes[batch.labels.clamp(min=0)], 0)
+
+    # labeled tokens and their bytes, summed by document
+    is_labeled = batch.labels != IGNORE
+    lengths = torch.where(is_labeled, token_bytes[batch.labels.clamp(min=0)], 0)
     empty = log_probs.new_zeros(answers.side.shape, dtype=torch.float64)
     documents = layout.documents.long()
-    tokens, length = (empty.scatter_add(1, documents, x.double()) for x in (learned, lengths))
+    tokens = empty.scatter_add(1, documents, is_labeled.double())
+    length = empty.scatter_add(1, documents, lengths.double())
+
+    # reference, and mismatched answers for KTO
     unknown = torch.full_like(empty, math.nan)
     reference = unknown if answers.reference is None else answers.reference
     moved, others = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
@@ -160,24 +166,27 @@ def _measure(batch: Batch, token_bytes: Tensor, objective: Preference, look: Loo
     return torch.stack([value.double() for value in values], -1)
 
 
-def _gathered(found: list[Tensor], group: dist.ProcessGroup | None) -> _Answers:
-    """All rows of all processes of a group."""
-    width = torch.tensor(max(values.shape[1] for values in found), device=found[0].device)
+def _gathered(measured: list[Tensor], group: dist.ProcessGroup | None) -> _Answers:
+    """Concatenate the sequences of all ranks of a group."""
+    # pad to the largest number of documents per sequence on any rank
+    width = torch.tensor(max(values.shape[1] for values in measured), device=measured[0].device)
     if dist.is_initialized():
         dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+    paddings = [int(width) - values.shape[1] for values in measured]
     padded = [
-        torch.nn.functional.pad(values, (0, 0, 0, int(width) - values.shape[1])) for values in found
+        torch.nn.functional.pad(values, (0, 0, 0, padding))
+        for values, padding in zip(measured, paddings, strict=True)
     ]
-    own = torch.cat(padded)
+    local = torch.cat(padded)
     if not dist.is_initialized():
-        return _Answers(*own.unbind(-1))
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own.contiguous(), group=group)
-    return _Answers(*torch.cat(every).unbind(-1))
+        return _Answers(*local.unbind(-1))
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local.contiguous(), group=group)
+    return _Answers(*torch.cat(gathered).unbind(-1))
 
 
 def _metrics(found: _Answers, objective: Preference) -> dict[str, float]:
-    """Of all held-out answers; none where there is no answer."""
+    """Return the metrics of all held-out answers; empty without answers."""
     better = found.side > 0
     nats, tokens, length = (
         sums[better].sum().item() for sums in (-found.log_probs, found.tokens, found.length)
@@ -186,7 +195,7 @@ def _metrics(found: _Answers, objective: Preference) -> dict[str, float]:
 
 
 def _told_apart(found: _Answers) -> dict[str, float]:
-    """Shares of pairs whose chosen answer is likelier, as it is and by its mean over tokens."""
+    """Return the accuracies over pairs, by total log-probability and by its mean over tokens."""
     pair = is_pair(found.side)
     if not pair.any():
         return {}
@@ -199,7 +208,7 @@ def _told_apart(found: _Answers) -> dict[str, float]:
 
 
 def _rewards(found: _Answers, objective: Preference) -> dict[str, float]:
-    """The objective's own loss and metrics; none without the reference that it needs."""
+    """Return the objective's loss and metrics; empty without a reference that it needs."""
     if objective.has_reference and found.reference[found.side != 0].isnan().any():
         return {}
     baseline = baseline_of(found.moved.sum(), found.others.sum())
@@ -224,9 +233,10 @@ def _rewards(found: _Answers, objective: Preference) -> dict[str, float]:
 
 
 def _share_above(better: Tensor, worse: Tensor) -> float | None:
-    """The share of all couples of a better (n,) and a worse (m,) value that are in this order.
+    """Return the area under the ROC curve; None if one side is empty.
 
-    The area under the ROC curve; a tie counts a half. None where one of them is empty.
+    This is the fraction of all pairs of a better (n,) and a worse (m,) value in which the better
+    value is larger. A tie counts as one half.
     """
     if not len(better) or not len(worse):
         return None
