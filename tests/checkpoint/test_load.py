@@ -262,7 +262,7 @@ def test_a_hugging_face_folder_runs_nothing(place: Path) -> None:
 def test_an_index_of_weights_names_files_of_its_own_folder(place: Path, name: Any) -> None:
     folder = Path("sharded")
     save_model(folder, "gpt2")
-    shutil.copy(folder / "model.safetensors", "outside.safetensors")
+    shutil.move(folder / "model.safetensors", "outside.safetensors")
     index = {"weight_map": {"transformer.wte.weight": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="is not a file of this folder"):

@@ -145,7 +145,8 @@ def test_what_cannot_be_is_one_line(
         given += ["eval.validation=false", "eval.gauntlet=gauntlet.yaml"]
     recipe_type, call = COMMANDS[script]
     with pytest.raises(UserError) as error:
-        call(checked(recipe_type, path, [*given, *words]))
+        recipe = checked(recipe_type, path, [*given, *words])
+        call(recipe.resolve() if isinstance(recipe, FinetuneRecipe) else recipe)
     assert line in str(error.value)
     assert len(error.value.problems) == 1
     assert not (base / "runs/never").exists()
