@@ -82,18 +82,7 @@ def run(
             else:
                 getattr(importlib.import_module(module), function)(resolved)
     except (UserError, RunFailure) as error:
-        rank = int(os.environ.get("RANK", 0))
-        # Every process finds the same mistakes in a recipe; later ones may be a single rank's.
-        if rank == 0 or (recipe is not None and not getattr(error, "of_all", False)):
-            prefix = f"[rank {rank}] " if rank else ""
-            lines = error.lines() if isinstance(error, UserError) else [str(error)]
-            lines = [f"{prefix}{as_called(public(placed(recipe, line)))}" for line in lines]
-            print(*lines, sep="\n", file=sys.stderr)
-        status = MISTAKE if isinstance(error, UserError) else error.status
-        kinds = {MISTAKE: "mistake", FAILED: "lost", GIVE_UP: "given up"}
-        kind = getattr(error, "kind", "") or kinds.get(status, "stopped")
-        record_end(status, kind, [public(line) for line in str(error).splitlines()])
-        _exit(status)
+        _exit(_report(error, recipe))
     except KeyboardInterrupt:
         _exit(130)
     except Exception as error:
@@ -102,12 +91,33 @@ def run(
             print(public(line), file=sys.stderr)
             record_end(MISTAKE, "full", [public(line)])
             _exit(2)
-        said = f"{type(error).__name__}: {error}"
-        record_end(FAILED, "error", [public(line) for line in said.splitlines()])
+        message = f"{type(error).__name__}: {error}"
+        record_end(FAILED, "error", [public(line) for line in message.splitlines()])
         if not _one_of_several():
             raise
         sys.excepthook(*sys.exc_info())  # which masks secrets
         _exit(1)
+
+
+def _report(error: UserError | RunFailure, recipe: Any) -> int:
+    """Print and record why a command failed; return its exit status.
+
+    Args:
+        error: the failure.
+        recipe: the checked recipe; None if the failure is in the recipe itself.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    # Every rank finds the same mistakes in a recipe. Later failures may be of a single rank.
+    if rank == 0 or (recipe is not None and not getattr(error, "of_all", False)):
+        prefix = f"[rank {rank}] " if rank else ""
+        lines = error.lines() if isinstance(error, UserError) else [str(error)]
+        lines = [f"{prefix}{as_called(public(placed(recipe, line)))}" for line in lines]
+        print(*lines, sep="\n", file=sys.stderr)
+    status = MISTAKE if isinstance(error, UserError) else error.status
+    kinds = {MISTAKE: "mistake", FAILED: "lost", GIVE_UP: "given up"}
+    kind = getattr(error, "kind", "") or kinds.get(status, "stopped")
+    record_end(status, kind, [public(line) for line in str(error).splitlines()])
+    return status
 
 
 def _completions(

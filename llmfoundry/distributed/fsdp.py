@@ -102,9 +102,8 @@ def _fully_shard(
         return mesh if replicated else mesh[mesh.mesh_dim_names[-1]]
 
     # the unit of all routers
-    routers = [m for m in root.modules() if isinstance(m, Router)]
     in_fp32: set[nn.Parameter] = set()
-    if autocast and routers:
+    if autocast and (routers := [m for m in root.modules() if isinstance(m, Router)]):
         root.routers = Routers(routers)
         mesh = fsdp_mesh(meshes.mixture_weights or meshes.weights)
         fully_shard(root.routers, mesh=mesh, mp_policy=exact)
