@@ -395,7 +395,7 @@ def test_a_file_that_only_llm_foundry_has_is_reported(tmp_path: Path) -> None:
     [
         ([], "from_foundry: write from_foundry=PATH, a clone of LLM Foundry, or from_hub=true"),
         (["from_foundry=x", "from_hub=true"], "or from_hub=true, not both"),
-        (["from_hub=true", "tasks=[copa]", "gauntlet=x"], "tasks: has no effect beside gauntlet"),
+        (["from_hub=true", "tasks=[copa]", "gauntlet=x"], "tasks: has no effect with gauntlet"),
         (["from_hub=true", "tasks=[arc_eazy]"], "tasks: arc_eazy: is not defined in eval/tasks"),
         (["from_hub=true", "table=eval/fetches.yaml"], "did you mean eval/fetch.yaml?"),
         (["from_hub=true", "tasks=[wikiqa_2k]"], "reads hf://mosaicml/long_context_eval; it needs"),

@@ -1,4 +1,4 @@
-"""metrics_file.jsonl survives kills, and after a resume equals an uninterrupted run's."""
+"""metrics.jsonl survives kills, and after a resume equals an uninterrupted run's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path: Path) -
 
 @pytest.mark.parametrize("kept", range(1, 60, 7))
 def test_a_torn_last_line_is_dropped(tmp_path: Path, kept: int) -> None:
-    path, whole = tmp_path / "metrics_file.jsonl", tmp_path / "whole.jsonl"
+    path, whole = tmp_path / "metrics.jsonl", tmp_path / "whole.jsonl"
     train(path, 0, 5)
     lines = path.read_bytes().split(b"\n")[:-1]
     path.write_bytes(b"\n".join(lines[:-1]) + b"\n" + lines[-1][:kept])
@@ -49,7 +49,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, kept: int) -> None:
 
 
 def test_a_whole_last_line_without_its_line_feed_is_kept(tmp_path: Path) -> None:
-    path, whole = tmp_path / "metrics_file.jsonl", tmp_path / "whole.jsonl"
+    path, whole = tmp_path / "metrics.jsonl", tmp_path / "whole.jsonl"
     train(path, 0, 5)
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     assert read_metrics(path)[-1]["time/batch"] == 5
@@ -59,14 +59,14 @@ def test_a_whole_last_line_without_its_line_feed_is_kept(tmp_path: Path) -> None
 
 
 def test_a_new_run_begins_an_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics_file.jsonl"
+    path = tmp_path / "metrics.jsonl"
     train(path, 0, 5)
     train(path, 0, 2)
     assert [row["time/batch"] for row in read_metrics(path)] == [1, 2]
 
 
 def test_every_line_is_on_disk_when_the_process_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics_file.jsonl"
+    path = tmp_path / "metrics.jsonl"
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from llmfoundry.loggers.metrics_file import JsonLines\n"
@@ -83,7 +83,7 @@ def test_lines_for_which_there_never_was_room_are_kept_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()
-    path = tmp_path / "mine" / "metrics_file.jsonl"
+    path = tmp_path / "mine" / "metrics.jsonl"
     file = JsonLines(path, said.append)
     file.start(0)
     file.write({"time/batch": 1})
@@ -139,7 +139,7 @@ def test_text_with_odd_line_separators_stays_one_line(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "metrics_file.jsonl"
+    path = tmp_path / "metrics.jsonl"
     train(path, 0, 5)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], "{broken\n", *lines[2:]]))
@@ -199,4 +199,4 @@ def test_norms_of_every_parameter_stay_one_line_a_step_and_can_be_left_out(tmp_p
 def test_a_folder_that_cannot_be_written_is_a_user_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"save_folder: .*File exists.*another folder"):
-        JsonLines(tmp_path / "file" / "metrics_file.jsonl", pytest.fail).start(0)
+        JsonLines(tmp_path / "file" / "metrics.jsonl", pytest.fail).start(0)

@@ -338,9 +338,10 @@ def test_half_sent_scrapes_are_ended_and_hold_up_nobody(
 ) -> None:
     monkeypatch.setattr(metrics_server, "HEAD_SECONDS", 2.0)
     monkeypatch.setattr(metrics_server, "MOST_CONNECTIONS", 10)
+    threads_before = threading.active_count()  # other tests of this process leave some
     with half_sent(metrics_port, 40) as connections:
         assert "alive 1.0" in scrape(metrics_port)
-        assert threading.active_count() < 40
+        assert threading.active_count() - threads_before < 30
         assert all(is_closed(connection) for connection in connections[:29])
         connections[-1].send(b"y")  # a byte now and then is no more time
         assert all(is_closed(connection) for connection in connections)

@@ -201,9 +201,9 @@ def test_fp8_is_refused_where_it_cannot_be(place: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"blocks\.0\.attn\.Wqkv is 120 x 40"):
         train_here("odd", "precision=amp_fp8", "fp8_emulate=true", "model.d_model=40")
     for override, said in (
-        ("fp8_recipe=rowwise", "without precision: amp_fp8"),
+        ("fp8_recipe=rowwise", "has no effect with precision: fp32, only with amp_fp8"),
         ("precision=amp_fp8 parallel.tensor_parallel_degree=2", "tensor_parallel_degree: 2"),
-        ("optimizer.name=muon optimizer.moments=int8", "without name: decoupled_adamw or adamw"),
+        ("optimizer.name=muon optimizer.moments=int8", "only with decoupled_adamw or adamw"),
     ):
         with pytest.raises(UserError, match=said):
             train_here("refused", *override.split())

@@ -190,9 +190,12 @@ def test_a_failed_allocation_leaves_a_snapshot_unless_it_were_empty(
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("profile.active=2", "without profile.trace: true"),
-        ("profile.memory_snapshot_step=2", "without profile.memory_snapshot: true"),
-        ("profile.max_gib=2", "without profile.trace or profile.memory_snapshot: true"),
+        ("profile.active=2", "has no effect with profile.trace: false"),
+        ("profile.memory_snapshot_step=2", "has no effect with profile.memory_snapshot: false"),
+        (
+            "profile.max_gib=2",
+            "has no effect with profile.trace: false and profile.memory_snapshot: false",
+        ),
         ("profile={trace: true, ranks: []}", "names no process"),
         ("profile={trace: true, ranks: some}", "not a choice"),
         ("profile={trace: true, ranks: [1]}", "ranks 0 to 0"),
