@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llmfoundry.errors import UserError
+from llmfoundry.files import RUN_LOCK
 from llmfoundry.recipe.schema import Schema
 
 _PACKED = Path(__file__).resolve().parents[1] / "shipped"  # setup.py fills it in a wheel
@@ -41,18 +42,29 @@ def find_file(path: str | Path, key: str) -> Path:
     The repository is not searched: a run of the same name there may be another model.
 
     Raises:
-        UserError: the working folder does not have it; names the nearest path.
+        UserError: the working folder does not have it. The error names the command of the shipped
+            recipe that trains such a run, or else the nearest path.
     """
-    return _find(path, key, (Path(),))
+    return _find(path, key, (Path(),), hint=_training_command(Path(path)))
 
 
-def _find(path: str | Path, key: str, folders: Sequence[Path]) -> Path:
+def _find(path: str | Path, key: str, folders: Sequence[Path], *, hint: str = "") -> Path:
     given = Path(os.path.expanduser(path))
     for folder in folders:
         if os.path.exists(folder / given):  # unlike Path's, False for what no path can be
             return Path.cwd() / folder / given
     candidates = [each for folder in folders for each in _siblings(folder / given)]
-    raise UserError(f"{key}: nothing at {path}{nearest_path(given, candidates)}")
+    raise UserError(f"{key}: nothing at {path}{hint or nearest_path(given, candidates)}")
+
+
+def _training_command(path: Path) -> str:
+    """Return the clause `; train it first: COMMAND` if `path` is a shipped recipe's default run."""
+    is_run = path.parent == Path("runs")
+    recipe = _shipped_recipe(Path(path.name)) if is_run and path.suffix not in _SUFFIXES else None
+    if recipe is None:
+        return ""
+    script = "train" if recipe.parent == YAMLS else recipe.parent.name
+    return f"; train it first: python scripts/{script}.py {recipe_name(recipe)}"
 
 
 def find_recipe(path: str | Path) -> Path:
@@ -166,10 +178,16 @@ def shipped(schema: Schema) -> list[Path]:
 
 
 def _siblings(path: Path) -> list[Path]:
-    """Return the files next to `path`, and files of the same name in neighboring folders."""
+    """Return the files next to `path`, and files of the same name in neighboring folders.
+
+    A folder that has nothing but the lock of a run is left out: the process that fails to find
+    `path` may have just created it.
+    """
     beside, above = path.parent, path.parent.parent
     cousins = (above / name / path.name for name in _names(above))
-    return [beside / name for name in _names(beside)] + [p for p in cousins if os.path.exists(p)]
+    candidates = [beside / name for name in _names(beside)]
+    candidates += [cousin for cousin in cousins if os.path.exists(cousin)]
+    return [candidate for candidate in candidates if _names(candidate) != [RUN_LOCK]]
 
 
 def _names(folder: Path) -> list[str]:

@@ -462,6 +462,34 @@ def test_a_file_of_the_user_is_not_looked_for_in_the_repository() -> None:
     assert find_file("pyproject.toml", "checkpoint") == here
 
 
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("runs/quickstart", "train.py quickstart"),
+        ("runs/quickstart-sft", "finetune.py finetune/quickstart-sft"),
+    ],
+)
+def test_a_missing_run_of_a_shipped_recipe_names_the_command_that_trains_it(
+    path: str, command: str
+) -> None:
+    write(f"{path}-2/recipe.yaml", "")  # nearly the same name
+    with pytest.raises(UserError) as error:
+        find_file(path, "model.pretrained")
+    assert error.value.problems == (
+        f"model.pretrained: nothing at {path}; train it first: python scripts/{command}",
+    )
+
+
+def test_the_folder_that_a_run_has_just_locked_is_not_suggested() -> None:
+    write("runs/base-sft/run.lock", "")
+    with pytest.raises(UserError) as error:
+        find_file("runs/base", "model.pretrained")
+    assert error.value.problems == ("model.pretrained: nothing at runs/base",)
+    write("runs/base-sft/recipe.yaml", "")
+    with pytest.raises(UserError, match=r"did you mean runs/base-sft\?"):
+        find_file("runs/base", "model.pretrained")
+
+
 # The real scripts, in processes of their own
 
 
