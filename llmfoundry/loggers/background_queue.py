@@ -304,16 +304,17 @@ class BackgroundWriter:
 
         if not (self._record.exists() and self._persist(compare, "a look at what it has")):
             return
+        n_sent = 0
         for start in range(0, len(lacking), session.max_points):
             points = lacking[start : start + session.max_points]
-            if not self._persist(*_request(session, points, self._note)):
-                self._count_lost(lacking[start:] if self._out_of_time() else points)
-                if self._out_of_time():
-                    return
-        if lacking:
-            self._note(
-                f"{self._target.label} has {short_count(len(lacking))} values that it lacked"
-            )
+            if self._persist(*_request(session, points, self._note)):
+                n_sent += len(points)
+                continue
+            self._count_lost(lacking[start:] if self._out_of_time() else points)
+            if self._out_of_time():
+                return
+        if n_sent:
+            self._note(f"{self._target.label} has {short_count(n_sent)} values that it lacked")
 
     def _send_some(self, session: Session) -> bool:
         """Wait for work and send one request; False when nothing more can come."""

@@ -267,6 +267,35 @@ def test_a_file_that_cannot_be_read_is_no_outage_of_the_place(tmp_path: Path) ->
     assert "W lacks versions of m: [Errno 21]" in said[-1]
 
 
+@pytest.mark.parametrize("n_refused", [1, 2])
+def test_only_the_values_that_a_store_accepts_are_reported_as_sent(
+    tmp_path: Path, n_refused: int
+) -> None:
+    """As an MLflow run that was deleted while it trained: every request is refused."""
+    rows = [f'{{"{BATCH}": {batch}, "loss": 1.0}}\n' for batch in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    stored: list[int] = []
+
+    def send(points: list[Any]) -> None:
+        if points[0].batch <= n_refused:
+            raise FileNotFoundError("the run is deleted")
+        stored.extend(point.batch for point in points)
+
+    session = SimpleNamespace(
+        max_points=1, steps=lambda name: stored, send=send, end=lambda status: None
+    )
+    messages: list[str] = []
+    target = LogTarget("W", lambda facts, say: session)  # type: ignore[arg-type, return-value]
+    writer = BackgroundWriter(target, note=messages.append, warn=messages.append)
+    writer.start(RunFacts("r", tmp_path, 2, 0, {}, {}))
+    writer.end("finished", timeout=60.0)
+    writer.close()
+    n_sent = 2 - n_refused
+    sent = [line for line in messages if "that it lacked" in line]
+    assert sent == [f"W has {n_sent} values that it lacked"] * bool(n_sent)
+    assert f"W lacks {n_refused} metric values" in messages[-1] and not writer.has_all
+
+
 @pytest.mark.parametrize("original", ["moved", "copied"])
 def test_a_moved_runs_folder_keeps_its_artifacts(
     store: Path, tmp_path: Path, original: str
