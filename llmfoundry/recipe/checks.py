@@ -64,6 +64,10 @@ VALUES = {
     "messages": "chat",
     "instruction": "prompt_response",
     "sft": "prompt_response",
+    "none": "off",
+    "off": "none",
+    "false": "off none",
+    "no": "off none",
 }
 """Values of other tools, with our values of the same meaning; the first valid one is suggested."""
 
@@ -73,7 +77,7 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
     An option is similar if it differs by at most two typing errors, or one in a short name.
     Otherwise the only option that contains the name as whole words counts, as max_seq_len contains
-    seq_len.
+    seq_len and gpt2-124m contains gpt2.
     """
     option = nearest_option(name, options)
     return f"; did you mean '{option}'?" if option is not None else ""
@@ -89,7 +93,8 @@ def nearest_option(name: str, options: Iterable[str]) -> str | None:
     close = [n for n in options if slips[n] <= min(2, max(len(n), len(name)) // 3)]
     if close:
         return min(close, key=lambda option: slips[option])
-    holding = [option for option in options if f"_{name}_" in f"_{option}_"]
+    words = f"_{name}_".replace("-", "_")
+    holding = [option for option in options if words in f"_{option}_".replace("-", "_")]
     return holding[0] if len(holding) == 1 and len(name) > 2 else None
 
 

@@ -229,6 +229,10 @@ def test_only_what_is_really_near_is_guessed() -> None:
     far = ["max_steps", "batch", "learning_rate", "peft_config", "lr", "x", "", "foo_bar", "size"]
     assert [nearest_option(word, own) for word in far] == [None] * len(far)
     assert nearest_option("--model", ["--help", "--cfg", "-m"]) is None
+    assert nearest_option("gpt2", ["dbrx", "gpt2-124m", "llama-1b"]) == "gpt2-124m"
+    assert nearest_option("mpt", ["mpt-1b", "mpt-7b"]) is None
+    assert nearest_option("none", ["core_v1", "off", "validation"]) == "off"
+    assert nearest_option("off", ["mlflow", "none", "wandb"]) == "none"
     assert nearest_option("x" * 10_000, own) is None
 
 
