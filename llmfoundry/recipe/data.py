@@ -396,12 +396,15 @@ class DataConfig(SourceConfig):
         yield from inert(key, validation, ["proportion", "repeat", "choose"], "on held-out text")
         if self._is_supervised_alone():
             return
-        if validation.name != "shards" and not validation.is_supervised:
-            yield f"{key}name: {validation.name}; held-out text of its own can be shards alone"
         if self.name in CORPORA:
             yield (
                 f"{key[:-1]}: has no effect with name: {self.name}, which holds out"
                 " data.validation_fraction; remove it"
+            )
+        elif validation.name != "shards" and not validation.is_supervised:
+            yield (
+                f"{key}name: {validation.name} cannot hold validation text; write shards, which"
+                " scripts/prepare_data.py makes"
             )
 
     def _is_supervised_alone(self) -> bool:

@@ -54,6 +54,8 @@ LINES = {
     "lib, only with files; remove it",
     "data.split=train": "data.split: has no effect with data.name: python_stdlib, only with hu",
     "data.name=huggingface": "data.dataset: huggingface needs it; write a hub id or a local fol",
+    "data.name=files data.paths=[a] data.validation.paths=[b]": "data.validation: has no effect w",
+    "data.name=shards data.remote=a data.validation.paths=[b]": "data.validation.name: files can",
     "data.validation_fraction=1": "data.validation_fraction: 1.0 is not a fraction; write a num",
     "optimizer.name=adam": "optimizer.name: 'adam' is not a choice; did you mean 'adamw'? (choi",
     "optimizer.lr=0": "optimizer.lr: 0.0 must be greater than 0",
