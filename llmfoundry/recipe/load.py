@@ -118,6 +118,16 @@ def _refuse_foreign(file: Path, schema: Schema) -> None:
             f"{show(file)}: trains a new model; write `python scripts/train.py {show(file)}`, or"
             " take a recipe of yamls/finetune, with model.pretrained=runs/NAME"
         )
+    # A training recipe, for a script that takes the folder of a run.
+    if "max_duration" in values and not {"max_duration", "sizes", "data"} & schema.keys.keys():
+        model = values.get("model")
+        is_finetuning = isinstance(model, dict) and "pretrained" in model
+        script = "finetune" if is_finetuning else "train"
+        raise UserError(
+            f"{show(file)}: is the recipe of a training run; write"
+            f" `python scripts/{script}.py {show(file)}`, and then the folder of the run in place"
+            f" of the recipe, such as runs/{file.stem}"
+        )
     if "sizes" not in schema.keys and {"base", "sizes"} <= values.keys():
         raise UserError(
             f"{show(file)}: is of many runs; write `python scripts/scaling.py {show(file)}`"

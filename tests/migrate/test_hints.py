@@ -272,6 +272,21 @@ def test_a_folder_in_place_of_a_recipe_is_what_the_script_works_on(
     [
         ("finetune", ["quickstart"], "trains a new model; write `python scripts/train.py"),
         (
+            "eval",
+            ["yamls/quickstart.yaml"],
+            "is the recipe of a training run; write `python scripts/train.py",
+        ),
+        (
+            "generate",
+            ["yamls/finetune/quickstart-sft.yaml"],
+            "training run; write `python scripts/finetune.py",
+        ),
+        (
+            "track",
+            ["yamls/quickstart.yaml"],
+            "folder of the run in place of the recipe, such as runs/quickst",
+        ),
+        (
             "train",
             [f"{ROOT}/README.md"],
             "README.md is no recipe; to train on it, write RECIPE.yaml",
