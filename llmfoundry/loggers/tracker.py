@@ -20,13 +20,14 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME, add_event
-from llmfoundry.files import read_json_if_there, read_object_if_there, write_json
+from llmfoundry.files import read_json_if_there, write_json
 from llmfoundry.loggers.background_queue import BackgroundWriter, RunFacts, Task, milliseconds
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS
 from llmfoundry.loggers.pages.report import STATUS, write_report
+from llmfoundry.loggers.run_record import read_run_record
 from llmfoundry.loggers.writers import close_all, make_writers, stores
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import as_written, flat
@@ -92,7 +93,7 @@ class Tracker:
         if facts:
             self.console.banner(facts)
         self._drop_after(first_batch)
-        before = read_object_if_there(self._folder / "run.json") if first_batch > 0 else {}
+        before = read_run_record(self._folder) if first_batch > 0 else {}
         # Until this process has made a step, the record is the earlier one's.
         self._run |= {"facts": facts, "environment": before.get("environment", {})}
         self._run["sent"] = before.get("sent", not self._stores())
@@ -325,7 +326,7 @@ def send_record(
         raise UserError(
             "logger: names no place; write logger.mlflow=true, tensorboard, wandb or trackio"
         )
-    record = read_object_if_there(folder / "run.json")
+    record = read_run_record(folder)
     facts = RunFacts(
         name=record.get("name") or folder.resolve().name,
         folder=folder,

@@ -21,7 +21,6 @@ from llmfoundry.events import read_events
 from llmfoundry.files import (
     atomic_write,
     read_object,
-    read_object_if_there,
     read_text,
 )
 from llmfoundry.loggers.console import duration, format_gib, number, percent, printable, short_count
@@ -55,6 +54,7 @@ from llmfoundry.loggers.pages.score_tables import (
     written,
 )
 from llmfoundry.loggers.pages.titles import GROUPS, title
+from llmfoundry.loggers.run_record import read_run_record
 from llmfoundry.redaction import public
 
 STATUS = {"finished": "finished", "failed": "failed", "killed": "stopped"}
@@ -67,7 +67,7 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
 
     `summary` (label → value, `status` among them) is added to the contents of run.json.
     """
-    run = read_object_if_there(run_folder / "run.json")
+    run = read_run_record(run_folder)
     result = {**run.get("summary", {}), **(summary or {})}
     status = str(result.pop("status", "running"))
     rows = metric_rows(run_folder)
