@@ -1,10 +1,10 @@
-"""A row of one of the four formats to documents: pieces of text, each prompt or answer.
+"""Conversion of a row of one of the four formats to documents of prompt and answer segments.
 
-Called by `prepare_rows`, between `reader` and the encoder; `loss_mask` renders conversations. What
-a conversation must be is checked before a template sees it, so that errors name the message: at
-least two messages, known roles, the assistant last. Other orders than a system message, the user,
-then in turn are the template's to take or refuse: where it takes them, `check_shown` sees to it
-that it leaves nothing out.
+`prepare_rows` calls `example_or_error` after `reader` and before the encoder. `loss_mask` renders
+conversations. A conversation is checked before the chat template renders it, so that errors name
+the message: at least two messages, known roles, the assistant last. The template decides whether
+it accepts an unusual order of roles. If it accepts the order, `check_shown` checks that the
+rendered text contains every message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 KEYS = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", *REASONING)
 SPELLS_CHAT = "with a text that spells messages in JSON"
 LACKS_ARGUMENT = "with a tool call that lacks an argument which its tool requires"
-LONGEST = 1024  # messages: each answer is found by rendering all that lies before it
+LONGEST = 1024  # messages: each answer is located by rendering all messages before it
 _MAY_FOLLOW = {
     None: ("system", "developer", "user"),
     "system": ("user",),
@@ -49,16 +49,17 @@ _MAY_FOLLOW = {
 
 @dataclass(frozen=True)
 class Example:
-    """A row.
+    """A converted row.
 
     Attributes:
-        documents: one; of a preference two, the chosen one first; of a conversation that is split
-            one for each answer.
-        key: what decides whether it is held out: its text, or, of answers that are compared, their
-            prompt's.
-        contents: what the row itself holds in a rendered text.
-        unread: keys of its messages that nothing reads, as messages[].key.
-        told: what to say of it: what the template does not show, and what may be meant otherwise.
+        documents: one document; two for a preference, chosen first; one per answer for a
+            conversation that is split.
+        key: text that decides whether the row is held out: that of the whole row, or the prompt
+            alone if answers are compared.
+        contents: message contents of a rendered row.
+        unread: keys of its messages that neither this module nor the template reads, as
+            messages[].key.
+        told: warnings: parts that the template leaves out, and likely mistakes.
     """
 
     documents: tuple[SegmentedText, ...]
@@ -69,32 +70,41 @@ class Example:
 
 
 def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
-    """The documents of a row.
+    """Convert a row to documents.
+
+    Args:
+        row: column values by name.
+        form: name of the format, a key of `_FORMATS`.
+        options: chat template and parts in the loss.
 
     Raises:
-        EmptyAnswerError: of a conversation an answer is empty.
-        ValueError: the row is not of the format, or the template does not fit; says why.
+        EmptyAnswerError: an answer of a conversation is empty.
+        ValueError: the row does not have the format, or the template rejects it.
     """
     example = _FORMATS[form](row, options)
+
+    # collect warnings: unread keys, JSON in a text column, parts that the template leaves out
     columns = {name: _messages_in(row, name) for name in _CONVERSATIONS}
     unread = {
         f"{name}[].{key}"
         for name, messages in columns.items()
         for key in keys_not_read(messages, options.names)
     }
-    told = [SPELLS_CHAT] if any(_spells_chat(row.get(name)) for name in _TEXTS) else []
+    has_chat_text = any(_spells_chat(row.get(name)) for name in _TEXTS)
+    warnings = [SPELLS_CHAT] if has_chat_text else []
     rendered = [d for d in example.documents if d.rendered]
     if rendered:
         text = "".join(piece.text for document in rendered for piece in document.pieces)
         messages = [m for name in columns for m in plain_messages(columns[name], name=name)]
-        tools = _asked(row).tools or []
-        told += [f"with {what}" for what in left_out(messages, tools, text)]
-        told += [LACKS_ARGUMENT] if lacks_argument(messages, tools) else []
-    return replace(example, unread=tuple(sorted(unread)), told=tuple(told))
+        tools = _template_inputs(row).tools or []
+        warnings += [f"with {part}" for part in left_out(messages, tools, text)]
+        if lacks_argument(messages, tools):
+            warnings.append(LACKS_ARGUMENT)
+    return replace(example, unread=tuple(sorted(unread)), told=tuple(warnings))
 
 
 def _messages_in(row: Mapping[str, Any], name: str) -> Sequence[Any]:
-    """The messages of a column; none where it holds a text."""
+    """Return the messages of a column; none if it holds text."""
     value = row.get(name)
     messages = value if name in _TEXTS else from_json(value)
     return messages if is_messages(messages) else []
@@ -103,7 +113,7 @@ def _messages_in(row: Mapping[str, Any], name: str) -> Sequence[Any]:
 def example_or_error(
     form: str, options: ExampleOptions, row: Mapping[str, Any]
 ) -> Example | Exception:
-    """`example_of` for one of many rows, of which none ends the others."""
+    """Convert a row with `example_of`; return the error of a bad row instead of raising it."""
     try:
         return example_of(row, form, options)
     except (UserError, ValueError, RecursionError) as error:
@@ -113,39 +123,43 @@ def example_or_error(
 def of_each(
     make: Callable[[Mapping[str, Any]], Example | Exception], rows: Sequence[Mapping[str, Any]]
 ) -> list[Example | Exception]:
-    """What `make` returns for each row."""
+    """Return the result of `make` for each row."""
     return [make(row) for row in rows]
 
 
 def _prompt_response(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     prompt = column_of(row, "prompt")
-    given = [name for name in ("response", "completion") if row.get(name) is not None]
-    if len(given) != 1:
-        reason = "has both response and completion" if given else "no column 'response'"
+    columns = [name for name in ("response", "completion") if row.get(name) is not None]
+    if len(columns) != 1:
+        reason = "has both response and completion" if columns else "no column 'response'"
         raise ValueError(f"{reason}; a row has one of response and completion")
-    answer = row[given[0]]
-    documents = _answered(prompt, answer, given[0], options, _asked(row))
+    (column,) = columns
+    answer = row[column]
+    documents = _prompt_and_answer(prompt, answer, column, options, _template_inputs(row))
     return Example(tuple(documents), _key([prompt, answer]), _contents(prompt, answer))
 
 
 def _chat(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    messages, asked = conversation(column_of(row, "messages")), _asked(row)
-    documents = _rendered(messages, asked, options, "messages")
-    key = [messages, asked.tools, *([asked.variables] if asked.variables else [])]
+    messages = conversation(column_of(row, "messages"))
+    inputs = _template_inputs(row)
+    documents = _render(messages, inputs, options, "messages")
+    key = [messages, inputs.tools]
+    if inputs.variables:
+        key.append(inputs.variables)
     return Example(tuple(documents), _key(key), _contents(messages))
 
 
 def _preference(row: Mapping[str, Any], options: ExampleOptions) -> Example:
-    chosen, rejected = column_of(row, "chosen"), column_of(row, "rejected")
-    sides = [_compared(row, name, options) for name in ("chosen", "rejected")]
-    prompts = [side.prompt for side in sides]
-    if prompts[0] != prompts[1]:
+    columns = (row.get("prompt"), column_of(row, "chosen"), column_of(row, "rejected"))
+    chosen = _compared(row, "chosen", options)
+    rejected = _compared(row, "rejected", options)
+    prompt = chosen.prompt
+    if prompt != rejected.prompt:
         raise ValueError("chosen and rejected differ before their last answer; they share a prompt")
-    if sides[0].pieces[len(prompts[0])].text == sides[1].pieces[len(prompts[0])].text:
+    if chosen.pieces[len(prompt)].text == rejected.pieces[len(prompt)].text:
         raise ValueError("chosen and rejected are the same answer; nothing can be preferred")
-    pair = (replace(sides[0], side=1), replace(sides[1], side=-1))
-    key = "".join(piece.text for piece in prompts[0])
-    return Example(pair, key, _contents(row.get("prompt"), chosen, rejected))
+    pair = (replace(chosen, side=1), replace(rejected, side=-1))
+    return Example(pair, "".join(piece.text for piece in prompt), _contents(*columns))
 
 
 def _unpaired(row: Mapping[str, Any], options: ExampleOptions) -> Example:
@@ -171,23 +185,34 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any], ExampleOptions], Example]] = {
 }
 
 
-def _asked(row: Mapping[str, Any]) -> TemplateInputs:
+def _template_inputs(row: Mapping[str, Any]) -> TemplateInputs:
+    """Return the tools and variables that a row passes to the chat template."""
     variables = variables_of(row.get("chat_template_kwargs"))
     tools = variables.pop("tools", None) or row.get("tools")
     return TemplateInputs(tools_of(tools), variables)
 
 
 def _compared(row: Mapping[str, Any], name: str, options: ExampleOptions) -> SegmentedText:
-    """A prompt with an answer of which the last turn alone is learned."""
+    """Return a prompt with an answer whose last turn alone is in the loss."""
     options = replace(options, last_only=True, prompts=False)
-    (found,) = _answered(row.get("prompt"), column_of(row, name), name, options, _asked(row))
-    return found
+    answer, inputs = column_of(row, name), _template_inputs(row)
+    (document,) = _prompt_and_answer(row.get("prompt"), answer, name, options, inputs)
+    return document
 
 
-def _answered(
-    prompt: Any, answer: Any, name: str, options: ExampleOptions, asked: TemplateInputs
+def _prompt_and_answer(
+    prompt: Any, answer: Any, name: str, options: ExampleOptions, inputs: TemplateInputs
 ) -> list[SegmentedText]:
-    """A prompt and its answer: both text, or both messages, or a whole conversation as answer."""
+    """Convert a prompt and its answer to documents.
+
+    Args:
+        prompt: text or messages; None if `answer` is the complete conversation.
+        answer: text, the messages after the prompt, or the complete conversation.
+        name: column of the answer, for errors.
+        options: chat template and parts in the loss.
+        inputs: tools and variables of the template.
+    """
+    # both are text: no template
     if not is_messages(answer):
         if prompt is None:
             raise ValueError("no column 'prompt'")
@@ -199,6 +224,8 @@ def _answered(
             if half := half_a_pair(value):
                 raise NotOfFormat(f"{column} {half}; correct it", "half a surrogate pair")
         return [SegmentedText((Segment(prompt, False), Segment(answer, True)), rendered=False)]
+
+    # the answer is messages: prepend the prompt unless the answer begins with it
     messages = plain_messages(answer, name=name)
     if messages and messages[0]["role"] in ("assistant", "tool"):
         if prompt is None:
@@ -209,30 +236,42 @@ def _answered(
         before = plain_messages(prompt, name="prompt")
         if messages[: len(before)] != before:
             raise ValueError(f"{name} is a whole conversation that does not begin with prompt")
-    return _rendered(conversation(messages, name=name), asked, options, name)
+    return _render(conversation(messages, name=name), inputs, options, name)
 
 
-def _rendered(
-    messages: Messages, asked: TemplateInputs, options: ExampleOptions, name: str
+def _render(
+    messages: Messages, inputs: TemplateInputs, options: ExampleOptions, name: str
 ) -> list[SegmentedText]:
-    """A conversation by the template, which takes its order and leaves none of it out."""
+    """Render a conversation with the chat template.
+
+    Raises:
+        EmptyAnswerError: an answer in the loss is empty.
+        ValueError: the template rejects the order of the roles, or leaves out a message.
+    """
     check_answers(messages, last_only=options.last_only)
     shown = for_template(messages, options.names)
     try:
-        documents = conversation_documents(shown, asked, options)
+        documents = conversation_documents(shown, inputs, options)
     except UserError as error:
         unusual = unusual_order(messages, name)
         if options.chat is None or unusual is None or isinstance(error, OutOfBounds):
             raise
         raise ValueError(f"{unusual}; {error}") from error
-    learned = [n for n, m in enumerate(shown) if m["role"] == "assistant" and m.get("weight", 1)]
+
+    # check that the text contains every message before the last answer in the loss
+    in_loss = [n for n, m in enumerate(shown) if m["role"] == "assistant" and m.get("weight", 1)]
+    context = shown[: in_loss[-1]] if in_loss else shown
     text = "".join(piece.text for document in documents for piece in document.pieces)
-    check_shown(shown[: learned[-1]] if learned else shown, text, name)
+    check_shown(context, text, name)
     return documents
 
 
 def column_of(row: Mapping[str, Any], name: str) -> Any:
-    """A column that a row of the format has."""
+    """Return a column that the format requires.
+
+    Raises:
+        NotOfFormat: the row lacks it.
+    """
     if row.get(name) is None:
         no = f"no column {name!r}"
         raise NotOfFormat(f"{no}; it has {', '.join(row) or 'none'}", no)
@@ -244,23 +283,24 @@ def _key(value: Any) -> str:
 
 
 def _contents(*values: Any) -> tuple[str, ...]:
-    """The texts of messages."""
-    found: list[str] = []
+    """Return the contents of all messages in `values`."""
+    contents: list[str] = []
     for value in values:
         if is_messages(value):
-            found += [m["content"] for m in plain_messages(value, name="") if "content" in m]
-    return tuple(found)
+            messages = plain_messages(value, name="")
+            contents += [message["content"] for message in messages if "content" in message]
+    return tuple(contents)
 
 
 def conversation(value: Any, *, name: str = "messages") -> list[dict[str, Any]]:
-    """Messages with text as content, null entries left out.
+    """Return the messages of a conversation, with text contents and without null entries.
 
     Args:
-        value: as read; a JSON text of a list too, which is how tables often hold it.
-        name: of the column, for messages.
+        value: value of the column: a list, or a list as JSON text, as tables often store it.
+        name: name of the column, for errors.
 
     Raises:
-        ValueError: it is not a conversation that ends with the assistant; says why.
+        ValueError: the value is not a conversation that ends with the assistant.
     """
     value = from_json(value)
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -277,7 +317,7 @@ def conversation(value: Any, *, name: str = "messages") -> list[dict[str, Any]]:
 
 
 def unusual_order(messages: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    """The first message that is not in the order that every template takes; None: all are."""
+    """Describe the first message in an order that some templates reject; None if there is none."""
     before = None
     for n, message in enumerate(messages):
         role = message["role"]
@@ -288,7 +328,12 @@ def unusual_order(messages: Sequence[Mapping[str, Any]], name: str) -> str | Non
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], reads: Callable[[str], bool]) -> Messages:
-    """Messages with the keys and roles that a template knows."""
+    """Return messages with the keys and roles that the template reads.
+
+    Args:
+        messages: messages of a conversation.
+        reads: tells whether the template reads a key or a role.
+    """
     known = [{k: v for k, v in m.items() if k in KEYS or reads(k)} for m in messages]
     if not reads("developer"):
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in known]
@@ -296,27 +341,27 @@ def for_template(messages: Sequence[Mapping[str, Any]], reads: Callable[[str], b
 
 
 class EmptyAnswerError(ValueError):
-    """A conversation with an answer of nothing, which would teach the model to say nothing."""
+    """Conversation with an empty answer, which would train the model to answer nothing."""
 
 
 def check_answers(messages: Sequence[Mapping[str, Any]], *, last_only: bool) -> None:
-    """Refuse answers that are learned and empty.
+    """Reject empty answers in the loss.
 
     Raises:
-        EmptyAnswerError: there is one without content, calls and reasoning.
+        EmptyAnswerError: an answer has no content, tool call or reasoning.
     """
     for message in messages[-1:] if last_only else messages:
         if message["role"] == "assistant" and message.get("weight", 1) != 0:
-            said = [message.get(name) for name in ("content", "tool_calls", *REASONING)]
-            if not any(part.strip() if isinstance(part, str) else part for part in said):
+            parts = [message.get(name) for name in ("content", "tool_calls", *REASONING)]
+            if not any(part.strip() if isinstance(part, str) else part for part in parts):
                 raise EmptyAnswerError("an answer is empty")
 
 
 def check_shown(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
-    """Refuse a conversation of which the template leaves out a part of what the model is asked.
+    """Reject a conversation if the rendered text lacks a system, developer or user message.
 
     Raises:
-        ValueError: naming the message.
+        ValueError: a message is missing.
     """
     for n, message in enumerate(messages):
         role, content = message["role"], message.get("content", "").strip()
@@ -330,10 +375,11 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> 
 def left_out(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str
 ) -> list[str]:
-    """What a rendered text does not show of messages and tools, such as reasoning."""
+    """Return the kinds of content that a rendered text lacks, such as reasoning or tool calls."""
     shown = {name: True for name in ("reasoning", "tool calls", "tool results", "tools")}
     for message in messages:
         content = message.get("content", "")
+        # reasoning has a key of its own, or is inline between <think> and </think>
         inline = content.partition("</think>")
         thoughts = inline[0].rpartition("<think>")[2] if inline[1] else ""
         thoughts = next((message[name] for name in REASONING if message.get(name)), thoughts)
@@ -349,56 +395,68 @@ def left_out(
 def lacks_argument(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Whether a call lacks what its tool requires, as where a struct of Arrow held it as null."""
+    """Return whether a tool call lacks a required argument.
+
+    Arrow structs cause this: they store a missing argument as null, and nulls are dropped.
+    """
+    # required arguments by tool
     required: dict[str, list[Any]] = {}
     for function in (tool.get("function", tool) for tool in tools):
         parameters = function.get("parameters")
         names = parameters.get("required") if isinstance(parameters, Mapping) else None
         names = names if isinstance(names, list) else []
         required[str(function.get("name"))] = [name for name in names if isinstance(name, str)]
-    for function in (c.get("function", c) for m in messages for c in m.get("tool_calls", ())):
+
+    # compare with every call
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    for call in calls:
+        function = call.get("function", call)
         arguments = call_arguments(function)
-        there = arguments if isinstance(arguments, Mapping) else {}
-        if any(name not in there for name in required.get(function["name"], ())):
+        names = arguments if isinstance(arguments, Mapping) else {}
+        if any(name not in names for name in required.get(function["name"], ())):
             return True
     return False
 
 
 def _is_in(part: Any, text: str) -> bool:
-    """Whether a text has a part, as it is or in JSON, without the white space around it."""
+    """Return whether a text contains a stripped part, literally or with JSON escapes."""
     part = part.strip() if isinstance(part, str) else ""
-    return part in text or any(
-        json.dumps(part, ensure_ascii=escaped)[1:-1] in text for escaped in (False, True)
-    )
+    if part in text:
+        return True
+    in_json = (json.dumps(part, ensure_ascii=escaped)[1:-1] for escaped in (False, True))
+    return any(escaped_part in text for escaped_part in in_json)
 
 
 def keys_not_read(messages: Sequence[Any], reads: Callable[[str], bool]) -> set[str]:
-    """The keys of messages that neither we nor the template read."""
-    found = {str(name) for m in messages if isinstance(m, Mapping) for name in m}
-    return {name for name in found if name not in KEYS and not reads(name)}
+    """Return the message keys that neither this module nor the template reads."""
+    keys = {str(name) for m in messages if isinstance(m, Mapping) for name in m}
+    return {name for name in keys if name not in KEYS and not reads(name)}
 
 
 def plain_messages(value: Sequence[Any], *, name: str) -> list[dict[str, Any]]:
-    """Messages in any order, each checked alone: parts of a conversation."""
+    """Check each message of a part of a conversation; the order of roles is not checked."""
     return [_message(m, f"{name}[{n}]") for n, m in enumerate(value)]
 
 
 def is_messages(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether a column holds messages; a text is text, whatever it spells."""
+    """Return whether a column holds a list of messages; JSON text does not count."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _spells_chat(value: Any) -> bool:
-    """Whether a text spells messages in JSON, which a table may have meant."""
-    found = from_json(value) if isinstance(value, str) else None
-    return isinstance(found, list) and bool(found) and all(map(_is_message, found))
+    """Return whether a text is a JSON list of messages, which is probably meant as messages."""
+    entries = from_json(value) if isinstance(value, str) else None
+    return isinstance(entries, list) and bool(entries) and all(map(_is_message, entries))
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """The functions that an assistant may call: JSON schemas, or a JSON text of them.
+    """Return the functions that an assistant may call, as JSON schemas.
+
+    Args:
+        value: list of schemas, or that list as JSON text.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the value is neither.
     """
     value = from_json(value)
     if not value:
@@ -412,10 +470,13 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def variables_of(value: Any) -> dict[str, Any]:
-    """What a row gives its template to read, such as enable_thinking; also a JSON text of it.
+    """Return the template variables of a row, such as enable_thinking.
+
+    Args:
+        value: object, or that object as JSON text.
 
     Raises:
-        ValueError: it holds something else, or sets what the row itself gives.
+        ValueError: the value is neither, or sets a variable that the row's messages decide.
     """
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
@@ -424,32 +485,33 @@ def variables_of(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ValueError(f"chat_template_kwargs holds {kind(value)}, not an object")
-    found = {str(name): entry for name, entry in value.items()}
+    variables = {str(name): entry for name, entry in value.items()}
     for name in ("messages", "add_generation_prompt"):
-        if name in found:
+        if name in variables:
             raise ValueError(f"chat_template_kwargs sets {name}, which the row decides; remove it")
-    return found
+    return variables
 
 
 def from_json(value: Any) -> Any:
-    """The list that a text spells in JSON; anything else as it is."""
+    """Parse a text that is a JSON list of objects; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            found = json.loads(value)
+            parsed = json.loads(value)
         except (ValueError, RecursionError):
             return value
-        if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
-            return found
+        if isinstance(parsed, list) and all(isinstance(entry, dict) for entry in parsed):
+            return parsed
     return value
 
 
 def kind(value: Any) -> str:
-    """What to call a value in a message."""
+    """Return the name of a value's type, for errors."""
     names = {str: "text", list: "a list", dict: "an object", bool: "true or false"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
+    """Check a message; return it without null entries and with its content as text."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} holds {kind(value)}, not an object with role and content")
     message = {str(name): entry for name, entry in value.items() if entry is not None}
@@ -512,7 +574,7 @@ def _check_weight(message: dict[str, Any], where: str) -> None:
 
 
 def _content(value: Any, where: str) -> str:
-    """A text, or the texts of parts {type: text}."""
+    """Return a text content, or the joined texts of a list of parts {type: text}."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""`prepare_rows`: the supervised rows of a source in tokens, made once, then only opened.
+"""Cached tokenization of the supervised rows of a source.
 
-Called by `builders/data.py` on every process; one of each machine does the work, over its cores,
-while the others wait. A killed one leaves nothing that a later one would take for complete. What is
-made is a `Store` in a folder of the cache, memory-mapped in every process. Tokens are kept whole:
-what is too long is cut, and what is packed together is decided, when a run opens them
-(`packed_examples.py`).
+Entry point: `prepare_rows`, which `builders/data.py` calls on every process. One process per
+machine reads, renders and encodes the rows on all cores while the others wait. The result is a
+`Store` in the cache folder, memory-mapped by every process and reused by later runs. A killed
+process leaves no folder that looks complete. Documents are stored at full length. Truncation and
+packing happen when a run opens the store (`packed_examples.py`).
 """
 
 from __future__ import annotations
@@ -43,23 +43,29 @@ from llmfoundry.files import write_json
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import INSTRUCTIONS
 
-_VERSION = 5  # of what is made of a row; raised when it becomes another
-_BATCH = 512  # rows that are encoded at a time
-_TOGETHER = 16  # rows whose results come back at a time, where the template runs elsewhere
-_LEVELS = 100  # of lists and objects in each other: a template, and pickling, nest with them
+_VERSION = 5  # of the stored content of a row; to be raised when that changes
+_BATCH = 512  # rows encoded at a time
+_ROWS_PER_REPLY = 16  # results returned at a time if the template runs in another process
+_LEVELS = 100  # maximal nesting of lists and objects: templates and pickling recurse over them
 EMPTY, LEFT_OUT = "empty", "left out by preprocess"
 DOCUMENT = np.dtype([("end", "<i8"), ("side", "i1")])
 EXAMPLE = np.dtype([("key", "<u8"), ("content", "<u8"), ("source", "<u4"), ("row", "<i8")])
-NO_ROW = -1  # of a source that has no rows
+NO_ROW = -1  # row number in a source without row numbers
 SPLIT, SPELLED = "split", "with the text of a special token"
 
 
 def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: int) -> Store:
-    """The rows of a source, from the cache where they are there.
+    """Return the encoded rows of a source, from the cache if they are there.
+
+    Args:
+        config: data source.
+        key: recipe key of the source, for errors.
+        tokenizer: tokenizer with its chat template.
+        seed: seed of generated instructions.
 
     Raises:
-        UserError: rows cannot be read or are not of their format and `bad_rows` is error, there are
-            none, or the cache cannot be written.
+        UserError: a row cannot be read or does not have the format while `bad_rows` is error, no
+            row remains, or the cache cannot be written.
     """
     plan = _Plan(config, key, tokenizer, seed)
     folder = Path(config.cache_folder).expanduser() / "supervised" / cache_key(**plan.facts())
@@ -68,14 +74,14 @@ def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: in
     if config.supervised.bad_rows == "error":
         store.facts.bad.check(key, store.facts.rows)
     if not len(store.examples):
-        more = [f"{key}: {line}" for line in store.facts.bad.lines()]
+        bad_rows = [f"{key}: {line}" for line in store.facts.bad.lines()]
         why = _why_none(store.facts)
-        raise UserError(f"{key}: no row is left to learn from; {why}", *more)
+        raise UserError(f"{key}: no row is left to learn from; {why}", *bad_rows)
     return store
 
 
 class _Plan:
-    """What to read, and how."""
+    """Source, row reader and encoder of one preparation."""
 
     def __init__(self, config: DataConfig, key: str, tokenizer: Tokenizer, seed: int) -> None:
         self._config, self._key, self._seed = replace(config, text_column=ROW), key, seed
@@ -96,7 +102,7 @@ class _Plan:
         return Corpus(self._config)
 
     def facts(self) -> dict[str, Any]:
-        """All that decides what is made."""
+        """Return everything that the content of the store depends on, for its cache key."""
         config = self._config
         if config.name == INSTRUCTIONS:
             source: Any = [config.tasks, config.rows, config.format, self._seed, _generator_hash()]
@@ -120,24 +126,24 @@ class _Plan:
         if self._config.name == INSTRUCTIONS:
             config = self._config
             generated = _generated(config, self._key, self._seed)
-            made = [work.make(0, lambda on_bad_row: generated)]
+            parts = [work.make(0, lambda on_bad_row: generated)]
             facts = StoreFacts(self._reader.format, ["instructions"])
         else:
             work = replace(work, corpus=self._corpus)
             with local_engine(self._config.num_workers) as run:
-                made = sorted(run(work, cut_tasks(self._corpus)), key=lambda part: part[0])
+                parts = sorted(run(work, cut_tasks(self._corpus)), key=lambda part: part[0])
             facts = StoreFacts(self._reader.format, work.sources)
             facts.ignored, facts.hidden = self._corpus.ignored, self._corpus.hidden
         facts.per_example = 2 if self._reader.format == "preference" else 1
-        for _, part in made:
+        for _, part in parts:
             facts.add(part)
-        paths = [work.part(number) for number, _ in made]
+        paths = [work.part(number) for number, _ in parts]
         write_store(folder, paths, facts, self._tokenizer.vocab_size)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A row as it was read."""
+    """Row of the source, before conversion."""
 
     source: int
     row: int
@@ -147,7 +153,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a process does with a task; sent to each once."""
+    """Conversion of one task's rows, sent once to each worker process."""
 
     reader: RowReader
     options: ExampleOptions
@@ -161,20 +167,28 @@ class _Work:
 
     @property
     def sources(self) -> list[str]:
-        """Names of the files, or the dataset's."""
+        """Return the names of the files, or the name of the dataset."""
         assert self.corpus is not None
         config = self.corpus.config
-        alone = str(config.dataset or config.remote or config.local)
-        return [file.name for file in self.corpus.files] or [alone]
+        dataset = str(config.dataset or config.remote or config.local)
+        return [file.name for file in self.corpus.files] or [dataset]
 
     def part(self, number: int) -> Path:
-        """Where the rows of a task are kept until all are joined."""
+        """Return the file of a task's rows until all parts are joined."""
         return self.folder / f"part-{number:05}.npz"
 
     def make(
         self, number: int, rows: Callable[[OnBadRow], Iterator[_Read]]
     ) -> tuple[int, StoreFacts]:
-        """Write a part of those of its rows that can be used."""
+        """Convert and write the usable rows of a part.
+
+        Args:
+            number: number of the part.
+            rows: yields the rows; reports each unreadable row to its argument.
+
+        Returns:
+            The number and the counts of the part.
+        """
         facts = StoreFacts(self.reader.format)
 
         def unreadable(error: BadRow) -> None:
@@ -182,16 +196,17 @@ class _Work:
             facts.bad(error)
 
         self.reader.unread.clear()
-        made: list[_Made] = []
-        waiting = rows(unreadable)
-        while batch := [*islice(waiting, _BATCH)]:
+        encoded: list[_EncodedRow] = []
+        remaining = rows(unreadable)
+        while batch := [*islice(remaining, _BATCH)]:
             facts.rows += len(batch)
-            made += self._encode(self._examples(batch, facts), facts)
+            encoded += self._encode(self._examples(batch, facts), facts)
         facts.unread = dict(self.reader.unread)
-        _arrays(made).write(self.part(number))
+        _arrays(encoded).write(self.part(number))
         return number, facts
 
     def _rows(self, task: Task, on_bad_row: OnBadRow) -> Iterator[_Read]:
+        """Yield the rows of a task, numbered within their file."""
         assert self.corpus is not None
         for span in task.spans:
             before: int | None = None
@@ -205,7 +220,9 @@ class _Work:
                 yield _Read(span.source, number, f"{document.source}:{number}", values)
 
     def _examples(self, batch: Sequence[_Read], facts: StoreFacts) -> list[tuple[_Read, Example]]:
-        given: list[tuple[_Read, dict[str, Any]]] = []
+        """Convert rows; count rows that are bad or dropped instead of returning them."""
+        # rename columns and preprocess
+        readable: list[tuple[_Read, dict[str, Any]]] = []
         for read in batch:
             try:
                 values = self.reader(read.where, read.values)
@@ -217,40 +234,50 @@ class _Work:
             if values is None:
                 facts.note(facts.dropped, LEFT_OUT, str(read.where))
             else:
-                given.append((read, values))
-        kept = []
-        for (read, _), outcome in zip(given, self._outcomes(given), strict=True):
-            example = self._made(read.where, outcome, facts)
+                readable.append((read, values))
+
+        # convert to examples
+        examples = []
+        for (read, _), outcome in zip(readable, self._outcomes(readable), strict=True):
+            example = self._usable(read.where, outcome, facts)
             if example is not None:
-                kept.append((read, example))
-        return kept
+                examples.append((read, example))
+        return examples
 
-    def _outcomes(self, given: Sequence[tuple[_Read, dict[str, Any]]]) -> list[Example | Exception]:
-        """The template runs for many rows at a time, as it may run in another process."""
-        make = partial(example_or_error, self.reader.format, self.options)
-        rows = [values for _, values in given]
+    def _outcomes(
+        self, readable: Sequence[tuple[_Read, dict[str, Any]]]
+    ) -> list[Example | Exception]:
+        """Convert many rows in one call, because the template may run in another process.
+
+        Raises:
+            UserError: a row makes the template exceed its limits.
+        """
+        convert = partial(example_or_error, self.reader.format, self.options)
+        rows = [values for _, values in readable]
         if self.options.chat is None:
-            return [*map(make, rows)]
-        some = [rows[n : n + _TOGETHER] for n in range(0, len(rows), _TOGETHER)]
-        with suppress(OutOfBounds):  # of a row, or of all together
-            return [*chain.from_iterable(self.options.chat.run(partial(of_each, make), some))]
+            return [*map(convert, rows)]
+        groups = [rows[n : n + _ROWS_PER_REPLY] for n in range(0, len(rows), _ROWS_PER_REPLY)]
+        with suppress(OutOfBounds):  # one row exceeds a limit, or the group as a whole does
+            return [*chain.from_iterable(self.options.chat.run(partial(of_each, convert), groups))]
+        # retry row by row: the group may fit in parts, and the error names the row
         try:
-            return self.options.chat.run(make, rows)
+            return self.options.chat.run(convert, rows)
         except OutOfBounds as error:
-            raise UserError(f"{error} (for {given[error.index][0].where})") from error
+            raise UserError(f"{error} (for {readable[error.index][0].where})") from error
 
-    def _made(
+    def _usable(
         self, where: object, outcome: Example | Exception, facts: StoreFacts
     ) -> Example | None:
+        """Return a converted row, or count its error and return None."""
         if isinstance(outcome, Example):
             if any(self._special.search(text) for text in outcome.contents):
                 facts.note(facts.told, SPELLED, str(where))
-            for what in outcome.told:
-                facts.note(facts.told, what, str(where))
+            for warning in outcome.told:
+                facts.note(facts.told, warning, str(where))
             self.reader.note_unread(outcome.unread)
             return outcome
         if isinstance(outcome, UserError) and str(outcome).startswith("tokenizer."):
-            raise outcome  # no row is at fault
+            raise outcome  # the tokenizer's settings are at fault, not a row
         if isinstance(outcome, EmptyAnswerError):
             facts.note(facts.dropped, EMPTY, str(where))
         elif isinstance(outcome, ValueError):
@@ -266,23 +293,29 @@ class _Work:
         tokens = self.encoder.special_tokens
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
-    def _encode(self, kept: Sequence[tuple[_Read, Example]], facts: StoreFacts) -> list[_Made]:
-        encoded = iter(self.encoder([d for _, example in kept for d in example.documents]))
-        found = []
-        for read, example in kept:
+    def _encode(
+        self, examples: Sequence[tuple[_Read, Example]], facts: StoreFacts
+    ) -> list[_EncodedRow]:
+        """Tokenize examples; drop those with an empty document."""
+        # one call of the encoder for all documents
+        all_documents = [d for _, example in examples for d in example.documents]
+        encoded = iter(self.encoder(all_documents))
+        rows = []
+        for read, example in examples:
             documents = [next(encoded) for _ in example.documents]
             sides = [document.side for document in example.documents]
             if len(documents) > self._per_example:
                 facts.note_split(len(documents), str(read.where))
+            # a split conversation becomes one row per answer
             for n in range(0, len(documents), self._per_example):
-                some = slice(n, n + self._per_example)
-                if any(document.is_empty for document in documents[some]):
+                group = slice(n, n + self._per_example)
+                if any(document.is_empty for document in documents[group]):
                     facts.note(facts.dropped, EMPTY, str(read.where))
                     continue
-                found.append(
-                    _Made(read.source, read.row, example.key, documents[some], sides[some])
+                rows.append(
+                    _EncodedRow(read.source, read.row, example.key, documents[group], sides[group])
                 )
-        return found
+        return rows
 
     @property
     def _per_example(self) -> int:
@@ -290,7 +323,9 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _EncodedRow:
+    """Documents of one row of the store; two for a preference."""
+
     source: int
     row: int
     key: str
@@ -299,42 +334,44 @@ class _Made:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects lie in each other in more levels."""
+    """Return whether lists and objects are nested more than `levels` deep."""
     if not isinstance(value, dict | list):
         return False
     entries = value.values() if isinstance(value, dict) else value
     return levels == 0 or any(_is_deeper(entry, levels - 1) for entry in entries)
 
 
-def _arrays(made: Sequence[_Made]) -> PartArrays:
-    encoded = [document for one in made for document in one.documents]
+def _arrays(rows: Sequence[_EncodedRow]) -> PartArrays:
+    """Concatenate rows to arrays."""
+    encoded = [document for row in rows for document in row.documents]
     documents = np.zeros(len(encoded), DOCUMENT)
     documents["end"] = np.cumsum([len(document.ids) for document in encoded])
-    documents["side"] = [side for one in made for side in one.sides]
-    examples = np.zeros(len(made), EXAMPLE)
-    for n, one in enumerate(made):
+    documents["side"] = [side for row in rows for side in row.sides]
+
+    # hashes of key and content of each row
+    examples = np.zeros(len(rows), EXAMPLE)
+    for n, row in enumerate(rows):
         content = hashlib.blake2b(digest_size=8)
-        for document in one.documents:
+        for document in row.documents:
             content.update(document.ids.tobytes() + document.weights.tobytes() + b"|")
-        content.update(bytes(side + 1 for side in one.sides))
-        key = content_hash(one.key)
-        examples[n] = (key, int.from_bytes(content.digest(), "little"), one.source, one.row)
-    empty = [np.zeros(0, np.uint32)], [np.zeros(0, np.float32)]
-    return PartArrays(
-        np.concatenate([*empty[0], *(document.ids for document in encoded)]),
-        np.concatenate([*empty[1], *(document.weights for document in encoded)]),
-        documents,
-        examples,
-    )
+        content.update(bytes(side + 1 for side in row.sides))
+        key = content_hash(row.key)
+        examples[n] = (key, int.from_bytes(content.digest(), "little"), row.source, row.row)
+
+    # the leading empty arrays set the dtype if there are no rows
+    ids = [np.zeros(0, np.uint32), *(document.ids for document in encoded)]
+    weights = [np.zeros(0, np.float32), *(document.weights for document in encoded)]
+    return PartArrays(np.concatenate(ids), np.concatenate(weights), documents, examples)
 
 
 def _lines_before(document: Document) -> int:
-    """Lines of the file before the part that the document is in; counted once a part."""
+    """Return the number of lines in the file before the part that the document is in."""
     row = document.row
     return row.source.lines_before() if isinstance(row, FileRow) and row.source.start else 0
 
 
 def _number(document: Document, before: int) -> int:
+    """Return the row number of a document, given the lines before its part of the file."""
     if isinstance(document.row, FileRow):
         return document.row.number + before
     return NO_ROW if document.row is None else document.row
@@ -350,7 +387,7 @@ def _generated(config: DataConfig, key: str, seed: int) -> Iterator[_Read]:
 
 
 def _generator_hash() -> str:
-    """Of the code that generates instructions: a changed one makes others."""
+    """Return the hash of the code that generates instructions, because it decides their content."""
     content = Path(inspect.getfile(load_generator(CHATS))).read_bytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -364,22 +401,22 @@ def _why_none(facts: StoreFacts) -> str:
 
 @dataclass
 class StoreFacts:
-    """What was read, beside the rows that are kept.
+    """Counts and metadata of a store.
 
     Attributes:
-        format: of the rows.
+        format: format of the rows.
         sources: names of the files.
-        per_example: documents of each row: 1, or 2 of a preference.
-        dropped: rows left out, by reason.
-        first: of each reason, and of each thing to tell, the first row's place.
-        told: rows of which something is to be told, by what.
-        split: conversations that are one row for each answer.
-        parts: rows that these are.
-        unread: rows that have a column, or a key of a message, that is not read, by its name.
-        rows: that were read.
-        bad: those that cannot be used.
-        ignored: files of other kinds in the folders named.
-        hidden: files and folders that are left out for their names.
+        per_example: documents per row: 2 for preferences, else 1.
+        dropped: number of dropped rows, by reason.
+        first: file and row of the first occurrence of each reason and warning.
+        told: number of rows, by warning.
+        split: number of conversations that were split into one row per answer.
+        parts: number of rows that they were split into.
+        unread: number of rows with a column or message key that is not read, by its name.
+        rows: number of rows read.
+        bad: unusable rows.
+        ignored: number of files of other types in the folders.
+        hidden: files and folders that are skipped because of their names.
         content: hash of ids and weights.
     """
 
@@ -399,7 +436,7 @@ class StoreFacts:
     content: str = ""
 
     def note(self, counter: dict[str, int], what: str, where: str) -> None:
-        """Count a row, and keep the place of the first."""
+        """Count a row under a reason or warning; store the location of the first."""
         counter[what] = counter.get(what, 0) + 1
         self.first.setdefault(what, where)
 
@@ -409,7 +446,7 @@ class StoreFacts:
         self.first.setdefault(SPLIT, where)
 
     def add(self, part: StoreFacts) -> None:
-        """Count what a part of the input counted; parts come in order."""
+        """Add the counts of the next part of the input."""
         for name in ("dropped", "told", "unread"):
             counts = Counter(getattr(self, name)) + Counter(getattr(part, name))
             setattr(self, name, dict(counts.most_common(MOST_NAMES)))
@@ -420,14 +457,18 @@ class StoreFacts:
 
 
 class Store:
-    """The rows of a folder.
+    """Memory-mapped encoded rows of a cache folder.
 
     Attributes:
-        facts: see there.
+        facts: counts and metadata.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder; its arrays are mapped when they are first read."""
+        """Open a folder. Its arrays are mapped on first access.
+
+        Raises:
+            UserError: the folder is damaged.
+        """
         self._folder = folder
         try:
             facts = (folder / "facts.json").read_bytes()
@@ -443,34 +484,34 @@ class Store:
 
     @cached_property
     def examples(self) -> np.ndarray:
-        """(rows,) of EXAMPLE."""
+        """Return the rows, (rows,) of EXAMPLE."""
         return np.load(self._folder / "examples.npy", mmap_mode="r")
 
     @cached_property
     def documents(self) -> np.ndarray:
-        """(documents,) of DOCUMENT: where each ends in `ids`, and its side."""
+        """Return the end of each document in `ids`, and its side; (documents,) of DOCUMENT."""
         return np.load(self._folder / "documents.npy", mmap_mode="r")
 
     @cached_property
     def ids(self) -> np.ndarray:
-        """(tokens,) <u2 or <u4, of all documents."""
+        """Return the tokens of all documents, (tokens,) <u2 or <u4."""
         return self._mapped("ids")
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """(tokens,) u1 or <f4: what each counts as a label."""
+        """Return the loss weight of each token as a label, (tokens,) u1 or <f4."""
         return self._mapped("weights")
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """(documents,) int64: tokens of each."""
+        """Return the number of tokens of each document, (documents,) int64."""
         return np.diff(self.documents["end"], prepend=0)
 
     def where(self, example: int) -> str:
-        """The file and row that a row was read from."""
-        found = self.examples[example]
-        name = self.facts.sources[found["source"]]
-        return name if found["row"] == NO_ROW else f"{name}:{found['row']}"
+        """Return the file and row that a row was read from."""
+        entry = self.examples[example]
+        name = self.facts.sources[entry["source"]]
+        return name if entry["row"] == NO_ROW else f"{name}:{entry['row']}"
 
     @property
     def _n_ids(self) -> int:
@@ -487,20 +528,20 @@ class Store:
         return {"_folder": self._folder, "facts": self.facts}
 
     def close(self) -> None:
-        """Let go of the files; reading opens them again."""
+        """Unmap the files. The next access maps them again."""
         for name in ("ids", "weights", "documents", "examples"):
             self.__dict__.pop(name, None)
 
 
 @dataclass(frozen=True)
 class PartArrays:
-    """What a part of the input became; all of one length by documents or by examples.
+    """Encoded rows of a part of the input.
 
     Attributes:
         ids: (tokens,) uint32.
         weights: (tokens,) fp32.
         documents: (documents,) of DOCUMENT, ends within the part.
-        examples: (rows,) of EXAMPLE, sources by their number in the whole.
+        examples: (rows,) of EXAMPLE, sources numbered over the complete input.
     """
 
     ids: np.ndarray
@@ -509,29 +550,42 @@ class PartArrays:
     examples: np.ndarray
 
     def write(self, file: Path) -> None:
-        """Keep it until the parts are joined."""
+        """Write the arrays to a file."""
         with file.open("wb") as opened:
             np.savez(opened, **{name: getattr(self, name) for name in self.__dataclass_fields__})
 
     @classmethod
     def read(cls, file: Path) -> PartArrays:
-        """What `write` kept."""
+        """Read the arrays from a file of `write`."""
         with np.load(file) as arrays:
             return cls(**{name: arrays[name] for name in arrays.files})
 
 
 def write_store(folder: Path, parts: Sequence[Path], facts: StoreFacts, vocab_size: int) -> None:
-    """Join parts, in order, to a store; the parts are removed."""
-    wide = any(_is_fractional(PartArrays.read(part).weights) for part in parts)
-    kinds = {"ids": "<u2" if vocab_size <= 1 << 16 else "<u4", "weights": "<f4" if wide else "u1"}
+    """Join parts, in order, to a store, and delete the parts.
+
+    Args:
+        folder: folder of the store.
+        parts: files of `PartArrays`.
+        facts: counts of all parts; gets the content hash.
+        vocab_size: decides the dtype of the ids.
+    """
+    # the smallest dtypes that hold all values
+    is_fractional = any(_is_fractional(PartArrays.read(part).weights) for part in parts)
+    dtypes = {
+        "ids": "<u2" if vocab_size <= 1 << 16 else "<u4",
+        "weights": "<f4" if is_fractional else "u1",
+    }
+
+    # append ids and weights part by part, so that only one part is in memory
     content = hashlib.blake2b(digest_size=16)
     documents, examples, end = [], [], 0
-    files = {name: (folder / f"{name}.{kind}").open("wb") for name, kind in kinds.items()}
+    files = {name: (folder / f"{name}.{dtype}").open("wb") for name, dtype in dtypes.items()}
     try:
         for path in parts:
             part = PartArrays.read(path)
-            for name, kind in kinds.items():
-                data = getattr(part, name).astype(kind).tobytes()
+            for name, dtype in dtypes.items():
+                data = getattr(part, name).astype(dtype).tobytes()
                 files[name].write(data)
                 content.update(data)
             part.documents["end"] += end
@@ -541,6 +595,8 @@ def write_store(folder: Path, parts: Sequence[Path], facts: StoreFacts, vocab_si
     finally:
         for file in files.values():
             file.close()
+
+    # write the tables; facts.json comes last
     tables: Mapping[str, np.ndarray] = {
         "documents": np.concatenate([np.zeros(0, DOCUMENT), *documents]),
         "examples": np.concatenate([np.zeros(0, EXAMPLE), *examples]),
