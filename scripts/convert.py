@@ -16,4 +16,4 @@ from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import ConvertRecipe
 
 if __name__ == "__main__":
-    run(ConvertRecipe, "llmfoundry.cli.commands.convert:convert", help=__doc__)
+    run(ConvertRecipe, "llmfoundry.api.conversion:convert", help=__doc__)

@@ -38,7 +38,8 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
 ENV["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA does not begin in a fork
 IMPORTED = (
-    *(f"llmfoundry.cli.commands.{name}" for name in ("train", "evaluate", "convert", "generate")),
+    "llmfoundry.cli.commands.train",
+    *(f"llmfoundry.api.{name}" for name in ("examine", "conversion", "generation")),
     "llmfoundry.cli.script",
     "llmfoundry.recipe.compose",
     "transformers.models.auto.modeling_auto",

@@ -1,7 +1,7 @@
 """`open_model`: any model that a name stands for, for whoever asks it.
 
 `generate`, `chat` and `serve` ask its engine; the gauntlet asks models that are no runs of ours
-through it (`cli/commands/evaluate.py`). A Hugging Face model that the decoder expresses exactly is
+through it (`api/examine.py`). A Hugging Face model that the decoder expresses exactly is
 computed by it; any other by transformers' own class. An adapter is merged into its base.
 """
 

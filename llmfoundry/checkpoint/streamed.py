@@ -1,6 +1,6 @@
 """Writes a checkpoint of tensors that are read one by one, by this process alone.
 
-`cli/commands/convert.py` calls `write_streamed` for an import, where `save.py` would need the
+`api/conversion.py` calls `write_streamed` for an import, where `save.py` would need the
 model. PyTorch's writer keeps all tensors of a file until the file is written, so the files are
 written here, in its format: one `torch.save` after another, and a table of where each begins.
 """

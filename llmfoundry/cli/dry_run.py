@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from llmfoundry.api.examine import check_models, with_addresses
 from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import attention_refusal, served_precision
@@ -28,7 +29,6 @@ from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.open_run import find_place, run_storage
 from llmfoundry.checkpoint.verify import Sums, find_checkpoint
 from llmfoundry.cli.commands.compare import page_path, read_runs, refuse_page
-from llmfoundry.cli.commands.evaluate import check_models, with_addresses
 from llmfoundry.cli.commands.launch import job_of
 from llmfoundry.cli.commands.migrate import prepare
 from llmfoundry.cli.commands.scaling import print_plan as print_grid
@@ -101,7 +101,7 @@ TOKENS = {("allenai/c4", "en"): 156e9}
 
 
 def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> None:
-    """Print what `command`, a function of this folder, would do with a checked recipe.
+    """Print what `command`, a script's function, would do with a checked recipe.
 
     Args:
         command: its name.

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from llmfoundry.api.generation import Drawer
 from llmfoundry.builders.open_model import LoadedModel, OpenedModel, check_model, open_model
-from llmfoundry.cli.commands.generate import Drawer
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.inference.engine import draw_all

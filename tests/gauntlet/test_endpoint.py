@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from llmfoundry.cli.commands.evaluate import evaluate, open_outside
+from llmfoundry.api.examine import evaluate, open_outside
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint

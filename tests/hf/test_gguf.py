@@ -17,7 +17,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmfoundry.cli.commands.convert import convert
+from llmfoundry.api.conversion import convert
 from llmfoundry.data.text.bpe import END_OF_TEXT
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmfoundry.api.conversion import convert, streamed_state
 from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.builders.pretrained import open_pretrained
-from llmfoundry.cli.commands.convert import convert, streamed_state
 from llmfoundry.cli.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer

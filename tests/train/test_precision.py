@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmfoundry.api.conversion import convert
 from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.model import build_root
 from llmfoundry.builders.open_model import of_run
-from llmfoundry.cli.commands.convert import convert
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.inference.decoder_rows import stream_tokens

@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from llmfoundry.api.conversion import convert
 from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.pretrained import fill_model, open_pretrained
-from llmfoundry.cli.commands.convert import convert
 from llmfoundry.cli.commands.train import train
 from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError

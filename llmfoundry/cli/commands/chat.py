@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from llmfoundry.cli.commands.generate import open_conversation, open_drawn
+from llmfoundry.api.generation import open_conversation, open_drawn
 from llmfoundry.distributed.process_group import join
 from llmfoundry.errors import UserError
 from llmfoundry.inference.text import Conversation

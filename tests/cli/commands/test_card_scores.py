@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from llmfoundry.cli.commands.convert import card_scores
+from llmfoundry.api.conversion import card_scores
 from llmfoundry.hf.card import CardScore
 
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from llmfoundry.api.conversion import _card, _precision, _published, convert
 from llmfoundry.builders.open_model import open_model
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.cli.commands.convert import _card, _precision, _published, convert
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.hf.read_folder import open_hf

@@ -218,7 +218,7 @@ def test_other_hardware_is_for_training_alone(capsys: pytest.CaptureFixture[str]
         assert why in capsys.readouterr().err
     with pytest.raises(SystemExit):
         words = ["from=hf", "checkpoint=x", "output=y", "--dry-run=8x80gb"]
-        run(ConvertRecipe, "llmfoundry.cli.commands.convert:convert", words)
+        run(ConvertRecipe, "llmfoundry.api.conversion:convert", words)
     assert "only a training run is estimated for other GPUs" in capsys.readouterr().err
 
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from llmfoundry import files
+from llmfoundry.api.conversion import convert, streamed_state
 from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
-from llmfoundry.cli.commands.convert import convert, streamed_state
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError, disk_full, one_line
 from llmfoundry.hf.read_folder import SafeReader

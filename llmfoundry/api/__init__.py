@@ -1,0 +1,1 @@
+"""The functions behind `import llmfoundry` and behind the scripts, which both call them."""
