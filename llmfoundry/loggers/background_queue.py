@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from llmfoundry.command_text import command_line
 from llmfoundry.errors import disk_full
 from llmfoundry.events import is_restart, names_in, read_events
-from llmfoundry.loggers.console import short_count
+from llmfoundry.loggers.console import duration, short_count
 from llmfoundry.loggers.metrics_file import find_lacking, milliseconds
 from llmfoundry.redaction import public
 from llmfoundry.retry import backoff, retry
@@ -250,7 +250,7 @@ class BackgroundWriter:
         self._thread.join(min(3.0, self._left()))
         if self._thread.is_alive() and self._left() > 1:
             self._note(
-                f"sending the rest to {self._target.label}, for at most {self._left():.0f} s"
+                f"sending the rest to {self._target.label}, for at most {duration(self._left())}"
             )
         while self._thread.is_alive() and self._left() > 0:  # which an outage makes less
             self._thread.join(min(1.0, self._left()))

@@ -62,7 +62,7 @@ class Console:
 
     def samples(self, batch: int, samples: Sequence[tuple[str, str]]) -> None:
         """Texts that the model wrote: (prompt, continuation) each."""
-        self._print(self._paint(f"\nsamples after {batch} batches", BOLD))
+        self._print(self._paint(f"\nsamples after {batch} batch{'' if batch == 1 else 'es'}", BOLD))
         for prompt, text in samples:
             first, *rest = printable((prompt + text).rstrip()).split("\n")
             self._print("\n".join([f"  > {first}", *(f"    {line}" for line in rest)]))

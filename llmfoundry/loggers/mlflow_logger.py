@@ -151,6 +151,9 @@ def check_uri(uri: str, key: str = "logger.tracking_uri") -> None:
         raise UserError(f"{key}: '{shown}': MLflow has no store of kind '{scheme}'{close}; {hint}")
     if scheme == "sqlite" and sqlite_path(uri) is None:
         raise UserError(f"{key}: '{shown}' names no file; {hint}, with three slashes")
+    if scheme == "sqlite" and str(sqlite_path(uri)).startswith("~"):
+        home = Path("~").expanduser()
+        raise UserError(f"{key}: '{shown}': ~ is not expanded here; write sqlite:///{home}/...")
     if scheme in ("http", "https") and not urlsplit(uri).hostname:
         raise UserError(f"{key}: '{shown}' names no host; {hint}")
 

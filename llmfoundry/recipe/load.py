@@ -118,6 +118,15 @@ def _refuse_foreign(file: Path, schema: Schema) -> None:
             f"{show(file)}: trains a new model; write `python scripts/train.py {show(file)}`, or"
             " take a recipe of yamls/finetune, with model.pretrained=runs/NAME"
         )
+    # A file of a group, which is one section of a recipe.
+    group = schema.keys.get(file.parent.name)
+    is_of_group = group is not None and group.section is not None
+    if is_of_group and values and not values.keys() & schema.keys.keys():
+        choice = f"{file.parent.name}={file.stem}"
+        raise UserError(
+            f"{show(file)}: is one section of a recipe; choose it beside a recipe, such as"
+            f" `yamls/quickstart.yaml {choice}`"
+        )
     # A training recipe, for a script that takes the folder of a run.
     if "max_duration" in values and not {"max_duration", "sizes", "data"} & schema.keys.keys():
         model = values.get("model")

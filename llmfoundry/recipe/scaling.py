@@ -106,24 +106,20 @@ class ScalingRecipe:
     families: Annotated[dict[str, list[str]], Unless("fit")] = field(default_factory=dict)
     """Kinds of model to compare, each with its settings: {dense: [model=dbrx-tiny-dense], moe:
     [model=dbrx-tiny]}. Each has the whole grid and a separate law. Unset: one family."""
-    sizes: Annotated[list[Annotated[int, WIDTH]], Unless("fit")] = field(default_factory=list)
+    sizes: Annotated[list[int], WIDTH, Unless("fit")] = field(default_factory=list)
     """Widths (model.d_model)."""
-    tokens: Annotated[list[Annotated[float, Range(1, 1e15)]], Unless("fit")] = field(
-        default_factory=list
-    )
+    tokens: Annotated[list[float], Range(1, 1e15), Unless("fit")] = field(default_factory=list)
     """Numbers of tokens for which each size is trained. Each is a separate run with a full
     schedule, rounded to whole steps."""
-    compute: Annotated[list[Annotated[float, Range(1, 1e30)]], Unless("fit")] = field(
-        default_factory=list
-    )
+    compute: Annotated[list[float], Range(1, 1e30), Unless("fit")] = field(default_factory=list)
     """FLOPs of each run, in place of tokens, so that sizes compare at equal compute (isoFLOP)."""
-    lr_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
+    lr_factors: Annotated[list[float], POSITIVE] = field(default_factory=lambda: [1.0])
     """Learning rates of each point, as factors of the rule's. The fit uses the best one, and its
     trend."""
-    batch_factors: list[Annotated[float, POSITIVE]] = field(default_factory=lambda: [1.0])
+    batch_factors: Annotated[list[float], POSITIVE] = field(default_factory=lambda: [1.0])
     """Batch sizes of each point, as factors of the rule's. The fit uses the best one, and its
     trend."""
-    seeds: Annotated[list[Annotated[int, Range(0)]], Unless("fit")] = field(default_factory=list)
+    seeds: Annotated[list[int], Range(0), Unless("fit")] = field(default_factory=list)
     """Seeds of each point, a run for each; unset: the base recipe's."""
     held_out: Annotated[HeldOutConfig | None, Unless("fit")] = None
     """A larger run that tests the law."""

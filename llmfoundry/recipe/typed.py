@@ -246,7 +246,8 @@ def to_type(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         problems += [Problem(f"{key}.{name}", "", is_unknown=True) for name in value]
         problems.append(Problem(key, f"{_show(value)} is not true or false; write true"))
         return None
-    problems.append(Problem(key, f"{_show(value)} is not {_noun(hint)}"))
+    instead = f"; write {_noun(hint)}, or remove the key" if value is None else ""
+    problems.append(Problem(key, f"{_show(value)} is not {_noun(hint)}{instead}"))
     return None
 
 

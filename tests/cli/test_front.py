@@ -223,7 +223,8 @@ MISTAKES = {
     "model.n_layers=four": "model.n_layers: 'four' is not an integer",
     "model.n_layers=2.5": "model.n_layers: 2.5 is not an integer",
     "model.n_layers=true": "model.n_layers: true is not an integer",
-    "model.n_layers=null": "model.n_layers: null is not an integer",
+    "model.n_layers=null": "model.n_layers: null is not an integer; write an integer, or remove"
+    " the key",
     "optimizer.lr=fast": "optimizer.lr: 'fast' is not a number",
     "data.shuffle=maybe": "data.shuffle: 'maybe' is not true or false",
     "device_eval_batch_size=[1]": "device_eval_batch_size: [1] is not an integer or a text",
@@ -299,6 +300,7 @@ BROKEN = {
     "hydra: {run: {dir: x}}\n": "r.yaml:1: unknown key 'hydra'",
     "seed: ???\n": "r.yaml:1: seed: is required; write seed=VALUE",
     "run_name: true\n": "r.yaml:1: run_name: true is not a text",
+    "max_duration: null\n": "r.yaml:1: max_duration: null is not a text; write a text, or remove",
     "eval_interval: ${nope}\n": "r.yaml:1: eval_interval: Interpolation key 'nope' not found",
     "\x01": "r.yaml: is not a YAML text",
     "? [a, b]\n: 1\n": "r.yaml:1: a key here is a list or a mapping; a key is a text",

@@ -167,6 +167,7 @@ def test_a_recipe_is_flat_and_its_passwords_hidden() -> None:
         ("file:///tmp/mlruns", "is a path"),
         ("sqlite://runs/mlflow.db", "three slashes"),
         ("sqlite:///:memory:", "names no file"),
+        ("sqlite:///~/mlflow.db", "~ is not expanded here"),
         ("htp://server:5000", "did you mean 'http'"),
         ("http://:5000", "names no host"),
     ],
@@ -179,7 +180,7 @@ def test_an_address_that_mlflow_has_no_store_for_is_a_user_error(
     made = made.resolve()
     with pytest.raises(UserError, match=r"logger\.tracking_uri") as caught:
         Tracker(made, tmp_path, is_main=True)
-    assert words in str(caught.value) and "sqlite:///runs/mlflow.db" in str(caught.value)
+    assert words in str(caught.value) and "; write sqlite:///" in str(caught.value)
 
 
 def test_metrics_are_kept_in_memory_for_a_program(tmp_path: Path) -> None:

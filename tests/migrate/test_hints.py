@@ -271,6 +271,8 @@ def test_a_folder_in_place_of_a_recipe_is_what_the_script_works_on(
     ("script", "words", "line"),
     [
         ("finetune", ["quickstart"], "trains a new model; write `python scripts/train.py"),
+        ("train", ["yamls/model/mpt-125m.yaml"], "such as `yamls/quickstart.yaml model=mpt-125m`"),
+        ("scaling", ["scaling/quickstart", "sizes=[0]"], "sizes[0]: 0 is too small; write 1"),
         (
             "eval",
             ["yamls/quickstart.yaml"],
