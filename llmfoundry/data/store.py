@@ -1,12 +1,14 @@
-"""A folder at a URL: read, listed and written; S3, Google, Azure, the web, the hub, this machine.
+"""Access to a folder at a URL: S3, Google, Azure, web servers, the Hugging Face hub, local paths.
 
-Shards, corpora, benchmark rows and the runs of `checkpoint` all go through it; `store_clients` has
-whom it asks and `store_errors` what an error means. The ideas: what is asked is asked again as long
-as it may pass. A file is read part by part, so that each request is short and what fails is one
-part. "No progress" is that 256 kB take longer than the timeout: so a slow line passes and a trickle
-does not. A large file goes up in parts, and counts as written once the store says that it has as
-many bytes. No store renames atomically but all of them put one object atomically, so a marker that
-is written last is a commit.
+Entry point: `Store`, which reads shards, corpora and benchmark rows, and reads and writes remote
+runs of `checkpoint`. `store_clients` sends the requests; `store_errors` classifies errors.
+
+- Transient errors are retried.
+- A file is read in parts, so that each request is short and an error affects one part.
+- A request fails if 256 kB take longer than the timeout: a slow connection passes, a stall fails.
+- A large file is uploaded in parts. It counts as written once the store reports its full size.
+- No store renames atomically, but every store writes a single object atomically. A marker that is
+  written last is therefore a commit.
 """
 
 from __future__ import annotations
@@ -34,36 +36,36 @@ from llmfoundry.retry import backoff, retry, within
 
 T = TypeVar("T")
 
-_PART = 16 << 20  # bytes of a request: at 100 MB/s its overhead is below a tenth
-_GROWTH = 4  # of the parts, once they come in less than half of that part of the timeout
-_MOST_PARTS = 10_000  # of an upload; S3's
-_THREADS = 8  # requests at a time of a download
+_PART = 16 << 20  # bytes per request: at 100 MB/s the overhead is below a tenth
+_GROWTH = 4  # factor of the part size, if a part of the larger size takes under half the timeout
+_MOST_PARTS = 10_000  # S3's limit of an upload
+_THREADS = 8  # concurrent requests of a download
 _ENDLESS = 1 << 62
 _BACKOFF_S = 0.5
-_CREATE_REFUSED = (409, 412)  # what stores answer where an object is there already
+_CREATE_REFUSED = (409, 412)  # statuses if the object exists
 _READ_ONLY = ("https", "hf")
 _MAGIC = re.compile(r"[*?\[]")
-_WEB_MAGIC = re.compile(r"[*\[]")  # what follows a ? is the web's own
+_WEB_MAGIC = re.compile(r"[*\[]")  # in a web address, ? begins the query
 
 
 class DamagedError(Exception):
-    """A file that is not what its index specifies."""
+    """The content of a file does not match its index."""
 
 
 class MissingError(UserError):
-    """There is no such file, folder or bucket."""
+    """A file, folder or bucket does not exist."""
 
 
 class CancelledError(Exception):
-    """The download is not wanted any more."""
+    """The download was cancelled."""
 
 
 class ExistsError(Exception):
-    """An object that was to be made is there already."""
+    """The object to create exists."""
 
 
 class Store:
-    """A folder at a URL; names are paths within it. Nothing is asked of it until it is used."""
+    """Folder at a URL. Names are paths within it. Creating a Store sends no request."""
 
     def __init__(
         self,
@@ -73,16 +75,16 @@ class Store:
         key: str = store_errors.DATA_KEY,
         before_request: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """At `url`.
+        """Resolve the URL.
 
         Args:
-            url: the folder.
-            options: how it is asked: rights, attempts after a failure that may pass, patience.
-            key: the recipe's, which names the folder; for messages.
-            before_request: called before each part; returns how many seconds to wait.
+            url: URL of the folder.
+            options: credentials, number of retries and timeout.
+            key: recipe key that names the folder, for errors.
+            before_request: called before each part; returns the seconds to wait.
 
         Raises:
-            UserError: the protocol is not known, or its package or a setting is missing.
+            UserError: the protocol is unknown, or its package or a setting is missing.
         """
         self.url = without_secrets(url).rstrip("/")
         self._key = key
@@ -100,14 +102,14 @@ class Store:
 
     @property
     def identity(self) -> str:
-        """What distinguishes this folder from any other, also of another endpoint; no secrets."""
+        """Return a text that identifies the folder and its endpoint, without secrets."""
         return f"{self.url} {without_secrets(self._address.endpoint)}".rstrip()
 
     def check_writable(self) -> None:
-        """Refuse what only can be read.
+        """Check that the protocol supports writing.
 
         Raises:
-            UserError: it is a web server or a hub.
+            UserError: the URL is that of a web server or hub.
         """
         if self._address.kind in _READ_ONLY:
             raise UserError(
@@ -118,10 +120,10 @@ class Store:
     # ------------------------------------------------------------ reading
 
     def read(self, name: str, *, once: bool = False) -> bytes:
-        """A complete file of unknown size; `once`: what fails is not retried.
+        """Return the content of a file of unknown size; with `once`, without retries.
 
         Raises:
-            UserError: it is not there, or cannot be had.
+            UserError: the file is missing or cannot be read.
         """
         target = io.BytesIO()
         self.fetch(name, target, n_bytes=None, once=once)
@@ -136,32 +138,32 @@ class Store:
         cancelled: threading.Event | None = None,
         once: bool = False,
     ) -> None:
-        """Write a file to `target`, from its present position on.
+        """Copy a file to the current position of `target`.
 
         Args:
             name: path within the folder.
-            target: it may hold a part of the file after an error.
-            n_bytes: the size that it must have; None: unknown.
-            cancelled: set by another thread to end this early.
-            once: what fails is not tried again.
+            target: contains a part of the file after an error.
+            n_bytes: expected size; None: unknown.
+            cancelled: event that another thread sets to cancel the download.
+            once: do not retry.
 
         Raises:
-            UserError: it cannot be had.
-            DamagedError: it is shorter or longer than `n_bytes`.
-            CancelledError: as asked for.
+            UserError: the file cannot be read.
+            DamagedError: the file is shorter or longer than `n_bytes`.
+            CancelledError: `cancelled` was set.
         """
         offset = 0
-        ended = False
-        while not ended and (n_bytes is None or offset <= n_bytes):
-            # A known size is reached by asking for a byte more: it shows a file that is too long.
-            left = _ENDLESS if n_bytes is None else n_bytes - offset + 1
-            part, asked = self._request(
-                name, offset, left, cancelled or self._never, once=once, whole=True
+        at_end = False
+        while not at_end and (n_bytes is None or offset <= n_bytes):
+            # one byte more than the expected size detects a file that is too long
+            remaining = _ENDLESS if n_bytes is None else n_bytes - offset + 1
+            part, requested = self._request(
+                name, offset, remaining, cancelled or self._never, once=once, whole=True
             )
             target.write(part)
             offset += len(part)
-            ended = not part or len(part) > asked  # a server without ranges sends all
-            ended |= len(part) < asked and (n_bytes is None or offset == n_bytes)
+            at_end = not part or len(part) > requested  # a server without ranges sends everything
+            at_end |= len(part) < requested and (n_bytes is None or offset == n_bytes)
         if n_bytes is not None and offset != n_bytes:
             raise DamagedError(
                 f"ends after {offset} bytes, its index specifies {n_bytes}"
@@ -170,89 +172,96 @@ class Store:
             )
 
     def part(self, name: str, start: int, n_bytes: int) -> bytes:
-        """At most `n_bytes` from `start` on; none after the end.
+        """Return at most `n_bytes` from offset `start`; b"" after the end of the file.
 
         Raises:
-            UserError: it cannot be had.
+            UserError: the file cannot be read.
         """
         return self._request(name, start, n_bytes, self._never)[0]
 
     def open(self, name: str, size: int) -> io.BufferedReader:
-        """A file of known size, to read at any place: each request is for what is read next."""
+        """Return a seekable file of known size that requests the parts that are read."""
         return io.BufferedReader(_SeekableFile(self, name, size), _PART // 2)
 
     def download(self, name: str, path: Path, n_bytes: int) -> None:
-        """Fetch a file, atomically, in several requests at a time.
+        """Download a file atomically with concurrent requests.
 
         Raises:
-            UserError: it cannot be had.
-            DamagedError: it is shorter than `n_bytes`.
+            UserError: the file cannot be read.
+            DamagedError: the file is shorter than `n_bytes`.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as partial, partial.open("wb") as file:
 
             def fetch(start: int) -> None:
-                place, end = start, min(start + _PART, n_bytes)
-                while place < end:
-                    part = self.part(name, place, end - place)
+                offset, end = start, min(start + _PART, n_bytes)
+                while offset < end:
+                    part = self.part(name, offset, end - offset)
                     if not part:
-                        raise DamagedError(f"ends after {place} bytes of {n_bytes}")
-                    os.pwrite(file.fileno(), part, place)
-                    place += len(part)
+                        raise DamagedError(f"ends after {offset} bytes of {n_bytes}")
+                    os.pwrite(file.fileno(), part, offset)
+                    offset += len(part)
 
             _all_at_once(fetch, range(0, n_bytes, _PART))
 
     # ------------------------------------------------------------ listing
 
     def folders(self, name: str) -> list[str]:
-        """The names of the folders in a folder; none where it is not there."""
+        """Return the names of the folders in a folder, sorted; none if it does not exist."""
         return sorted(n for n, entry in self._listed(name).items() if entry.is_folder)
 
     def names(self, name: str = "") -> list[str]:
-        """The names of all that is in a folder, sorted; none where it is not there."""
+        """Return the names of all files and folders in a folder, sorted; none if it is missing."""
         return sorted(self._listed(name))
 
     def files(self, name: str = "", *, skip: Sequence[str] = ()) -> dict[str, int]:
-        """Bytes of every file below a folder, by its name in this one; `skip` folders at its top.
+        """Return the size of every file below a folder, by its path within the Store.
+
+        Args:
+            name: the folder.
+            skip: names of its direct subfolders to leave out.
 
         Raises:
-            UserError: the store cannot be asked.
+            UserError: the store cannot be reached.
         """
-        found = self._listed(name, deep=not skip)
-        self._check_names(found)
+        entries = self._listed(name, deep=not skip)
+        self._check_names(entries)
         prefix = f"{name}/" if name else ""
         sizes: dict[str, int] = {}
-        for entry, facts in found.items():
-            if not facts.is_folder and entry and not entry.endswith("/"):
-                sizes[f"{prefix}{entry}"] = facts.size or 0
-            elif facts.is_folder and skip and entry.strip("/") not in skip:
-                sizes |= self.files(entry.strip("/"))
+        for path, entry in entries.items():
+            if not entry.is_folder and path and not path.endswith("/"):
+                sizes[f"{prefix}{path}"] = entry.size or 0
+            elif entry.is_folder and skip and path.strip("/") not in skip:
+                sizes |= self.files(path.strip("/"))
         return sizes
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where it is not there.
+        """Return the size of a file in bytes; None if it does not exist.
 
         Raises:
-            UserError: the store cannot be asked.
+            UserError: the store cannot be reached.
         """
 
-        def ask(client: Client) -> int | None:
+        def size_of(client: Client) -> int | None:
             try:
-                found = client.info(self._path(name))
+                entry = client.info(self._path(name))
             except Exception as error:
                 if store_errors.is_missing(error):
                     return None
                 raise
-            return None if found.is_folder else found.size or 0
+            return None if entry.is_folder else entry.size or 0
 
-        return self._persist(name, ask)
+        return self._persist(name, size_of)
 
     def find(self) -> tuple[bool, dict[str, Entry]]:
-        """Where the folder's URL is that of a file or a glob, too: whether it is one file; files.
+        """Find the files of a URL that may be a folder, a file or a glob.
+
+        Returns:
+            Whether the URL is that of a single file, and the files by their path in the store.
 
         Raises:
-            MissingError: there is nothing.
-            UserError: it cannot be reached.
+            MissingError: nothing matches the URL.
+            UserError: the store cannot be reached.
         """
         root = self._address.root
         is_web = self._address.protocol == "https"
@@ -261,21 +270,22 @@ class Store:
         def find(client: Client) -> list[Entry]:
             if magic is None:
                 return _below(client, root)
+            # list the folder before the first wildcard, and filter
             start = root[: magic.start()].rpartition("/")[0]
             rest = root[len(start) :]
             pattern = re.compile(glob_translate(root))
             deep = "**" in rest or "/" in rest.strip("/")
             return [e for e in client.entries(start, deep=deep) if pattern.fullmatch(e.name)]
 
-        found = [entry for entry in self._persist("", find) if not entry.is_folder]
-        if is_web and magic:  # what a page names has no size yet
-            found = [self._persist("", methodcaller("info", entry.name)) for entry in found]
-        by_name = {entry.name: entry for entry in sorted(found, key=lambda entry: entry.name)}
+        files = [entry for entry in self._persist("", find) if not entry.is_folder]
+        if is_web and magic:  # links of a page have no size
+            files = [self._persist("", methodcaller("info", entry.name)) for entry in files]
+        by_name = {entry.name: entry for entry in sorted(files, key=lambda entry: entry.name)}
         return list(by_name) == [root], by_name
 
     @property
     def root(self) -> str:
-        """The folder, as the entries of `find` name it."""
+        """Return the path of the folder in the store, with which the names of `find` begin."""
         return self._address.root
 
     # ------------------------------------------------------------ writing
@@ -284,12 +294,12 @@ class Store:
         """Write a small file.
 
         Args:
-            name: its path.
-            data: its content.
-            new: it must not be there yet; not every store looks and writes in one.
+            name: path within the folder.
+            data: content.
+            new: fail if the file exists. Not every store checks and writes atomically.
 
         Raises:
-            ExistsError: it is there.
+            ExistsError: the file exists, with `new`.
             UserError: it cannot be written.
         """
 
@@ -304,12 +314,13 @@ class Store:
         self._persist(name, put)
 
     def upload(self, name: str, path: Path) -> None:
-        """Write a file of this machine; it may be of any size, and may only grow meanwhile.
+        """Upload a local file of any size. The file may grow meanwhile, but not change otherwise.
 
         Raises:
-            UserError: it cannot be written.
-            OSError: it cannot be read.
+            UserError: the file cannot be written to the store.
+            OSError: the local file cannot be read.
         """
+        # in one request, or in parts
         size = path.stat().st_size
         if size <= _PART:
             data = path.read_bytes()
@@ -322,17 +333,19 @@ class Store:
                     name, lambda client: client.upload(self._path(name), path, size, part)
                 )
             except UserError:
-                if self.size(name) != size:  # the answer to the last call may be what was lost
+                if self.size(name) != size:  # else only the response to the last request was lost
                     raise
-        found = self.size(name)
-        if found != size:
+
+        # check the size that the store reports
+        stored_size = self.size(name)
+        if stored_size != size:
             raise UserError(
-                f"{self._where(name)}: has {found} bytes after {size} were sent; the store or what"
-                " is before it loses data"
+                f"{self._where(name)}: has {stored_size} bytes after {size} were sent; the store or"
+                " what is before it loses data"
             )
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove files; those that are not there are no error.
+        """Delete files; missing files are ignored.
 
         Raises:
             UserError: the store refuses.
@@ -341,44 +354,55 @@ class Store:
         if paths:
             self._persist(_names_of(paths), lambda client: client.delete(paths))
 
-    # ------------------------------------------------------------ how it is asked
+    # ------------------------------------------------------------ requests and retries
 
     def _request(
         self,
         name: str,
         offset: int,
-        left: int,
+        remaining: int,
         cancelled: threading.Event,
         *,
         once: bool = False,
         whole: bool = False,
     ) -> tuple[bytes, int]:
-        """Bytes from `offset` on, at most `left`; and how many were asked for.
+        """Request one part of a file.
 
-        More than those come with `whole` only, of a server that sends whole files.
+        Args:
+            name: path within the folder.
+            offset: first byte.
+            remaining: maximal number of bytes.
+            cancelled: event that cancels the request.
+            once: do not retry.
+            whole: accept more than a part from a server that ignores ranges.
+
+        Returns:
+            The bytes, and the number of bytes requested.
         """
 
-        def ask(client: Client) -> tuple[bytes, int]:
+        def request(client: Client) -> tuple[bytes, int]:
             if cancelled.wait(self._before_request()):
                 raise CancelledError
-            # With the byte more, so that a file of just this size is one request.
-            size = min(left, self._part + 1)
+            # one byte more, so that a file of exactly one part needs one request
+            size = min(remaining, self._part + 1)
             began = time.monotonic()
             try:
-                most = left if whole else size
+                most = remaining if whole else size
                 part = b"".join(client.read(self._path(name), offset, offset + size, most))
             except Exception as error:
                 if store_errors.is_past_end(error):
                     return b"", size
+                # without progress checks of the client, a slow connection needs smaller parts
                 if store_errors.is_timeout(error) and not client.steady and size > STEP + 1:
                     self._part = STEP
-                    return ask(client)
+                    return request(client)
                 raise
+            # larger parts again if the next size takes under half the timeout
             if (time.monotonic() - began) * _GROWTH < self._timeout / 2:
                 self._part = min(_PART, _GROWTH * self._part)
             return part, size
 
-        return self._persist(name, ask, most=0 if once else None, wait=cancelled.wait)
+        return self._persist(name, request, most=0 if once else None, wait=cancelled.wait)
 
     def _persist(
         self,
@@ -388,7 +412,17 @@ class Store:
         most: int | None = None,
         wait: Callable[[float], object] = time.sleep,
     ) -> T:
-        """What `call` gives, tried again where that may help; `most`: attempts more than one."""
+        """Return the result of `call`, retried after transient errors.
+
+        Args:
+            name: file, for errors.
+            call: sends the request.
+            most: maximal number of retries; None: that of the options.
+            wait: waits the given number of seconds.
+
+        Raises:
+            UserError: a permanent error, or the last transient one.
+        """
         attempts = 0
 
         def again(error: Exception, failures: int) -> float:
@@ -403,10 +437,10 @@ class Store:
                 raise self._failed(name, error, attempts) from error
             return backoff(failures, first=_BACKOFF_S)
 
-        def ask() -> T:
+        def attempt() -> T:
             return _with_signals(lambda: call(client_of(self._address)))
 
-        return retry(ask, again=again, wait=wait)
+        return retry(attempt, again=again, wait=wait)
 
     def _failed(self, name: str, error: Exception, attempts: int) -> UserError:
         line = store_errors.remote_problem(
@@ -421,33 +455,34 @@ class Store:
         return kind(f"{self._where(name)}: {line}")
 
     def _listed(self, name: str, *, deep: bool = False) -> dict[str, Entry]:
-        """What is in a folder, or all files below it, by the names within it."""
+        """List a folder, or all files below it, by path within the folder."""
         path = self._path(name)
 
         def find(client: Client) -> dict[str, Entry]:
             try:
-                found = client.entries(path, deep=deep)
+                entries = client.entries(path, deep=deep)
             except Exception as error:
                 if not store_errors.is_missing(error) or store_errors.is_no_bucket(error):
                     raise
                 return {}
             prefix = path.strip("/") + "/"
-            return {
-                entry.name.strip("/").removeprefix(prefix): entry
-                for entry in found
-                if entry.name.strip("/").startswith(prefix)
-            }
+            by_name = {}
+            for entry in entries:
+                full_name = entry.name.strip("/")
+                if full_name.startswith(prefix):
+                    by_name[full_name.removeprefix(prefix)] = entry
+            return by_name
 
         return self._persist(name, find)
 
     def _check_names(self, names: Iterable[str]) -> None:
-        """Refuse what would lead out of the folder into which it is fetched."""
+        """Reject names that would lead out of the local folder that they are copied to."""
         for name in names:
             if ".." in name.split("/") or name.startswith("/") or not name.isprintable():
                 raise UserError(f"{self._where('')}: {name!r} cannot be the name of a run's file")
 
     def _where(self, name: str) -> str:
-        """A file, as messages call it."""
+        """Return the location of a file, for errors."""
         key = "" if self._key == store_errors.DATA_KEY else f"{self._key}: "
         return f"{key}{without_signature(f'{self.url}/{name}')}" if name else f"{key}{self.url}"
 
@@ -456,9 +491,11 @@ class Store:
 
 
 class _SeekableFile(io.RawIOBase):
+    """Remote file that requests what is read."""
+
     def __init__(self, folder: Store, name: str, size: int) -> None:
         self._folder, self._name, self._size = folder, name, size
-        self._place = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -467,42 +504,42 @@ class _SeekableFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        self._place = start + offset
-        return self._place
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        left = min(len(buffer), self._size - self._place)
-        if left <= 0:
+        n_bytes = min(len(buffer), self._size - self._position)
+        if n_bytes <= 0:
             return 0
-        data = self._folder.part(self._name, self._place, left)
+        data = self._folder.part(self._name, self._position, n_bytes)
         if not data:
             raise UserError(
-                f"{self._folder.url}/{self._name}: ends after {self._place} bytes of"
+                f"{self._folder.url}/{self._name}: ends after {self._position} bytes of"
                 f" {self._size}; it changed while it was read: start again"
             )
         buffer[: len(data)] = data
-        self._place += len(data)
+        self._position += len(data)
         return len(data)
 
 
 def _with_signals(call: Callable[[], T]) -> T:
-    """What `call` gives; signals are handled meanwhile, for which obstore itself does not wake."""
+    """Return the result of `call`, and handle signals meanwhile, which obstore's wait blocks."""
     if threading.current_thread() is not threading.main_thread():
         return call()
     return within(threading.TIMEOUT_MAX, call)
 
 
 def _below(client: Client, root: str) -> list[Entry]:
-    """The file at `root`, or all files below it."""
+    """Return the file at `root`, or all files below it."""
     try:
-        found = client.info(root)
-        if not found.is_folder:
-            return [found]
+        entry = client.info(root)
+        if not entry.is_folder:
+            return [entry]
     except Exception as error:
         if not store_errors.is_missing(error):
             raise
-        # In an object store a folder is nothing but what is below it.
+        # an object store has no folder objects; the folder exists if files are below it
         below = client.entries(root, deep=True)
         if not below:
             raise
@@ -511,7 +548,7 @@ def _below(client: Client, root: str) -> list[Entry]:
 
 
 def _names_of(paths: Sequence[str]) -> str:
-    """A few paths for a message."""
+    """Return the names of files, shortened for an error."""
     last = paths[0].rpartition("/")[2]
     return last if len(paths) == 1 else f"{last} and {len(paths) - 1} others"
 
@@ -521,7 +558,7 @@ def _says_exists(error: BaseException) -> bool:
 
 
 def _all_at_once(work: Callable[[int], T], starts: Iterable[int]) -> list[T]:
-    """The results of all, in order; the first error once those that run have ended."""
+    """Return the results of all calls in order; raise the first error once running calls end."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as pool:
         futures = [pool.submit(work, start) for start in starts]
         try:

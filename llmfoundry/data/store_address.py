@@ -1,9 +1,9 @@
-"""Which store a URL means, and with which settings.
+"""Resolution of a URL to a store and its settings.
 
-`store.Store` asks once for a folder. Everything is decided by the URL, the recipe's
-`data.storage_options` and the environment's variables that LLM Foundry read, so that its users'
-recipes and machines work as they are. What storage_options say goes before the environment. Their
-names are those of fsspec's file systems; `store_clients` translates them for others.
+Entry point: `address_of`, which `store.Store` calls once per folder. The settings come from the
+URL, `data.storage_options` and the environment variables of LLM Foundry, so that recipes and
+machines of LLM Foundry users work unchanged. `storage_options` take precedence over the
+environment. They have the names of fsspec's file systems; `store_clients` translates the names.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from llmfoundry.errors import UserError, import_optional, one_line
 
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az", "http": "https"}
 EXTRAS = {"s3": "s3", "oci": "s3", "gs": "gcs", "az": "azure"}
-"""Of ours, which bring what a kind of bucket needs."""
+"""Optional dependencies of this project (extras) for each kind of bucket."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """A folder in the words of its store.
+    """Location and settings of a folder in a store.
 
     Attributes:
-        kind: the protocol as a user knows it, aliases made one: oci stays oci.
-        protocol: whose way of asking: oci is s3, and gs with an HMAC key.
-        root: the folder, as the store names it; begins with the bucket.
-        options: what the client is made with.
+        kind: protocol of the URL, with aliases unified; oci stays oci.
+        protocol: protocol of the requests: s3 for oci and for gs with an HMAC key.
+        root: path of the folder in the store; begins with the bucket.
+        options: options of the client.
+        timeout: seconds.
+        retry: attempts after a failed one.
     """
 
     kind: str
@@ -44,22 +46,22 @@ class Address:
 
     @property
     def bucket(self) -> str:
-        """The first part of `root`."""
+        """Return the first part of `root`."""
         return self.root.lstrip("/").partition("/")[0]
 
     @property
     def endpoint(self) -> str:
-        """A server other than the protocol's usual one."""
+        """Return the URL of a server other than the protocol's default; "" if there is none."""
         return self.options.get("endpoint_url") or ""
 
 
 def without_secrets(url: str) -> str:
-    """A URL without what is secret in it: user and password, and what follows a question mark."""
+    """Return a URL without user, password and query string."""
     scheme, separator, path = url.partition("://")
     kind = _ALIASES.get(scheme, scheme)
     host, slash, rest = path.partition("/")
     user, at, after = host.rpartition("@")
-    # Of oci:// and abfss:// what stands before @ is a bucket.
+    # In oci:// and abfss:// URLs, the part before @ is a bucket.
     if at and (kind not in ("oci", "az") or ":" in user):
         host = after
     if kind in ("https", "az"):
@@ -69,92 +71,98 @@ def without_secrets(url: str) -> str:
 
 _SIGNED = re.compile(
     r"x-(amz|goog)-[\w-]+|signature|expires|awsaccesskeyid|googleaccessid|policy|key-pair-id"
-    r"|sig|s[eptrv]|spr|sip|ss|srt|sk(oid|tid|t|e|s|v)",  # those with s are Azure's
+    r"|sig|s[eptrv]|spr|sip|ss|srt|sk(oid|tid|t|e|s|v)",  # short names that begin with s: Azure
     re.IGNORECASE,
 )
 _SIGNATURES = {"x-amz-signature", "x-goog-signature", "signature", "sig"}
 
 
 def without_signature(url: str) -> str:
-    """A web address without what signs it: the same file has another signature the next time."""
+    """Return a URL without its signature, which differs for each copy of the same link."""
     path, _, query = url.partition("?")
     parts = query.split("&")
     names = [part.partition("=")[0] for part in parts]
     if not url.startswith(("https://", "http://")) or _SIGNATURES.isdisjoint(map(str.lower, names)):
         return url
-    kept = [p for p, name in zip(parts, names, strict=True) if not _SIGNED.fullmatch(name)]
-    return "?".join([path, "&".join(kept)]) if kept else path
+    unsigned = [p for p, name in zip(parts, names, strict=True) if not _SIGNED.fullmatch(name)]
+    return "?".join([path, "&".join(unsigned)]) if unsigned else path
 
 
 def address_of(url: str, options: FetchOptions) -> Address:
-    """The address of a folder at a URL.
+    """Resolve a URL.
 
     Args:
-        url: PROTOCOL://PATH, without a slash at its end.
-        options: how it is asked.
+        url: PROTOCOL://PATH, without a trailing slash.
+        options: storage options, timeout and number of retries.
 
     Raises:
-        UserError: no such protocol, or its package or a setting is missing.
+        UserError: the protocol is unknown, or its package or a setting is missing.
     """
+    # options of the URL's protocol, which the recipe may list under any alias
     scheme, _, path = url.partition("://")
     kind = _ALIASES.get(scheme, scheme)
-    every = options.storage_options
+    options_by_kind = options.storage_options
     names = [scheme, kind, *(name for name, means in _ALIASES.items() if means == kind)]
-    name = next((n for n in names if n in every), kind)
-    if not isinstance(every.get(name, {}), Mapping):
+    name = next((n for n in names if n in options_by_kind), kind)
+    if not isinstance(options_by_kind.get(name, {}), Mapping):
         raise UserError(f"data.storage_options.{name}: must be a mapping, such as {{anon: true}}")
-    given = dict(every.get(name, {}))
+    own_options = dict(options_by_kind.get(name, {}))
     if kind in EXTRAS:
         import_optional("obstore", f"{url}: {kind}://", extra=EXTRAS[kind])
 
-    def found(protocol: str, root: str, settings: Mapping[str, Any]) -> Address:
+    def address(protocol: str, root: str, settings: Mapping[str, Any]) -> Address:
         return Address(kind, protocol, root, settings, options.timeout, options.retry)
 
+    # buckets and web servers
     if kind == "oci":
-        return found("s3", _oci_bucket(path), {**_oci(url, path, given), **given})
+        endpoint = _oci(url, path, own_options)  # removes the namespace from own_options
+        return address("s3", _oci_bucket(path), {**endpoint, **own_options})
     if kind == "s3":
-        return found("s3", path, {**_s3_environment(path), **given})
-    if kind == "gs" and "GCS_KEY" in os.environ and not given:
-        return found("s3", path, _gcs_hmac())
+        return address("s3", path, {**_s3_environment(path), **own_options})
+    if kind == "gs" and "GCS_KEY" in os.environ and not own_options:
+        return address("s3", path, _gcs_hmac())
     if kind == "gs":
-        return found("gs", path, given)
+        return address("gs", path, own_options)
     if kind == "az":
         path, environment = _azure_account(scheme, path)
-        return found("az", path, {**environment, **given})
+        return address("az", path, {**environment, **own_options})
     if kind == "https":
-        return found("https", url, given)
+        return address("https", url, own_options)
+
+    # other protocols: file systems of fsspec
     try:
         known = fsspec.get_filesystem_class(scheme)
     except (ValueError, ImportError) as error:
         raise UserError(f"{url}: {one_line(error)}; check data.remote") from error
     in_url = known._get_kwargs_from_urls(url)
-    given = {**({"auto_mkdir": True} if kind == "file" else {}), **in_url, **given}
-    return found(scheme, known._strip_protocol(url), given)
+    defaults = {"auto_mkdir": True} if kind == "file" else {}
+    return address(scheme, known._strip_protocol(url), {**defaults, **in_url, **own_options})
 
 
 def _s3_environment(path: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Return the S3 settings of the environment."""
+    settings: dict[str, Any] = {}
     endpoint = os.environ.get("S3_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
-        found["endpoint_url"] = endpoint
+        settings["endpoint_url"] = endpoint
     paying = os.environ.get("MOSAICML_STREAMING_AWS_REQUESTER_PAYS", "").split(",")
     if path.partition("/")[0] in [bucket.strip() for bucket in paying]:
-        found["requester_pays"] = True
-    return found
+        settings["requester_pays"] = True
+    return settings
 
 
 def _oci_bucket(path: str) -> str:
-    """`bucket@namespace/path` without its namespace."""
+    """Return `bucket@namespace/path` without the namespace."""
     bucket, slash, rest = path.partition("/")
     return bucket.partition("@")[0] + slash + rest
 
 
-def _oci(url: str, path: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Oracle's S3 interface; takes namespace and region out of `given`."""
+def _oci(url: str, path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the endpoint of Oracle's S3 interface; remove namespace and region from `options`."""
     in_url = path.partition("/")[0].partition("@")[2]
-    namespace = given.pop("namespace", None) or in_url or os.environ.get("OCI_NAMESPACE")
-    region = given.pop("region", None) or os.environ.get("OCI_REGION")
-    if "endpoint_url" in given:
+    namespace = options.pop("namespace", None) or in_url or os.environ.get("OCI_NAMESPACE")
+    region = options.pop("region", None) or os.environ.get("OCI_REGION")
+    if "endpoint_url" in options:
         return {}
     if not namespace or not region:
         missing = "region" if namespace else "namespace"
@@ -167,7 +175,7 @@ def _oci(url: str, path: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gcs_hmac() -> dict[str, Any]:
-    """Google's S3 interface, for LLM Foundry's HMAC keys."""
+    """Return the settings of Google's S3 interface, for the HMAC keys of LLM Foundry."""
     return {
         "endpoint_url": "https://storage.googleapis.com",
         "key": os.environ["GCS_KEY"],
@@ -177,7 +185,10 @@ def _gcs_hmac() -> dict[str, Any]:
 
 
 def _azure_account(scheme: str, path: str) -> tuple[str, dict[str, Any]]:
-    """Container and path, and settings of the environment; a URL may name the account."""
+    """Return container/path of a URL and the Azure settings of the environment.
+
+    The URL may contain the account.
+    """
     path = path.partition("?")[0]
     account = os.environ.get("AZURE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     first, _, rest = path.partition("/")
@@ -186,12 +197,12 @@ def _azure_account(scheme: str, path: str) -> tuple[str, dict[str, Any]]:
     elif "@" in first:
         container, _, host = first.partition("@")
         account, path = host.partition(".")[0], f"{container}/{rest}".rstrip("/")
-    found = {"account_name": account} if account else {}
+    settings = {"account_name": account} if account else {}
     for name, variables in _AZURE_ENVIRONMENT.items():
         value = next((os.environ[v] for v in variables if v in os.environ), None)
         if value is not None:
-            found[name] = value
-    return path, found
+            settings[name] = value
+    return path, settings
 
 
 _AZURE_ENVIRONMENT = {

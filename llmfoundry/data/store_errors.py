@@ -1,9 +1,9 @@
-"""What a failed request means: whether it may pass, and the line that a user reads.
+"""Classification of failed requests: transient or permanent, and the message for the user.
 
-`store.Store` asks. One idea: no two libraries agree on exceptions, but each keeps the HTTP status
-somewhere, on the error or on what caused it, and a class name has the rest; obstore's text is read
-once, into a `RequestError`. What is not known to pass counts as lasting: an error is shown at once
-rather than after minutes.
+`store.Store` calls `is_passing` and `remote_problem`. Each library has its own exceptions, but each
+stores the HTTP status in an attribute of the exception or of its cause. The class name provides
+the rest. The text of an obstore error is parsed once, into a `RequestError`. An unknown error is
+permanent, so that it is reported at once and not after minutes of retries.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from llmfoundry.retry import Late
 
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
 _THROTTLED_STATUS = frozenset({429, 503, 509})
-_PASSING_CODES = frozenset({"RequestTimeout"})  # S3's, with status 400
-_LONGEST_ANSWER = 1 << 14  # bytes of a web server's error
+_PASSING_CODES = frozenset({"RequestTimeout"})  # of S3, with status 400
+_LONGEST_ANSWER = 1 << 14  # bytes read of a web server's error page
 _PASSING_ERRNO = frozenset(
     {errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.ENETDOWN}
     | {errno.EHOSTUNREACH, errno.EHOSTDOWN}
@@ -60,14 +60,14 @@ _OTHER_REGION = ("permanentredirect", "authorizationheadermalformed")
 
 
 class RequestError(Exception):
-    """A request to a bucket that failed.
+    """Failed request to a bucket.
 
     Attributes:
-        status: HTTP's; None: there was no answer.
-        operation_name: what was asked for, as S3's permissions are called.
-        attempts: that the library made.
-        kind: what went wrong with the connection; Timeout is one.
-        error_code: the store's own name of the error, such as ExpiredToken; "": it gave none.
+        status: HTTP status; None: no response.
+        operation_name: S3 permission that the request needs, such as GetObject.
+        attempts: number of attempts made by the library.
+        kind: kind of connection error, such as Timeout; "": none.
+        error_code: error code of the store, such as ExpiredToken; "": none.
     """
 
     def __init__(
@@ -96,30 +96,40 @@ _STATUS_OF = {
 
 
 def answer_of(error: Exception, *, operation: str) -> RequestError:
-    """What obstore's text says: its first line names the request, what follows the causes."""
+    """Parse the text of an obstore error: a line about the request, then a dump of its causes."""
     text, _, causes = str(error).partition("\n\nDebug source:")
-    found = re.search(r"status code: (\d{3}) ?([\w ]*)", text)
-    status = int(found[1]) if found else _STATUS_OF.get(type(error).__name__)
+
+    # status and reason phrase
+    status_line = re.search(r"status code: (\d{3}) ?([\w ]*)", text)
+    status = int(status_line[1]) if status_line else _STATUS_OF.get(type(error).__name__)
+    phrase = status_line[2].strip() if status_line else ""
     if "redirect without LOCATION" in text:
         status = 301
+
+    # without a status: kind of the connection error
     kind = ""
-    if status is None and (failure := re.search(r"HttpError \{\s+kind: (\w+)", causes)):
-        late = "TimedOut" in causes or "timed out" in causes
-        kind = "Timeout" if late else failure[1]
-    tried = re.search(r"after (\d+) retries", text)
+    failure = re.search(r"HttpError \{\s+kind: (\w+)", causes)
+    if status is None and failure:
+        is_late = "TimedOut" in causes or "timed out" in causes
+        kind = "Timeout" if is_late else failure[1]
+
+    retries = re.search(r"after (\d+) retries", text)
     return RequestError(
-        _reason(text, causes, found[2].strip() if found else ""),
+        _reason(text, causes, phrase),
         status=status,
         operation=operation,
-        attempts=int(tried[1]) + 1 if tried else 1,
+        attempts=int(retries[1]) + 1 if retries else 1,
         kind=kind,
         error_code=_code_in(text),
     )
 
 
 def answer_of_web(error: urllib.error.HTTPError) -> Exception:
-    """The error of a web server; of a store behind a signed address with what the store says."""
-    if error.code == 416:  # whose headers have the file's size
+    """Return the error of a web server, or a RequestError if its body has a store's error code.
+
+    Signed URLs of a store are read as web addresses.
+    """
+    if error.code == 416:  # the caller reads the file size from the headers of this error
         return error
     with suppress(OSError, http.client.HTTPException):
         text = error.read(_LONGEST_ANSWER).decode(errors="replace")
@@ -136,41 +146,49 @@ def answer_of_web(error: urllib.error.HTTPError) -> Exception:
 
 
 def _code_in(text: str) -> str:
-    found = re.search(r"<Code>([^<]*)</Code>", text)
-    return found[1].strip() if found else ""
+    match = re.search(r"<Code>([^<]*)</Code>", text)
+    return match[1].strip() if match else ""
 
 
 def _reason(text: str, causes: str, phrase: str) -> str:
-    """A store's own words, else the system's."""
+    """Return the reason of an error: the store's code and message, or the operating system's.
+
+    Args:
+        text: error text, which contains the body of the response.
+        causes: dump of the causes.
+        phrase: reason phrase of the HTTP status.
+    """
     message = re.search(r"<Message>([^<\n]*)", text) or re.search(r'"message": ?"([^"]*)"', text)
     words = [*filter(None, [_code_in(text), message[1].strip() if message else ""])]
     if words or phrase:
         return ": ".join(dict.fromkeys(words or [phrase]))
-    why = re.findall(r'message: "([^"]+)"', causes) or re.findall(r"\b(Incomplete\w+)", causes)
-    last = text.partition("\n")[0].rpartition(" - ")[2]
-    return f"{last} ({why[-1]})" if why else last
+    details = re.findall(r'message: "([^"]+)"', causes)
+    details = details or re.findall(r"\b(Incomplete\w+)", causes)
+    summary = text.partition("\n")[0].rpartition(" - ")[2]
+    return f"{summary} ({details[-1]})" if details else summary
 
 
 def is_past_end(error: BaseException) -> bool:
-    """Whether the request was for bytes beyond the file's end."""
+    """Return whether the requested range begins after the end of the file."""
     return status(error) == 416
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether there is no such file."""
-    found = status(error)
-    missing = any(isinstance(e, FileNotFoundError | IsADirectoryError) for e in _chain(error))
-    return found == 404 or (missing and found is None)
+    """Return whether the file does not exist."""
+    http_status = status(error)
+    if http_status is not None:
+        return http_status == 404
+    return any(isinstance(e, FileNotFoundError | IsADirectoryError) for e in _chain(error))
 
 
 def is_no_bucket(error: BaseException) -> bool:
-    """Whether what is missing is the bucket, rather than something in it."""
+    """Return whether the bucket itself is missing."""
     return _says(error, _NO_BUCKET)
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same request may succeed later."""
-    for e in _chain(error):  # the outermost that has one decides
+    """Return whether the error is transient: the same request may succeed later."""
+    for e in _chain(error):  # the outermost exception with a verdict decides
         if is_timeout(e) or not _PASSING_NAMES.isdisjoint(_names(e)):
             return True
         if isinstance(e, RequestError) and e.kind:
@@ -188,7 +206,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def code_of(error: BaseException) -> str:
-    """The store's name of an error, of obstore's and of botocore's; "": it has none."""
+    """Return the store's error code of an obstore or botocore exception; "" if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return str(response.get("Error", {}).get("Code", ""))
@@ -196,8 +214,8 @@ def code_of(error: BaseException) -> str:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether nothing, or too little, arrived in time."""
-    # By name too: other libraries' are not Python's own.
+    """Return whether nothing, or too little, arrived within the timeout."""
+    # The class name is checked as well: some libraries do not derive from TimeoutError.
     return any(
         isinstance(e, TimeoutError | Late)
         or "Timeout" in type(e).__name__
@@ -215,17 +233,19 @@ def remote_problem(
     bucket: str = "",
     key: str = DATA_KEY,
 ) -> str:
-    """The cause and what to do about it, in one line.
+    """Return one line with the cause of an error and what to do about it.
 
     Args:
-        error: what a library raised.
-        kind: of the store: s3, gs …
-        attempts: that were made.
-        timeout: seconds, data.download_timeout.
-        bucket: that was asked.
-        key: the recipe's, which names the store.
+        error: exception of a library.
+        kind: kind of the store: s3, gs …
+        attempts: number of attempts.
+        timeout: data.download_timeout, seconds.
+        bucket: requested bucket.
+        key: recipe key that names the store.
     """
     of_stream = " (or the stream's)" if key == DATA_KEY else ""
+
+    # credentials, and errors with a known code
     if any(not _CREDENTIAL_NAMES.isdisjoint(_names(e)) for e in _chain(error)):
         return f"{in_one_line(error)}; give credentials, {_how_to(kind)}"
     if (advice := _advice(error)) is not None:
@@ -236,6 +256,8 @@ def remote_problem(
             f" data.storage_options: {{{kind}: {{client_kwargs: {{region_name: …}}}}}}, or set"
             " AWS_DEFAULT_REGION"
         )
+
+    # missing or forbidden
     if is_missing(error):
         if is_no_bucket(error):
             return (
@@ -246,6 +268,8 @@ def remote_problem(
         return f"is not there; check {key}{more}, or upload it again"
     if _is_refused(error):
         return f"access is refused ({_refusal(error)}); check the credentials, {_how_to(kind)}"
+
+    # transient, and all else
     tried = f"after {attempts} attempts" if attempts > 1 else "at the first attempt"
     if status(error) in _THROTTLED_STATUS:
         return (
@@ -265,7 +289,7 @@ def remote_problem(
     return f"{in_one_line(error)}; check {key} and data.storage_options"
 
 
-# What S3's and Azure's documents say of an error by its code, as far as its status says otherwise.
+# Advice by error code, from the documentation of S3 and Azure, where the status alone misleads.
 _EXPIRED = "the login has expired; log in again, or give new keys and their session token: {how}"
 _ARCHIVED = "it is archived; restore it first, such as by `aws s3api restore-object`, or copy it"
 _KMS = (
@@ -287,8 +311,9 @@ _SIGNED_EXPIRED = "the signed address has expired; sign it again, and write the 
 
 
 def _advice(error: BaseException) -> str | None:
-    """What to do about an error that its code explains; None: its status decides."""
-    code = next((code for e in _chain(error) if (code := code_of(e))), "")
+    """Return advice for an error with a known error code; None if its status decides."""
+    codes = map(code_of, _chain(error))
+    code = next(filter(None, codes), "")
     if code.startswith("KMS.") or (code == "AccessDenied" and _says(error, ("kms:",))):
         return _KMS
     if code == "AccessDenied" and _says(error, ("request has expired",)):
@@ -297,8 +322,8 @@ def _advice(error: BaseException) -> str | None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's kind and words, without what is secret in a URL."""
-    text = _SECRET.sub(lambda found: found[1] or "?…", " ".join(str(error).split()))
+    """Return the class and text of an error, without secrets in URLs."""
+    text = _SECRET.sub(lambda match: match[1] or "?…", " ".join(str(error).split()))
     name = type(error).__name__
     if isinstance(error, RequestError):
         return text[:300]
@@ -306,19 +331,24 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _refusal(error: BaseException) -> str:
-    """What was refused; without the right to list, S3 reports a missing file as forbidden."""
-    asked = next((op for e in _chain(error) if (op := getattr(e, "operation_name", None))), "")
-    if asked.startswith("List"):
-        return f"{in_one_line(error)}, to {asked}: listing is a permission of its own"
-    if asked:
+    """Return the error and the refused operation.
+
+    Without the permission to list, S3 reports a missing file as forbidden.
+    """
+    operations = (getattr(e, "operation_name", None) for e in _chain(error))
+    operation = next(filter(None, operations), "")
+    if operation.startswith("List"):
+        return f"{in_one_line(error)}, to {operation}: listing is a permission of its own"
+    if operation:
         return (
-            f"{in_one_line(error)}, to {asked}; without the permission to list, a store answers"
+            f"{in_one_line(error)}, to {operation}; without the permission to list, a store answers"
             " so for a missing file too"
         )
     return in_one_line(error)
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    """Return whether the class or text of the error or of its causes contains one of `words`."""
     return any(word in f"{type(e).__name__} {e}".lower() for e in _chain(error) for word in words)
 
 
@@ -340,13 +370,13 @@ def _is_refused(error: BaseException) -> bool:
     return any(
         isinstance(e, PermissionError)
         or not _CREDENTIAL_NAMES.isdisjoint(_names(e))
-        or str(e).startswith("Forbidden: ")  # gcsfs, without the status
+        or str(e).startswith("Forbidden: ")  # gcsfs drops the status
         for e in _chain(error)
     )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it, outermost first."""
+    """Yield an error and its causes, outermost first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -360,15 +390,20 @@ def _names(error: BaseException) -> set[str]:
 
 
 def status(error: BaseException) -> int | None:
-    """The HTTP status behind an error."""
-    return next((s for e in _chain(error) if (s := _own_status(e)) is not None), None)
+    """Return the HTTP status of an error or of its causes; None if there is none."""
+    for e in _chain(error):
+        http_status = _own_status(e)
+        if http_status is not None:
+            return http_status
+    return None
 
 
 def _own_status(error: BaseException) -> int | None:
+    """Return the HTTP status in an attribute of this exception alone."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        found = [response.get("ResponseMetadata", {}).get("HTTPStatusCode")]
+        candidates = [response.get("ResponseMetadata", {}).get("HTTPStatusCode")]
     else:
-        found = [getattr(response, "status_code", None)]
-    found += [getattr(error, name, None) for name in ("status", "status_code", "code")]
-    return next((s for s in found if isinstance(s, int) and 300 <= s < 600), None)
+        candidates = [getattr(response, "status_code", None)]
+    candidates += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    return next((s for s in candidates if isinstance(s, int) and 300 <= s < 600), None)

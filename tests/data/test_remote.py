@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 
 from llmfoundry.data import store_errors
+from llmfoundry.data.bucket_settings import _azure, _s3
 from llmfoundry.data.preparation.corpus import Corpus
 from llmfoundry.data.preparation.readers import suffix_of
 from llmfoundry.data.shard_cache.limits import take_turn
 from llmfoundry.data.shard_cache.shard_folder import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.store import Store
 from llmfoundry.data.store_address import Address, address_of, without_signature
-from llmfoundry.data.store_clients import _azure, _s3, client_of
+from llmfoundry.data.store_clients import client_of
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig
 from tests.data.s3_server import ANSWERS, BUCKET, FaultyS3, s3_server

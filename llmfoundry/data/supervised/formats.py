@@ -143,7 +143,7 @@ def _chat(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     messages = conversation(column_of(row, "messages"))
     inputs = _template_inputs(row)
     documents = _render(messages, inputs, options, "messages")
-    key = [messages, inputs.tools]
+    key: list[Any] = [messages, inputs.tools]
     if inputs.variables:
         key.append(inputs.variables)
     return Example(tuple(documents), _key(key), _contents(messages))
