@@ -7,6 +7,10 @@ answered without torch.
 
 from __future__ import annotations
 
+from llmfoundry.cli import interrupt  # noqa: F401  first: Ctrl-C ends the slow imports quietly
+
+# isort: split
+
 import importlib
 import importlib.metadata
 import os

@@ -523,6 +523,22 @@ def test_the_front_needs_no_heavy_library() -> None:
     assert got.stderr == "[]\n"
 
 
+def test_ctrl_c_during_the_imports_is_status_130_without_a_traceback() -> None:
+    code = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "llmfoundry.cli.command_line":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from llmfoundry.cli.script import run
+"""
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (got.returncode, got.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("shape", ["'${%s}${%s}'", "{a: '${%s}', b: '${%s}'}"])
 def test_interpolations_that_double_each_other_are_one_line(
     front: Front, tmp_path: Path, shape: str
