@@ -38,6 +38,8 @@ MEMORY = "memory"
 """The kind of end, as `record_end` has it, after which the processes are to be started again."""
 ENDS_FOLDER = "LLMFOUNDRY_ENDS"
 """In the environment: the folder for these files; without it none are written."""
+STOP_FILE = "stop"
+"""An empty file in the supervisor's folder of heartbeats: the run is asked to stop."""
 STOPS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "USR1", "HUP"))
 """Signals that make a run save and end: of schedulers, Ctrl-C, and a terminal that is closed."""
 _MOST_LOST = 8  # ranks that record a lost one: 3,072 files would add nothing

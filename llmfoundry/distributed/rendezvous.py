@@ -10,6 +10,7 @@ is an event of the run, and waited for as long: a pod may come late.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,7 +25,16 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from llmfoundry.events import FOLDERS, add_event
-from llmfoundry.exit_status import ENDS_FOLDER, own_node
+from llmfoundry.exit_status import (
+    ENDS_FOLDER,
+    FAILED,
+    SAVED,
+    STOP_FILE,
+    STOPS,
+    own_node,
+    read_ends,
+)
+from llmfoundry.telemetry import BEATS
 
 SECONDS = 1800.0
 """How long to ask: longer than parallel.dist_timeout (600 s), by which the others' processes miss
@@ -41,9 +51,14 @@ _NOT_YET = (
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run torchrun, again while there is nobody to meet."""
+    """Run torchrun, and repeat it until the other machines have started.
+
+    Raises:
+        SystemExit: the run was stopped, so that the other machines may never start again.
+    """
     words = sys.argv[1:] if words is None else words
-    deadline, said = time.monotonic() + SECONDS, False
+    deadline, is_reported = time.monotonic() + SECONDS, False
+    _end_at_stop_signals()
     _wait_for_name(words, deadline)
     while True:
         try:
@@ -52,10 +67,35 @@ def main(words: list[str] | None = None) -> None:
         except _NOT_YET:
             if time.monotonic() > deadline:
                 raise
-        if not said:
+        _end_at_stop_signals()  # torchrun has set handlers
+        if _is_stopping():
+            print("the run stops: not waiting for the other machines", file=sys.stderr, flush=True)
+            sys.exit(FAILED)
+        if not is_reported:
             print("waiting for the other machines to start again ...", file=sys.stderr, flush=True)
-        said = True
+        is_reported = True
         time.sleep(_PAUSE)
+
+
+def _end_at_stop_signals() -> None:
+    """Let stop signals kill this process at once while it has no child processes.
+
+    Python's handlers would only run once PyTorch returns from a connection attempt (60 s).
+    """
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _is_stopping() -> bool:
+    """Whether the supervisor was asked to stop, or a process of this attempt has saved and ended.
+
+    The supervisor forwards a stop signal to the training processes, so torchrun may not get one.
+    """
+    heartbeats, ends = os.environ.get(BEATS), os.environ.get(ENDS_FOLDER)
+    if heartbeats and (Path(heartbeats) / STOP_FILE).exists():
+        return True
+    return bool(ends) and any(end["status"] == SAVED for end in read_ends(Path(str(ends))))
 
 
 def _wait_for_name(words: list[str], deadline: float) -> None:

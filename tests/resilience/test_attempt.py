@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from llmfoundry.cli.commands.supervise import is_supervised, supervise
 from llmfoundry.errors import UserError
-from llmfoundry.exit_status import ResumeLimits, read_ranks, record_ranks
+from llmfoundry.exit_status import STOP_FILE, ResumeLimits, read_ranks, record_ranks
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.recipe.train import TrainRecipe
 from llmfoundry.resilience.supervise import attempt, slurm_nodes
 from llmfoundry.resilience.supervise.attempt import RunningAttempt
+from llmfoundry.telemetry import beat_path
 
 
 @pytest.mark.parametrize(("status", "ends"), [(1, True), (75, False), (0, False)])
@@ -29,6 +31,27 @@ def test_a_launcher_that_waits_for_a_dead_machine_is_ended(
     (tmp_path / "ends/rank-0.json").write_text(json.dumps(said))
     looks = [running.poll() for _ in range(4)]
     assert looks[-1] is not ends
+    running.kill()
+    assert running.end() == -signal.SIGKILL
+
+
+def test_a_stop_reaches_the_processes_that_torchrun_has_restarted(tmp_path: Path) -> None:
+    """Only those: torchrun itself would give them 30 s, in which a save may not end."""
+    folders = {"heartbeats": tmp_path / "beats", "ends": tmp_path / "ends"}
+    running = RunningAttempt(["sleep", "1000"], is_local=False, limits=ResumeLimits(), **folders)
+    rank_folder = tmp_path / "beats/run"
+    rank_folder.mkdir()
+    processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+    beat = {"rank": 0, "step": 5, "phase": "step", "since": 1.0, "longest": {}, "saved": -1}
+    for process in processes:  # the second replaces the first
+        beat_path(rank_folder, 0).write_text(json.dumps({**beat, "pid": process.pid}))
+        assert running.poll()
+        if process is processes[0]:
+            process.kill()
+            process.wait()
+    running.request_stop(signal.SIGINT)
+    assert processes[1].wait(10) == -signal.SIGTERM
+    assert running.poll() and (tmp_path / "beats" / STOP_FILE).exists()
     running.kill()
     assert running.end() == -signal.SIGKILL
 

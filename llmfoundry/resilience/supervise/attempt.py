@@ -26,7 +26,15 @@ from typing import Any
 import psutil
 
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.exit_status import DONE, ENDS_FOLDER, MEMORY, SAVED, ResumeLimits, read_ends
+from llmfoundry.exit_status import (
+    DONE,
+    ENDS_FOLDER,
+    MEMORY,
+    SAVED,
+    STOP_FILE,
+    ResumeLimits,
+    read_ends,
+)
 from llmfoundry.processes import is_alive, keep_children, kill_all
 from llmfoundry.resilience.supervise import slurm_nodes
 from llmfoundry.telemetry import BEATS, PHASES, read_heartbeats
@@ -167,10 +175,15 @@ class RunningAttempt:
         return is_running
 
     def request_stop(self, number: int) -> None:
-        """Pass a signal on: to its processes, or to the command before there are any.
+        """Forward a stop signal to the ranks, or to the command if no rank is running.
 
-        srun takes SIGTERM as "force the step's end", so Slurm itself signals what srun has started.
+        A file in the heartbeat folder also tells `distributed/rendezvous.py` not to wait for other
+        machines: the ranks may end, and torchrun with them, before anything signals torchrun. For
+        srun, SIGTERM means "kill the step", so Slurm forwards the signal to what srun has started.
         """
+        with suppress(OSError):
+            (self._heartbeats / STOP_FILE).touch()
+        self._read_heartbeats()  # torchrun may have replaced its processes
         ranks = [rank for rank in self._ranks.values() if is_alive(rank)]
         if not ranks and not self._is_local and slurm_nodes.in_job():
             slurm_nodes.signal_steps("TERM")
@@ -217,7 +230,8 @@ class RunningAttempt:
         times.joined = times.joined or now
         times.last_beat = max(times.last_beat or 0.0, *(float(beat["since"]) for beat in beats))
         for beat in beats:
-            if int(beat["rank"]) not in self._ranks:
+            known = self._ranks.get(int(beat["rank"]))
+            if known is None or known.pid != int(beat["pid"]):  # torchrun restarts processes
                 with suppress(psutil.Error):
                     self._ranks[int(beat["rank"])] = psutil.Process(int(beat["pid"]))
         steps = [(int(b["step"]), PHASES.index(str(b["phase"]))) for b in beats]
