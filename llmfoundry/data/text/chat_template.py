@@ -1,10 +1,9 @@
-"""`ChatTemplate`: messages to the text that a model reads, by a Jinja template.
+"""Rendering of messages to text with a Jinja chat template.
 
-`Tokenizer.chat` gives the one of a tokenizer; fine-tuning, generation and the gauntlet render with
-it. Filters, functions and settings are those of transformers, so that the same template gives the
-same text there. A template comes with an untrusted model: one that is not of this package runs in
-Jinja's sandbox and in a child process with bounds (`bounded.py`), as the sandbox lets loops run for
-ever and texts grow without end.
+Entry point: `ChatTemplate`, which `Tokenizer.chat` creates and fine-tuning, generation and the
+gauntlet use. Filters, functions and settings are those of transformers, so that a template renders
+the same text as there. Templates of untrusted models run in Jinja's sandbox and in a child process
+with limits of time and memory (`bounded.py`), because the sandbox allows endless loops and texts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Message = Mapping[str, Any]
 """role (system, user, assistant, tool), content, and by template tool_calls and others."""
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
-_BAR, _SPACE = "\uff5c", "\u2581"  # of DeepSeek's tokens
+_BAR, _SPACE = "\uff5c", "\u2581"  # characters in DeepSeek's tokens
 _DEEPSEEK = (f"<{_BAR}User{_BAR}>", f"<{_BAR}Assistant{_BAR}>",
              f"<{_BAR}end{_SPACE}of{_SPACE}sentence{_BAR}>")  # fmt: skip
 NAMED: dict[str, tuple[str, ...]] = {
@@ -47,15 +46,15 @@ NAMED: dict[str, tuple[str, ...]] = {
     "glm4": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "gpt-oss": ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
 }
-"""The named templates (chat_templates/*.jinja) and the special tokens that each needs. Zephyr's
-marks are plain text, and a turn ends with the tokenizer's own end of text: it fits any
-tokenizer. From qwen2.5 on they write a model's own text with {% generation %} marks."""
+"""The built-in templates (chat_templates/*.jinja) and the special tokens that each needs. Zephyr
+works with every tokenizer: its marks are plain text, and a turn ends with the end-of-text token.
+The templates from qwen2.5 on have {% generation %} marks around the model's turns."""
 
 _FOLDER = Path(__file__).parent / "chat_templates"
-_LONGEST = 1 << 22  # characters of a rendered conversation, or
-_GROWTH = 10  # times those of its messages
-_SANDBOX = "llmfoundry.data.text.chat_sandbox"  # whose jinja2 is slow to import
-ANSWER_MARK = "\ue000answer\ue001"  # stands for an answer that no template has in it
+_LONGEST = 1 << 22  # characters of a rendered conversation; more are allowed up to
+_GROWTH = 10  # times the characters of its messages
+_SANDBOX = "llmfoundry.data.text.chat_sandbox"  # imports jinja2, which is slow
+ANSWER_MARK = "\ue000answer\ue001"  # placeholder of an answer; no template contains it
 _TURN: list[Message] = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": ANSWER_MARK},
@@ -65,11 +64,11 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of some messages.
+    """Rendered messages.
 
     Attributes:
-        text: its characters.
-        answers: of each {% generation %} block in order, its first character and the one behind it.
+        text: the text.
+        answers: start and end (exclusive) of each {% generation %} block in `text`.
     """
 
     text: str
@@ -77,12 +76,12 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may name.
+    """Compiled chat template with its special tokens.
 
     Attributes:
         text: the Jinja source.
-        special_tokens: by name.
-        is_trusted: it runs in this process, without bounds.
+        special_tokens: special tokens by variable name, such as bos_token.
+        is_trusted: the template runs in this process, without limits.
     """
 
     def __init__(
@@ -94,31 +93,34 @@ class ChatTemplate:
         file: str = "tokenizer.chat_template",
         is_trusted: bool | None = None,
     ) -> None:
-        """Compile.
+        """Compile a template.
 
         Args:
             text: the Jinja source.
             special_tokens: bos_token, eos_token and others by name.
-            tools: the source to use where tools are given; "": the same.
-            file: where it is from, for messages.
-            is_trusted: it runs in this process, without bounds; unset: whether it is of this
-                package.
+            tools: the source for conversations with tools; "": the same source.
+            file: file of the source, for errors.
+            is_trusted: run it in this process, without limits; None: trust only the built-in
+                templates.
+
+        Raises:
+            UserError: the source is not valid.
         """
         self.text, self.special_tokens = text, dict(special_tokens)
         self._tools_text, self._file = tools or text, file
-        own = is_trusted is None and {text, self._tools_text} <= own_sources()
-        self.is_trusted = bool(is_trusted or own)
+        is_built_in = is_trusted is None and {text, self._tools_text} <= own_sources()
+        self.is_trusted = bool(is_trusted or is_built_in)
         try:
             self.run(_compile, [self])
         except OutOfBounds:
             raise
         except UserError as error:
-            said = str(error).removeprefix(f"{file}:").removeprefix("tokenizer.chat_template:")
-            raise UserError(f"{file}:{said}") from error
+            reason = str(error).removeprefix(f"{file}:").removeprefix("tokenizer.chat_template:")
+            raise UserError(f"{file}:{reason}") from error
 
-    def render(self, messages: Sequence[Message], **asked: Any) -> str:
-        """The text of some messages; see `rendered`."""
-        return self.rendered(messages, **asked).text
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """Return the text of messages; `options` are those of `rendered`."""
+        return self.rendered(messages, **options).text
 
     def rendered(
         self,
@@ -128,70 +130,82 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The text of some messages, and what the template marks in it.
+        """Return the text of messages and the {% generation %} blocks in it.
 
         Args:
-            messages: in order.
-            add_generation_prompt: end with what an answer begins with.
+            messages: messages of a conversation, in order.
+            add_generation_prompt: end with the start of the model's turn.
             tools: JSON schemas of functions that the model may call.
-            variables: others that the template reads, such as enable_thinking.
+            variables: other variables of the template, such as enable_thinking.
+
+        Raises:
+            UserError: the template rejects the messages or fails.
         """
-        asked = {
+        inputs = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
             "variables": variables,
         }
-        return self.run(partial(_render, self), [asked])[0]
+        return self.run(partial(_render, self), [inputs])[0]
 
     def run(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """`function`, which renders, of each item: in the child with bounds, or here if trusted.
+        """Call a function that renders on each item: in the bounded child, or here if trusted.
+
+        Args:
+            function: picklable, as `run_bounded` requires.
+            items: arguments of the calls.
 
         Raises:
-            OutOfBounds: see `run_bounded`, which also says what the function may be and return.
+            OutOfBounds: the child exceeded a limit.
         """
         if self.is_trusted:
             return [function(item) for item in items]
         return run_bounded(function, items, file=self._file, imports=_SANDBOX)
 
     def has_marks(self, *, tools: bool = False) -> bool:
-        """Whether {% generation %} marks what is learned; `tools`: in the source used with them."""
+        """Return whether the source (with `tools`, that for tools) has {% generation %} marks."""
         return _GENERATION.search(self._tools_text if tools else self.text) is not None
 
     def reads(self, variable: str) -> bool:
-        """Whether the source reads a variable that it does not set itself, as enable_thinking."""
+        """Return whether the source reads a variable that it does not set (enable_thinking …)."""
         return variable in self.run(_variables, [self])[0]
 
     def names(self, word: str) -> bool:
-        """Whether the source names a key or a role of messages, as `.weight` or `developer`."""
+        """Return whether the source mentions a key or role, such as `.weight` or `developer`."""
         return _names(self.text, word) or _names(self._tools_text, word)
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What ends an answer: all that stands behind it in a conversation, white space left out.
+        """Return the text after an answer, without white space, at which generation stops.
 
-        Where to stop a generation: <|im_end|>, <|eot_id|>, or the tokenizer's end of text; without
-        what stands behind the last answer only, as Phi-3's end of text does.
+        Examples: <|im_end|>, <|eot_id|>, the end of text. Text that follows only the last answer of
+        a conversation is left out, such as Phi-3's end of text.
+
+        Raises:
+            UserError: no text follows an answer.
         """
-        _, found, behind = self.render(_TURN).partition(ANSWER_MARK)
-        if not found or not behind.strip():
+        _, mark, suffix = self.render(_TURN).partition(ANSWER_MARK)
+        if not mark or not suffix.strip():
             raise UserError(
                 "tokenizer.chat_template: nothing ends an answer in it, so that a model could not"
                 " learn to stop; write one that ends turns, such as zephyr"
             )
+        # the same answer, followed by another message
         try:
-            followed = self.render([*_TURN, _TURN[0]]).partition(ANSWER_MARK)[2]
+            continued = self.render([*_TURN, _TURN[0]]).partition(ANSWER_MARK)[2]
         except OutOfBounds:
             raise
-        except UserError:  # takes no message behind an answer
-            followed = behind
-        ends = [behind[: gap.start()] for gap in re.finditer(r"(?<=\S)(\s|$)", behind)]
-        shared = [end for end in ends if followed.startswith(end)]
+        except UserError:  # the template accepts no message after an answer
+            continued = suffix
+        # the longest sequence of words that both texts begin with
+        ends = [suffix[: gap.start()] for gap in re.finditer(r"(?<=\S)(\s|$)", suffix)]
+        shared = [end for end in ends if continued.startswith(end)]
         return (shared or ends)[-1].strip()
 
     @cached_property
     def ends_turns(self) -> bool:
-        """Whether something ends an answer in it; also where it takes no conversation to ask by."""
+        """Return whether text follows an answer; True if the template rejects the test messages."""
         try:
             return bool(self.end_of_turn)
         except OutOfBounds:
@@ -200,16 +214,20 @@ class ChatTemplate:
             return "nothing ends an answer" not in str(error)
 
     def check_marks(self) -> None:
-        """See that what {% generation %} marks has the end of each answer."""
+        """Check that the {% generation %} blocks contain each answer and its end.
+
+        Raises:
+            UserError: they do not, so that a model would not learn to stop.
+        """
         try:
-            whole = self.rendered(_TURN * 2)
+            rendered = self.rendered(_TURN * 2)
         except OutOfBounds:
             raise
-        except UserError:  # takes no such conversation; each row is looked at by itself
+        except UserError:  # the template rejects this conversation; rows are checked one by one
             return
-        for found in re.finditer(ANSWER_MARK, whole.text) if self.has_marks() else ():
-            spans = [span for span in whole.answers if span[0] <= found.start() < span[1]]
-            if not spans or not whole.text[found.end() : spans[0][1]].strip():
+        for answer in re.finditer(ANSWER_MARK, rendered.text) if self.has_marks() else ():
+            spans = [span for span in rendered.answers if span[0] <= answer.start() < span[1]]
+            if not spans or not rendered.text[answer.end() : spans[0][1]].strip():
                 raise UserError(
                     "tokenizer.chat_template: its {% generation %} marks leave out"
                     f" {'what ends an answer' if spans else 'answers'}, so that a model would not"
@@ -218,34 +236,38 @@ class ChatTemplate:
                 )
 
     def training_variant(self) -> str:
-        """A named template that renders a plain conversation as this one does, or all names.
+        """Return a built-in template that renders a plain conversation alike, or all their names.
 
-        Reads their files: never called in the bounded child.
+        It reads files, so it is never called in the bounded child.
         """
-        named = {name: ChatTemplate(template_of(name), self.special_tokens) for name in NAMED}
-        with suppress(UserError):  # of a template that rendered `_TURN * 2`
-            own, asked = self.render(_TURN), self.render(_TURN[:1], add_generation_prompt=True)
-            alike = [name for name, template in named.items() if template.render(_TURN) == own]
+        templates = {name: ChatTemplate(template_of(name), self.special_tokens) for name in NAMED}
+        with suppress(UserError):  # a template may reject these messages
+            text = self.render(_TURN)
+            prompt = self.render(_TURN[:1], add_generation_prompt=True)
+            alike = [name for name in NAMED if templates[name].render(_TURN) == text]
+            # first those whose generation prompt is the same, too
             alike.sort(
-                key=lambda n: named[n].render(_TURN[:1], add_generation_prompt=True) != asked
+                key=lambda name: (
+                    templates[name].render(_TURN[:1], add_generation_prompt=True) != prompt
+                )
             )
             if alike:
                 return alike[0]
         return f"one of {', '.join(NAMED)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What Jinja compiles cannot be sent to another process.
-        kept = (self.text, self.special_tokens, self._tools_text, self._file, self.is_trusted)
-        return _again, kept
+        # a template compiled by Jinja cannot be pickled
+        state = (self.text, self.special_tokens, self._tools_text, self._file, self.is_trusted)
+        return _unpickled, state
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the text of some messages."""
+        """Return a hash of everything that the rendered text depends on."""
         facts = [self.text, self._tools_text, sorted(self.special_tokens.items())]
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
-def _again(
+def _unpickled(
     text: str, special_tokens: Mapping[str, str], tools: str, file: str, is_trusted: bool
 ) -> ChatTemplate:
     return ChatTemplate(text, special_tokens, tools=tools, file=file, is_trusted=is_trusted)
@@ -253,7 +275,7 @@ def _again(
 
 @cache
 def own_sources() -> frozenset[str]:
-    """The sources of the named templates."""
+    """Return the sources of the built-in templates."""
     return frozenset(file.read_text(encoding="utf-8") for file in _FOLDER.glob("*.jinja"))
 
 
@@ -267,35 +289,39 @@ def _variables(template: ChatTemplate) -> set[str]:
     return set().union(*(_compiled(text).environment.variables_of(text) for text in texts))
 
 
-def _render(template: ChatTemplate, asked: Mapping[str, Any]) -> Rendered:
-    """What `rendered` is asked for; in the child with bounds, or here if trusted.
+def _render(template: ChatTemplate, inputs: Mapping[str, Any]) -> Rendered:
+    """Render the arguments of `ChatTemplate.rendered`; in the bounded child, or here if trusted.
 
-    The arguments of tool calls are objects, as transformers documents it, whichever form they came
-    in. A template that fails on objects, or would write them as Python does, gets JSON texts, as
-    OpenAI's API writes them.
+    Arguments of tool calls are passed as objects, as transformers documents it, in whichever form
+    they are. If a template fails on objects, or would write their Python repr, they are passed as
+    JSON text, as in OpenAI's API.
     """
-    messages = [_with_reasoning(message) for message in asked["messages"]]
-    objects = [_with_arguments(message, _as_object) for message in messages]
+    messages = [_with_reasoning(message) for message in inputs["messages"]]
+    with_objects = [_with_arguments(message, _as_object) for message in messages]
     try:
-        text = _text(template, asked, objects)
+        text = _text(template, inputs, with_objects)
     except UserError:
-        texts = [_with_arguments(message, _as_text) for message in messages]
+        with_texts = [_with_arguments(message, _as_text) for message in messages]
         text = ""
-        if texts != objects:  # there are calls
+        if with_texts != with_objects:  # there are tool calls
             with suppress(UserError):
-                text = _text(template, asked, texts)
+                text = _text(template, inputs, with_texts)
         if not text:
             raise
     return _unmarked(text)
 
 
 def _text(
-    template: ChatTemplate, asked: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+    template: ChatTemplate, inputs: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """The text of messages in the form that the template reads, with its marks."""
+    """Return the text of converted messages, including the marks of {% generation %} blocks.
+
+    Raises:
+        UserError: the template rejects the messages, fails, or renders too long a text.
+    """
     from jinja2.exceptions import TemplateError
 
-    tools = asked["tools"]
+    tools = inputs["tools"]
     source = _compiled(template._tools_text if tools else template.text)
     try:
         text = source.render(
@@ -303,18 +329,18 @@ def _text(
                 **template.special_tokens,
                 "tools": list(tools) if tools else None,
                 "documents": None,
-                **(asked["variables"] or {}),
+                **(inputs["variables"] or {}),
                 "messages": messages,
-                "add_generation_prompt": asked["add_generation_prompt"],
+                "add_generation_prompt": inputs["add_generation_prompt"],
             }
         )
     except TemplateError as error:
         raise UserError(f"the chat template refuses it: {_line(error)}") from error
-    except MemoryError:  # the bound of the child
+    except MemoryError:  # memory limit of the child
         raise
     except (RecursionError, OverflowError) as error:
         raise UserError(f"the chat template has no end: {type(error).__name__}") from error
-    except Exception as error:  # a template may raise whatever its expressions do
+    except Exception as error:  # expressions of a template may raise anything
         reason = f"{type(error).__name__}: {_line(error)}"
         raise UserError(f"the chat template fails: {reason}") from error
     if len(text) > _LONGEST and len(text) > _GROWTH * len(str([messages, tools])):
@@ -323,7 +349,10 @@ def _text(
 
 
 def half_a_pair(text: str) -> str:
-    """What to say of a text that no tokenizer can read, as JSON within JSON may spell it; or ""."""
+    """Describe a lone surrogate in a text, which no tokenizer can encode; "" if there is none.
+
+    JSON within JSON may contain one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -332,27 +361,29 @@ def half_a_pair(text: str) -> str:
 
 
 def call_arguments(function: Mapping[str, Any]) -> Any:
-    """The arguments of a call, as an object where they are a JSON text, as OpenAI's API writes it.
+    """Return the arguments of a tool call, parsed if they are JSON text, as in OpenAI's API.
 
     Raises:
-        ValueError: the text spells no object.
+        ValueError: the text is not a JSON object.
     """
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         return arguments
-    what = "write an object, or a JSON text of one"
+    advice = "write an object, or a JSON text of one"
     try:
-        found = json.loads(arguments) if arguments.strip() else {}  # of a call without arguments
+        # "" means no arguments
+        parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError) as error:
-        reason = _line(error).partition(";")[0]  # of a long integer: how a program could allow it
-        raise ValueError(f"arguments are not JSON: {reason}; {what}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"arguments spell no JSON object; {what}")
-    return found
+        # after ";", the error about a long integer explains how a program can raise the limit
+        reason = _line(error).partition(";")[0]
+        raise ValueError(f"arguments are not JSON: {reason}; {advice}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"arguments spell no JSON object; {advice}")
+    return parsed
 
 
 def _with_arguments(message: Message, convert: Callable[[Message], Any]) -> dict[str, Any]:
-    """A message with what `convert` makes of each called function as its arguments."""
+    """Return a message with the arguments of each tool call replaced by `convert(function)`."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)
@@ -362,13 +393,13 @@ def _with_arguments(message: Message, convert: Callable[[Message], Any]) -> dict
 def _call_with(call: Any, convert: Callable[[Message], Any]) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
-        return call  # left to the template
+        return call  # the template decides what to do with it
     function = {**function, "arguments": convert(function)}
     return {**call, "function": function} if "function" in call else function
 
 
 class _Object(dict[str, Any]):
-    """Arguments that a template may read, but not write as Python does."""
+    """Arguments of a tool call whose str() fails, so that no template writes a Python repr."""
 
     def __str__(self) -> str:
         raise TypeError("the arguments of a call are no text; write them with tojson")
@@ -388,16 +419,23 @@ def _as_text(function: Message) -> str:
 
 
 def template_of(choice: str, *, key: str = "tokenizer.chat_template") -> str:
-    """The Jinja source of a named template, or of a file."""
+    """Return the Jinja source of a built-in template or of a file.
+
+    Args:
+        choice: name of a built-in template, or path.
+        key: recipe key, for errors.
+
+    Raises:
+        UserError: the file cannot be read or is empty.
+    """
     file = _FOLDER / f"{choice}.jinja" if choice in NAMED else Path(choice).expanduser()
     try:
         text = read_guarded(file).decode()
     except (OSError, ValueError) as error:
-        named = ", ".join(NAMED)
         is_text = not isinstance(error, UnicodeDecodeError)
         reason = one_line(error) if is_text else "holds no UTF-8 text"
         raise UserError(
-            f"{key}: cannot read {choice}: {reason}; write {named}, or a Jinja file"
+            f"{key}: cannot read {choice}: {reason}; write {', '.join(NAMED)}, or a Jinja file"
         ) from error
     if not text.strip():
         raise UserError(f"{key}: {choice} is empty; write a Jinja template into it")
@@ -405,16 +443,19 @@ def template_of(choice: str, *, key: str = "tokenizer.chat_template") -> str:
 
 
 def chosen_templates(value: Any) -> tuple[str, str]:
-    """The default template, and that for tools or "", of what a tokenizer's configuration holds.
+    """Return the default template of a tokenizer's configuration, and the one for tools or "".
 
     Args:
-        value: a text, or named templates: a list of {name, template}, or a dict.
+        value: a text, or several templates: a list of {name, template}, or a dict.
+
+    Raises:
+        UserError: there is no default template.
     """
-    named = named_templates(value)
-    default, tools = named.get("default"), named.get("tool_use", "")
+    templates = named_templates(value)
+    default, tools = templates.get("default"), templates.get("tool_use", "")
     if isinstance(default, str) and isinstance(tools, str):
         return default, tools
-    names = ", ".join(map(str, named)) or "none"
+    names = ", ".join(map(str, templates)) or "none"
     raise UserError(
         f"tokenizer.chat_template: the tokenizer names several templates ({names}), and no default;"
         f" write {', '.join(NAMED)}, or a Jinja file"
@@ -422,7 +463,7 @@ def chosen_templates(value: Any) -> tuple[str, str]:
 
 
 def named_templates(value: Any) -> dict[str, Any]:
-    """The templates of a tokenizer's configuration by name; a single one is the default."""
+    """Return the templates of a tokenizer's configuration by name; a single one is "default"."""
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
@@ -431,21 +472,21 @@ def named_templates(value: Any) -> dict[str, Any]:
 
 
 def with_variables(text: str, variables: Mapping[str, Any]) -> str:
-    """A Jinja source with values for variables that its caller does not set.
+    """Return a Jinja source with defaults for variables that its caller does not set.
 
     Raises:
-        ValueError: a value is none that JSON has.
+        ValueError: a value has no JSON type.
     """
     lines = []
     for name, value in variables.items():
-        given = name in ("tools", "documents")  # which every caller gives, none as null
-        unset = f"not {name}" if given else f"{name} is not defined"
+        is_always_set = name in ("tools", "documents")  # None if there are none
+        unset = f"not {name}" if is_always_set else f"{name} is not defined"
         lines.append(f"{{%- if {unset} %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}\n")
     return "".join(lines) + text
 
 
 def _literal(value: Any) -> str:
-    """A value as Jinja writes it."""
+    """Return a value as a Jinja literal."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -458,7 +499,11 @@ def _literal(value: Any) -> str:
 
 
 def _unmarked(text: str) -> Rendered:
-    """A text without the marks in it, and where they were; of nested ones the outer."""
+    """Remove the marks of {% generation %} blocks from a text; return it and the outermost blocks.
+
+    Raises:
+        UserError: the text has a lone surrogate.
+    """
     from llmfoundry.data.text.chat_sandbox import BEGIN, END
 
     if half := half_a_pair(text):
@@ -468,14 +513,15 @@ def _unmarked(text: str) -> Rendered:
         return Rendered(text, ())
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
-    open_: list[int] = []
-    length = 0
+    open_blocks: list[int] = []  # starts of nested blocks
+    length = 0  # of the text without marks
     for part in re.split(f"({BEGIN}|{END})", text):
         if part == BEGIN:
-            open_.append(length)
-        elif part == END and open_:
-            begin = open_.pop()
-            spans += [] if open_ else [(begin, length)]
+            open_blocks.append(length)
+        elif part == END and open_blocks:
+            begin = open_blocks.pop()
+            if not open_blocks:
+                spans.append((begin, length))
         elif part != END:
             parts.append(part)
             length += len(part)
@@ -487,9 +533,9 @@ def _line(error: Exception) -> str:
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """A message with its reasoning under each name that templates know, as in transformers.
+    """Return a message with its reasoning under every key that templates read, without nulls.
 
-    Without keys that are null, as there too.
+    Both as in transformers.
     """
     message = {name: value for name, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
@@ -499,7 +545,7 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-@lru_cache(4096)  # words may come from rows
+@lru_cache(4096)  # bounded, since words may come from rows of data
 def _names(text: str, word: str) -> bool:
     return re.search(rf"[.'\"]{re.escape(word)}\b", text) is not None
 

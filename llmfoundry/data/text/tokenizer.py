@@ -1,7 +1,8 @@
-"""`Tokenizer`: text to token ids and back. `build_tokenizer.py` builds the tokenizer of a recipe.
+"""Conversion of text to token ids and back.
 
-It uses only the `tokenizers` library, because importing transformers takes seconds. Every tokenizer
-is saved in the format of Hugging Face, which transformers can load.
+Entry point: `Tokenizer`. `build_tokenizer.py` builds the tokenizer of a recipe. Only the
+`tokenizers` library is used, because importing transformers takes seconds. Every tokenizer is saved
+in the format of Hugging Face, which transformers can load.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Tokenizer:
         """Take over a backend.
 
         Args:
-            backend: changed to truncate and pad nothing.
-            eos: its end-of-text token.
+            backend: tokenizer of the `tokenizers` library; its truncation and padding are disabled.
+            eos: end-of-text token.
             config: other entries for tokenizer_config.json, such as a chat template.
         """
         backend.no_truncation()
@@ -95,21 +96,22 @@ class Tokenizer:
         self.byte_level = "ByteLevel" in json.dumps(_part(backend, "decoder"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled backend forgets settings that its file does not hold, special tokens' for one.
+        # A pickled backend loses settings that its file does not store, such as
+        # encode_special_tokens.
         backend = self._backend
         saved = backend if isinstance(backend, BoundedBackend) else backend.to_str()
-        kept = (saved, self.eos, self._config, self.generation, self.split_special_tokens)
-        return _unpickled, (*kept, self.template_file, self._is_own_template())
+        state = (saved, self.eos, self._config, self.generation, self.split_special_tokens)
+        return _unpickled, (*state, self.template_file, self._is_own_template())
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generated text, the end of text first.
+        """Return the tokens that end a generated text, the end of text first.
 
-        The others are the end of a turn, where that is a special token, and those that
-        generation_config.json names.
+        The others are the end of a turn, if it is a special token, and the tokens in
+        generation_config.json.
         """
         ends = [self.eos_id]
-        with suppress(UserError):  # it has no template, or one that nothing ends a turn in
+        with suppress(UserError):  # there is no template, or it does not end turns
             turn = self.chat.end_of_turn
             ends += self.encode_chat(turn) if turn in self.special_tokens else ()
         ends += _end_ids(self.generation.get("eos_token_id"))
@@ -117,7 +119,7 @@ class Tokenizer:
 
     @property
     def split_special_tokens(self) -> bool:
-        """Whether a special token that a text spells is the characters it holds, no token."""
+        """Whether the name of a special token in a text is encoded as ordinary characters."""
         return self._backend.encode_special_tokens
 
     @split_special_tokens.setter
@@ -128,39 +130,39 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """The beginning-of-text token that its files name, whether or not it puts it anywhere."""
+        """Return the id of the beginning-of-text token of its configuration, even if unused."""
         token = self._config.get("bos_token")
         token = token.get("content") if isinstance(token, dict) else token
         return None if token is None else self._backend.token_to_id(token)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids of a document."""
+        """Return a hash of everything that the ids of a document depend on."""
         definition = f"{self.eos_id} {self._backend.to_str()}"
         around = (self.document_start, self.document_end)
-        if around != ((self.eos_id,), ()):  # what every document was before the rest was followed
+        if around != ((self.eos_id,), ()):  # the default; hashes of older versions lack it
             definition += f" {around}"
         if not self.split_special_tokens:
             definition += " special tokens are read"
         return hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; no special tokens around it."""
+        """Return the ids of a text, without special tokens around it."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
+        """Encode texts in parallel, each as `encode` does."""
         return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     @property
     def pad_id(self) -> int | None:
-        """Of the token that its configuration names for padding."""
+        """Return the id of the padding token of its configuration; None if there is none."""
         token = self._config.get("pad_token")
         text = token.get("content") if isinstance(token, dict) else token
         return None if text is None else self._backend.token_to_id(text)
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """The ids of documents as they stand in a token stream."""
+        """Return the ids of documents, each with `document_start` and `document_end`."""
         start, end = self.document_start, self.document_end
         return [[*start, *ids, *end] for ids in self.encode_batch(texts)]
 
@@ -180,7 +182,11 @@ class Tokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        """How messages become a text; `encode_chat` makes ids of that."""
+        """Return the chat template. `encode_chat` encodes its rendered text.
+
+        Raises:
+            UserError: the tokenizer has none.
+        """
         template = self._config.get("chat_template")
         if template is None:
             raise UserError(
@@ -197,14 +203,18 @@ class Tokenizer:
         )
 
     def _is_own_template(self) -> bool | None:
-        """`trusts_template` for copies in other processes, which then read none of our files."""
+        """Return `trusts_template` for pickled copies, which then need not read our templates."""
         if self.trusts_template is None and self.has_chat:
-            with suppress(UserError):  # who asks for it says so
+            with suppress(UserError):  # `chat` raises it when it is used
                 return {*chosen_templates(self._config["chat_template"])} - {""} <= own_sources()
         return self.trusts_template
 
     def chat_by(self, choice: str, *, key: str = "tokenizer.chat_template") -> ChatTemplate:
-        """A named template or a file's, with this tokenizer's special tokens and none added."""
+        """Return a built-in template or that of a file, without adding special tokens.
+
+        Raises:
+            UserError: the tokenizer lacks a special token of the template.
+        """
         text = template_of(choice, key=key)
         missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
         if missing:
@@ -216,18 +226,24 @@ class Tokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """Whether it has a chat template."""
+        """Return whether the tokenizer has a chat template."""
         return self._config.get("chat_template") is not None
 
     def use_chat_template(
         self, choice: str, *, room: int | None = None, is_trusted: bool = False
     ) -> list[str]:
-        """Take over a named template or a file's; the special tokens added for it.
+        """Set the chat template and add the special tokens that it needs.
 
         Args:
-            choice: chatml, llama3, zephyr or mpt; or a Jinja file.
-            room: tokens that the model's embedding can still take up; None: any number.
-            is_trusted: run it in this process, without bounds.
+            choice: name of a built-in template, or a Jinja file.
+            room: number of free rows in the model's embedding; None: unlimited.
+            is_trusted: run the template in this process, without limits.
+
+        Returns:
+            The added special tokens.
+
+        Raises:
+            UserError: the template is not valid, or needs more tokens than `room`.
         """
         text = template_of(choice)
         missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
@@ -238,7 +254,7 @@ class Tokenizer:
                 " model.resize_embeddings: true, which adds them"
             )
         file, trusted = f"tokenizer.chat_template: {choice}", is_trusted or None
-        ChatTemplate(text, self._special_tokens(), file=file, is_trusted=trusted)  # or an error
+        ChatTemplate(text, self._special_tokens(), file=file, is_trusted=trusted)  # checks it
         self.template_tokens = missing
         if missing:
             tokens = [AddedToken(token, special=True, normalized=False) for token in missing]
@@ -249,7 +265,15 @@ class Tokenizer:
         return missing
 
     def set_chat_variables(self, variables: Mapping[str, Any], *, key: str) -> None:
-        """Have the chat template read these values where its caller gives none; saved with it."""
+        """Set defaults of variables in the chat template; they are saved with the template.
+
+        Args:
+            variables: values by name.
+            key: recipe key, for errors.
+
+        Raises:
+            UserError: the template does not read a variable, or a value has no JSON type.
+        """
         chat = self.chat
         for name in variables:
             if not chat.reads(name):
@@ -263,10 +287,10 @@ class Tokenizer:
         except ValueError as error:
             raise UserError(f"{key}: {error}") from error
         changed = dict(zip(("default", "tool_use"), sources, strict=False))
-        named = named_templates(self._config["chat_template"]) | changed
-        template = [{"name": name, "template": source} for name, source in named.items()]
+        templates = named_templates(self._config["chat_template"]) | changed
+        entries = [{"name": name, "template": source} for name, source in templates.items()]
         self.trusts_template = chat.is_trusted or None
-        self._use_template(template if len(named) > 1 else sources[0])
+        self._use_template(entries if len(templates) > 1 else sources[0])
 
     def _use_template(self, template: Any) -> None:
         self._config = {**self._config, "chat_template": template}
@@ -274,57 +298,69 @@ class Tokenizer:
             self.__dict__.pop(name, None)
 
     def encode_chat(self, text: str) -> list[int]:
-        """The ids of a rendered conversation: special tokens are read, and none added."""
+        """Return the ids of a rendered conversation: special tokens are parsed, none is added."""
         return self._reading.encode(text, add_special_tokens=False).ids
 
     def encode_chat_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode_chat` of each text, on all cores."""
-        found = self._reading.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        """Encode rendered conversations in parallel, each as `encode_chat` does."""
+        encodings = self._reading.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def encode_spans(self, text: str, *, chat: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """`encode_chat` or `encode`, and of each id the characters that it stands for: from, to."""
+        """Return the ids of a text and the span of characters (start, end) of each id.
+
+        Args:
+            text: the text.
+            chat: parse special tokens, as `encode_chat` does.
+        """
         backend = self._reading if chat else self._backend
-        found = backend.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
+        encoding = backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     @property
     def special_tokens(self) -> list[str]:
-        """The texts that `encode_chat` reads as one token each."""
+        """Return the special tokens, which `encode_chat` parses."""
         tokens = self._backend.get_added_tokens_decoder().values()
         return [token.content for token in tokens if token.special]
 
     @cached_property
     def _reading(self) -> AnyBackend:
-        """A backend that reads special tokens; a copy, as others may encode at the same time."""
+        """Return a backend that parses special tokens.
+
+        It is a copy, because other threads may encode with the original at the same time.
+        """
+        original = self._backend
         if not self.split_special_tokens:
-            return self._backend
-        own = self._backend
-        backend = own.copy() if isinstance(own, BoundedBackend) else Backend.from_str(own.to_str())
+            return original
+        backend: AnyBackend
+        if isinstance(original, BoundedBackend):
+            backend = original.copy()
+        else:
+            backend = Backend.from_str(original.to_str())
         backend.encode_special_tokens = False
         return backend
 
     def _special_tokens(self) -> dict[str, str]:
-        """What templates may name, as transformers hands it to them: bos_token and others."""
-        found = {"eos_token": self.eos, "pad_token": self.eos}
+        """Return the special tokens by template variable (bos_token …), as in transformers."""
+        tokens = {"eos_token": self.eos, "pad_token": self.eos}
         for name in ("bos", "unk", "sep", "pad", "cls", "mask"):
             token = self._config.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
-                found[f"{name}_token"] = token
-        return found
+                tokens[f"{name}_token"] = token
+        return tokens
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of some ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
+        """Return the text of ids, including special tokens; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def spelled(self, place: int) -> bytes:
-        """UTF-8 bytes of one token as it reads within a text; of a special one, of its name.
+    def spelled(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token within a text; those of its name if it is special.
 
-        Exact for byte-level vocabularies; of others a word piece's mark is a space, or nothing.
+        Exact for byte-level vocabularies. In others, a word piece's mark is a space or nothing.
         """
-        added = self._backend.get_added_tokens_decoder().get(place)
-        piece = self._backend.id_to_token(place) or ""
+        added = self._backend.get_added_tokens_decoder().get(token_id)
+        piece = self._backend.id_to_token(token_id) or ""
         if added is not None:
             return added.content.encode()
         if self.byte_level and _BYTE_OF.keys() >= {*piece}:
@@ -334,25 +370,25 @@ class Tokenizer:
         return _plain_piece(piece).encode()
 
     def token_bytes(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes that each token stands for; 0 for special tokens.
+        """Return the number of UTF-8 bytes of each token, (vocab_size,) int32; 0 if special.
 
-        Exact for byte-level vocabularies. For others a word piece counts without its marks.
+        Exact for byte-level vocabularies. In others, a word piece counts without its marks.
         """
         sizes = np.zeros(self.vocab_size, np.int32)
-        for piece, place in self._backend.get_vocab(with_added_tokens=True).items():
-            sizes[place] = len(piece) if self.byte_level else _piece_bytes(piece)
-        for place, token in self._backend.get_added_tokens_decoder().items():
-            sizes[place] = 0 if token.special else len(token.content.encode())
+        for piece, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            sizes[token_id] = len(piece) if self.byte_level else _piece_bytes(piece)
+        for token_id, token in self._backend.get_added_tokens_decoder().items():
+            sizes[token_id] = 0 if token.special else len(token.content.encode())
         return sizes
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
-        """Write Hugging Face's files; transformers' AutoTokenizer loads the folder."""
+        """Write the files of Hugging Face. AutoTokenizer of transformers loads the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files(max_length=max_length).items():
             atomic_write(folder / name, content)
 
     def files(self, *, max_length: int | None = None) -> dict[str, str]:
-        """The files of `save`, by name."""
+        """Return the contents of the files of `save`, by name."""
         config = {name: value for name, value in self._config.items() if value is not None}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
         config.setdefault("pad_token", self.eos)
@@ -361,9 +397,9 @@ class Tokenizer:
             config["model_max_length"] = max_length
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         tokens = {name: config[name] for name in names if name in config}
-        kept = {GENERATION: _json(self.generation)} if self.generation else {}
+        generation = {GENERATION: _json(self.generation)} if self.generation else {}
         return {
-            **kept,
+            **generation,
             "tokenizer.json": self._backend.to_str(pretty=True),
             "tokenizer_config.json": _json(config),
             "special_tokens_map.json": _json(tokens),
@@ -371,7 +407,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a folder with tokenizer.json, a saved one or another's."""
+        """Load a folder with tokenizer.json, written by `save` or by another program.
+
+        Raises:
+            UserError: a file is missing or damaged.
+        """
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{folder}: holds no tokenizer.json; name a folder that does")
@@ -385,17 +425,16 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token ids around a text.
+    """Special tokens around a text.
 
-    Three programs mean three things by "the text": our training puts tokens before a document, a
-    tokenizer may put some around any text, and lm-evaluation-harness needs one where there is no
-    text at all.
+    Training puts tokens before each document, a tokenizer may add tokens around any text, and
+    lm-evaluation-harness needs a token in place of an empty text.
 
     Attributes:
-        start: before every text of native prompts.
-        before: what the tokenizer itself puts in front of every text, such as Llama's <s>.
-        after: and what it puts behind, such as T5's </s>.
-        prefix: what stands for an empty text in lm-evaluation-harness.
+        start: tokens before every native prompt.
+        before: tokens that the tokenizer itself prepends to a text, such as Llama's <s>.
+        after: tokens that the tokenizer itself appends to a text, such as T5's </s>.
+        prefix: token in place of an empty text in lm-evaluation-harness.
     """
 
     start: tuple[int, ...]
@@ -405,12 +444,12 @@ class SpecialTokens:
 
 
 def special_tokens(tokenizer: Tokenizer, *, start: Sequence[int] | None = None) -> SpecialTokens:
-    """Those of a tokenizer.
+    """Return the special tokens of a tokenizer.
 
     Args:
-        tokenizer: the model's.
-        start: what documents began with in the model's training; None: not known, taken to be what
-            the tokenizer puts there itself, or the end of text where that is nothing.
+        tokenizer: tokenizer of the model.
+        start: tokens at the start of each document in the model's training; None: unknown, hence
+            the tokenizer's `document_start`.
     """
     first = tokenizer.document_start if start is None else tuple(start)
     prefix = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -418,12 +457,19 @@ def special_tokens(tokenizer: Tokenizer, *, start: Sequence[int] | None = None) 
 
 
 def check_tokenizer(name: str) -> None:
-    """See that transformers can load a tokenizer.json, by a folder or a hub id, without harm."""
-    from transformers.utils import cached_file  # seconds; the caller needs it as well
+    """Check that a tokenizer.json is safe to load with transformers.
+
+    Args:
+        name: folder or hub id.
+
+    Raises:
+        UserError: it is damaged or exceeds a limit.
+    """
+    from transformers.utils import cached_file  # takes seconds; the caller imports it, too
 
     try:
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    except Exception:  # a folder or a hub that cannot be read: the caller says so
+    except Exception:  # the caller reports a folder or hub that cannot be read
         return
     if file is not None:
         read_backend(Path(file))
@@ -450,21 +496,25 @@ def _vocab_size(backend: AnyBackend) -> int:
 
 
 def _added(backend: AnyBackend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a tokenizer's post-processor puts before a text and behind it."""
-    whole = backend.encode("a")
-    text = [n for n, added in enumerate(whole.special_tokens_mask) if not added]
-    if not text:  # of a vocabulary that has no "a", and nothing for what it does not have
+    """Return the ids that the post-processor prepends and appends to a text."""
+    encoding = backend.encode("a")
+    text = [n for n, added in enumerate(encoding.special_tokens_mask) if not added]
+    if not text:  # the vocabulary has neither "a" nor an unknown token
         return (), ()
-    return tuple(whole.ids[: text[0]]), tuple(whole.ids[text[-1] + 1 :])
+    return tuple(encoding.ids[: text[0]]), tuple(encoding.ids[text[-1] + 1 :])
 
 
 _NAMES = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-# Entries of another's tokenizer_config.json that would make transformers build another tokenizer.
+# Entries of a tokenizer_config.json that would make transformers build a different tokenizer.
 _NOT_KEPT = ("tokenizer_class", "auto_map", "eos_token", "tokenizer_file", "name_or_path")
 
 
 def _eos_in(folder: Path, backend: AnyBackend) -> str:
-    """The end-of-text token that a folder names, in the order transformers looks."""
+    """Return the end-of-text token of a folder; files are searched in the order of transformers.
+
+    Raises:
+        UserError: no file names one, or it is not in the vocabulary.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _token_texts(read_object_if_there(folder / name), folder / name).get("eos_token")
         if token is not None:
@@ -479,7 +529,7 @@ def _eos_in(folder: Path, backend: AnyBackend) -> str:
 
 
 def _token_texts(config: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """The special tokens that a file names, each as text or as an object with its text."""
+    """Return the special tokens of a configuration: text, or an object with the text."""
     texts = {}
     for name, token in config.items():
         if name in _NAMES and token is not None:
@@ -492,18 +542,18 @@ def _token_texts(config: Mapping[str, Any], file: Path) -> dict[str, str]:
 
 def _eos_by_id(folder: Path, backend: AnyBackend) -> str | None:
     for name in ("generation_config.json", "config.json"):
-        place = read_object_if_there(folder / name).get("eos_token_id")
-        place = place[0] if isinstance(place, list) and place else place
-        if type(place) is int and 0 <= place < MOST_TOKENS:
-            return backend.id_to_token(place)
+        token_id = read_object_if_there(folder / name).get("eos_token_id")
+        token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+        if type(token_id) is int and 0 <= token_id < MOST_TOKENS:
+            return backend.id_to_token(token_id)
     return None
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a model's folder; without one, the ends that config.json names.
+    """Return generation_config.json of a folder; without it, eos_token_id of config.json.
 
     Raises:
-        UserError: what ends a text is no token.
+        UserError: eos_token_id is not a token id.
     """
     file = folder / GENERATION
     settings = read_object_if_there(file)
@@ -525,20 +575,22 @@ _OF_A_VERSION = ("transformers_version", "_from_model_config")
 
 
 def _end_ids(value: Any) -> list[int]:
-    """The ids of an `eos_token_id`, which is one, a list, or null.
+    """Return the ids of an `eos_token_id`: an id, a list of ids, or None.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for one in ids:
-        if type(one) is not int:
-            raise ValueError(f"{str(one)[:40]!r} is no token id")
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if type(token_id) is not int:
+            raise ValueError(f"{str(token_id)[:40]!r} is no token id")
     return ids
 
 
 def no_end_of_text(where: str) -> str:
-    """What is said where no end-of-text token is named."""
+    """Return the error for a tokenizer without an end-of-text token."""
     return (
         f"{where}: names no end-of-text token, which separates documents;"
         ' add "eos_token" to its tokenizer_config.json'
@@ -546,7 +598,7 @@ def no_end_of_text(where: str) -> str:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, and the chat template that newer versions keep in its own file."""
+    """Return tokenizer_config.json with the chat templates, which newer versions store in files."""
     config = read_object_if_there(folder / "tokenizer_config.json")
     _token_texts(config, folder / "tokenizer_config.json")
     template = folder / "chat_template.jinja"
@@ -554,9 +606,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config["chat_template"] = read_text(template)
     others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if others:
-        named = named_templates(config.get("chat_template"))
-        named |= {file.stem: read_text(file) for file in others}
-        config["chat_template"] = [{"name": n, "template": t} for n, t in named.items()]
+        templates = named_templates(config.get("chat_template"))
+        templates |= {file.stem: read_text(file) for file in others}
+        config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
     return config
 
 
@@ -575,7 +627,7 @@ def _part(backend: AnyBackend, name: str) -> Any:
 
 
 def _piece_bytes(piece: str) -> int:
-    """Bytes of a token that is not byte-level: SentencePiece's and WordPiece's marks."""
+    """Return the number of bytes of a SentencePiece or WordPiece token, without its mark."""
     return 1 if _BYTE_PIECE.fullmatch(piece) else len(_plain_piece(piece).encode())
 
 
