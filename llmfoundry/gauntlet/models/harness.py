@@ -1,9 +1,9 @@
-"""Tasks of lm-evaluation-harness as members of a gauntlet: `dataset_uri: lm_eval:arc_easy`.
+"""Tasks of lm-evaluation-harness in a gauntlet: `dataset_uri: lm_eval:arc_easy`.
 
-`Gauntlet` makes `HarnessTasks`, which reads them and examines models with them. The harness reads
-its rows, makes its prompts and judges the answers; any `EvaluatedModel` gives them through
-`HarnessModel`, so that our prefix trees serve its tasks too. Nothing of it is imported before it is
-asked for: it is an extra.
+Entry point: `HarnessTasks`, which `Gauntlet` creates. The harness reads the rows, builds the
+prompts and scores the answers. `HarnessModel` passes its requests to an `EvaluatedModel`, so that
+its tasks use the prefix trees of this project, too. The harness is an optional dependency and is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from llmfoundry.recipe.checks import nearest
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
 
-FEWSHOT_SEED = 1234  # the harness's own default
-_BOOTSTRAPS = 1000  # for standard errors without a formula
+FEWSHOT_SEED = 1234  # default of the harness
+_BOOTSTRAPS = 1000  # samples, for standard errors without a formula
 _ACCURACIES = ("acc", "exact_match", "em", "pass@1", "f1")
 
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """What the harness says about one of its tasks, or a group of them.
+    """Metrics of one task of the harness, or of a group of tasks.
 
     Attributes:
-        label: its name there.
-        shots: worked examples before a question.
-        n: questions asked.
-        metrics: value and standard error (None: unknown) by name; where a task filters answers in
-            several ways, `metric,filter`.
-        truncated: texts whose start was cut off to fit into the model's window.
-        failure: why there are no metrics.
+        label: name in the harness.
+        shots: few-shot examples before a question.
+        n: number of questions.
+        metrics: value and standard error (None: unknown) by `metric`, or by `metric,filter` if a
+            task filters answers in several ways.
+        truncated: number of texts whose start was cut to fit into the model's window.
+        failure: why there are no metrics; None: there are.
     """
 
     label: str
@@ -67,16 +67,16 @@ class HarnessResult:
 
     @property
     def accuracy(self) -> tuple[str, float, float | None] | None:
-        """Name, value and error of the metric that is a share of right answers; None: none is."""
-        for wanted in _ACCURACIES:
+        """Return name, value and error of the first accuracy metric; None if there is none."""
+        for accuracy in _ACCURACIES:
             for name, (value, error) in self.metrics.items():
-                if name.split(",")[0] == wanted:
+                if name.split(",")[0] == accuracy:
                     return name, value, error
         return None
 
 
 class HarnessTasks:
-    """Tasks of the harness, read; `run` may be called for several models, or at several times."""
+    """Loaded tasks of the harness. `run` may be called repeatedly, also for several models."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class HarnessTasks:
         limit: int | None = None,
         include_path: Path | None = None,
     ) -> None:
-        """Find the tasks and read their rows, so that mistakes show before a long run.
+        """Find the tasks and read their rows, so that errors are reported before a long run.
 
         Args:
-            names: tasks, groups or tags of the harness, or paths of its YAML files; with or without
-                `lm_eval:` before them. A tag, and a group without a score of its own, gives a
-                result for each of its tasks.
-            num_fewshot: worked examples; unset: as many as the task's own settings say.
-            limit: questions of each task, from the first; unset: all.
-            include_path: a folder with more task files.
+            names: tasks, groups or tags of the harness, or paths of its YAML files, with or without
+                the prefix `lm_eval:`. A tag, or a group without an aggregate metric, gives one
+                result per task.
+            num_fewshot: number of few-shot examples; None: that of each task's settings.
+            limit: number of questions per task, from the first; None: all.
+            include_path: folder with more task files.
 
         Raises:
             UserError: the harness is not installed, has no such task, or cannot read its rows.
@@ -102,10 +102,11 @@ class HarnessTasks:
         self._evaluator, self._limit = import_harness("lm_eval.evaluator"), limit
         names = [name.removeprefix(PREFIX) for name in names]
         folder = None if include_path is None else str(include_path)
-        with _own_seeds():
-            manager = _index(folder, with_own=False)
+        with _fixed_seeds():
+            # first without the built-in tasks, whose index takes seconds
+            manager = _index(folder, with_built_in=False)
             if not all(name in manager.all_subtasks or _is_file(name) for name in names):
-                manager = _index(folder, with_own=True)
+                manager = _index(folder, with_built_in=True)
             self._loaded = {name: _load(manager, name, num_fewshot) for name in names}
 
     def run(
@@ -116,30 +117,31 @@ class HarnessTasks:
         seq_len: int,
         chat: Chat | None = None,
     ) -> list[HarnessResult]:
-        """Examine a model; all processes call it, and all get all results.
+        """Evaluate a model. Every rank calls this and gets all results.
 
         Args:
             model: the model.
-            tokenizer: its tokenizer.
-            seq_len: longest input in tokens; longer ones lose their start, as in the harness.
-            chat: the template that questions are put by, and how; None: by none.
+            tokenizer: tokenizer of the model.
+            seq_len: maximal input length in tokens; longer inputs lose their start, as in the
+                harness.
+            chat: chat template and settings; None: plain prompts.
 
         Raises:
-            UserError: an answer cannot fit into seq_len.
+            UserError: an answer does not fit into seq_len.
         """
         wrapped = HarnessModel(model, tokenizer, seq_len=seq_len, chat=chat)
         results: list[HarnessResult] = []
-        with _own_seeds():
+        with _fixed_seeds():
             for name, loaded in self._loaded.items():
                 results += _evaluate(self._evaluator, wrapped, name, loaded, self._limit)
         return results
 
 
 @functools.lru_cache(maxsize=4)
-def _index(include_path: str | None, *, with_own: bool) -> Any:
-    """Where tasks are found: a folder's, and the harness's own 14,000 files, which take seconds."""
+def _index(include_path: str | None, *, with_built_in: bool) -> Any:
+    """Return the harness's index of tasks: those of a folder, and its 14,000 built-in files."""
     paths = {} if include_path is None else {"include_path": include_path}
-    return import_harness("lm_eval.tasks").TaskManager(include_defaults=with_own, **paths)
+    return import_harness("lm_eval.tasks").TaskManager(include_defaults=with_built_in, **paths)
 
 
 def _is_file(name: str) -> bool:
@@ -147,7 +149,11 @@ def _is_file(name: str) -> bool:
 
 
 def _load(manager: Any, name: str, num_fewshot: int | None) -> dict[str, Any]:
-    """The harness's tasks and groups by a name, with their shots set."""
+    """Load the tasks and groups of a name, check them and set their number of examples.
+
+    Raises:
+        UserError: there is no such task, its rows cannot be read, or it is not supported.
+    """
     place = f"{PREFIX}{name}"
     if name not in manager.all_tasks and not _is_file(name):
         raise UserError(
@@ -156,7 +162,7 @@ def _load(manager: Any, name: str, num_fewshot: int | None) -> dict[str, Any]:
         )
     try:
         loaded = manager.load([name])
-    except Exception as error:  # readers of data sets raise many unrelated types
+    except Exception as error:  # readers of datasets raise many unrelated types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
             f"{place}: cannot be read: {reason}; its rows come from the Hugging Face hub, unless"
@@ -164,10 +170,10 @@ def _load(manager: Any, name: str, num_fewshot: int | None) -> dict[str, Any]:
         ) from error
     for task in loaded["tasks"].values():
         _check_task(f"{place}: {task.config.task}", task)
-        own = task.get_config("num_fewshot")
+        default = task.get_config("num_fewshot")
         if num_fewshot is None:
-            task.set_config(key="num_fewshot", value=own or 0)
-        elif own == 0 and num_fewshot > 0:
+            task.set_config(key="num_fewshot", value=default or 0)
+        elif default == 0 and num_fewshot > 0:
             raise UserError(
                 f"{place}: num_fewshot: {num_fewshot}, but the task's own file specifies 0, as"
                 " those do whose prompts hold their examples; write num_fewshot: [0]"
@@ -179,7 +185,11 @@ def _load(manager: Any, name: str, num_fewshot: int | None) -> dict[str, Any]:
 
 
 def _check_task(place: str, task: Any) -> None:
-    """Refuse what the gauntlet does not do."""
+    """Reject tasks that run code, read images or sample answers.
+
+    Raises:
+        UserError: the task is one of these.
+    """
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(
             f"{place}: runs programs that the model writes, which the gauntlet does not"
@@ -192,20 +202,26 @@ def _check_task(place: str, task: Any) -> None:
 
 
 def _samples(settings: Mapping[str, Any]) -> bool:
-    """Whether settings of `generate` ask for more than the likeliest token."""
-    asked = settings.get("do_sample")
-    return asked is not False and float(settings.get("temperature", 1.0 if asked else 0.0)) > 0
+    """Return whether generation settings sample tokens instead of choosing the likeliest one."""
+    do_sample = settings.get("do_sample")
+    if do_sample is False:
+        return False
+    return float(settings.get("temperature", 1.0 if do_sample else 0.0)) > 0
 
 
 def _evaluate(
     evaluator: Any, model: HarnessModel, name: str, loaded: dict[str, Any], limit: int | None
 ) -> list[HarnessResult]:
-    """The results of one name."""
+    """Evaluate a model on the tasks of one name.
+
+    Returns:
+        One result for a group with an aggregate metric, else one per task.
+    """
     tasks = loaded["tasks"]
     shots = {label: task.get_config("num_fewshot") for label, task in tasks.items()}
     model.truncated.clear()
     try:
-        found = evaluator.evaluate(
+        output = evaluator.evaluate(
             lm=model,
             task_dict=loaded,
             limit=limit,
@@ -213,22 +229,22 @@ def _evaluate(
             log_samples=False,
             **model.chat_arguments(),
         )
-    except (FloatingPointError, RefusedError) as error:  # the model's fault: the others continue
+    except (FloatingPointError, RefusedError) as error:  # caused by the model: other tasks go on
         return [HarnessResult(name, max(shots.values()), 0, failure=str(error))]
-    metrics = {label: _metrics(entry) for label, entry in found["results"].items()}
-    counts = {label: entry["effective"] for label, entry in found["n-samples"].items()}
-    cut = {label: model.truncated[task.config.task] for label, task in tasks.items()}
-    if name not in tasks and metrics.get(name):
-        total, most = sum(counts.values()), max(shots.values())
-        return [HarnessResult(name, most, total, metrics[name], sum(cut.values()))]
+    metrics = {label: _metrics(entry) for label, entry in output["results"].items()}
+    counts = {label: entry["effective"] for label, entry in output["n-samples"].items()}
+    truncated = {label: model.truncated[task.config.task] for label, task in tasks.items()}
+    if name not in tasks and metrics.get(name):  # a group
+        n, n_truncated = sum(counts.values()), sum(truncated.values())
+        return [HarnessResult(name, max(shots.values()), n, metrics[name], n_truncated)]
     return [
-        HarnessResult(label, shots[label], counts[label], metrics[label], cut[label])
+        HarnessResult(label, shots[label], counts[label], metrics[label], truncated[label])
         for label in tasks
     ]
 
 
 def _metrics(entry: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """Values and errors from the harness's `acc,none: …, acc_stderr,none: …`."""
+    """Parse values and errors of the harness: `acc,none: …, acc_stderr,none: …`."""
     metrics = {}
     for key, value in entry.items():
         name, _, filter_name = key.partition(",")
@@ -236,49 +252,51 @@ def _metrics(entry: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
             continue
         error = entry.get(f"{name}_stderr,{filter_name}")
         if not isinstance(error, int | float) or not math.isfinite(error):
-            error = None  # "N/A", or of a single question
+            error = None  # "N/A", or NaN for a single question
         metrics[name if filter_name == "none" else key] = float(value), error
     return metrics
 
 
 @contextlib.contextmanager
-def _own_seeds() -> Iterator[None]:
-    """Seed what the harness's tasks draw from, and put it back: a training run continues after.
+def _fixed_seeds() -> Iterator[None]:
+    """Seed the random generators that the harness uses, and restore their states afterwards.
 
-    Its standard errors are computed in this process: it would fork one that holds a GPU.
+    A training run may continue after the evaluation. Multiprocessing of the harness is disabled,
+    because it would fork a process that uses a GPU.
     """
-    states = random.getstate(), np.random.get_state()
-    was_set = os.environ.get("DISABLE_MULTIPROC")
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    multiproc = os.environ.get("DISABLE_MULTIPROC")
     random.seed(0)
     np.random.seed(1234)
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if was_set is None:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if multiproc is None:
             del os.environ["DISABLE_MULTIPROC"]
 
 
 PREFIX = "lm_eval:"  # of a dataset_uri
-Said = TypeVar("Said")
-MAX_GEN_TOKS = 256  # where a task does not say; the harness's default
-_NOTHING = TaskRow(("",), ("",), 0, "")  # a question without tools
+Output = TypeVar("Output")
+MAX_GEN_TOKS = 256  # default of the harness for tasks that set none
+_NO_TOOLS = TaskRow(("",), ("",), 0, "")  # a row without tools
 
 
 class HarnessModel:
-    """An evaluated model as the harness's evaluator calls models (`lm_eval.api.model.LM`).
+    """Adapter of an EvaluatedModel to the harness's interface of models (`lm_eval.api.model.LM`).
 
-    Texts become tokens exactly as in the harness's TemplateLM and HFLM: context and continuation
-    are encoded as one text, spaces at the context's end belong to the continuation, special tokens
-    that a text spells are read. But what a tokenizer puts behind a text is left out: in the harness
-    it displaces the answer's first token.
+    Texts are tokenized exactly as in the harness's TemplateLM and HFLM: context and continuation
+    are encoded as one text, spaces at the end of the context belong to the continuation, and
+    special tokens in a text are parsed. There is one difference. Special tokens that the tokenizer
+    appends to a text are left out, because in the harness they displace the first token of the
+    answer.
     """
 
-    rank, world_size = 0, 1  # to the evaluator: ranks share the work below, in the model
+    rank, world_size = 0, 1  # for the evaluator; the model itself distributes work over ranks
     truncated: Counter[str]
-    """By task: texts whose start was cut off."""
+    """Number of texts whose start was cut, by task."""
 
     def __init__(
         self,
@@ -292,9 +310,9 @@ class HarnessModel:
 
         Args:
             model: the model.
-            tokenizer: its tokenizer.
-            seq_len: longest input in tokens.
-            chat: the template that questions are put by, and how; None: by none.
+            tokenizer: tokenizer of the model.
+            seq_len: maximal input length in tokens.
+            chat: chat template and settings; None: plain prompts.
         """
         self._chat = chat
         self._model, self._tokenizer, self._seq_len = model, tokenizer, seq_len
@@ -304,7 +322,7 @@ class HarnessModel:
         self.truncated = Counter()
 
     def chat_arguments(self) -> dict[str, Any]:
-        """Of the harness's evaluator: whether and how questions become conversations."""
+        """Return the chat arguments of the harness's evaluator."""
         if self._chat is None:
             return {}
         return {
@@ -315,25 +333,25 @@ class HarnessModel:
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness knows a template's prompts by."""
+        """Return the name under which the harness caches prompts of the chat template."""
         return "" if self._chat is None else self._chat.template.fingerprint
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Messages as a text; the last of them is gone on with where no answer is to begin."""
-        assert self._chat is not None, "asked for without a template"
+        """Render messages; without a generation prompt, the last message is left open."""
+        assert self._chat is not None, "called without a template"
         messages, chat = list(chat_history), replace(self._chat, prefix="")
         if not add_generation_prompt:
             chat = replace(chat, prefix=messages.pop()["content"])
-        return prompt_text(messages, _NOTHING, chat)
+        return prompt_text(messages, _NO_TOOLS, chat)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one.
+        """Return the log-probability of each continuation and whether it is the greedy one.
 
         Raises:
-            FloatingPointError: a log-probability is not finite; every choice would look alike.
-            RefusedError: the model would not take a question, or reads less than an answer has.
+            FloatingPointError: a log-probability is not finite, so that choices cannot be compared.
+            RefusedError: the model refuses a question, or an answer is longer than its window.
         """
         encoded = [
             self._fit(request, context, continuation)
@@ -344,30 +362,34 @@ class HarnessModel:
         return self._scores(encoded, _places(requests))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-probability of each whole text, in windows of seq_len tokens.
+        """Return the log-probability of each complete text, scored in windows of seq_len tokens.
 
         Raises:
             FloatingPointError, RefusedError: as `loglikelihood`.
         """
+        # split every text into windows
         windows = import_harness("lm_eval.utils").get_rolling_token_windows
-        encoded, owners = [], []
+        encoded, request_indices = [], []
         for i, request in enumerate(requests):
             (text,) = request.args
             tokens = self._encode([text])[0]
             for read, predicted in windows(tokens, self._prefix_id, self._seq_len, 1):
                 encoded.append(Request(tuple(read), tuple(predicted), text))
-                owners.append(i)
-        places = [f"{requests[i].task_name}, row {requests[i].doc_id}" for i in owners]
+                request_indices.append(i)
+
+        # score all windows, and add up those of each text
+        places = [f"{requests[i].task_name}, row {requests[i].doc_id}" for i in request_indices]
         totals = [0.0] * len(requests)
-        for i, (logprob, _) in zip(owners, self._scores(encoded, places), strict=True):
+        scores = self._scores(encoded, places)
+        for i, (logprob, _) in zip(request_indices, scores, strict=True):
             totals[i] += logprob
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """The greedy continuation of each context, up to its first stop.
+        """Return the greedy continuation of each context, up to its first stop text.
 
         Raises:
-            RefusedError: the model would not take a question, or a task leaves no room for one.
+            RefusedError: the model refuses a question, or a task leaves no room for a prompt.
         """
         normalize = import_harness("lm_eval.models.utils").normalize_gen_kwargs
         texts = self._encode([request.args[0] for request in requests])
@@ -383,10 +405,11 @@ class HarnessModel:
                     f" {self._seq_len} with its prompt; remove the task"
                 )
             room = self._seq_len - n_new
+            # an overlong prompt loses its start
             self.truncated[request.task_name] += len(tokens) > room
-            kept = tokens[-room:] or [self._prefix_id]
-            prompts.append(Prompt(tuple(kept), request.args[0], stops, n_new))
-        return _taken(self._model.generate(prompts), _places(requests))
+            last_tokens = tokens[-room:] or [self._prefix_id]
+            prompts.append(Prompt(tuple(last_tokens), request.args[0], stops, n_new))
+        return _without_refusals(self._model.generate(prompts), _places(requests))
 
     def _eos_text(self) -> str:
         return self._tokenizer.decode([self._tokenizer.eos_id])
@@ -394,14 +417,18 @@ class HarnessModel:
     def _scores(
         self, encoded: Sequence[Request], places: Sequence[str]
     ) -> list[tuple[float, bool]]:
-        scores = _taken(self._model.score(encoded), places)
+        """Score requests; `places` name their rows in errors."""
+        scores = _without_refusals(self._model.score(encoded), places)
         for score, place in zip(scores, places, strict=True):
             if not math.isfinite(score.logprob):
                 raise FloatingPointError(f"a log-probability of {place} is not a finite number")
         return [(score.logprob, score.greedy) for score in scores]
 
     def _fit(self, request: Any, context: Sequence[int], continuation: Sequence[int]) -> Request:
-        """The last tokens that fit, of which the last is predicted only."""
+        """Return a request with the last tokens that fit.
+
+        seq_len + 1 tokens fit, because the last one is predicted but not read.
+        """
         text = request.args[1]
         if not 0 < len(continuation) <= self._seq_len:
             raise RefusedError(
@@ -409,82 +436,97 @@ class HarnessModel:
                 f" {len(continuation)} tokens, but the model scores 1 to {self._seq_len}; remove"
                 " the task"
             )
-        whole = [*context, *continuation]
-        self.truncated[request.task_name] += len(whole) > self._seq_len + 1
-        return Request(tuple(whole[-(self._seq_len + 1) : -1]), tuple(continuation), text)
+        tokens = [*context, *continuation]
+        self.truncated[request.task_name] += len(tokens) > self._seq_len + 1
+        return Request(tuple(tokens[-(self._seq_len + 1) : -1]), tuple(continuation), text)
 
     def _encode_requests(self, requests: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
-        """Tokens of contexts and of continuations, by TemplateLM's rules.
+        """Return the tokens of contexts and continuations by the rules of TemplateLM.
 
-        A continuation without a token of its own stops the harness. Here the document's
-        continuations are then all scored from the first token that is not the context's.
+        The harness fails if a continuation adds no token to its context. Here all continuations of
+        that document are then scored from the first token that differs from the context's.
         """
         pairs = [(str(request.args[0]), str(request.args[1])) for request in requests]
         documents = [(r.task_name, r.doc_id, r.args[0]) for r in requests]
         encoded = self._encode_pairs(pairs)
+
+        # for each document: the shortest common prefix, and whether a continuation adds no token
         borders: dict[Any, int] = {}
-        for document, (head, whole) in zip(documents, encoded, strict=True):
-            border = min(common_prefix(head, whole), borders.get(document, len(head)))
+        without_tokens = set()
+        for document, (head, tokens) in zip(documents, encoded, strict=True):
+            border = min(common_prefix(head, tokens), borders.get(document, len(head)))
             borders[document] = border
-        lost = {
-            document
-            for document, (head, whole) in zip(documents, encoded, strict=True)
-            if len(whole) <= len(head)
-        }
+            if len(tokens) <= len(head):
+                without_tokens.add(document)
+
+        # split the tokens
         result = []
-        for document, (head, whole) in zip(documents, encoded, strict=True):
-            context = whole[: borders[document]] if document in lost else head
-            result.append((context or [self._prefix_id], whole[len(context) :]))
+        for document, (head, tokens) in zip(documents, encoded, strict=True):
+            context = tokens[: borders[document]] if document in without_tokens else head
+            result.append((context or [self._prefix_id], tokens[len(context) :]))
         return result
 
     def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Tokens of contexts, and of them with their continuations."""
+        """Return the tokens of each context alone and of context + continuation.
+
+        The prefix token replaces an empty context.
+        """
         texts: list[str] = []
         for context, continuation in pairs:
-            texts += [context.rstrip(), context + continuation] if context else []
+            if context:
+                texts += [context.rstrip(), context + continuation]
         encoded = iter(self._encode(texts))
-        alone = [after for before, after in pairs if not before]
-        bare = iter(self._tokenizer.encode_chat_batch(alone))
+        without_context = [continuation for context, continuation in pairs if not context]
+        continuations = iter(self._tokenizer.encode_chat_batch(without_context))
         result = []
         for context, _ in pairs:
-            head, whole = (next(encoded), next(encoded)) if context else ([], next(bare))
-            if not head:  # the prefix token stands for the context
+            if context:
+                head, tokens = next(encoded), next(encoded)
+            else:
+                head, tokens = [], next(continuations)
+            if not head:
                 head = [self._prefix_id]
-                whole = whole if whole[:1] == head else [*head, *whole]
-            result.append((head, whole))
+                tokens = tokens if tokens[:1] == head else [*head, *tokens]
+            result.append((head, tokens))
         return result
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens after those of the tokenizer, unless a text spells its prefix token itself."""
+        """Return the tokens of texts, with the tokens that the tokenizer itself prepends.
+
+        These are left out if a text begins with the prefix token.
+        """
         distinct = list(dict.fromkeys(texts))
         tokens = dict(zip(distinct, self._tokenizer.encode_chat_batch(distinct), strict=True))
-        spelled = [bool(self._prefix) and text.startswith(self._prefix) for text in texts]
-        return [
-            [*(() if has else self._before), *tokens[text]]
-            for text, has in zip(texts, spelled, strict=True)
-        ]
+        result = []
+        for text in texts:
+            has_prefix = bool(self._prefix) and text.startswith(self._prefix)
+            before = () if has_prefix else self._before
+            result.append([*before, *tokens[text]])
+        return result
 
 
 def _places(requests: Sequence[Any]) -> list[str]:
     return [f"{request.task_name}, row {request.doc_id}" for request in requests]
 
 
-def _taken(said: Sequence[Said | Refusal], places: Sequence[str]) -> list[Said]:
-    """All that a model said.
+def _without_refusals(outputs: Sequence[Output | Refusal], places: Sequence[str]) -> list[Output]:
+    """Check that a model refused no question, which the harness cannot count; return its outputs.
 
     Raises:
-        RefusedError: it would not take a question; the harness has no way to count that.
+        RefusedError: the model refused a question.
     """
-    for part, place in zip(said, places, strict=True):
-        if isinstance(part, Refusal):
-            raise RefusedError(f"{place} was refused: {part.reason}")
-    return [part for part in said if not isinstance(part, Refusal)]
+    accepted = []
+    for output, place in zip(outputs, places, strict=True):
+        if isinstance(output, Refusal):
+            raise RefusedError(f"{place} was refused: {output.reason}")
+        accepted.append(output)
+    return accepted
 
 
 def import_harness(module: str) -> Any:
-    """A module of the harness.
+    """Import a module of the harness.
 
     Raises:
-        UserError: it is not installed, or something that it needs is not.
+        UserError: the harness or one of its dependencies is not installed.
     """
     return import_optional(module, "lm_eval: a task of lm-evaluation-harness", extra="eval")

@@ -1,9 +1,10 @@
-r"""Questions and answers as the tokens of one text, with what many texts begin with encoded once.
+r"""Joint tokenization of questions and answers, with a common prefix encoded once.
 
-The prompt modes call `encode_joint`, and share what follows it: the text of a worked example, the
-length of an answer. A model was trained on whole texts, in which a token may hold the end of a
-question with the start of its answer. So each answer is encoded together with its question, and the
-question alone only shows where the answer begins.
+Entry point: `encode_joint`, which the prompt modes call. A model is trained on complete texts, in
+which one token may contain the end of a question and the start of its answer. Each answer is
+therefore encoded together with its question. The tokens of the question alone only show where the
+answer begins. The modes also share the functions below it: text of a few-shot example, maximal
+length of an answer.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from llmfoundry.gauntlet.questions import TaskConfig, TaskRow
 from llmfoundry.gauntlet.task_types import type_of, with_reasoning
 from llmfoundry.inference.requests import common_prefix
 
-_FAR = 32  # characters: more than any pattern of words looks ahead
-_NEAR = 200  # characters before that in which a place to part a text is looked for
-# Where words most often end: between two of them, or around a line end beside a letter or a digit.
+_FAR = 32  # characters: more than the lookahead of any tokenizer's pattern of words
+_NEAR = 200  # characters before that which are searched for a place to split the text
+# Frequent ends of words: between two words, or at a line end next to a letter or a digit.
 _BREAK = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
-_AFTER_REASONING = 10  # tokens beyond the longest answer: LLM Foundry's _MAX_ANSWER_BUFFER_LENGTH
+_AFTER_REASONING = 10  # tokens beyond the longest answer: _MAX_ANSWER_BUFFER_LENGTH of LLM Foundry
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A question in tokens, alone and with each of its answers.
+    """Tokens of a question, alone and with each of its answers.
 
     Attributes:
-        text: the question and all before it, as far as the answers' tokens do not spell it.
+        text: the question and all text before it, without white space that belongs to the answer.
         head: tokens of `text`.
-        wholes: for each answer the tokens of `text`, white space between, and answer.
-        border: how many of them are the question's: the same for all answers.
-        stripped: the question's tokens without white space at its end, whose number
-            lm-evaluation-harness takes for the border.
+        wholes: tokens of `text`, white space and answer, for each answer.
+        border: number of tokens in each of `wholes` that belong to the question.
+        stripped: tokens of the question without trailing white space. Their number is the border
+            in lm-evaluation-harness.
     """
 
     text: str
@@ -46,10 +47,10 @@ class Joint:
 
 
 class SpecialRead:
-    """A tokenizer that reads the special tokens which a text spells."""
+    """Adapter of a tokenizer that parses special tokens in a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Take over a tokenizer, which may read them as characters otherwise."""
+        """Wrap a tokenizer whose `encode` may treat special tokens as ordinary characters."""
         self.encode, self.encode_batch = tokenizer.encode_chat, tokenizer.encode_chat_batch
 
 
@@ -57,65 +58,69 @@ Encoder = Tokenizer | SpecialRead
 
 
 def encode_joint(
-    before: str, asked: Sequence[tuple[str, Sequence[str]]], tokenizer: Encoder
+    before: str, questions: Sequence[tuple[str, Sequence[str]]], tokenizer: Encoder
 ) -> list[Joint]:
     """Encode questions that follow the same text.
 
     Args:
-        before: what all texts begin with, such as worked examples.
-        asked: each question, with the delimiter at its end, and its answers.
+        before: text that all questions follow, such as few-shot examples.
+        questions: each question, with its trailing delimiter, and its answers.
         tokenizer: encodes without special tokens.
     """
-    # White space at the end of all that precedes an empty question belongs to the answer, too.
+    # trailing white space belongs to the answer, also if it comes before an empty question
     end = before[len(before.rstrip()) :]
     before = before.removesuffix(end)
-    asked = [(end + question, answers) for question, answers in asked]
-    (shared,) = _part([before], tokenizer)
-    texts = [question.rstrip() for question, _ in asked]
-    spaces = [question[len(text) :] for (question, _), text in zip(asked, texts, strict=True)]
-    parts = _part([shared.rest + text for text in texts], tokenizer)
-    endings = tokenizer.encode_batch(
-        [
-            part.rest + space + answer
-            for part, space, (_, answers) in zip(parts, spaces, asked, strict=True)
-            for answer in answers
-        ]
-    )
-    at = iter(endings)
+    questions = [(end + question, answers) for question, answers in questions]
+    texts = [question.rstrip() for question, _ in questions]
+    spaces = [question[len(text) :] for (question, _), text in zip(questions, texts, strict=True)]
+
+    # encode the common text and each question once, up to a safe place to split
+    (shared,) = _split([before], tokenizer)
+    splits = _split([shared.rest + text for text in texts], tokenizer)
+
+    # encode the rest of each question with each answer, all in one call
+    endings = []
+    for split, space, (_, answers) in zip(splits, spaces, questions, strict=True):
+        endings += [split.rest + space + answer for answer in answers]
+    encoded_endings = iter(tokenizer.encode_batch(endings))
+
+    # join
     result = []
-    for part, text, space, (_, answers) in zip(parts, texts, spaces, asked, strict=True):
-        wholes = [shared.fixed + part.fixed + next(at) for _ in answers]
-        stripped = shared.fixed + part.tokens
+    for split, text, space, (_, answers) in zip(splits, texts, spaces, questions, strict=True):
+        wholes = [shared.fixed + split.fixed + next(encoded_endings) for _ in answers]
+        stripped = shared.fixed + split.tokens
         joint = _joint(before + text, stripped, wholes, stripped)
+        # if the border is inside a token, try the question with its white space
         if joint.border < len(joint.head) and space:
-            head = shared.fixed + part.fixed + tokenizer.encode(part.rest + space)
-            spaced = _joint(before + text + space, head, wholes, stripped)
-            joint = spaced if spaced.border == len(head) else joint
+            head = shared.fixed + split.fixed + tokenizer.encode(split.rest + space)
+            with_space = _joint(before + text + space, head, wholes, stripped)
+            joint = with_space if with_space.border == len(head) else joint
         result.append(joint)
     return result
 
 
 def _joint(text: str, head: list[int], wholes: list[list[int]], stripped: list[int]) -> Joint:
-    r"""Find the border between a question and its answers, by the harness's rule and beyond it.
+    r"""Find the border between a question and its answers.
 
-    lm-evaluation-harness gives white space at a question's end to the answer, whose tokens are
-    those after as many as the question alone has. That fails where the border is inside a token.
-    If the token only joins question and white space (":\n"), it is the question's, as with the
-    harness: `encode_joint` tries that. Else (":)") it has to be predicted too, and, so that all
-    answers are scored after the same tokens, from there on for all of them.
+    lm-evaluation-harness assigns white space at the end of a question to the answer. If the
+    question alone has n tokens, its answer begins after n tokens. That rule fails if the border is
+    inside a token. If that token joins question and white space (":\n"), it belongs to the
+    question, as in the harness (`encode_joint` tries this). Otherwise (":)") the token is
+    predicted, too. All answers are then scored from that token on, so that they follow the same
+    tokens.
     """
     border = min(common_prefix(head, whole) for whole in wholes)
     return Joint(text, head, wholes, border, stripped)
 
 
 @dataclass(frozen=True)
-class _Parted:
-    """A text that others continue.
+class _Split:
+    """Text that is continued in several ways.
 
     Attributes:
-        tokens: of the text alone.
-        fixed: those of them that begin the tokens of every continuation.
-        rest: the text that the other ones spell.
+        tokens: tokens of the text alone.
+        fixed: the first of these tokens, with which every continuation begins.
+        rest: the text after `fixed`.
     """
 
     tokens: list[int]
@@ -123,43 +128,41 @@ class _Parted:
     rest: str
 
 
-def _part(texts: list[str], tokenizer: Encoder) -> list[_Parted]:
-    """Find in each text a place up to which its tokens are those of every continuation.
+def _split(texts: list[str], tokenizer: Encoder) -> list[_Split]:
+    """Split each text at a place before which every continuation has the same tokens.
 
-    Exact: tokens are parts of words, and words are found from left to right by a pattern that looks
-    ahead to the next word at most. If a text's tokens end with those of its last characters alone,
-    _FAR of them or more, then a word begins there, and does so whatever follows. With a tokenizer
-    that is found not to part so, as one that marks the start of a text, all is encoded whole.
+    This is exact. Tokens are parts of words, and a pattern finds words from left to right, with a
+    lookahead of one word at most. Take the last characters of a text, at least _FAR of them. If
+    the tokens of the text end with the tokens of these characters alone, a word begins there,
+    whatever follows. If they do not (some tokenizers mark the start of a text), the text is not
+    split.
     """
-    places = [_place(text) for text in texts]
-    rests = [text[place:] for text, place in zip(texts, places, strict=True)]
-    every = zip(
-        texts,
-        places,
-        rests,
-        tokenizer.encode_batch(texts),
-        tokenizer.encode_batch(rests),
-        strict=True,
-    )
+    positions = [_split_position(text) for text in texts]
+    rests = [text[position:] for text, position in zip(texts, positions, strict=True)]
+    encoded_texts = tokenizer.encode_batch(texts)
+    encoded_rests = tokenizer.encode_batch(rests)
     result = []
-    for text, place, rest, tokens, ending in every:
+    for i, text in enumerate(texts):
+        tokens, ending = encoded_texts[i], encoded_rests[i]
         n = len(tokens) - len(ending)
-        parts = place > 0 and tokens[n:] == ending
-        result.append(_Parted(tokens, tokens[:n] if parts else [], rest if parts else text))
+        if positions[i] > 0 and tokens[n:] == ending:
+            result.append(_Split(tokens, tokens[:n], rests[i]))
+        else:
+            result.append(_Split(tokens, [], text))
     return result
 
 
-def _place(text: str) -> int:
-    """The last break of a text that is _FAR from its end; 0: none."""
+def _split_position(text: str) -> int:
+    """Return the last end of a word at least _FAR characters before the end; 0 if there is none."""
     limit = len(text.rstrip()) - _FAR
     if limit <= 0:
         return 0
-    found = _BREAK.finditer(text, max(0, limit - _NEAR))
-    return max((match.start() for match in found if match.start() <= limit), default=0)
+    matches = _BREAK.finditer(text, max(0, limit - _NEAR))
+    return max((match.start() for match in matches if match.start() <= limit), default=0)
 
 
 def families(rows: Sequence[TaskRow], task: TaskConfig) -> list[list[int]]:
-    """Indices of rows that give each other worked examples: a category's, or all."""
+    """Group the indices of rows that are few-shot examples of each other: by category, or all."""
     groups: dict[str | None, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(row.category if task.has_categories else None, []).append(i)
@@ -167,17 +170,17 @@ def families(rows: Sequence[TaskRow], task: TaskConfig) -> list[list[int]]:
 
 
 def reasons(rows: Sequence[TaskRow]) -> bool:
-    """Whether answers follow a chain of thought: in LLM Foundry, whether the file has the field."""
+    """Return whether answers follow a chain of thought: as in LLM Foundry, if any row has one."""
     return any(row.chain_of_thought for row in rows)
 
 
 def right_context(row: TaskRow) -> str:
-    """The question of a worked example; in schema, the context that makes sense."""
+    """Return the question of a few-shot example; for schema tasks, the correct context."""
     return row.contexts[row.gold] if len(row.contexts) > 1 else row.contexts[0]
 
 
 def right_answer(row: TaskRow, task: TaskConfig, *, reasoned: bool) -> str:
-    """The answer of a worked example."""
+    """Return the answer of a few-shot example."""
     texts = type_of(task).write(row, task, reasoned)
     return texts[row.gold] if len(texts) > 1 else texts[0]
 
@@ -191,18 +194,18 @@ def max_new_tokens(
     n_special: int = 0,
     lead: str = "",
 ) -> int:
-    """Tokens that an answer may have, by LLM Foundry's rule unless the task says.
+    """Return the maximal length of an answer in tokens: that of the task, else LLM Foundry's rule.
 
-    The longest of all rows' accepted answers with its chain of thought, and ten more if there is a
-    `cot_delimiter` to be written.
+    The rule: the longest accepted answer of all rows with its chain of thought, and ten tokens more
+    if the task has a `cot_delimiter`.
 
     Args:
-        rows: all rows, asked or not, so that a subset is asked as the whole would be.
+        rows: all rows, so that the length does not depend on the subset in use.
         task: max_new_tokens and cot_delimiter.
         tokenizer: encodes without special tokens.
-        room: tokens that question and answer may have.
-        n_special: tokens that the tokenizer puts around a text, which LLM Foundry counts.
-        lead: what is to be written before an answer.
+        room: maximal number of tokens of question and answer.
+        n_special: tokens that the tokenizer adds around a text, which LLM Foundry counts.
+        lead: text that is generated before an answer.
 
     Raises:
         UserError: an answer would leave no room for a question.
@@ -210,11 +213,10 @@ def max_new_tokens(
     longest = task.max_new_tokens
     if longest is None:
         reasoned = reasons(rows)
-        texts = [
-            lead + with_reasoning(row, alias, task, reasoned)
-            for row in rows
-            for alias in dict.fromkeys((row.choices[0], *row.aliases))
-        ]
+        texts = []
+        for row in rows:
+            for alias in dict.fromkeys((row.choices[0], *row.aliases)):
+                texts.append(lead + with_reasoning(row, alias, task, reasoned))
         longest = n_special + max(map(len, tokenizer.encode_batch(texts)))
         longest += _AFTER_REASONING if task.cot_delimiter else 0
     if longest >= room:
@@ -228,11 +230,11 @@ def max_new_tokens(
 
 
 def answer_problem(lengths: Iterable[int], room: int) -> str:
-    """Why a row's answers of so many tokens cannot be scored; "": they can.
+    """Return why the answers of a row cannot be scored; "" if they can.
 
     Args:
-        lengths: of its answers.
-        room: tokens that an answer may have with nothing before it.
+        lengths: numbers of tokens of the answers.
+        room: maximal number of tokens of an answer with nothing before it.
     """
     lengths = list(lengths)
     if min(lengths) < 1:

@@ -1,10 +1,14 @@
-"""From rows to questions in tokens: worked examples, prompt texts, and what is to be scored.
+"""Conversion of task rows to tokenized questions: few-shot examples, prompts and scored answers.
 
-`prompts/question_cache.py` calls `questions`. Three modes differ in their prompts' tokens. `native`
-gives a model what it met in training here: context and answer as one text after `<eos>`. `harness`
-makes of the same texts the tokens that lm-evaluation-harness does. In both the worked examples are
-the same for all questions of a task, so that questions share a long prefix, tokenized and run once.
-`foundry` reproduces LLM Foundry's texts and tokens (`prompts/foundry.py`).
+Entry point: `questions`, which `prompts/question_cache.py` calls. Three modes differ in the tokens
+of their prompts:
+
+- `native`: as in training here, context and answer are one text after the document start.
+- `harness`: the same texts, tokenized as in lm-evaluation-harness.
+- `foundry`: texts and tokens of LLM Foundry (`prompts/foundry.py`).
+
+In native and harness mode, all questions of a task have the same few-shot examples. The questions
+then share a long prefix, which is tokenized and run once.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from llmfoundry.gauntlet.task_types import type_of
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
 
-_TOO_MANY = 8  # tokens that an answer in a conversation may have beyond the longest right one
+_TOO_MANY = 8  # tokens that an answer in a conversation may have beyond the longest correct one
 
 
 def questions(
@@ -54,31 +58,31 @@ def questions(
     *,
     keep: Sequence[int] | None = None,
 ) -> list[Question]:
-    """The rows `keep`, in its order, tokenized.
+    """Return the tokenized questions of the rows `keep`, in that order.
 
     Args:
-        rows: all rows of the task; worked examples are drawn as if all were asked.
-        task: its type, delimiters and seed.
-        shots: number of worked examples.
-        settings: how tasks become prompts.
-        keep: indices of the rows to ask; unset: all.
+        rows: all rows of the task; few-shot examples are sampled from all of them.
+        task: type, delimiters and seed of the task.
+        shots: number of few-shot examples.
+        settings: prompt mode, tokenizer, chat template and lengths.
+        keep: indices of the rows; None: all rows.
 
     Raises:
-        UserError: too few rows to draw examples from.
+        UserError: there are too few rows to sample examples from.
     """
-    asked = range(len(rows)) if keep is None else keep
-    if not asked:
+    indices = range(len(rows)) if keep is None else keep
+    if not indices:
         return []
     settings = settings.of(task)
     if uses_chat(rows, settings.chat):
         check_chat(rows, task, shots, settings)
     else:
         settings = replace(settings, chat=None)
-    return MODES[settings.prompts](rows, task, shots, settings, asked)
+    return MODES[settings.prompts](rows, task, shots, settings, indices)
 
 
 def uses_chat(rows: Sequence[TaskRow], chat: Chat | None) -> bool:
-    """Whether these rows are put as conversations."""
+    """Return whether the questions of these rows are rendered as conversations."""
     return any(row.messages for row in rows) or (chat is not None and chat.every_task)
 
 
@@ -89,12 +93,13 @@ def native_questions(
     settings: PromptSettings,
     keep: Sequence[int],
 ) -> list[Question]:
-    r"""`questions` with joint tokenization, examples fixed per task, and none cut in the middle.
+    r"""Return questions in native mode: question and answer are tokenized as one text.
 
-    `<|endoftext|>2 + 2 is 4\n3 + 3 is| 6`: what is behind the bar is scored, or to be written.
+    In `<|endoftext|>2 + 2 is 4\n3 + 3 is| 6`, the text after the bar is scored or generated.
 
-    A question too long for the window loses whole examples from the first, then its start. A chat
-    template writes itself what comes before a conversation; where nothing does, the prefix token.
+    A question that is too long for the window loses complete examples, the first ones first, and
+    then its start. A chat template renders the start of a conversation itself. If it renders
+    nothing there, the prefix token is used.
     """
     examples, chat, tokenizer = _examples(rows, task, shots), settings.chat, settings.tokenizer
     start = settings.around.start if chat is None else ()
@@ -102,20 +107,21 @@ def native_questions(
     prefix = settings.around.prefix
     window = _Window(start, prefix, settings.seq_len, n_new, _stops(task, chat))
     reasoned = reasons(rows)
-    done: dict[int, Question] = {}
-    waiting = list(dict.fromkeys(keep))
+    encoded: dict[int, Question] = {}
+    too_long = list(dict.fromkeys(keep))
+    # drop one more example in each round, for the questions that did not fit
     for dropped in range(shots + 1):
-        if not waiting:
+        if not too_long:
             break
-        kept = {i: examples[i][dropped:] for i in waiting}
-        waiting = []
-        for i, joints in _encode(rows, task, kept, tokenizer, chat):
+        remaining_examples = {i: examples[i][dropped:] for i in too_long}
+        too_long = []
+        for i, joints in _encode(rows, task, remaining_examples, tokenizer, chat):
             if window.overflow(joints) and dropped < shots:
-                waiting.append(i)
+                too_long.append(i)
             else:
                 texts = type_of(task).write(rows[i], task, reasoned)
-                done[i] = window.question(rows[i], joints, texts, dropped, tokenizer)
-    return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
+                encoded[i] = window.question(rows[i], joints, texts, dropped, tokenizer)
+    return [_with_messages(encoded[i], rows, task, examples[i], chat) for i in keep]
 
 
 def harness_questions(
@@ -125,59 +131,74 @@ def harness_questions(
     settings: PromptSettings,
     keep: Sequence[int],
 ) -> list[Question]:
-    r"""`questions` with native's texts, in the tokens of lm-evaluation-harness's HFLM.
+    r"""Return questions in harness mode: the texts of native mode, tokenized as in HFLM.
 
-    `2 + 2 is 4\n3 + 3 is| 6`, and `<s>` first where the tokenizer puts it.
+    `2 + 2 is 4\n3 + 3 is| 6`, after `<s>` if the tokenizer prepends it.
 
-    Special tokens that a text spells are read. What the tokenizer puts before a text comes first,
-    unless the text spells it; where that and the question are nothing, the prefix token. The answer
-    is what the whole has more tokens than the question, and follows the tokens of the question
-    alone. What is too long loses its start, of each option on its own. Not followed: what a
-    tokenizer puts behind a text, which in the harness takes the place of the answer's first token;
-    and answers without a token of their own, which stop it: there native's border holds.
+    - Special tokens in a text are parsed.
+    - The tokens that the tokenizer prepends come first, unless the text begins with them. If these
+      and the question are empty, the prefix token is used.
+    - If the question alone has n tokens, the answer is all but the first n tokens of the complete
+      text. It follows the tokens of the question alone.
+    - An option that is too long loses its start, independently of the other options.
+
+    There are two differences. Tokens that a tokenizer appends are left out, because in the harness
+    they displace the first token of the answer. If an answer adds no token to the question, which
+    stops the harness, question and answer are split as in native mode.
     """
     examples, chat, tokenizer = _examples(rows, task, shots), settings.chat, settings.tokenizer
     seq_len, special = settings.seq_len, settings.around
     n_new = _n_new(rows, task, settings, room=seq_len)
-    stops, spelled = _stops(task, chat), tokenizer.decode([special.prefix])
+    stops, prefix_text = _stops(task, chat), tokenizer.decode([special.prefix])
     reasoned = reasons(rows)
-    done: dict[int, Question] = {}
-    asked = {i: examples[i] for i in keep}
-    for i, joints in _encode(rows, task, asked, tokenizer, chat, reads_special=True):
+    encoded: dict[int, Question] = {}
+    examples_of = {i: examples[i] for i in keep}
+    for i, joints in _encode(rows, task, examples_of, tokenizer, chat, reads_special=True):
+        # tokens of question and answer, for every option
         texts = type_of(task).write(rows[i], task, reasoned)
-        before = [() if spelled and j.text.startswith(spelled) else special.before for j in joints]
-        pairs = [
-            pair
-            for joint, first in zip(joints, before, strict=True)
-            for pair in _harness_pairs(joint, first, special.prefix)
-        ]
+        firsts: list[tuple[int, ...]] = []  # tokens before each context
+        pairs = []
+        for joint in joints:
+            has_prefix = bool(prefix_text) and joint.text.startswith(prefix_text)
+            firsts.append(() if has_prefix else special.before)
+            pairs += _harness_pairs(joint, firsts[-1], special.prefix)
         if problem := answer_problem([len(answer) for _, answer in pairs], seq_len):
-            done[i] = Question(rows[i], (), problem=problem)
+            encoded[i] = Question(rows[i], (), problem=problem)
             continue
+
+        # requests to score
         requests = [
             Request((*context, *answer)[-seq_len - 1 : -1], answer, text)
             for (context, answer), text in zip(pairs, itertools.cycle(texts), strict=False)
         ]
         too_long = any(len(context) + len(answer) > seq_len + 1 for context, answer in pairs)
+
+        # prompt to generate from
         prompt = None
         if n_new:
-            head = (*before[0], *joints[0].head) or (special.prefix,)
-            kept = head[n_new - seq_len :]
-            too_long |= len(kept) < len(head)
-            text = joints[0].text if len(kept) == len(head) else tokenizer.decode(kept)
-            prompt = Prompt(kept, text, stops, n_new)
-        done[i] = Question(rows[i], tuple(requests), prompt, 0, too_long)
-    return [_spoken(done[i], rows, task, examples[i], chat) for i in keep]
+            head = (*firsts[0], *joints[0].head) or (special.prefix,)
+            tokens = head[n_new - seq_len :]
+            too_long |= len(tokens) < len(head)
+            text = joints[0].text if len(tokens) == len(head) else tokenizer.decode(tokens)
+            prompt = Prompt(tokens, text, stops, n_new)
+        encoded[i] = Question(rows[i], tuple(requests), prompt, 0, too_long)
+    return [_with_messages(encoded[i], rows, task, examples[i], chat) for i in keep]
 
 
 def _harness_pairs(
     joint: Joint, before: tuple[int, ...], prefix: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A question's tokens and an answer's, for each answer; `before`: what comes first."""
+    """Yield the tokens of question and answer for each answer.
+
+    Args:
+        joint: the tokenized question with its answers.
+        before: special tokens before the text.
+        prefix: token in place of an empty question.
+    """
     n = len(joint.stripped)
-    lost = any(len(whole) <= n for whole in joint.wholes)
+    adds_no_token = any(len(whole) <= n for whole in joint.wholes)
     for whole in joint.wholes:
-        question = whole[: joint.border] if lost else joint.stripped
+        question = whole[: joint.border] if adds_no_token else joint.stripped
         answer = tuple(whole[len(question) :])
         context = (*before, *question)
         if not context and answer[:1] == (prefix,):
@@ -190,19 +211,19 @@ MODES: dict[str, Callable[..., list[Question]]] = {
     "harness": harness_questions,
     "foundry": foundry_questions,
 }
-"""The ways to make prompts; results name the one they were made with."""
+"""Prompt modes by name. Results record the name of their mode."""
 
 
 @dataclass(frozen=True)
 class _Window:
-    """What fits into the model.
+    """Limits of the model's input, and conversion of joints to questions within them.
 
     Attributes:
-        start: tokens before every text, which are never cut.
-        prefix: the token where nothing else would be before an answer.
-        seq_len: tokens of an input.
-        n_new: of which a prompt leaves free; 0 where nothing is generated.
-        stops: for prompts.
+        start: tokens before every text; they are never cut.
+        prefix: token before an answer if no other token is there.
+        seq_len: maximal input length in tokens.
+        n_new: tokens that a prompt leaves free for generation; 0: nothing is generated.
+        stops: stop texts of prompts.
     """
 
     start: tuple[int, ...]
@@ -213,15 +234,20 @@ class _Window:
 
     @property
     def room(self) -> int:
-        """Tokens of question and answer; the answer's last is not read."""
+        """Return the maximal number of tokens of question and answer.
+
+        The last token of the answer is predicted but not read.
+        """
         return self.seq_len - len(self.start) + 1
 
     def overflow(self, joints: Sequence[Joint]) -> int:
-        """Tokens too many, of the longest option or of the prompt."""
-        over = max(len(whole) for joint in joints for whole in joint.wholes) - self.room
+        """Return by how many tokens the longest option or the prompt exceeds the limits."""
+        longest = max(len(whole) for joint in joints for whole in joint.wholes)
+        excess = longest - self.room
         if self.n_new:
-            over = max(over, len(self.start) + len(joints[0].head) + self.n_new - self.seq_len)
-        return max(0, over)
+            prompt_length = len(self.start) + len(joints[0].head) + self.n_new
+            excess = max(excess, prompt_length - self.seq_len)
+        return max(0, excess)
 
     def question(
         self,
@@ -231,30 +257,32 @@ class _Window:
         dropped: int,
         tokenizer: Tokenizer,
     ) -> Question:
-        """Cut the start off where need be, and wrap up.
+        """Return the question of a row, with its start cut to fit.
 
         Args:
             row: the row.
-            joints: of each of its contexts.
-            texts: the answers that each of them has.
-            dropped: worked examples that have given way.
-            tokenizer: spells prompts that are cut.
+            joints: tokens of each of its contexts with all answers.
+            texts: texts of the answers.
+            dropped: number of few-shot examples that were dropped.
+            tokenizer: decodes prompts that are cut.
         """
         options = [(j, whole, t) for j in joints for whole, t in zip(j.wholes, texts, strict=True)]
         lengths = [len(whole) - joint.border for joint, whole, _ in options]
         if problem := answer_problem(lengths, min(self.room, self.seq_len)):
             return Question(row, (), problem=problem)
-        over = self.overflow(joints)
+        excess = self.overflow(joints)
         requests = []
         for joint, whole, text in options:
-            # Choices lose equally much, to follow the same tokens; contexts differ anyway, and a
-            # short one might lose all of itself to a long one.
-            cut = min(over, joint.border) if len(joints) == 1 else max(0, len(whole) - self.room)
+            # Answers to one context lose the same number of tokens, so that all follow the same
+            # tokens. Several contexts differ anyway, and each loses only what it must: a long one
+            # would cost a short one everything.
+            is_alone = len(joints) == 1
+            cut = min(excess, joint.border) if is_alone else max(0, len(whole) - self.room)
             first = self.start or (self.prefix,) * (cut == joint.border)
             tokens = (*first, *whole[cut:-1])
             requests.append(Request(tokens, tuple(whole[joint.border :]), text))
-        prompt = self._prompt(joints[0], over, tokenizer) if self.n_new else None
-        return Question(row, tuple(requests), prompt, dropped, over > 0)
+        prompt = self._prompt(joints[0], excess, tokenizer) if self.n_new else None
+        return Question(row, tuple(requests), prompt, dropped, excess > 0)
 
     def _prompt(self, joint: Joint, cut: int, tokenizer: Tokenizer) -> Prompt:
         head = joint.head[cut:]
@@ -264,24 +292,25 @@ class _Window:
 
 
 def _stops(task: TaskConfig, chat: Chat | None) -> tuple[str, ...]:
-    """Texts before which an answer ends, the end of its turn among them."""
+    """Return the stop texts of an answer, including the end of a turn."""
     turn = "" if chat is None else chat.end_of_turn
     stops = (*task.early_stopping_criteria, turn)
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
-def _spoken(
+def _with_messages(
     question: Question,
     rows: Sequence[TaskRow],
     task: TaskConfig,
     examples: Sequence[int],
     chat: Chat | None,
 ) -> Question:
-    """The question with its prompt's messages, for a server that has a template of its own."""
+    """Add the messages to the prompt of a question, for a server that applies its own template."""
     if chat is None or question.prompt is None:
         return question
-    row, its = question.row, [rows[j] for j in examples[question.dropped :]]
-    messages = chat_messages(row, row.contexts[0], its, task, chat, reasoned=reasons(rows))
+    row, example_rows = question.row, [rows[j] for j in examples[question.dropped :]]
+    context, reasoned = row.contexts[0], reasons(rows)
+    messages = chat_messages(row, context, example_rows, task, chat, reasoned=reasoned)
     prompt = replace(question.prompt, messages=tuple(messages), tools=row.tools)
     return replace(question, prompt=prompt)
 
@@ -289,11 +318,11 @@ def _spoken(
 def _n_new(
     rows: Sequence[TaskRow], task: TaskConfig, settings: PromptSettings, *, room: int
 ) -> int:
-    """`max_new_tokens`, 0 where nothing is to be written.
+    """Return `max_new_tokens` of the task; 0 if nothing is generated.
 
-    What the delimiter ends in is left to the model: see joint_tokens. In a conversation there is
-    room for the end of the turn, and for a few tokens too many: what writes on after a right answer
-    shows.
+    White space at the end of the delimiter is generated by the model (see `encode_joint`). In a
+    conversation there is room for the end of the turn and for _TOO_MANY more tokens, so that a
+    model which continues after a correct answer is detected.
     """
     if not (type_of(task).generates and settings.writes):
         return 0
@@ -306,7 +335,9 @@ def _n_new(
 
 
 def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[tuple[int, ...]]:
-    """Each row's worked examples: its family's; one that is the row again gives way to a spare.
+    """Sample the few-shot examples of each row: the same for all rows of a family.
+
+    An example that equals the row is replaced with a spare one.
 
     Raises:
         UserError: a family is too small.
@@ -319,14 +350,15 @@ def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[tup
                 f"{task.label}: num_fewshot: {shots}, but there are {len(family)} rows{category},"
                 f" one of which is the question; write {len(family) - 1} or less"
             )
+        # examples of the family, then spares in random order, for duplicate rows
         rng = random.Random(task.fewshot_random_seed)
-        drawn = rng.sample(family, shots + 1)
-        others = [i for i in family if i not in drawn]
-        order = [*drawn, *rng.sample(others, len(others))]  # spares, for rows that stand twice
-        usual = tuple(drawn[:shots])
-        shown = {_content(rows[i]) for i in usual}
+        sampled = rng.sample(family, shots + 1)
+        others = [i for i in family if i not in sampled]
+        order = [*sampled, *rng.sample(others, len(others))]
+        usual = tuple(sampled[:shots])
+        usual_contents = {_content(rows[i]) for i in usual}
         for i in family:
-            if _content(rows[i]) not in shown:
+            if _content(rows[i]) not in usual_contents:
                 result[i] = usual
                 continue
             different = (j for j in order if _content(rows[j]) != _content(rows[i]))
@@ -340,7 +372,7 @@ def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[tup
 
 
 def _content(row: TaskRow) -> Hashable:
-    """Equal for rows of which one would show the other's answer."""
+    """Return a key that is equal for rows with the same question and answer."""
     return row.contexts, row.choices, row.gold
 
 
@@ -353,39 +385,51 @@ def _encode(
     *,
     reads_special: bool = False,
 ) -> Iterator[tuple[int, list[Joint]]]:
-    """Each row of `examples` under each context; those with the same examples together.
+    """Yield each row of `examples` with the tokens of each of its contexts.
 
-    With `reads_special` the special tokens that a text spells are read; a template's always are.
+    Args:
+        rows: all rows of the task.
+        task: type and delimiters of the task.
+        examples: indices of the few-shot examples, by index of the row. Rows with the same examples
+            are encoded together.
+        tokenizer: tokenizer of the model.
+        chat: chat template; None: plain prompts.
+        reads_special: parse special tokens in texts; those of a template are always parsed.
     """
     if chat is not None:
         yield from chat_joints(rows, task, examples, SpecialRead(tokenizer), chat)
         return
     encoder = SpecialRead(tokenizer) if reads_special else tokenizer
     reasoned = reasons(rows)
-    together: dict[tuple[int, ...], list[int]] = {}
-    for i, its in examples.items():
-        together.setdefault(its, []).append(i)
-    for its, members in together.items():
-        before = _preamble([rows[j] for j in its], task, reasoned)
-        asked = [
-            (_opened(context, task, before), type_of(task).write(rows[i], task, reasoned))
-            for i in members
-            for context in rows[i].contexts
-        ]
-        joints = iter(encode_joint(before, asked, encoder))
+
+    # group rows by examples
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, example_indices in examples.items():
+        groups.setdefault(example_indices, []).append(i)
+
+    # encode each group after its common text
+    for example_indices, members in groups.items():
+        before = _preamble([rows[j] for j in example_indices], task, reasoned)
+        group_questions = []
+        for i in members:
+            answers = type_of(task).write(rows[i], task, reasoned)
+            for context in rows[i].contexts:
+                group_questions.append((_delimited(context, task, before), answers))
+        joints = iter(encode_joint(before, group_questions, encoder))
         for i in members:
             yield i, [next(joints) for _ in rows[i].contexts]
 
 
 def _preamble(examples: Sequence[TaskRow], task: TaskConfig, reasoned: bool) -> str:
-    """The text before a question: prompt string and worked examples."""
+    """Return the text before a question: prompt string and few-shot examples."""
     text = task.prompt_string
     for row in examples:
-        text += _opened(right_context(row), task, text)
+        text += _delimited(right_context(row), task, text)
         text += right_answer(row, task, reasoned=reasoned)
     return text
 
 
-def _opened(context: str, task: TaskConfig, before: str) -> str:
+def _delimited(context: str, task: TaskConfig, before: str) -> str:
+    """Return a question with its delimiters; the first one in a text has no example delimiter."""
     delimiter = task.example_delimiter if before else ""
     return delimiter + task.question_prelimiter + context + task.continuation_delimiter
