@@ -1,6 +1,7 @@
-"""A target's own client (ssh, sbatch, kubectl), asked as a process; whoever lacks it hears so.
+"""Subprocesses of a target's client (ssh, sbatch, kubectl).
 
-The targets' files call it. Nothing of what a client prints goes on with a secret in it.
+Used by the modules of the targets. A missing client is a one-line error. Secrets are masked in
+error messages.
 """
 
 from __future__ import annotations
@@ -16,22 +17,27 @@ from contextlib import suppress
 from llmfoundry.errors import UserError
 from llmfoundry.redaction import public
 
-SECONDS = 60.0  # for an answer
+SECONDS = 60.0  # default timeout of a client
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+)Z ")
 SILENCE = ("", "")
-"""Among the lines of `merged_lines`: a second has brought none, so that a reader may look up."""
+"""Yielded by `merged_lines` after a second without a line, so that a reader can do other work."""
 
 
 class NoAnswerError(UserError):
-    """A client has not answered in time; what it was asked to do may be done all the same."""
+    """A client did not answer in time. Its request may still take effect."""
 
 
 def ask(words: Sequence[str], *, text: str = "", seconds: float = SECONDS) -> str:
-    """What a client prints, given `text` as standard input.
+    """Run a client and return its standard output.
+
+    Args:
+        words: the command.
+        text: standard input.
+        seconds: timeout.
 
     Raises:
-        NoAnswerError: it has not answered in time.
-        UserError: there is no such client, or it refuses; its own last line says why.
+        NoAnswerError: the client did not answer in time.
+        UserError: the client is not installed or failed; contains its last line of output.
     """
     try:
         done = subprocess.run(
@@ -47,17 +53,18 @@ def ask(words: Sequence[str], *, text: str = "", seconds: float = SECONDS) -> st
     except OSError as error:
         raise _not_started(words[0], error) from error
     if done.returncode:
-        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        why = public(said[-1].strip()) if said else f"exit status {done.returncode}"
+        output = (done.stderr or done.stdout).splitlines()
+        messages = [line.strip() for line in output if line.strip()]
+        why = public(messages[-1]) if messages else f"exit status {done.returncode}"
         raise UserError(f"{words[0]}: {why.removeprefix(f'{words[0]}: ')}")
     return done.stdout
 
 
 def secrets_here(names: Sequence[str]) -> dict[str, str]:
-    """The secrets of this shell.
+    """Return the values of secrets from this shell's environment.
 
     Raises:
-        UserError: one is not set.
+        UserError: a variable is not set.
     """
     lines = [
         f"launch.secrets: {name} is not set in this shell; set it"
@@ -70,7 +77,7 @@ def secrets_here(names: Sequence[str]) -> dict[str, str]:
 
 
 def _not_started(client: str, error: OSError) -> UserError:
-    """The line for a client that is not there, or that this machine cannot run."""
+    """Return the error for a client that is not installed or cannot be started."""
     if isinstance(error, FileNotFoundError):
         why = "is not installed here; launch from a machine that has it, or dry_run=true"
     else:
@@ -79,29 +86,32 @@ def _not_started(client: str, error: OSError) -> UserError:
 
 
 def in_order(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Lines of several machines by the times that stand before them, which are left out.
+    """Sort the lines of several machines by their timestamps, and remove the timestamps.
 
-    One without a time has that of the line before it from the same machine.
+    A line without a timestamp sorts with the previous line of the same machine.
     """
-    times, found = dict[str, str](), list[tuple[str, str, str]]()
+    times, stamped = dict[str, str](), list[tuple[str, str, str]]()
     for name, line in lines:
         when, text = timed(line)
         times[name] = when or times.get(name, "")
-        found.append((times[name], name, text))
-    found.sort(key=lambda line: line[0])
-    return ((name, text) for _, name, text in found)
+        stamped.append((times[name], name, text))
+    stamped.sort(key=lambda line: line[0])
+    return ((name, text) for _, name, text in stamped)
 
 
 def timed(line: str) -> tuple[str, str]:
-    """The time in UTC that a target has written before a line, or nothing; and the line."""
-    found = _TIME.match(line)
-    return (found[1], line[found.end() :]) if found else ("", line)
+    """Split a line into its UTC timestamp (empty: none) and its text."""
+    match = _TIME.match(line)
+    return (match[1], line[match.end() :]) if match else ("", line)
 
 
 def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Lines of several commands as they come, each with the name of its source, and SILENCE.
+    """Run several commands; yield (source, line) as lines arrive, and SILENCE in between.
 
-    Ends once all of them have; the commands end where the caller goes no further.
+    Ends when all commands have ended. Closing the generator kills the commands.
+
+    Args:
+        sources: commands by the name of their source.
     """
     lines: queue.Queue[tuple[str, str] | None] = queue.Queue(maxsize=10_000)
     processes = list[subprocess.Popen[str]]()
@@ -114,6 +124,7 @@ def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, st
         lines.put(None)
 
     try:
+        # one process and one reader thread per source, all with the same queue
         for name, words in sources.items():
             try:
                 process = subprocess.Popen(
@@ -128,20 +139,22 @@ def merged_lines(sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, st
                 raise _not_started(words[0], error) from error
             processes.append(process)
             threading.Thread(target=read, args=(name, process), daemon=True).start()
-        left = len(processes)
-        while left:
+
+        # a reader puts None when its process has ended
+        running = len(processes)
+        while running:
             try:
-                found = lines.get(timeout=1.0)
+                line = lines.get(timeout=1.0)
             except queue.Empty:
-                found = SILENCE
-            if found is None:
-                left -= 1
+                line = SILENCE
+            if line is None:
+                running -= 1
             else:
-                yield found
+                yield line
     finally:
         for process in processes:
             process.kill()
             process.wait()
         with suppress(queue.Empty):
-            while True:  # readers that wait for room end, too
+            while True:  # unblock readers that wait for space in the queue
                 lines.get_nowait()

@@ -1,8 +1,7 @@
-"""The repository of the code that is launched, as a launched run's record keeps it.
+"""Git state of the launched code: commit, branch and uncommitted changes.
 
-`job.py` asks for its state, and `cli/commands/launch.py` writes the changes beside the record. The
-idea: a commit and what differs from it are the code that ran. Secrets are masked, and the size is
-bounded.
+`job.py` stores it in the launch record, and `cli/commands/launch.py` writes the diff next to it.
+The commit and the diff together are the code that ran. Secrets are masked, the size is limited.
 """
 
 from __future__ import annotations
@@ -14,21 +13,22 @@ from typing import Any
 from llmfoundry.redaction import public_code
 
 DIFF = "launch.diff"
-"""In the run's folder: what `git apply` takes to the commit in `launch.json`."""
-_MOST = 1_000_000  # bytes of it
-_SECONDS = 20.0  # for an answer
-_CODE = Path(__file__).resolve().parents[1]  # of this package
+"""File of the diff in the run's folder, for `git apply` on the commit in `launch.json`."""
+_MOST = 1_000_000  # bytes of the diff
+_SECONDS = 20.0  # timeout of a git command
+_CODE = Path(__file__).resolve().parents[1]  # folder of this package
 _DIFF = (
     f"git --no-optional-locks diff --no-color --no-ext-diff --no-textconv HEAD | head -c {_MOST}"
 )
 
 
 def git_state() -> tuple[dict[str, Any], str]:
-    """commit, branch, dirty and diff (the file's name), and the changes; empty: no repository.
+    """Return the git state of this package's code, and its diff.
 
-    Of this package's code, from whatever folder it is launched. A package that a repository around
-    it does not follow, as in a virtual environment, has none. Files that git does not follow are
-    named in the first lines of the changes.
+    Returns:
+        `commit`, `branch`, `dirty` and `diff` (the name of the diff's file), and the diff itself.
+        The first lines of the diff list untracked files. Both are empty if git does not track the
+        package, for example in a virtual environment.
     """
     is_followed = _ask("git ls-files --error-unmatch __init__.py", _CODE)
     commit = _ask("git rev-parse HEAD", _CODE).strip() if is_followed else ""
@@ -38,17 +38,17 @@ def git_state() -> tuple[dict[str, Any], str]:
     branch = _ask("git rev-parse --abbrev-ref HEAD", top).strip()
     changes = _ask(_DIFF, top)
     new = _ask("git ls-files --others --exclude-standard | head -n 100", top).splitlines()
-    found = {"commit": commit, "branch": branch, "dirty": bool(changes)}
+    state = {"commit": commit, "branch": branch, "dirty": bool(changes)}
     if not changes and not new:
-        return found, ""
+        return state, ""
     head = [f"# not in git: {name}" for name in new]
     head += [f"# cut off after {_MOST:,} bytes"] * (len(changes.encode()) >= _MOST)
     text = "".join(f"{line}\n" for line in head) + changes
-    return {**found, "diff": DIFF}, public_code(text)
+    return {**state, "diff": DIFF}, public_code(text)
 
 
 def _ask(command: str, folder: Path) -> str:
-    """What a command of the shell prints in a folder; empty where it fails."""
+    """Return the output of a shell command run in a folder; empty if it fails."""
     try:
         done = subprocess.run(
             command,

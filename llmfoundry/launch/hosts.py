@@ -1,13 +1,13 @@
-"""Targets without a scheduler: this machine, and machines that ssh reaches.
+"""Launch targets without a scheduler: this machine (`local`) and machines reached by ssh.
 
-`targets.py` lists both. The idea: they are one. A script of bash starts the supervisor as a session
-of its own, with its log in the run's folder, and prints its process's number; here bash runs it,
-and elsewhere `ssh HOST bash -s`. What is sent through standard input stands in no file and no list
-of processes, so that secrets go that way.
+Listed in `targets.py`. Both use the same bash script. It starts the supervisor in a new session,
+with the log in the run's folder, and prints the process id. `local` runs the script with bash,
+`ssh` with `ssh HOST bash -s`. Secrets are sent on standard input, so they appear in no file and in
+no process list.
 
-Of several machines each has a supervisor, which starts that machine's processes by torchrun; they
-meet at the first (`distributed/rendezvous.py`). Where one ends, the others miss it, and start again
-as well.
+With several machines, each has a supervisor that starts the processes of its machine with torchrun.
+The rendezvous is on the first machine (`distributed/rendezvous.py`). If the processes of one
+machine end, those of the others fail, and their supervisors restart them too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _SESSION = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.setsid();"
     " os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Bash lets what it starts in the background ignore SIGINT, by which a run is asked to stop."""
+"""Python program that runs a command with the default SIGINT action in a new session. Bash makes
+background processes ignore SIGINT, which requests a stop."""
 _TIMES = """
 import datetime, os, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -54,41 +55,49 @@ for line in sys.stdin.buffer:
     except OSError:
         pass
 """
-"""Writes the time before each line of one of several machines, by which they are merged later."""
+"""Python program that prefixes each line with the time. The lines of several machines are merged
+by it."""
 _STARTED = re.compile(r"^llmfoundry started (\d+) ?(.*)$", re.MULTILINE)
 _PROCESS = re.compile(r"(?:(.+):)?(\d+)@(\d+)")
 _PS = "TZ=UTC0 LC_ALL=C ps -ww"
 _LSTART = "%a %b %d %H:%M:%S %Y"  # as ps prints a start
-_SLACK = 2  # seconds by which ps may tell a start otherwise when it is asked again
+_SLACK = 2  # seconds; ps may report slightly different start times for the same process
 _ASKED = "asked"
-"""The ending of an empty file beside a machine's log: its supervisor was asked to save and end."""
+"""Suffix of an empty file next to a machine's log: a stop of its supervisor was requested."""
 _KILLED = "it was killed, or its machine has restarted"
 _STATE_SECONDS, _STOP_SECONDS, _SETUP_SECONDS = 40.0, 60.0, 3600.0
 
 
 def render(job: Job) -> str:
-    """The script of each machine."""
+    """Return the scripts of all machines, as one text."""
     hosts = job.config.hosts or [""]
     parts = [(f"# on {host}\n" if host else "") + script(job, n) for n, host in enumerate(hosts)]
     return "\n".join(parts)
 
 
 def script(job: Job, node: int) -> str:
-    """The bash script that starts machine number `node`'s supervisor in the background."""
+    """Return the bash script that starts the supervisor of machine `node` in the background."""
     config, folder = job.config, _folder(job)
     recipe = f"{folder}/{RECIPE}"
     log, status, asked = (f"{folder}/{LOGS}/node-{node}.{end}" for end in ("log", "exit", _ASKED))
-    words = [*job.torchrun(_address(config.hosts[0]) if config.hosts else ""), *job.own_processes()]
+
+    # the supervisor's command; its exit status goes to a file, its output to the log
+    first_host = _address(config.hosts[0]) if config.hosts else ""
+    words = [*job.torchrun(first_host), *job.own_processes()]
     command = shlex.join(job.command(recipe, *words))
     inner = f"trap : INT; {command}; echo $? > {shlex.quote(status)}"
     if job.nodes > 1:
         inner = f"exec > >(exec {shlex.join([job.python, '-c', _TIMES])}) 2>&1; {inner}"
+
+    # working folder, environment, log folder, recipe
     lines = [f"# {job.note}", "set -e", job.enter(_workdir(job))]
     lines += job.environment("through standard input" if config.hosts else "this shell's")
     lines += [f"mkdir -p {shlex.quote(f'{folder}/{LOGS}')}"]
     lines += [f"rm -f {shlex.quote(status)} {shlex.quote(asked)}"]
     if config.target == "ssh":
         lines += job.write_recipe(recipe)
+
+    # setup commands, checks, and the start
     lines += [
         *config.setup,
         *(["echo; sleep 1; echo  # ends if the launcher was killed"] if config.setup else []),
@@ -97,17 +106,17 @@ def script(job: Job, node: int) -> str:
         f" >> {shlex.quote(log)} 2>&1 < /dev/null &",
         f'echo "llmfoundry started $! $({_PS} -o lstart= -p $! 2> /dev/null)"',
     ]
-    # In braces bash reads all of it before a line of setup could read the rest.
+    # In braces, bash reads the complete script first. A setup command could read the rest of it.
     return "\n".join(["{", *lines, "exit 0", "}", ""])
 
 
 def _tools(job: Job) -> list[str]:
-    """Lines of bash that refuse a machine that lacks a program which is needed."""
+    """Return lines of bash that fail on a machine without a required program."""
     python = shlex.quote(job.python)
     instead = "write launch.environment=FOLDER, which has bin/python"
     lacks = shlex.quote(f"{job.python} is not there; {instead}")
     lines = [f"command -v {python} > /dev/null || {{ echo {lacks} >&2; exit 2; }}"]
-    if job.config.target == "ssh" or job.python != sys.executable:  # of another version, perhaps
+    if job.config.target == "ssh" or job.python != sys.executable:  # maybe another version
         before, after = shlex.quote(f"{job.python} cannot start llmfoundry ("), f"); {instead}"
         last = "\"${why##*$'\\n'}\""
         lines += [
@@ -125,19 +134,19 @@ def _workdir(job: Job) -> str:
 
 
 def _folder(job: Job) -> str:
-    """The run's folder on the machine that trains, for its log."""
+    """Return the run's folder on the training machine, for its log."""
     if job.config.target == "local":
         return str(job.folder.absolute())
     return str(PurePosixPath(_workdir(job)) / "runs" / job.name)
 
 
 def _address(host: str) -> str:
-    """A host's name without its user: by which other machines reach it."""
+    """Return the name of a host without the user."""
     return host.rpartition("@")[2]
 
 
 def submit(job: Job) -> LaunchRecord:
-    """Start the supervisor on each machine; those that have started are stopped where one fails.
+    """Start the supervisor on each machine. If one machine fails, stop the others.
 
     Raises:
         UserError: a machine cannot be reached, or its script fails.
@@ -148,10 +157,10 @@ def submit(job: Job) -> LaunchRecord:
     where |= job.record.where
     record = dataclasses.replace(job.record, where=where, submitted_at=time.time())
     for node, host in enumerate(config.hosts or [""]):
-        sent = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in secrets.items() if host)
+        exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in secrets.items() if host)
         try:
             answer = ask(
-                _shell(record, host), text=sent + script(job, node), seconds=_SETUP_SECONDS
+                _shell(record, host), text=exports + script(job, node), seconds=_SETUP_SECONDS
             )
             mark = _started(host, answer)
             if not mark:
@@ -164,50 +173,50 @@ def submit(job: Job) -> LaunchRecord:
             raise UserError(f"{place}{error}") from error
         record = dataclasses.replace(record, job=",".join(filter(None, [record.job, mark])))
         if job.nodes > 1:
-            with suppress(OSError):  # a launcher that is killed now leaves none that nobody finds
+            with suppress(OSError):  # if the launcher is killed now, the started machines are known
                 write(job.folder, record)
     return record
 
 
 def _started(host: str, answer: str) -> str:
-    """A machine's part of a record's job, from its script's output; empty: it started none."""
-    found = _STARTED.search(answer)
-    if found is None:
+    """Return a machine's part of the job id from its script's output; empty: nothing started."""
+    match = _STARTED.search(answer)
+    if match is None:
         return ""
     if host:
-        began = _epoch(found[2])
-        return "" if began is None else f"{host}:{found[1]}@{began}"
-    with suppress(psutil.Error):  # ps may be missing here
-        return f"{found[1]}@{psutil.Process(int(found[1])).create_time():.0f}"
+        began = _epoch(match[2])
+        return "" if began is None else f"{host}:{match[1]}@{began}"
+    with suppress(psutil.Error):  # ps may not be installed on this machine
+        return f"{match[1]}@{psutil.Process(int(match[1])).create_time():.0f}"
     return ""
 
 
 def _epoch(start: str) -> int | None:
-    """Seconds since 1970 of a start in UTC, as ps prints it; None: it is none."""
+    """Return the seconds since 1970 of a UTC start time printed by ps; None: not a time."""
     with suppress(ValueError):
         return calendar.timegm(time.strptime(start.strip(), _LSTART))
     return None
 
 
 def _end_all(record: LaunchRecord) -> None:
-    """End the supervisors that have started, as far as their machines answer."""
+    """Kill the started supervisors; ignore machines that do not answer."""
     for host, pid, _ in _processes(record):
         with suppress(UserError):
             _run(record, host, _stop_script(pid), _STOP_SECONDS)
 
 
 def state(record: LaunchRecord) -> TargetState:
-    """Whether its supervisors run; with several machines, whether any does."""
+    """Return the state of the supervisors: running if one runs; if all ended, prefer a failure."""
     if not record.job:
         return TargetState(UNKNOWN, "was not started")
-    found = list[TargetState]()
+    states = list[TargetState]()
     for node, (host, pid, began) in enumerate(_processes(record)):
         try:
-            found.append(_state_of(record, node, host, pid, began))
+            states.append(_state_of(record, node, host, pid, began))
         except UserError as error:
-            found.append(TargetState(UNKNOWN, f"{host or 'here'}: {error}"))
-    order = {RUNNING: 0, UNKNOWN: 1, ENDED: 2}  # of those that have ended, the one that failed
-    return min(found, key=lambda each: (order[each.state], each.reason == "exit status 0"))
+            states.append(TargetState(UNKNOWN, f"{host or 'here'}: {error}"))
+    order = {RUNNING: 0, UNKNOWN: 1, ENDED: 2}
+    return min(states, key=lambda state: (order[state.state], state.reason == "exit status 0"))
 
 
 def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) -> TargetState:
@@ -225,7 +234,7 @@ def _state_of(record: LaunchRecord, node: int, host: str, pid: int, began: int) 
 
 
 def _state_here(status: str, pid: int, began: int) -> TargetState:
-    """Of this machine's process, without others being started for each of hundreds of runs."""
+    """Return the state of a process on this machine, without a subprocess per run."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         is_same = abs(process.create_time() - began) <= _SLACK or _names(process.cmdline(), status)
@@ -240,39 +249,43 @@ def _state_here(status: str, pid: int, began: int) -> TargetState:
 
 
 def _file(record: LaunchRecord, node: int, ending: str) -> str:
-    """A machine's file beside its log."""
+    """Return the path of a machine's file next to its log."""
     return record.where.get("log", "").replace("node-*.log", f"node-{node}.{ending}")
 
 
 def _names(words: list[str], status: str) -> bool:
-    """Whether a command is a supervisor's, which names where its exit status goes.
+    """Return whether a command is the supervisor's, which contains the path of its exit status.
 
-    A start is told by the clock and by a time zone, and both may be set meanwhile.
+    The start time alone is not enough: the clock or the time zone may have been set meanwhile.
     """
     return bool(status) and any(f"> {shlex.quote(status)}" in word for word in words)
 
 
 def _ended(text: str) -> TargetState:
-    """A supervisor that has left its exit status."""
+    """Return the state of a supervisor that has written its exit status."""
     status = int(text.strip()[:9])
     return TargetState(ENDED, f"exit status {status}", status)
 
 
 def _is_same(line: str, status: str, began: int) -> bool:
-    """Whether ps shows the process that was started, and not a later one of its number."""
-    if not line.strip() or line.lstrip().startswith("Z"):  # it is gone, or nobody waits for it
+    """Return whether ps shows the started process, and not a later one with the same id."""
+    if not line.strip() or line.lstrip().startswith("Z"):  # ended, or a zombie
         return False
-    _, *words = line.split(maxsplit=6)  # five of them are its start
+    _, *words = line.split(maxsplit=6)  # state, five words of the start time, command
     start = _epoch(" ".join(words[:5]))
     is_then = start is not None and abs(start - began) <= _SLACK
     return is_then or _names(words[5:], status)
 
 
 def stop(record: LaunchRecord, *, now: bool) -> str:
-    """Ask its supervisors to save and end; `now`: end them at once. What came of it, in words.
+    """Stop the supervisors of a job, and return a description of what was done.
+
+    Args:
+        record: of the launch.
+        now: kill at once; otherwise request that the run saves and ends.
 
     Raises:
-        UserError: of the machines that cannot be asked; the others were.
+        UserError: some machines could not be reached; the other machines were stopped.
     """
     done, problems = list[str](), list[str]()
     for node, (host, pid, began) in enumerate(_processes(record)):
@@ -292,12 +305,12 @@ def stop(record: LaunchRecord, *, now: bool) -> str:
 
 
 def _stop_script(pid: int, asked: str = "") -> str:
-    """Signals for a supervisor's session: the second one ends its run at once.
+    """Return a bash script that signals a supervisor's session. A second signal kills the run.
 
     Args:
         pid: of the session's first process.
-        asked: a file that is made as the first signal is sent, so that whoever asks next, from
-            whatever machine, sends none; empty: end the run at once.
+        asked: file that is created before the first signal. Later requests, also from other
+            machines, send no signal if it exists. Empty: kill the run at once.
     """
     first = f"kill -INT -- -{pid}"
     if asked:
@@ -309,7 +322,7 @@ def _stop_script(pid: int, asked: str = "") -> str:
 
 
 def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
-    """What its supervisors and processes print, with the number of the machine."""
+    """Yield (number of the machine, line) of the output of supervisors and training processes."""
     sources = dict[str, list[str]]()
     for node, (host, _, _) in enumerate(_processes(record)):
         log = _file(record, node, "log")
@@ -321,9 +334,12 @@ def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
 
 
 def _processes(record: LaunchRecord) -> list[tuple[str, int, int]]:
-    """Host (empty: this one), process and its start in seconds since 1970, of each machine."""
-    marks = (_PROCESS.fullmatch(mark) for mark in record.job.split(",") if mark)
-    return [(mark[1] or "", int(mark[2]), int(mark[3])) for mark in marks if mark]
+    """Return host (empty: this one), process id and start time of each machine.
+
+    Start times are in seconds since 1970.
+    """
+    matches = (_PROCESS.fullmatch(mark) for mark in record.job.split(",") if mark)
+    return [(match[1] or "", int(match[2]), int(match[3])) for match in matches if match]
 
 
 def _run(record: LaunchRecord, host: str, text: str, seconds: float) -> str:
@@ -331,16 +347,14 @@ def _run(record: LaunchRecord, host: str, text: str, seconds: float) -> str:
 
 
 def _shell(record: LaunchRecord, host: str) -> list[str]:
-    """Bash here, or on a host; no options of this record can start a program (`ssh_problems`)."""
+    """Return the command for bash on this machine or on a host.
+
+    The ssh options of a record were checked: none of them starts a program (`ssh_problems`).
+    """
     return [*_ssh(record), host, "exec bash -s"] if host else ["bash", "-s"]
 
 
 def _ssh(record: LaunchRecord) -> list[str]:
     options = record.where.get("options", "")
-    own = [
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        "ConnectTimeout=20",
-    ]  # the first of two counts
-    return ["ssh", "-T", *(options.split("\n") if options else []), *own]
+    defaults = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]  # ssh uses the first of two
+    return ["ssh", "-T", *(options.split("\n") if options else []), *defaults]

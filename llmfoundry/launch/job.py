@@ -1,7 +1,7 @@
-"""What is launched: a recipe in one piece, its command, and the folder that its record goes into.
+"""Job: the composed recipe, its command, and the folder of its launch record.
 
-`cli/commands/launch.py` makes a `Job` of a checked recipe, and a target renders and submits it.
-What travels is the composed recipe, with `${oc.env:NAME}` as written: a secret's value is nowhere.
+`cli/commands/launch.py` makes a `Job` from a checked recipe. A target renders and submits it. The
+composed recipe keeps `${oc.env:NAME}` as written, so it contains no secret value.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from llmfoundry.recipe.typed import as_written, dump
 from llmfoundry.redaction import hide_variables, masked_keys, public, public_override
 
 RECIPE = "launch.yaml"
-"""In the run's folder: the composed recipe that was launched."""
+"""File of the composed recipe in the run's folder."""
 LOGS = "launch"
-"""Below the run's folder: what the job prints."""
+"""Subfolder of the run's folder for the job's output."""
 _END = "__llmfoundry_end_of_recipe__"
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # one with a default may be missing
 
@@ -42,35 +42,36 @@ class Job:
 
     name: str
     config: LaunchConfig
-    """Filled."""
+    """Resolved launch configuration."""
     folder: Path
-    """Of its record on this machine; `record.where` names the run's own where that is another."""
+    """Folder of the launch record on this machine; `record.where` has the run's folder if it
+    differs."""
     text: str
     """The composed recipe as YAML."""
     own_words: list[str]
-    """The command line's settings of the supervisor, which come last."""
+    """Overrides of `supervise` from the command line; they come last."""
     launches_itself: bool
-    """Whether the recipe says by what its processes are started (supervise.launch)."""
+    """Whether the recipe sets the command that starts its processes (supervise.launch)."""
     acts: bool
     """supervise.act."""
     record: LaunchRecord
-    """Without a job."""
+    """Launch record; its job id is empty until the job is submitted."""
     changes: str
-    """Of the repository against its commit, for a file; empty: none."""
+    """Diff of the repository against its commit; empty: no changes."""
 
     @property
     def nodes(self) -> int:
-        """Machines that train."""
+        """Number of training machines."""
         return self.config.nodes or 1
 
     @property
     def processes(self) -> int:
-        """Of each machine, where that is known."""
+        """Processes per machine; 1 if not configured."""
         return self.config.gpus_per_node or 1
 
     @property
     def python(self) -> str:
-        """The program that starts it there."""
+        """Python program on the target."""
         if self.config.environment is not None:
             return f"{self.config.environment}/bin/python"
         is_here = self.config.target in ("local", "slurm") and self.config.image is None
@@ -78,28 +79,31 @@ class Job:
 
     @property
     def note(self) -> str:
-        """A line for the rendered object: what was launched, and of which commit."""
+        """Comment for the rendered object: the run, its recipe and its commit."""
         git = self.record.git
         of = f"; commit {git['commit']}{' and changes' * bool(git['dirty'])}" if git else ""
         return f"{self.name}: {self.record.recipe} by llmfoundry launch{of}"
 
     def command(self, recipe: str, *words: str) -> list[str]:
-        """The supervisor's command on the target.
+        """Return the supervisor's command on the target.
 
         Args:
-            recipe: where the composed recipe is there.
-            words: the target's settings of the supervisor.
+            recipe: path of the composed recipe on the target.
+            words: overrides that the target needs.
         """
         return [self.python, "-m", "llmfoundry", "supervise", recipe, *words, *self.own_words]
 
     def torchrun(self, host: str) -> list[str]:
-        """Words by which a supervisor on each of several machines starts that machine's processes.
+        """Return the override with which each supervisor starts its machine's processes.
 
-        They meet at the first; one that comes later, after a restart of its own, finds the others
-        starting again as well, for their processes end with its.
+        The rendezvous is on the first machine. When one machine restarts its processes, those of
+        the others have failed too, and all machines meet again.
 
         Args:
-            host: the first machine's name, for all of them.
+            host: name of the first machine, as the other machines resolve it.
+
+        Returns:
+            `supervise.launch=[…]`; nothing for one machine, or if the recipe sets it.
         """
         if self.launches_itself or self.nodes == 1:
             return []
@@ -110,13 +114,17 @@ class Job:
         return [list_key("supervise.launch", words)]
 
     def enter(self, workdir: str) -> str:
-        """A line of bash that goes to a folder, which is made where it is missing."""
+        """Return a line of bash that creates a folder if it is missing, and enters it."""
         name = shlex.quote(workdir)
         line = f"launch.workdir: {workdir} cannot be made or entered there; write another"
         return f"mkdir -p {name} && cd {name} || {{ echo {shlex.quote(line)} >&2; exit 2; }}"
 
     def environment(self, came: str) -> list[str]:
-        """Lines of bash that set what the run's processes need; where a secret came from."""
+        """Return lines of bash that set the environment and check that secrets are set.
+
+        Args:
+            came: where secrets come from, for a comment.
+        """
         lines = []
         if self.config.environment is not None:
             lines.append(f'export PATH={shlex.quote(self.config.environment + "/bin")}:"$PATH"')
@@ -124,27 +132,28 @@ class Job:
         return lines + [f': "${{{name}:?is not set}}"  # {came}' for name in self.config.secrets]
 
     def write_recipe(self, path: str) -> list[str]:
-        """Lines of bash that write the recipe there."""
+        """Return lines of bash that write the recipe to `path`."""
         return [f"cat > {shlex.quote(path)} <<'{_END}'", self.text.rstrip("\n"), _END]
 
     def own_processes(self) -> list[str]:
-        """The setting by which one machine's run has as many processes as the launch says."""
+        """Return the override for the number of processes of a single-machine run."""
         if self.nodes > 1 or self.launches_itself or self.config.gpus_per_node is None:
             return []
         return [f"parallel.nproc_per_node={self.processes}"]
 
 
 def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Job:
-    """What a checked recipe of `scripts/launch.py` launches.
+    """Return the job of a checked recipe of `scripts/launch.py`.
 
     Args:
-        recipe: its keys beside a training recipe's are left out of what travels.
-        given: its path or name, as the user wrote it.
+        recipe: checked; keys that a training recipe does not have are removed.
+        given: path or name of the recipe, as the user wrote it.
         overrides: words of the command line.
 
     Raises:
-        UserError: a secret stands in the recipe itself, or is read on a target that has it not.
+        UserError: the recipe contains a secret, or reads a variable that is not set on the target.
     """
+    # compose the recipe, without the keys of `launch`, and reject secrets
     config = recipe.launch
     config.fill()
     plain = as_written(recipe)
@@ -155,9 +164,11 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
     if problems:
         raise UserError(*problems)
     hide_variables(config.secrets)
+
+    # the launch record
     folder = folder_here(recipe)
-    own = [w for w in overrides if w.lstrip("+~").startswith("supervise.")]
-    given = " ".join(given.split())  # it stands in comments, of a line
+    supervise_words = [w for w in overrides if w.lstrip("+~").startswith("supervise.")]
+    given = " ".join(given.split())  # used in comments of one line
     if not str(folder.absolute()).isprintable():
         raise UserError("save_folder: has characters that no line of a script can hold; rename it")
     git, changes = git_state()
@@ -178,7 +189,7 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
         config=config,
         folder=folder,
         text=f"# {given} as scripts/launch.py composed it.\n{text}",
-        own_words=own,
+        own_words=supervise_words,
         launches_itself=bool(recipe.supervise.launch),
         acts=recipe.supervise.act,
         record=record,
@@ -187,9 +198,9 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
 
 
 def folder_here(recipe: TrainRecipe) -> Path:
-    """Where this machine keeps a launched run's record.
+    """Return the folder of a launch record on this machine.
 
-    On other machines an absolute path, or a URL, is one of theirs: then runs/ here.
+    If the run's folder is a URL, or an absolute path on another machine, the record is in runs/.
     """
     folder = Path(recipe.save_folder).expanduser()
     is_here = recipe.launch.target in ("local", "slurm") or not folder.is_absolute()
@@ -199,9 +210,9 @@ def folder_here(recipe: TrainRecipe) -> Path:
 
 
 def _run_place(recipe: TrainRecipe) -> str:
-    """The run's folder on the machines that train, or its URL.
+    """Return the run's folder on the training machines, or its URL.
 
-    A pod's folder on a path of its node is named by the node's path.
+    For a pod with a mounted host path, return the path on the host.
     """
     config, folder = recipe.launch, recipe.save_folder
     if "://" in folder:
@@ -225,7 +236,7 @@ def _secrets_in(plain: dict[str, Any]) -> Iterator[str]:
 
 
 def _unset_on_target(config: LaunchConfig, text: str) -> Iterator[str]:
-    """A line for each variable that the recipe reads and another machine will not have."""
+    """Yield an error line for each variable that the recipe reads and the target does not set."""
     if config.target in ("local", "slurm"):
         return
     for name in sorted({*_VARIABLE.findall(text)} - {*config.env, *config.secrets}):
@@ -236,15 +247,15 @@ def _unset_on_target(config: LaunchConfig, text: str) -> Iterator[str]:
 
 
 def dump_all(*objects: Any) -> str:
-    """Objects as YAML documents; texts of several lines, such as a recipe, stay readable."""
+    """Return objects as YAML documents, with multi-line strings as literal blocks."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
+    """YAML dumper that writes multi-line strings as literal blocks."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """A text; `|` keeps its lines."""
+        """Return the node of a string, with the style `|` if it has several lines."""
         style = "|" if "\n" in text else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -253,5 +264,5 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def list_key(key: str, words: Sequence[str]) -> str:
-    """A setting `key=["a","b"]`, whose quotes a shell's own do not touch."""
+    """Return the override `key=["a","b"]`, which needs no escapes in single quotes of a shell."""
     return f"{key}={json.dumps(list(words), ensure_ascii=False, separators=(',', ':'))}"

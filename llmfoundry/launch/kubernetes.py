@@ -1,9 +1,10 @@
-"""Objects of Kubernetes: a Job, a JobSet or a TrainJob, and what kubectl says of them.
+"""Kubernetes target: a Job, JobSet or TrainJob, its state, stop and logs through kubectl.
 
-`targets.py` lists it. In every pod a supervisor is the first process: it starts its machine's
-processes, again where that is of use, and those of several pods meet at the first one's name, which
-JobSet's headless service gives it. Its exit statuses 2 and 93 end the whole object; after another,
-or an eviction, Kubernetes starts pods anew, which resume. The recipe comes along as a ConfigMap.
+Listed in `targets.py`. The first process of each pod is a supervisor, which starts the processes of
+its machine and restarts them if that is useful. With several pods, the rendezvous is on the first
+pod, whose name is resolved by JobSet's headless service. The supervisor's exit statuses 2 and 93
+fail the object. After other failures, or an eviction, Kubernetes restarts the pods and the run
+resumes. The recipe is mounted from a ConfigMap.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRec
 Object = dict[str, Any]
 RUN_LABEL = "llmfoundry/run"
 ROLE = "llmfoundry-cordon"
-_CONTAINER = "node"  # so Kubeflow's runtime calls it, and the replicated job around it
-_FOLDER = "/etc/llmfoundry"  # of the recipe, in a pod
-_GROUP = 1000  # of the Dockerfile's user, so that it may write to a volume
-_LONGEST = 40  # with what JobSet adds a pod's name has 63 at most
+_CONTAINER = "node"  # name of the container and replicated job in Kubeflow's runtime
+_FOLDER = "/etc/llmfoundry"  # mount of the recipe in a pod
+_GROUP = 1000  # group of the Dockerfile's user, for write access to volumes
+_LONGEST = 40  # characters; JobSet appends to it, and a pod's name has at most 63
 
 
 def render(job: Job) -> str:
-    """The objects as YAML, for kubectl apply."""
-    make = next(make for kind, make in _MAKERS.items() if kind.lower() == job.config.object)
+    """Return the objects as YAML for kubectl apply."""
+    makers = {kind.lower(): make for kind, make in _MAKERS.items()}
+    make = makers[str(job.config.object)]
     recipe = _object("ConfigMap", job, suffix="-recipe", data={RECIPE: job.text})
     objects = [*_cordoning(job), recipe, make(job)]
     return f"# {job.note}\n" + dump_all(*objects)
 
 
 def object_name(name: str) -> str:
-    """A run's name as Kubernetes takes one: lower case, digits and `-`; one of its own if cut."""
+    """Return a valid object name for a run: lower-case letters, digits and `-`.
+
+    A changed name gets a checksum, so that different runs have different names.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if plain == name and len(plain) <= _LONGEST and not plain[0].isdecimal():
         return plain
@@ -49,7 +54,7 @@ def object_name(name: str) -> str:
 
 
 def _object(kind: str, job: Job, *, suffix: str = "", **more: Any) -> Object:
-    """An object of this run, with `more` beside its metadata."""
+    """Return an object with the run's name, labels and annotations, and the fields `more`."""
     name, git = object_name(job.name), job.record.git
     notes = {"llmfoundry/recipe": job.record.recipe}
     if git:
@@ -66,7 +71,7 @@ def _object(kind: str, job: Job, *, suffix: str = "", **more: Any) -> Object:
 
 
 def _job(job: Job) -> Object:
-    """One machine: a Job, which needs nothing that a cluster does not have."""
+    """Return a Job for one machine, which every cluster supports without extensions."""
     return _object("Job", job, spec=_job_spec(job, backoffLimit=job.config.restarts))
 
 
@@ -76,13 +81,13 @@ def _job_spec(job: Job, **more: Any) -> Object:
 
 
 def _jobset(job: Job) -> Object:
-    """Several machines: all pods of the one Job start again together, as a gang."""
+    """Return a JobSet for several machines; all pods of its one Job restart together."""
     inner = _job_spec(
         job,
         completionMode="Indexed",
         completions=job.nodes,
         parallelism=job.nodes,
-        backoffLimit=0,  # JobSet counts
+        backoffLimit=0,  # JobSet counts the restarts
     )
     given_up = {"name": "givenUp", "action": "FailJobSet"}
     rules = [{**given_up, "onJobFailureReasons": ["PodFailurePolicy"]}]
@@ -95,12 +100,16 @@ def _jobset(job: Job) -> Object:
 
 
 def _trainjob(job: Job) -> Object:
-    """Kubeflow Trainer 2: its runtime torch-distributed makes the JobSet, and counts restarts."""
+    """Return a TrainJob of Kubeflow Trainer 2.
+
+    Its runtime torch-distributed creates the JobSet and counts restarts.
+    """
+    # split the pod: the container goes to `trainer`, the rest patches the runtime's pod
     pod = _pod(job)
     (container,) = pod["spec"].pop("containers")
     mounts = {"name": container["name"], "volumeMounts": container["volumeMounts"]}
-    own = ("restartPolicy", "priorityClassName")  # the runtime's
-    pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in own}
+    runtime_keys = ("restartPolicy", "priorityClassName")  # set by the runtime
+    pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in runtime_keys}
     pod["spec"]["containers"] = [mounts]
     patch = {"name": _CONTAINER, "template": {"spec": {"template": pod}}}
     runtime = {"template": {"spec": {"replicatedJobs": [patch]}}}
@@ -122,7 +131,7 @@ def _trainjob(job: Job) -> Object:
 
 
 _MAKERS = {"Job": _job, "JobSet": _jobset, "TrainJob": _trainjob}
-"""By kind: in lower case launch.object's."""
+"""Functions by object kind; launch.object is the kind in lower case."""
 _RBAC = "rbac.authorization.k8s.io"
 _VERSIONS = {
     "ConfigMap": "v1",
@@ -134,23 +143,24 @@ _VERSIONS = {
 
 
 def _failures() -> Object:
-    """What a pod's end means; a supervisor's other statuses are failures that count."""
+    """Return the pod failure policy. Other exit statuses count as restarts."""
     ends = {"containerName": _CONTAINER, "operator": "In", "values": [MISTAKE, GIVE_UP]}
     evicted = [{"type": "DisruptionTarget", "status": "True"}]
     return {
         "rules": [
             {"action": "FailJob", "onExitCodes": ends},
-            {"action": "Ignore", "onPodConditions": evicted},  # or preempted: not counted
+            {"action": "Ignore", "onPodConditions": evicted},  # evicted or preempted: not counted
         ]
     }
 
 
 def _pod(job: Job) -> Object:
-    """The pod of a machine."""
+    """Return the pod template of a machine."""
+    # volumes and their mounts
     config = job.config
     volumes: list[Object] = [
         {"name": "recipe", "configMap": {"name": f"{object_name(job.name)}-recipe"}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's and the loaders'
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # for NCCL and data loader workers
     ]
     mounts: list[Object] = [
         {"name": "recipe", "mountPath": _FOLDER, "readOnly": True},
@@ -158,11 +168,15 @@ def _pod(job: Job) -> Object:
     ]
     for number, mount in enumerate(config.mounts):
         source, _, path = mount.rpartition(":")
-        is_path = source.startswith("/")
-        of_node = {"hostPath": {"path": source}}
-        claimed = {"persistentVolumeClaim": {"claimName": source}}
-        volumes.append({"name": f"mount-{number}", **(of_node if is_path else claimed)})
+        volume: Object = {"name": f"mount-{number}"}
+        if source.startswith("/"):
+            volume["hostPath"] = {"path": source}
+        else:
+            volume["persistentVolumeClaim"] = {"claimName": source}
+        volumes.append(volume)
         mounts.append({"name": f"mount-{number}", "mountPath": path})
+
+    # the container and its resources
     limits = {"nvidia.com/gpu": str(config.gpus_per_node)} if config.gpus_per_node else {}
     more = {name: str(amount) for name, amount in config.resources.items()}
     container = {
@@ -174,13 +188,15 @@ def _pod(job: Job) -> Object:
         "resources": {"limits": limits | more},
         "volumeMounts": mounts,
     }
+
+    # the pod
     account = config.service_account or (object_name(job.name) if job.acts else None)
     spec: Object = {"serviceAccountName": account} if account else {}
     if config.priority is not None and config.queue is None:
         spec["priorityClassName"] = config.priority
     spec |= {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": config.signal_seconds,  # in which it saves
+        "terminationGracePeriodSeconds": config.signal_seconds,  # time to save a checkpoint
         "securityContext": {"fsGroup": _GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": volumes,
@@ -200,7 +216,7 @@ def _command(job: Job) -> list[str]:
 
 def _variables(job: Job) -> list[Object]:
     config = job.config
-    # The check's word for this machine is then the cluster's.
+    # the health check reports the node by the cluster's name for it
     node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     plain = [{"name": name, "value": value} for name, value in config.env.items()]
     secret = [
@@ -211,12 +227,12 @@ def _variables(job: Job) -> list[Object]:
 
 
 def _cordoning(job: Job) -> list[Object]:
-    """With supervise.act: an account that may cordon a node which the check finds bad."""
+    """Return, for supervise.act, an account with permission to cordon bad nodes."""
     if not job.acts or job.config.service_account is not None:
         return []
     account, space = object_name(job.name), job.config.namespace or "default"
     role, version = {"name": f"{ROLE}-{account}"}, f"{_RBAC}/v1"
-    # spec.unschedulable, and an annotation that says why
+    # patch sets spec.unschedulable and an annotation with the reason
     rules = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"]}]
     subject = {"kind": "ServiceAccount", "name": account, "namespace": space}
     named = {"apiGroup": _RBAC, "kind": "ClusterRole", **role}
@@ -229,24 +245,28 @@ def _cordoning(job: Job) -> list[Object]:
 
 
 def submit(job: Job) -> LaunchRecord:
-    """Apply the objects; an ended one of the same run is deleted first.
+    """Apply the objects. An ended object of the same run is deleted first.
 
     Raises:
-        UserError: it is there and has not ended, or is another's; or kubectl refuses.
+        UserError: an object of that name has not ended or belongs to something else, or kubectl
+            fails.
     """
     config = job.config
     where = {"namespace": config.namespace or "", "context": config.context or ""}
     where |= job.record.where
-    named = f"{config.object}/{object_name(job.name)}"
-    record = dataclasses.replace(job.record, job=named, where=where, submitted_at=time.time())
-    there = _get(record)
-    if there is not None:
-        found = _state_of(record, there)
-        owned = there.get("metadata", {}).get("labels", {}).get(RUN_LABEL) == object_name(job.name)
-        if found.state != ENDED or not owned:
-            why = found.reason if owned else "and is not of this run"
-            raise UserError(f"run_name: {named} is there already, {why}; write another run_name")
-        ask([*_kubectl(record), "delete", named, "--wait=true"], seconds=180)
+    job_id = f"{config.object}/{object_name(job.name)}"
+    record = dataclasses.replace(job.record, job=job_id, where=where, submitted_at=time.time())
+
+    # delete an ended object of the same run
+    existing = _get(record)
+    if existing is not None:
+        state = _state_of(record, existing)
+        label = existing.get("metadata", {}).get("labels", {}).get(RUN_LABEL)
+        is_same_run = label == object_name(job.name)
+        if state.state != ENDED or not is_same_run:
+            why = state.reason if is_same_run else "and is not of this run"
+            raise UserError(f"run_name: {job_id} is there already, {why}; write another run_name")
+        ask([*_kubectl(record), "delete", job_id, "--wait=true"], seconds=180)
     ask([*_kubectl(record), "apply", "-f", "-"], text=render(job))
     return record
 
@@ -257,36 +277,40 @@ def _kubectl(record: LaunchRecord) -> list[str]:
 
 
 def _get(record: LaunchRecord) -> Object | None:
-    """The object; None: it is not there."""
+    """Return the object; None: it does not exist."""
     try:
         text = ask([*_kubectl(record), "get", record.job, "--output=json"])
-        found = json.loads(text)
+        answer = json.loads(text)
     except UserError as error:
         if "not found" in str(error).lower():
             return None
         raise
     except ValueError as error:
         raise UserError("kubectl: its answer cannot be read; try again") from error
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         raise UserError("kubectl: its answer is no object of Kubernetes; try again")
-    return found
+    return answer
 
 
 def state(record: LaunchRecord) -> TargetState:
-    """What the cluster says of its object."""
+    """Return the state of the object in the cluster."""
     if not record.job:
         return TargetState(UNKNOWN, "was not submitted")
     try:
-        found = _get(record)
-        return TargetState(ENDED, "was deleted") if found is None else _state_of(record, found)
+        existing = _get(record)
+        if existing is None:
+            return TargetState(ENDED, "was deleted")
+        return _state_of(record, existing)
     except UserError as error:
         return TargetState(UNKNOWN, str(error))
     except (AttributeError, KeyError, TypeError):
         return TargetState(UNKNOWN, "kubectl: its answer is no object of Kubernetes")
 
 
-def _state_of(record: LaunchRecord, found: Object) -> TargetState:
-    status = found.get("status") or {}
+def _state_of(record: LaunchRecord, existing: Object) -> TargetState:
+    """Return the state from an object's status, and from its pods if they are not ready."""
+    # conditions of Job (Complete, Failed), JobSet (Completed) and TrainJob
+    status = existing.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions", []) if c["status"] == "True"}
     for name in ("Complete", "Completed"):
         if name in conditions:
@@ -297,16 +321,18 @@ def _state_of(record: LaunchRecord, found: Object) -> TargetState:
     if "Suspended" in conditions:
         whose = conditions["Suspended"].get("message") or "by Kueue or a person"
         return TargetState(WAITING, f"suspended: {whose}")
+
+    # no condition: running if a pod is ready
     parts = [*status.get("replicatedJobsStatus", []), *status.get("jobsStatus", []), status]
     restarts = status.get("restarts", 0)
-    again = f", started again {restarts} times" if restarts else ""
+    restart_note = f", started again {restarts} times" if restarts else ""
     if any(part.get("ready") for part in parts):
-        return TargetState(RUNNING, f"{record.job}{again}")
-    return TargetState(WAITING, f"{_why_pods_wait(record)}{again}")
+        return TargetState(RUNNING, f"{record.job}{restart_note}")
+    return TargetState(WAITING, f"{_why_pods_wait(record)}{restart_note}")
 
 
 def _why_pods_wait(record: LaunchRecord) -> str:
-    """Of its pods: Unschedulable, ImagePullBackOff and their like, with Kubernetes' own words."""
+    """Return why pods are not ready (Unschedulable, ImagePullBackOff, …), as Kubernetes reports."""
     try:
         text = ask([*_kubectl(record), "get", "pods", f"-l={_selector(record)}", "--output=json"])
         pods = json.loads(text)["items"]
@@ -329,7 +355,10 @@ def _selector(record: LaunchRecord) -> str:
 
 
 def stop(record: LaunchRecord, *, now: bool) -> str:
-    """Delete it: its supervisors get SIGTERM, save, and end within signal_seconds."""
+    """Delete the object and return what was done.
+
+    The supervisors get SIGTERM and have signal_seconds to save and end; with `now` pods are killed.
+    """
     if not record.job or state(record).state == ENDED:
         return "had ended"
     ask([*_kubectl(record), "delete", record.job, "--wait=false"])
@@ -341,7 +370,7 @@ def stop(record: LaunchRecord, *, now: bool) -> str:
 
 
 def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
-    """What all pods print that there are now, with the number of the machine."""
+    """Yield (number of the machine, line) of the output of all existing pods."""
     words = [*_kubectl(record), "logs", f"-l={_selector(record)}", f"--container={_CONTAINER}"]
     words += ["--prefix", "--tail=-1", f"--max-log-requests={max(5, record.nodes)}"]
     words += ["--follow"] if follow else ["--timestamps"] * (record.nodes > 1)
@@ -349,6 +378,6 @@ def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
         if (source, line) == SILENCE:
             yield SILENCE
             continue
-        found = re.match(r"\[pod/(\S+)/\S+\] ?", line)
-        index = re.search(r"-0-(\d+)-\w+$", found[1]) if found else None
-        yield index[1] if index else "0", line[found.end() :] if found else line
+        prefix = re.match(r"\[pod/(\S+)/\S+\] ?", line)
+        index = re.search(r"-0-(\d+)-\w+$", prefix[1]) if prefix else None
+        yield index[1] if index else "0", line[prefix.end() :] if prefix else line

@@ -1,8 +1,8 @@
-"""What is kept of a launched run: `launch.json` in its folder on the machine that launched it.
+"""Launch record: `launch.json` in the run's folder on the machine that launched the run.
 
-`cli/commands/launch.py` writes it; whoever lists runs reads it. The idea: it holds what the
-target's own client needs to find the job again, and nothing secret; and since folders are copied
-and shared, it is data that others may have written, of which nothing may start a program here.
+`cli/commands/launch.py` writes the record and `runs.py` reads it. It contains what the target's
+client (ssh, squeue, kubectl) needs to find the job, and no secrets. Folders are copied and shared,
+so the record is untrusted input: no value in it may start a program on this machine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from llmfoundry.recipe.typed import Problem, build
 
 RECORD = "launch.json"
 HERE = "here"
-"""In `where`: the folder that the record was written into, by which a copy is told."""
+"""Key of `where`: the folder that the record was written into. It identifies copies."""
 RUN = "run"
-"""In `where`: the run's own folder on the machines that train, or its URL; missing: the record's
-folder is the run's."""
+"""Key of `where`: the run's folder on the training machines, or its URL; missing: the folder of the
+record."""
 WAITING, RUNNING, ENDED, UNKNOWN = "waiting", "running", "ended", "unknown"
 _JOBS = {
     "local": re.compile(r"[1-9]\d*@\d+"),
@@ -38,58 +38,61 @@ _NO_OPTION = re.compile(r"[^-].*")
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """A run on its target."""
+    """A launched run and its job on the target."""
 
     name: str
-    """The run's folder's name."""
+    """Name of the run's folder."""
     target: str
     """local, ssh, slurm or kubernetes."""
     job: str
-    """The target's own id: process@start, host:process@start for each host with commas between,
-    Slurm's number, kind/name; empty until it is submitted."""
+    """Id of the job on the target: process@start (local), comma-separated host:process@start (ssh),
+    job number (Slurm), kind/name (Kubernetes); empty until the job is submitted."""
     where: dict[str, str] = field(default_factory=dict)
-    """What is needed to find it again: namespace, context, options of ssh, logs, the run's folder;
-    never a secret."""
+    """Values that locate the job: namespace, context, ssh options, logs, the run's folder. Never a
+    secret."""
     nodes: int = 1
     gpus_per_node: int = 0
     recipe: str = ""
-    """As it was given; the folder's launch.yaml has all of it."""
+    """Recipe as the user wrote it; launch.yaml in the folder is the composed recipe."""
     overrides: list[str] = field(default_factory=list)
     git: dict[str, Any] = field(default_factory=dict)
-    """commit, branch, dirty, diff: of the repository of the code; empty: none."""
+    """commit, branch, dirty and diff of the code's repository; empty: no repository."""
     submitted_at: float = 0.0
-    """Seconds since 1970; of the last submission."""
+    """Time of the last submission, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class TargetState:
-    """What a target says of a job."""
+    """State of a job as its target reports it."""
 
     state: str
     """waiting, running, ended or unknown."""
     reason: str = ""
-    """In words: PENDING (Resources), exit status 75, no answer."""
+    """Reason for people, such as `PENDING (Resources)`, `exit status 75`, `no answer`."""
     exit_status: int | None = None
-    """The supervisor's, of a job that has ended; None: the target does not know it."""
+    """Exit status of the supervisor of an ended job; None: not known to the target."""
 
 
 def run_folder(folder: Path, record: LaunchRecord | None) -> Path:
-    """Where a run lies whose record is in `folder`; other machines may have another by its path."""
+    """Return the folder of the run whose record is in `folder`.
+
+    It may be a path on another machine.
+    """
     return Path(record.where.get(RUN) or folder) if record is not None else folder
 
 
 def write(folder: Path, record: LaunchRecord) -> None:
-    """Write a run's record at once."""
+    """Write the launch record of a run atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     where = {**record.where, HERE: str(folder.absolute())}
     write_json(folder / RECORD, dataclasses.asdict(dataclasses.replace(record, where=where)))
 
 
 def read(folder: Path) -> LaunchRecord | None:
-    """A run's record; None: it was not launched, or is a copy of one that was.
+    """Return the launch record of a run; None: not launched, or a copy of a launched run.
 
     Raises:
-        UserError: it is torn, or says what no launch writes.
+        UserError: the record is damaged, or has a value that no launch writes.
     """
     path = folder / RECORD
     try:
@@ -109,7 +112,10 @@ def read(folder: Path) -> LaunchRecord | None:
 
 
 def _mistakes(record: LaunchRecord) -> Iterator[str]:
-    """What no launch writes: an option in the place of a name would be one of the client's."""
+    """Yield an error line for each value that no launch writes.
+
+    For example, a name that begins with `-` would be an option of the target's client.
+    """
     if record.target not in _JOBS:
         yield f"target: {record.target!r} is none ({', '.join(_JOBS)})"
     elif record.job and not _JOBS[record.target].fullmatch(record.job):
@@ -122,7 +128,7 @@ def _mistakes(record: LaunchRecord) -> Iterator[str]:
 
 
 def _where_it_is(folder: Path, record: LaunchRecord) -> LaunchRecord:
-    """With the paths of this machine as they are now, if the folder was moved meanwhile."""
+    """Return the record with paths adjusted, if its folder on this machine was moved."""
     written, here = record.where.get(HERE, ""), str(folder.absolute())
     is_here = record.target in ("local", "slurm")
     if not (written and is_here) or written == here or Path(written).exists():
@@ -135,7 +141,7 @@ def _where_it_is(folder: Path, record: LaunchRecord) -> LaunchRecord:
 
 
 def _is_copy(folder: Path, record: LaunchRecord) -> bool:
-    """Whether a folder was copied from one that is still there, whose job it is."""
+    """Return whether the folder is a copy: the folder that launched the job still exists."""
     written = Path(record.where.get(HERE) or folder)
     try:
         same = written.exists() and written.samefile(folder)

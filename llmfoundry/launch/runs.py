@@ -1,16 +1,16 @@
-"""What runs do now, wherever they were launched: listed, described, read, followed, stopped.
+"""Current state of runs, wherever they were launched: list, describe, read logs, follow, stop.
 
-The command `llmfoundry runs` calls these functions, and so may anyone's program:
+The command `llmfoundry runs` calls these functions. They can also be called from Python:
 
     from llmfoundry.launch import runs
     for run in runs.list_runs("runs"):
         print(run.name, run.state, run.step, run.loss)
 
-The idea: a run's own folder says what happened (metrics.jsonl, events.jsonl, run.json), a lock that
-the kernel releases says whether somebody trains there now, and only where a run was launched
-elsewhere its target is asked. `states.py` puts these together. A launched run's folder
-may be another than the one that keeps its record, and one that this machine does not have: then the
-target alone is asked. No PyTorch.
+A run's folder records what happened (metrics.jsonl, events.jsonl, run.json), and a file lock shows
+whether a process is training there now. The target (ssh host, Slurm, Kubernetes) is queried only
+for runs that were launched on one. `states.py` derives the state from these sources. A launched run
+may write to a different folder than the one with its launch record. If this machine cannot see that
+folder, only the target is queried. Does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -64,52 +64,52 @@ from llmfoundry.recipe.paths import show
 METRICS = "metrics.jsonl"
 _FILES = (METRICS, "run.json", RECORD, "events.jsonl")
 _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
-_LONGEST = 2**24  # bytes of a line; of a longer one a part
-_ASKED = 16  # targets at a time
+_LONGEST = 2**24  # bytes; a longer line is read in parts
+_PARALLEL_QUERIES = 16  # targets queried at the same time
 _LOOK_S, _HARD_S = 1.0, 20.0
-_ASK_S = 5.0  # between two questions to a scheduler or a host, which many may ask
-_SKEW_S = 300.0  # by which another machine's clock may be behind this one
-_QUIET_S = 600.0  # without a sign, after which a run of another machine counts as dead
+_ASK_S = 5.0  # between two queries of a scheduler or host, which other users query too
+_SKEW_S = 300.0  # by which another machine's clock may lag
+_QUIET_S = 600.0  # without a file change, after which a run on another machine counts as dead
 _TRAINED = re.compile(rb'"time/train": ?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)')
 _HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as it is now."""
+    """Current state of a run."""
 
     name: str
     folder: str
-    """That has its files, or the record of its launch."""
+    """The folder with the run's files or its launch record."""
     state: str
     """One of `states.STATES`."""
     why: str = ""
-    """Of the state, in words."""
+    """Reason for the state, for people."""
     step: int = 0
-    """The last that was logged; 0: none."""
+    """Last logged step; 0: none."""
     total: int | None = None
-    """Steps of the whole run; None: no process has counted them yet."""
+    """Number of steps of the complete run; None: not known yet."""
     loss: float | None = None
-    """Of training, in nats a token, at the last step that logged it."""
+    """Last logged training loss, in nats per token."""
     goodput: float | None = None
-    """Of a supervised run: the share of its time that went into steps that were not done again."""
+    """For a supervised run: the share of time spent in steps that were not repeated."""
     logged_at: float | None = None
-    """Seconds since 1970: the last line of metrics.jsonl."""
+    """Time of the last line of metrics.jsonl, in seconds since 1970."""
     event: str = ""
-    """The last one of events.jsonl."""
+    """The last event of events.jsonl."""
     event_at: float | None = None
     target: str = ""
-    """Where it was launched: local, ssh, slurm, kubernetes; empty: started by hand."""
+    """Launch target: local, ssh, slurm or kubernetes; empty: started by hand."""
     job: str = ""
     nodes: int = 1
     run_folder: str = ""
-    """Where it was launched to write, or its URL; empty: `folder`."""
+    """Folder or URL that the launched run writes to; empty: `folder`."""
     is_seen: bool = True
-    """Whether what it writes can be read here; else step and loss are unknown, and not 0."""
+    """Whether this machine can read the run's files; if not, step and loss are unknown."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: it has a file of one, or may not be read."""
+    """Return whether a folder is a run's: it has a run's file, or it is not readable."""
     try:
         return any((folder / name).is_file() for name in _FILES)
     except OSError as error:
@@ -117,47 +117,50 @@ def is_run(folder: Path) -> bool:
 
 
 def list_runs(folder: Path | str = "runs") -> list[RunState]:
-    """All runs of a folder, and of sweeps and grids in it; targets are asked side by side.
+    """Return all runs in a folder, including those of sweeps and grids, sorted by path.
 
-    A run whose files cannot be read is listed as unknown, with the reason.
+    Targets are queried in parallel. A run whose files cannot be read is listed as unknown, with the
+    reason.
 
     Raises:
         UserError: there is no such folder.
     """
     place = Path(folder).expanduser()
     try:
-        found = [run for path in sorted(place.iterdir()) for run in _runs_at(path)]
+        paths = [run for path in sorted(place.iterdir()) for run in _runs_at(path)]
     except OSError as error:
         raise UserError(f"folder: {place}: {error.strerror}; write the folder of runs") from error
-    with ThreadPoolExecutor(_ASKED, thread_name_prefix="runs") as pool:
-        states = list(pool.map(state_of, found))
-    named = zip(states, found, strict=True)
-    runs = [replace(run, name=path.relative_to(place).as_posix()) for run, path in named]
-    return [run for run in runs if Path(run.folder).is_dir()]  # not removed meanwhile
+    with ThreadPoolExecutor(_PARALLEL_QUERIES, thread_name_prefix="runs") as pool:
+        states = list(pool.map(state_of, paths))
+    runs = [
+        replace(run, name=path.relative_to(place).as_posix())
+        for run, path in zip(states, paths, strict=True)
+    ]
+    return [run for run in runs if Path(run.folder).is_dir()]  # a run may be deleted meanwhile
 
 
 def _runs_at(path: Path, depth: int = 2) -> list[Path]:
-    """A run's folder, also one that may not be read, or the runs in SWEEP/ and GRID/points/."""
+    """Return the folder if it is a run's, else the runs in it (SWEEP/, GRID/points/)."""
     if is_run(path):
         return [path]
-    found = list[Path]()
+    runs = list[Path]()
     with suppress(OSError):
         if depth and path.is_dir():
-            found = [run for one in sorted(path.iterdir()) for run in _runs_at(one, depth - 1)]
-    return found
+            runs = [run for child in sorted(path.iterdir()) for run in _runs_at(child, depth - 1)]
+    return runs
 
 
 def find(name: str, folder: Path | str = "runs") -> Path:
-    """A run's folder: a path, or a name below `folder`.
+    """Return the folder of a run, given its path or its name below `folder`.
 
     Raises:
-        UserError: there is none; the nearest name.
+        UserError: there is no such run; suggests the most similar name.
     """
-    places = [Path(folder).expanduser() / name, Path(name).expanduser()]
-    found = next((place for place in places if is_run(place)), None)
-    if found is not None:
-        return found
-    known = [path.name for path in places[0].parent.glob("*") if is_run(path)]
+    candidates = [Path(folder).expanduser() / name, Path(name).expanduser()]
+    for candidate in candidates:
+        if is_run(candidate):
+            return candidate
+    known = [path.name for path in candidates[0].parent.glob("*") if is_run(path)]
     raise UserError(
         f"{name}: is no run of {show(Path(folder))}{nearest(name, known)};"
         " llmfoundry runs list names them"
@@ -165,21 +168,28 @@ def find(name: str, folder: Path | str = "runs") -> Path:
 
 
 def state_of(folder: Path) -> RunState:
-    """A run as it is now; unknown, and why, where the record of its launch cannot be read."""
+    """Return the current state of a run.
+
+    The state is unknown, with the reason, if the launch record cannot be read.
+    """
     try:
         record = read(folder)
     except UserError as error:
         return RunState(folder.name, str(folder), NOT_KNOWN, str(error))
     place = records.run_folder(folder, record)
+
+    # a launched run whose files are not visible here: the target alone knows its state
     launched: dict[str, Any] = {}
     if record is not None:
         launched = {"target": record.target, "job": record.job, "nodes": record.nodes}
         launched |= {"run_folder": record.where.get(records.RUN, "")}
         if not _is_seen(place, record):
-            named = launched["run_folder"] or str(place)
-            state, why = judge_unseen(TARGETS[record.target].state(record), named)
+            shown_folder = launched["run_folder"] or str(place)
+            state, why = judge_unseen(TARGETS[record.target].state(record), shown_folder)
             name = folder.resolve().name
             return RunState(name, str(folder), state, why, is_seen=False, **launched)
+
+    # otherwise combine the run's files, its lock and the target
     events = list(read_events(place))
     run = _mapping(place / "run.json")
     rows = tail(place / METRICS)
@@ -199,6 +209,7 @@ def state_of(folder: Path) -> RunState:
     )
     if target is None:
         state, why = _seen_from_here(place, state, why, held=held, is_ended=status in ENDS)
+
     losses = (_number(row.get(TRAIN_LOSS)) for row in reversed(rows))
     logged_at = _number(last.get(WALL))
     return RunState(
@@ -218,9 +229,10 @@ def state_of(folder: Path) -> RunState:
 
 
 def _is_seen(place: Path, record: LaunchRecord) -> bool:
-    """Whether what a launched run writes comes here, and is not another folder of the same path.
+    """Return whether the files of a launched run are visible on this machine.
 
-    A folder of another machine does where something in it has changed since the launch.
+    Another machine may have a different folder of the same path. Here the folder only counts as the
+    run's if a file in it has changed since the launch.
     """
     if not record.job:
         return True
@@ -235,28 +247,35 @@ def _is_seen(place: Path, record: LaunchRecord) -> bool:
 def goodput(
     folder: Path, rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """As the report has it (`run_time.py`); None: no supervisor has recorded anything yet.
+    """Return the goodput as the report computes it (`run_time.py`).
 
     Args:
-        folder: of the run, all of whose metrics.jsonl counts.
-        rows: the last of it.
+        folder: of the run; all of its metrics.jsonl is read.
+        rows: the last rows of metrics.jsonl.
         events: of the run.
+
+    Returns:
+        The share in [0, 1]; None: no supervisor has recorded anything yet.
     """
-    times = [when for row in rows if (when := _number(row.get(WALL))) is not None]
-    whole = whole_seconds(events, [{WALL: times[-1]}]) if times else 0.0
-    if not whole:
+    times = [_number(row.get(WALL)) for row in rows]
+    known_times = [when for when in times if when is not None]
+    total = whole_seconds(events, [{WALL: known_times[-1]}]) if known_times else 0.0
+    if not total:
         return None
     with suppress(OSError):
-        return min(1.0, _trained_seconds(folder / METRICS) / whole)
+        return min(1.0, _trained_seconds(folder / METRICS) / total)
     return None
 
 
 def _trained_seconds(path: Path) -> float:
-    """What `time/train` has grown in all; of a file that only grew, what is new alone is read."""
+    """Return the total growth of `time/train`. A file that only grew is read from where it ended.
+
+    A restarted process counts `time/train` from its checkpoint, so the value may decrease.
+    """
     before, total, last = _trained.get(path, (_Place(), 0.0, 0.0))
     place = before
     for line, place in _new_lines(path, before):
-        if place.end == len(line):
+        if place.end == len(line):  # the first line: the file is read from its start
             total = last = 0.0
         if found := _TRAINED.search(line):
             value = float(found[1])
@@ -267,21 +286,23 @@ def _trained_seconds(path: Path) -> float:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a reading of a file of lines ended, and the last bytes before it."""
+    """Position up to which a file of lines was read, and the last bytes before it."""
 
     end: int = 0
     mark: bytes = b""
 
 
 _trained: dict[Path, tuple[_Place, float, float]] = {}
-"""Of each file how far `_trained_seconds` has read it, what it found in all, and the last value."""
+"""State of `_trained_seconds` per file: position, total growth, and last value."""
 
 
 def _new_lines(path: Path, place: _Place) -> Iterator[tuple[bytes, _Place]]:
-    """The whole lines after a place, each with the place after it; of a file that went back all.
+    """Yield the complete lines after a position, each with the position after it.
+
+    A file that was rewritten is read from its start.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open_guarded(path) as file:
         file.seek(max(0, place.end - len(place.mark)))
@@ -296,7 +317,7 @@ def _new_lines(path: Path, place: _Place) -> Iterator[tuple[bytes, _Place]]:
 
 
 def tail(path: Path) -> list[dict[str, Any]]:
-    """The last rows of a file of JSON lines; a torn or foreign line is left out."""
+    """Return the last rows of a metrics file; damaged lines and other records are skipped."""
     try:
         with open_guarded(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -311,18 +332,21 @@ def tail(path: Path) -> list[dict[str, Any]]:
 def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(ValueError):
-            found = parse_json(line.decode(errors="replace"))
-            if isinstance(found, dict):
-                yield found
+            value = parse_json(line.decode(errors="replace"))
+            if isinstance(value, dict):
+                yield value
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process of this machine, or of one that shares its files, is at work there."""
+    """Return whether a process (here or on a machine that shares the files) holds the run."""
     return is_locked(folder / RUN_LOCK)
 
 
 def _supervised(folder: Path) -> bool | None:
-    """Whether a supervisor is at work there: each holds a lock of its machine's name."""
+    """Return whether a supervisor is running in the folder; None: not known.
+
+    Each supervisor holds a lock file with the name of its machine.
+    """
     locks: list[Path] = []
     with suppress(OSError):
         locks = sorted((folder / FOLDERS[0]).glob("*.lock"))
@@ -334,68 +358,73 @@ def _supervised(folder: Path) -> bool | None:
 def _seen_from_here(
     folder: Path, state: str, why: str, *, held: bool, is_ended: bool
 ) -> tuple[str, str]:
-    """The state, where a run of another machine, whose lock may not come here, is said to be so."""
-    found = _HOLDER.fullmatch(_holder_text(folder))
-    if found is None or found[2] == socket.gethostname():
+    """Return the state and reason, corrected for a run that another machine trains.
+
+    A network file system may not share locks, so a missing lock does not prove that the run failed.
+    """
+    holder = _HOLDER.fullmatch(_holder_text(folder))
+    if holder is None or holder[2] == socket.gethostname():
         return state, why
     ago = time.time() - max(_changed(folder / name) for name in (*_FILES, RUN_LOCK))
     if held:
-        return state, f"on {found[2]}"
+        return state, f"on {holder[2]}"
     if state == FAILED and not is_ended and ago < _QUIET_S:
-        return NOT_KNOWN, f"{found[2]} wrote {ago:.0f} s ago; its lock is not seen here"
+        return NOT_KNOWN, f"{holder[2]} wrote {ago:.0f} s ago; its lock is not seen here"
     return state, why
 
 
 def _holder_text(folder: Path) -> str:
-    """What the process that trains has written into its lock; empty: nothing."""
+    """Return the text that the training process wrote into its lock; empty: none."""
     with suppress(OSError):
-        if (folder / RUN_LOCK).is_file():  # a pipe would wait
+        if (folder / RUN_LOCK).is_file():  # reading a pipe would block
             return (folder / RUN_LOCK).read_bytes()[:500].decode(errors="replace").strip()
     return ""
 
 
 def _holder(folder: Path) -> psutil.Process:
-    """The process that has the run's lock.
+    """Return the process that holds the run's lock.
 
     Raises:
-        UserError: it is another machine's, or gone.
+        UserError: the process is on another machine, has ended, or cannot be identified.
     """
     text = _holder_text(folder)
     if not (folder / RUN_LOCK).exists():
         raise UserError(f"{show(folder)}: its process has just ended")
-    found = _HOLDER.fullmatch(text)
-    if found is not None and found[2] != socket.gethostname():
+    holder = _HOLDER.fullmatch(text)
+    if holder is not None and holder[2] != socket.gethostname():
         raise UserError(f"{show(folder)}: is trained by {text}; stop it there")
     with suppress(psutil.Error, ValueError):
-        process = psutil.Process(int(found[1]) if found else -1)
+        process = psutil.Process(int(holder[1]) if holder else -1)
+        # process ids are reused, so check that this process has the lock file open
         paths = [Path(file.path) for file in process.open_files()]
         if any(path.name == RUN_LOCK and path.samefile(folder / RUN_LOCK) for path in paths):
-            return process  # and no later process of its number
+            return process
     raise UserError(f"{show(folder)}: who holds it is not known ({text}); stop it by hand")
 
 
 def _target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | None:
     if record is None or not record.job:
         return None
-    if held and record.target == "local":  # two processes less for each run
+    if held and record.target == "local":  # saves two subprocesses per run
         return TargetState(records.RUNNING, f"process {record.job}")
     return TARGETS[record.target].state(record)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = read_json_if_there(path)
-        return found if isinstance(found, dict) else {}
+        values = read_json_if_there(path)
+        return values if isinstance(values, dict) else {}
     return {}
 
 
 def _of(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    found = values.get(key)
-    return found if isinstance(found, kind) and not isinstance(found, bool) else default
+    """Return the value of a key if it is of the type, else the default."""
+    value = values.get(key)
+    return value if isinstance(value, kind) and not isinstance(value, bool) else default
 
 
 def _number(value: Any) -> float | None:
-    """A number of a record, in which those that are not finite are texts; None: it is none."""
+    """Return a number of a JSON record, where NaN and infinity are strings; None: not a number."""
     with suppress(ValueError, OverflowError):
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             return float(value)
@@ -414,62 +443,65 @@ def _changed(path: Path) -> float:
 
 @dataclass(frozen=True)
 class RunDetails:
-    """All that is known of one run."""
+    """Everything that is known about a run."""
 
     run: RunState
     recipe: str = ""
-    """As it was launched; empty: started by hand."""
+    """Recipe that was launched; empty: started by hand."""
     overrides: list[str] = field(default_factory=list)
     git: dict[str, Any] = field(default_factory=dict)
     submitted_at: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     attempts: list[dict[str, Any]] = field(default_factory=list)
-    """A supervisor's decisions: attempt, cause, why, action, step, seconds."""
+    """Decisions of the supervisor: attempt, cause, why, action, step, seconds, status."""
     checkpoints: list[str] = field(default_factory=list)
-    """Names of those in the run's folder, oldest first."""
+    """Names of the checkpoints in the run's folder, oldest first."""
     evaluation: dict[str, Any] = field(default_factory=dict)
-    """The last gauntlet's averages, and the step it was at."""
+    """Averages of the last gauntlet, and its step."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """The last twenty."""
+    """The last twenty events."""
     logs: str = ""
-    """Where they are."""
+    """Path of the logs."""
 
 
 def describe(name: str, folder: Path | str = "runs") -> RunDetails:
-    """All that is known of one run.
+    """Return everything that is known about a run.
 
     Raises:
-        UserError: there is no such run, or the record of its launch is torn.
+        UserError: there is no such run, or its launch record is damaged.
     """
-    found = find(name, folder)
-    record, run = read(found), state_of(found)
-    place = records.run_folder(found, record)
-    known = RunDetails(run, logs=f"{place}/{METRICS}")
+    record_folder = find(name, folder)
+    record, run = read(record_folder), state_of(record_folder)
+    place = records.run_folder(record_folder, record)
+    details = RunDetails(run, logs=f"{place}/{METRICS}")
     if record is not None:
-        known = replace(
-            known,
+        details = replace(
+            details,
             recipe=record.recipe,
             overrides=list(record.overrides),
             git=dict(record.git),
             submitted_at=record.submitted_at,
-            logs=record.where.get("log", "") or known.logs,
+            logs=record.where.get("log", "") or details.logs,
         )
-    return _with_files(known, place) if run.is_seen else known
+    return _with_files(details, place) if run.is_seen else details
 
 
-def _with_files(known: RunDetails, place: Path) -> RunDetails:
-    """With what the run's folder says."""
+def _with_files(details: RunDetails, place: Path) -> RunDetails:
+    """Return the details, completed from the files of the run's folder."""
     events = list(read_events(place))
-    kept = ("attempt", "cause", "why", "action", "step", "seconds", "status")
+    decision_keys = ("attempt", "cause", "why", "action", "step", "seconds", "status")
     decisions = [event for event in events if event["kind"] == "decision"]
+
+    # the gauntlet result of the latest step
     results = [_mapping(path) for path in sorted(place.glob("eval/*.json"))]
-    results = sorted((r for r in results if type(r.get(BATCH)) is int), key=lambda r: r[BATCH])
-    newest = results[-1] if results else {}
+    results = [result for result in results if type(result.get(BATCH)) is int]
+    newest = sorted(results, key=lambda result: result[BATCH])[-1] if results else {}
     averages = _of(newest, "averages", dict, {}) or {"average": newest.get("average")}
+
     return replace(
-        known,
+        details,
         environment=_of(_mapping(place / "run.json"), "environment", dict, {}),
-        attempts=[{key: event.get(key) for key in kept} for event in decisions],
+        attempts=[{key: event.get(key) for key in decision_keys} for event in decisions],
         checkpoints=sorted(p.name for p in (place / CHECKPOINTS).glob("*/") if p.is_dir()),
         evaluation={BATCH: newest[BATCH], **averages} if newest else {},
         events=events[-20:],
@@ -477,9 +509,10 @@ def _with_files(known: RunDetails, place: Path) -> RunDetails:
 
 
 def logs(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
-    """(Machine or rank, line) of what a run has printed.
+    """Yield (machine or rank, line) of what a run has printed.
 
-    Of a run that was started by hand, whose terminal nobody keeps: its metrics and events.
+    The output of a run that was started by hand is not stored. Its metrics and events are yielded
+    instead.
 
     Raises:
         UserError: there is no such run, or its target does not answer.
@@ -487,14 +520,14 @@ def logs(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
     place = find(name, folder)
     record = read(place)
     if record is not None and record.job:
-        found = TARGETS[record.target].logs(record, follow=False)
-        lines = (line for line in found if line != SILENCE)
+        output = TARGETS[record.target].logs(record, follow=False)
+        lines = (line for line in output if line != SILENCE)
         return in_order(lines) if record.nodes > 1 else lines
     return _Recorded(place).lines()
 
 
 def follow(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
-    """The same, live: ends with the run, and leaves it alone.
+    """Yield the lines of `logs`, then new lines as they appear, until the run ends.
 
     Raises:
         UserError: there is no such run, or its target does not answer.
@@ -505,19 +538,19 @@ def follow(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
         lines, is_timed = TARGETS[record.target].logs(record, follow=True), record.nodes > 1
     else:
         lines, is_timed = _recorded(place), False
-    has_ended, asked = False, -math.inf
+    has_ended, queried_at = False, -math.inf
     for source, line in lines:
         if (source, line) != SILENCE:
             yield source, timed(line)[1] if is_timed else line
-        elif has_ended:  # silent since: all of it has come
+        elif has_ended:  # no line since the run ended, so all lines were read
             return
-        elif time.monotonic() - asked >= _pause(record):
-            asked = time.monotonic()
+        elif time.monotonic() - queried_at >= _pause(record):
+            queried_at = time.monotonic()
             has_ended = state_of(place).state not in UNDER_WAY
 
 
 def _recorded(place: Path) -> Iterator[tuple[str, str]]:
-    """What a run records, as it comes, with a SILENCE after each look."""
+    """Yield the metrics and events of a run as they appear, with a SILENCE after each poll."""
     recorded = _Recorded(place)
     while True:
         yield from recorded.lines()
@@ -526,20 +559,20 @@ def _recorded(place: Path) -> Iterator[tuple[str, str]]:
 
 
 class _Recorded:
-    """The lines that metrics.jsonl and events.jsonl have gained, by time."""
+    """Incremental reader of metrics.jsonl and events.jsonl, ordered by time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[str, _Place] = {}
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Those since the last call."""
-        found: list[tuple[float, str, str]] = []
+        """Yield (source, line) of the records since the last call."""
+        lines: list[tuple[float, str, str]] = []
         for row in self._new(METRICS):
-            found.append((_float(row, WALL) / 1000, "metrics", _metrics_line(row)))
+            lines.append((_float(row, WALL) / 1000, "metrics", _metrics_line(row)))
         for event in self._new("events.jsonl"):
-            found.append((_float(event, "time"), str(event.get("kind")), str(event.get("what"))))
-        for when, source, text in sorted(found, key=lambda line: line[0]):
+            lines.append((_float(event, "time"), str(event.get("kind")), str(event.get("what"))))
+        for when, source, text in sorted(lines, key=lambda line: line[0]):
             clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
             yield source, f"{clock} {text}"
 
@@ -565,64 +598,72 @@ def _metrics_line(row: Mapping[str, Any]) -> str:
 def stop(
     name: str, folder: Path | str = "runs", *, now: bool = False, timeout: float = 600.0
 ) -> RunState:
-    """Ask a run to save and end, and wait for it; `now`: end it at once, unsaved.
+    """Stop a run, wait until it has ended, and return its last state.
 
     Args:
         name: of the run, or its folder.
         folder: of runs.
-        now: without a checkpoint of the steps since the last.
-        timeout: seconds to wait for its end.
+        now: kill the run at once; the steps since the last checkpoint are lost. Otherwise the run
+            saves a checkpoint first.
+        timeout: seconds to wait until the run has ended.
 
     Raises:
-        UserError: there is no such run, it is not under way, it cannot be stopped from here, or it
-            is still at it after `timeout`.
+        UserError: there is no such run, it is not running, it cannot be stopped from here, or it
+            still runs after `timeout`.
     """
-    found = find(name, folder)
-    record, before = read(found), state_of(found)
-    place = records.run_folder(found, record)
+    record_folder = find(name, folder)
+    record, before = read(record_folder), state_of(record_folder)
+    place = records.run_folder(record_folder, record)
     is_here = before.is_seen and is_held(place)
+    shown = show(record_folder)
     if before.state == NOT_KNOWN and not is_here:
         raise UserError(
-            f"{show(found)}: whether it runs is unknown here: {before.why}; try again, or stop it"
+            f"{shown}: whether it runs is unknown here: {before.why}; try again, or stop it"
             " where it runs"
         )
     if before.state not in UNDER_WAY and not is_here:
-        raise UserError(f"{show(found)}: is {before.state}, so there is nothing to stop")
+        raise UserError(f"{shown}: is {before.state}, so there is nothing to stop")
+
+    # request the stop once, through the target or by a signal
     target = _target_state(record, held=False)
-    with _alone(found) as is_first:
+    with _alone(record_folder) as is_first:
         if (
             record is not None
             and target is not None
             and target.state in (records.WAITING, records.RUNNING)
         ):
             who = f"{record.job} {record.submitted_at:.0f}"
-            told = place if before.is_seen else found
-            if is_first and (now or not _was_asked(told, who)):
+            event_folder = place if before.is_seen else record_folder
+            if is_first and (now or not _was_asked(event_folder, who)):
                 TARGETS[record.target].stop(record, now=now)
-                _note_stop(told, who, now=now)  # after it: a machine may not have answered
+                _note_stop(event_folder, who, now=now)  # only after a successful request
         elif is_first:
             _stop_here(place, timeout=timeout, now=now)
+
+    # wait until the run has ended
     deadline = time.monotonic() + timeout
-    while (after := state_of(found)).state in UNDER_WAY or (after.is_seen and is_held(place)):
+    while True:
+        after = state_of(record_folder)
+        if after.state not in UNDER_WAY and not (after.is_seen and is_held(place)):
+            return after
         if time.monotonic() > deadline:
             raise UserError(
-                f"{show(found)}: was asked to save and end, and is {after.state} after"
+                f"{shown}: was asked to save and end, and is {after.state} after"
                 f" {timeout:.0f} s; look again, or write now=true"
             )
         time.sleep(min(_pause(record), max(0.1, deadline - time.monotonic())))
-    return after
 
 
 def _pause(record: LaunchRecord | None) -> float:
-    """Seconds between two looks at a run, which may be questions to its target."""
+    """Return the seconds between two polls of a run; a poll may query the run's target."""
     return 0.2 if record is None or record.target == "local" else _ASK_S
 
 
 @contextmanager
 def _alone(place: Path) -> Iterator[bool]:
-    """Whether no other stop is asking this run at the moment; the folder itself is locked."""
+    """Lock the run's folder; yield whether no other `stop` holds the lock."""
     locked, is_first = None, True
-    with suppress(OSError):  # a file system without locks
+    with suppress(OSError):  # some file systems have no locks
         locked = try_lock(place)
         is_first = locked is not None
     try:
@@ -633,21 +674,21 @@ def _alone(place: Path) -> Iterator[bool]:
 
 
 def _was_asked(place: Path, who: str) -> bool:
-    """Whether a process or job was asked before: a second signal would end it without a save."""
+    """Return whether a stop was requested before: a second signal would kill without a save."""
     return any(e["kind"] == "stop" and e.get("who") == who for e in read_events(place))
 
 
 def _note_stop(place: Path, who: str, *, now: bool) -> None:
-    """Make it an event of the run that a process or job is asked."""
+    """Record the stop request of a process or job as an event of the run."""
     with suppress(OSError):
         what = "is ended at once" if now else "is asked to save and end"
         add_event(place, "stop", f"{what} by llmfoundry runs stop", action="stop", who=who)
 
 
 def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
-    """Signal the process that trains on this machine; its supervisor, if any, ends with it.
+    """Signal the process that trains on this machine, or its supervisor if it has one.
 
-    Between two attempts of a supervisor nobody holds the folder: the next one is waited for.
+    Between two attempts of a supervisor no process holds the folder. Wait for the next attempt.
     """
     deadline = time.monotonic() + timeout
     while not is_held(place):
@@ -659,9 +700,11 @@ def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
     if not now and _was_asked(place, who):
         return
     _note_stop(place, who, now=now)
-    process.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a script started with &
+    process.send_signal(signal.SIGTERM)  # a shell's background processes ignore SIGINT
     if not now:
         return
+
+    # kill: a second signal, then SIGKILL for the process and all that it started
     deadline = time.monotonic() + _HARD_S
     time.sleep(1.0)
     with suppress(psutil.NoSuchProcess):
@@ -673,8 +716,8 @@ def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
 
 
 def _outermost(process: psutil.Process) -> psutil.Process:
-    """The supervisor of a process that trains, or itself; what it starts has a folder for ends."""
-    with suppress(psutil.Error):
+    """Return the supervisor of a training process; the process itself if it has none."""
+    with suppress(psutil.Error):  # a supervisor sets ENDS_FOLDER for its child processes
         if ENDS_FOLDER in process.environ():
             return next(p for p in process.parents() if ENDS_FOLDER not in p.environ())
     return process

@@ -1,6 +1,6 @@
-"""A task of SkyPilot, printed for `sky launch` and `sky jobs launch`; nothing is submitted here.
+"""SkyPilot task as YAML for `sky launch` and `sky jobs launch`. Nothing is submitted.
 
-`targets.py` lists it. Each machine runs a supervisor; they meet at the first of SKYPILOT_NODE_IPS.
+Each machine runs a supervisor. The rendezvous is on the first address of SKYPILOT_NODE_IPS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _HEAD = "LLMFOUNDRY.HEAD"
 
 
 def render(job: Job) -> str:
-    """The task as YAML."""
+    """Return the task as YAML."""
     config = job.config
     resources = dict(config.resources)
     kind = resources.get("accelerators")
@@ -29,7 +29,7 @@ def render(job: Job) -> str:
         "num_nodes": job.nodes,
         "resources": resources,
         "envs": config.env,
-        "secrets": dict.fromkeys(config.secrets),  # of the shell of sky
+        "secrets": dict.fromkeys(config.secrets),  # values come from the shell that runs sky
         "file_mounts": mounts,
         "setup": "\n".join(config.setup),
         "run": _script(job),

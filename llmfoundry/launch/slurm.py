@@ -1,8 +1,9 @@
-"""Jobs of Slurm: the script for sbatch, and what squeue, scontrol, scancel and the job's log say.
+"""Slurm target: the batch script, submission, job state, stop and logs.
 
-`targets.py` lists it. The batch script is the supervisor, on the first machine; it starts every
-attempt by srun on those that the job still has (`resilience/supervise/slurm_nodes.py`), so that a
-bad machine costs an attempt and not the job. Slurm counts no requeues: the script does.
+Listed in `targets.py`. The batch script runs the supervisor on the job's first machine. The
+supervisor starts each attempt with srun on the machines that the job still has
+(`resilience/supervise/slurm_nodes.py`), so a bad machine costs one attempt and not the job. The
+script limits the number of requeues, because Slurm does not.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ _HOLD = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK,"
     " [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]); os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Keeps signals for the supervisor until it takes them (`exit_status.on_stops`): it needs seconds
-to start, in which one would kill it, and the job would not be requeued."""
-# Clusters wrap these commands, and print lines of their own around the answer.
+"""Python program that blocks signals until the supervisor handles them (`exit_status.on_stops`).
+While the supervisor starts, which takes seconds, a signal would kill it and prevent the requeue."""
+# Some clusters wrap these commands and print additional lines.
 _NUMBER = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;(\S+))?$", re.MULTILINE)
 _QUEUED = re.compile(r"^([A-Z_]+)\|(.*)\|([^|\n]*)$", re.MULTILINE)
 _FORGOTTEN = "Invalid job id"
 _CLUSTER = "cluster"
-"""In a record's `where`: the cluster of several that has the job; missing: the default one."""
+"""Key of a record's `where`: the job's cluster in a multi-cluster setup; missing: the default."""
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING")
-_ENDS_ITSELF = ("COMPLETED", "FAILED")  # of others, such as TIMEOUT, the status is Slurm's
+_ENDS_ITSELF = ("COMPLETED", "FAILED")  # in other states (TIMEOUT) the exit code is Slurm's
 _SILENT_SECONDS = 60.0
 _silent: dict[str, float] = {}
-"""When a cluster's squeue last gave no answer: of hundreds of jobs only a few wait for one."""
+"""Time of the last squeue timeout by cluster: of hundreds of jobs, few wait for a timeout."""
 _NO_LONGER_KNOWN = TargetState(ENDED, "Slurm no longer knows the job")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 
 def render(job: Job) -> str:
-    """The script that sbatch takes."""
+    """Return the batch script for sbatch."""
     config, folder = job.config, job.folder.absolute()
     workdir = config.workdir or os.getcwd()
     lines = ["#!/bin/bash", f"# {job.note}", *_directives(job)]
@@ -91,11 +92,11 @@ def _directives(job: Job) -> Iterator[str]:
 
 
 def _supervise(job: Job) -> list[str]:
-    """Settings of the supervisor, which is to start an attempt by srun."""
+    """Return the overrides with which the supervisor starts attempts by srun."""
     if job.launches_itself:
         return ["supervise.act=true"]
     config = job.config
-    # With spare machines always as many; without, on those that are left.
+    # with spare machines the number is fixed; without, the run uses the machines that are left
     machines = str(job.nodes) if config.spare_nodes else NODES
     words = ["srun", "-K", f"--nodes={machines}", f"--exclude={EXCLUDE}"]
     if config.image is not None:
@@ -109,7 +110,11 @@ def _python_of_tasks(job: Job) -> str:
 
 
 def submit(job: Job) -> LaunchRecord:
-    """Give the script to sbatch, through its standard input."""
+    """Submit the script to sbatch on standard input.
+
+    Raises:
+        UserError: a secret is not set, or sbatch fails or does not answer.
+    """
     secrets_here(job.config.secrets)
     if "SBATCH_ARRAY_INX" in os.environ:
         raise UserError(
@@ -136,13 +141,13 @@ def submit(job: Job) -> LaunchRecord:
 
 
 def _client(name: str, record: LaunchRecord) -> list[str]:
-    """One of Slurm's commands, for the cluster that has the job."""
+    """Return a Slurm command for the cluster of the job."""
     cluster = record.where.get(_CLUSTER)
     return [name, f"--clusters={cluster}"] if cluster else [name]
 
 
 def state(record: LaunchRecord) -> TargetState:
-    """What Slurm says of it; of a job that it has forgotten its accounts, if it has any."""
+    """Return the state of a job from squeue, or from the controller and accounting if it ended."""
     if not record.job:
         return TargetState(UNKNOWN, "was not submitted")
     cluster = record.where.get(_CLUSTER, "")
@@ -150,9 +155,9 @@ def state(record: LaunchRecord) -> TargetState:
         return TargetState(UNKNOWN, "squeue: gave no answer about another job; try again later")
     words = ["--noheader", f"--jobs={record.job}", "--format=%T|%r|%N"]
     try:
-        found = _QUEUED.search(ask([*_client("squeue", record), *words]))
-        if found:
-            return _in_queue(*found.groups())
+        match = _QUEUED.search(ask([*_client("squeue", record), *words]))
+        if match:
+            return _in_queue(*match.groups())
     except NoAnswerError as error:
         _silent[cluster] = time.monotonic()
         return TargetState(UNKNOWN, str(error))
@@ -163,53 +168,58 @@ def state(record: LaunchRecord) -> TargetState:
 
 
 def _in_queue(word: str, reason: str, nodes: str) -> TargetState:
-    said = f"{word} ({reason})" if reason not in ("", "None") else word
+    """Return the state for a line of squeue: the job's state, its reason and its machines."""
+    text = f"{word} ({reason})" if reason not in ("", "None") else word
     if word in _WAITS:
-        return TargetState(WAITING, said)
+        return TargetState(WAITING, text)
     if word in _RUNS:
-        return TargetState(RUNNING, f"{said} on {nodes}" if nodes else said)
-    return TargetState(ENDED, said)
+        return TargetState(RUNNING, f"{text} on {nodes}" if nodes else text)
+    return TargetState(ENDED, text)
 
 
 def _of_the_past(record: LaunchRecord) -> TargetState:
-    """From the controller, which forgets a job after some minutes (MinJobAge), or from accounts."""
-    away = ""
-    for name, words, form in (
-        (
-            "scontrol",
-            ["--oneliner", "show", "job", record.job],
-            r"JobState=(\S+).* ExitCode=(\d+):(\d+)",
-        ),
-        (
-            "sacct",
-            ["-X", "-n", "-P", "-o", "State,ExitCode", "-j", record.job],
-            r"(\w+).*\|(\d+):(\d+)",
-        ),
+    """Return the state of a job that has left the queue.
+
+    The controller (scontrol) forgets a job after some minutes (MinJobAge). Accounting (sacct) knows
+    older jobs, but many clusters do not have it.
+    """
+    controller_error = ""
+    job_words = ["--oneliner", "show", "job", record.job]
+    account_words = ["-X", "-n", "-P", "-o", "State,ExitCode", "-j", record.job]
+    for name, words, pattern in (
+        ("scontrol", job_words, r"JobState=(\S+).* ExitCode=(\d+):(\d+)"),
+        ("sacct", account_words, r"(\w+).*\|(\d+):(\d+)"),
     ):
         try:
-            found = re.search(form, ask([*_client(name, record), *words]))
+            match = re.search(pattern, ask([*_client(name, record), *words]))
         except UserError as error:
             if name == "scontrol" and _FORGOTTEN not in str(error):
-                away = str(error)  # many clusters keep no accounts, so sacct may fail
+                controller_error = str(error)  # not sacct's: accounting may not be configured
             continue
-        if found and found[1] in (*_WAITS, *_RUNS):
-            return _in_queue(found[1], "", "")
-        if found:
-            how = f"signal {found[3]}" if found[3] != "0" else f"exit status {found[2]}"
-            status = int(found[2]) if found[1] in _ENDS_ITSELF and found[3] == "0" else None
-            status = INTERRUPTED if found[1].startswith("CANCELLED") else status
-            return TargetState(ENDED, f"{how} ({found[1]})", status)
-    return TargetState(UNKNOWN, away) if away else _NO_LONGER_KNOWN
+        if match is None:
+            continue
+        state, code, number = match.groups()
+        if state in (*_WAITS, *_RUNS):
+            return _in_queue(state, "", "")
+        how = f"signal {number}" if number != "0" else f"exit status {code}"
+        status = int(code) if state in _ENDS_ITSELF and number == "0" else None
+        status = INTERRUPTED if state.startswith("CANCELLED") else status
+        return TargetState(ENDED, f"{how} ({state})", status)
+    return TargetState(UNKNOWN, controller_error) if controller_error else _NO_LONGER_KNOWN
 
 
 def stop(record: LaunchRecord, *, now: bool) -> str:
-    """Signal the supervisor, which saves, ends, and is not requeued; a waiting job is cancelled."""
+    """Stop a job and return what was done.
+
+    The supervisor of a running job is signaled: it saves, ends, and is not requeued. A waiting job
+    is cancelled.
+    """
     if not record.job:
         return "was not submitted"
-    found = state(record)
-    if found.state == ENDED:
+    current = state(record)
+    if current.state == ENDED:
         return "had ended"
-    if found.state == WAITING or now:
+    if current.state == WAITING or now:
         ask([*_client("scancel", record), record.job])
         return "cancelled"
     ask([*_client("scancel", record), "--batch", "--signal=INT", record.job])
@@ -217,13 +227,13 @@ def stop(record: LaunchRecord, *, now: bool) -> str:
 
 
 def logs(record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
-    """What the supervisor and all ranks print, of every start of the job, in one log."""
+    """Yield (rank, line) of the job's log, which has the output of all its starts."""
     words = ["tail", "-n", "+1", *(["-F"] if follow else []), "--", record.where.get("log", "")]
-    for found in merged_lines({"": words}):
-        yield found if found == SILENCE else (_rank(found[1]), found[1])
+    for source, line in merged_lines({"": words}):
+        yield SILENCE if (source, line) == SILENCE else (_rank(line), line)
 
 
 def _rank(line: str) -> str:
-    """The rank that a line names; that of most is the first's, which alone reports."""
-    found = re.match(r"\[rank (\d+)\]", line)
-    return found[1] if found else "0"
+    """Return the rank that a line names; "0" if it names none, because rank 0 logs most lines."""
+    match = re.match(r"\[rank (\d+)\]", line)
+    return match[1] if match else "0"

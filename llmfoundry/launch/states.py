@@ -1,7 +1,7 @@
-"""The states of a run, and which one it is in: decided by what its folder and its target say.
+"""State of a run, derived from its folder and its launch target.
 
-`runs.py` gathers that and calls `judge`, or `judge_unseen` where the run's folder is another
-machine's. Both are pure functions.
+`runs.py` collects the inputs and calls `judge`, or `judge_unseen` if this machine cannot see the
+run's folder. Both are pure functions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAILED, NOT_KNOWN = "failed", "unknown"
 STATES = (WAITING, RUNNING, RESTARTING, GIVEN_UP, FINISHED, STOPPED, FAILED, NOT_KNOWN)
 UNDER_WAY = (WAITING, RUNNING, RESTARTING)
 ENDS = {"finished": FINISHED, "failed": FAILED, "killed": STOPPED}
-"""By the status in run.json, of a process that came to its end."""
+"""State by the status in run.json, which a process writes when it ends by itself."""
 _STATUSES = {DONE: FINISHED, SAVED: STOPPED, GIVE_UP: GIVEN_UP, INTERRUPTED: STOPPED}
 
 
@@ -36,21 +36,24 @@ def judge(
     supervised: bool | None = None,
     now: float | None = None,
 ) -> tuple[str, str]:
-    """A run's state, one of STATES, and why.
+    """Return the state of a run, one of STATES, and the reason.
 
     Args:
-        held: a process has the run's lock now.
-        target: what the target says; None: it was started by hand.
-        status: in run.json, of the process that trained last.
-        changed: when run.json was, in seconds since 1970.
+        held: whether a process holds the run's lock now.
+        target: state on the launch target; None: the run was started by hand.
+        status: in run.json, written by the process that trained last.
+        changed: modification time of run.json, in seconds since 1970.
         events: of events.jsonl.
-        supervised: whether a supervisor is at work there; None: that cannot be told.
-        now: seconds since 1970; unset: the clock's.
+        supervised: whether a supervisor is running; None: not known.
+        now: seconds since 1970; None: the current time.
     """
     now = time.time() if now is None else now
     decision = next((e for e in reversed(events) if e["kind"] in ("decision", "start")), None)
-    # A supervisor decides after the process has written its end; a later one was started by hand.
+    # A supervisor decides after the process has written its end. If run.json is newer than the
+    # decision, the last process was started by hand.
     decided = decision is not None and float(decision["time"]) + 5 >= changed
+
+    # a live process or job
     if held:
         return RUNNING, target.reason if target else "a process holds its folder"
     if target is not None and target.state == records.WAITING:
@@ -63,6 +66,8 @@ def judge(
         return WAITING, f"{target.reason}, and does not train yet"
     if target is not None and target.state == records.UNKNOWN and ENDS.get(status) is None:
         return NOT_KNOWN, target.reason
+
+    # no live process: the supervisor's last decision, then run.json, then the target
     if decided and decision is not None:
         is_soon = supervised or float(decision["time"]) + LONGEST_PAUSE > now
         if decision["kind"] == "decision" and not is_restart(decision):
@@ -78,7 +83,7 @@ def judge(
 
 
 def judge_unseen(target: TargetState, place: str) -> tuple[str, str]:
-    """The state of a run whose folder this machine does not have, and why; as the target has it."""
+    """Return the state and reason of a run whose folder is not visible here, from the target."""
     why = f"{target.reason}; {place} is unknown here"
     if target.state == records.WAITING:
         return WAITING, why

@@ -1,6 +1,6 @@
-"""The table of targets: what can be done with a job on each, as functions.
+"""Table of launch targets and their functions.
 
-`cli/commands/launch.py` and whoever lists runs look a record's target up here.
+`cli/commands/launch.py` and `runs.py` look up the target of a launch record here.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from llmfoundry.launch.record import LaunchRecord, TargetState
 
 
 class Stop(Protocol):
-    """Asks a job to save and end, or ends it at once; what came of it, in words."""
+    """Function that stops a job."""
 
     def __call__(self, record: LaunchRecord, *, now: bool) -> str:
-        """Stop it."""
+        """Request that a job saves and ends, or kill it (`now`); return what was done."""
 
 
 class Logs(Protocol):
-    """Machine or rank, and line, of all that a job prints, as it comes with `follow`."""
+    """Function that reads a job's output."""
 
     def __call__(self, record: LaunchRecord, *, follow: bool) -> Iterator[tuple[str, str]]:
-        """Read it."""
+        """Yield (machine or rank, line); with `follow` also new lines as they appear."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where runs are launched."""
+    """A place where runs can be launched, as a set of functions."""
 
     render: Callable[[Job], str]
-    """The target's own object, as text: what dry_run prints."""
+    """Return the text that is submitted (script, YAML); printed by dry_run."""
     submit: Callable[[Job], LaunchRecord]
-    """Give it to the target's client; a UserError says why that is not possible."""
+    """Submit the job with the target's client; raises UserError if it is rejected."""
     state: Callable[[LaunchRecord], TargetState]
-    """What the target says of it, `unknown` where it does not answer."""
+    """Return the state of a job; `unknown` if the target does not answer."""
     stop: Stop
     logs: Logs
 
