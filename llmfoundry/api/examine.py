@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
 from llmfoundry.builders.data import Data, no_held_out, open_held_out
 from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
+from llmfoundry.builders.model_layout import ModelLayout, join_layout
 from llmfoundry.builders.open_model import (
     CHAT,
     LoadedModel,
@@ -41,7 +42,7 @@ from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.bpe import bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.process_group import ALONE, World, join, relaunch
+from llmfoundry.distributed.process_group import ALONE, World, relaunch
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
@@ -59,7 +60,6 @@ from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
-from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import ResolvedTrainRecipe
@@ -126,11 +126,11 @@ def evaluate(recipe: EvalRecipe) -> None:
         SystemExit: 1, where tasks were asked and not one of them has a score.
     """
     check_models(recipe)
-    relaunch(ParallelConfig())
-    with join(ParallelConfig()) as world:
+    relaunch(recipe.parallel)
+    with join_layout(recipe.parallel) as (world, layout):
         console = Console(is_main=world.is_main)
         recipe, named = with_addresses(recipe, world, console.note)
-        waiting, examined = _ready(recipe, named, world, console), list[Examined]()
+        waiting, examined = _ready(recipe, named, world, layout, console), list[Examined]()
         while waiting:
             found = waiting.popleft()()  # and its weights are let go
             if world.is_main:
@@ -268,12 +268,18 @@ class _Host:
 
 
 def _ready(
-    recipe: EvalRecipe, named: Mapping[str, str], world: World, console: Console
+    recipe: EvalRecipe,
+    named: Mapping[str, str],
+    world: World,
+    layout: ModelLayout,
+    console: Console,
 ) -> deque[Callable[[], Examined]]:
     """What asks each model, in their order; see `evaluate` for what is raised."""
     models, problems = recipe.all_models(), list[str]()
     own = [model for model in models if not is_outside(model)]
-    opened = [_try(partial(_open_run, recipe, model, world, console), problems) for model in own]
+    opened = [
+        _try(partial(_open_run, recipe, model, world, layout, console), problems) for model in own
+    ]
     runs = {run.name: run for run in opened if run is not None}
     host, waiting = _host(runs), deque[Callable[[], Examined]]()
     for model in models if not problems else ():
@@ -306,17 +312,19 @@ def _host(runs: Mapping[str, _Run]) -> _Host | None:
     return _Host(run.config, texts, FetchOptions.from_config(run.recipe.data))
 
 
-def _open_run(recipe: EvalRecipe, path: str, world: World, console: Console) -> _Run:
-    loaded, fill = open_checkpoint(path, world, note=console.note, precision=recipe.precision)
+def _open_run(
+    recipe: EvalRecipe, path: str, world: World, layout: ModelLayout, console: Console
+) -> _Run:
+    loaded, fill = open_checkpoint(
+        path, world, note=console.note, precision=recipe.precision, layout=layout
+    )
     if recipe.eval is None:
         require(loaded.recipe, "eval")
     config = dataclasses.replace(recipe.eval or loaded.recipe.eval, icl_max_fraction=None)
-    run = dataclasses.replace(
-        loaded.recipe,
-        device_eval_batch_size=recipe.device_eval_batch_size,
-        parallel=ParallelConfig().resolve(),  # each process holds the whole model
-    )
+    run = dataclasses.replace(loaded.recipe, device_eval_batch_size=recipe.device_eval_batch_size)
     rows = evaluation_rows(run, loaded.root, world)
+    if layout.is_sharded:
+        console.note(f"{path}: {layout.describe(run, loaded.root, world)}")
     held_out = _held_out(loaded, run, config, world, console)
     return _Run(path, loaded, run, config, held_out, rows, fill)
 

@@ -2,21 +2,22 @@
 
 `scripts/eval.py`, `generate`, `chat`, `serve` and `convert` call `open_checkpoint`. All but the
 weights is read at once, so that a mistake costs nothing; the function that comes with it loads
-those, of an adapter's run its base's too. The model is whole in each process, whatever the layout
-that it was trained on.
+those, of an adapter's run its base's too. A `ModelLayout` distributes the model over processes; the
+weights are then read straight into each rank's shards, whatever layout the model was trained on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmfoundry.builders.adapter import FOLDER, adapt, check_base, has_adapter
 from llmfoundry.builders.model import attention_refusal, build_root, served_precision
+from llmfoundry.builders.model_layout import ModelLayout, full_model
 from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.load import check_weights, load_adapter, load_weights, read_state
 from llmfoundry.checkpoint.open_run import find_place
@@ -29,7 +30,6 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe, load_run
 from llmfoundry.recipe.model import ResolvedModelConfig
-from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.schema import check_fields
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 from llmfoundry.recipe.typed import flat, know_secrets, require
@@ -44,7 +44,7 @@ def model_identity(config: ResolvedModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint ready to use on this process alone."""
+    """A checkpoint ready to use."""
 
     checkpoint: Checkpoint
     recipe: ResolvedTrainRecipe
@@ -52,6 +52,7 @@ class Loaded:
     root: Root
     tokenizer: Tokenizer
     state: dict[str, Any]
+    layout: ModelLayout = field(default_factory=full_model)
 
     @property
     def folder(self) -> Path:
@@ -65,16 +66,26 @@ class Loaded:
 
 
 def load_checkpoint(
-    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+    path: str,
+    world: World,
+    *,
+    note: Callable[[str], None],
+    precision: str | None = None,
+    layout: ModelLayout | None = None,
 ) -> Loaded:
     """What `open_checkpoint` opens, with its weights."""
-    loaded, fill = open_checkpoint(path, world, note=note, precision=precision)
+    loaded, fill = open_checkpoint(path, world, note=note, precision=precision, layout=layout)
     fill()
     return loaded
 
 
 def open_checkpoint(
-    path: str, world: World, *, note: Callable[[str], None], precision: str | None = None
+    path: str,
+    world: World,
+    *,
+    note: Callable[[str], None],
+    precision: str | None = None,
+    layout: ModelLayout | None = None,
 ) -> tuple[Loaded, Callable[[], None]]:
     """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
 
@@ -88,11 +99,13 @@ def open_checkpoint(
         world: this process.
         note: reports checkpoints that are passed over.
         precision: of the recipe in place of its own; decides the weights' dtype.
+        layout: how the model is distributed over processes; None: this process holds all of it.
 
     Raises:
-        UserError: there is no complete checkpoint at `path`, or its recipe takes a setting of the
-            model from a variable that is not set here.
+        UserError: there is no complete checkpoint at `path`, its recipe takes a setting of the
+            model from a variable that is not set here, or the model cannot be sharded this way.
     """
+    layout = layout or full_model()
     place = find_place(path, "checkpoint", world)
     checkpoint = find_checkpoint(place, note=note, sums=Sums.WEIGHTS, world=world)
     if checkpoint is None:
@@ -111,7 +124,7 @@ def open_checkpoint(
         raise UserError(*(f"{checkpoint}/recipe.yaml: {line}" for line in problems))
     know_secrets(user_recipe)
     recipe = user_recipe.resolve()
-    recipe.parallel = ParallelConfig().resolve()  # each process has all of the model
+    recipe.parallel = layout.config
     recipe.model = model or recipe.model
     recipe.precision = served_precision(precision or recipe.precision, world, note)
     reason = attention_refusal(recipe, world.device)
@@ -128,8 +141,9 @@ def open_checkpoint(
                 f"{key}: {value} by {checkpoint}/recipe.yaml, but it was trained with {then};"
                 " set the variable that the recipe names to that"
             )
+    layout.check(recipe)
     root = build_root(recipe)
-    loaded = Loaded(checkpoint, recipe, root.eval(), tokenizer, state)
+    loaded = Loaded(checkpoint, recipe, root.eval(), tokenizer, state, layout)
     return loaded, partial(_fill_loaded, loaded, world, note)
 
 
@@ -140,7 +154,7 @@ def _fill_loaded(loaded: Loaded, world: World, note: Callable[[str], None]) -> N
         _fill_adapted(loaded, world, note)
     else:
         table = check_weights(checkpoint, root.model, world=world)
-        root.to_empty(device=world.device)
+        _allocate(loaded, world)
         load_weights(checkpoint, root.model, world=world, table=table)
     checkpoint.unpin()
 
@@ -149,7 +163,12 @@ def _fill_adapted(loaded: Loaded, world: World, note: Callable[[str], None]) -> 
     assert isinstance(loaded.recipe, ResolvedFinetuneRecipe)
     folder, model = loaded.folder, loaded.root.model
     adapt(model, loaded.recipe, checkpoint=folder)
-    loaded.root.to_empty(device=world.device)
+    _allocate(loaded, world)
     open_pretrained(base_of(loaded.recipe.base, folder), world, note=note).fill(model)
     check_base(model, folder / FOLDER, "model.pretrained")
     load_adapter(loaded.checkpoint, model, world=world)
+
+
+def _allocate(loaded: Loaded, world: World) -> None:
+    """Allocate this rank's shards of the model, without values."""
+    loaded.layout.place(loaded.root, world, precision=loaded.recipe.precision)

@@ -34,7 +34,7 @@ from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.adapter import switched_off
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.loss import chunk_tokens
+from llmfoundry.plan.inference import inference_memory
 from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_process, microbatches
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
@@ -63,21 +63,17 @@ def evaluation_rows(recipe: ResolvedTrainRecipe, root: Root, world: World) -> in
         UserError: the weights alone do not fit.
     """
     room = int(USABLE * memory_of_process(world))
-    held = sum(p.nbytes for p in root.parameters())
+    need = inference_memory(recipe, root.model, world.size, world.device)
+    held = need.weights + need.gathered
     if held > room:
+        spread = ", spread it with parallel=fsdp" if recipe.parallel.keeps_whole else ""
         raise UserError(
             f"checkpoint: the weights of {recipe.run_name} take {format_gib(held / 2**30)}, and"
-            f" {format_gib(room / 2**30)} are free; write precision=bf16, or take another machine"
+            f" {format_gib(room / 2**30)} are free; write precision=bf16{spread}, or take another"
+            " machine"
         )
-    model, ffn = recipe.model, recipe.model.ffn_config
-    assert model.attn_config.kv_n_heads and ffn.ffn_hidden_size and model.vocab_size, "filled"
-    head_dim = model.head_dim or model.d_model // model.n_heads
-    cached = 2 * model.n_layers * model.attn_config.kv_n_heads * head_dim
-    widest = 8 * model.d_model + 4 * ffn.ffn_hidden_size * (ffn.moe_top_k or 1)
-    token = 4 * (widest + cached + model.n_heads * recipe.max_seq_len)
-    logits = 12 * model.vocab_size * chunk_tokens(model.vocab_size, world.device)
     sizes = microbatches(recipe, MOST_ROWS, world.device)
-    fitting = [n for n in sizes if held + logits + token * n * recipe.max_seq_len <= room]
+    fitting = [n for n in sizes if need.total(n * recipe.max_seq_len) <= room]
     return (fitting or sizes[-1:])[0]
 
 

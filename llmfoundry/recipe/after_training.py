@@ -18,6 +18,7 @@ from llmfoundry.loopback import is_loopback
 from llmfoundry.recipe.checks import inert_change, nearest, set_defaults
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
+from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.registry import ExportRegistry, RegistryPlace
 from llmfoundry.recipe.schema import (
     AUTO_ROWS,
@@ -81,6 +82,9 @@ class EvalRecipe:
     """MLflow store for models:/NAME@alias."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """Folder of tokenized prompts, for models without a run."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Distribution of the model over processes (group parallel/). Unset: each process holds the
+    full model. Settings of activations and gradients have no effect."""
     plugins: list[str] = field(default_factory=list)
     """Python files or modules that the model or its data needs. The plugins of its recipe are not
     imported."""
@@ -103,6 +107,7 @@ class EvalRecipe:
             yield "eval.icl_max_fraction: is of a training run's time; write eval.icl_rows here"
         if self.eval is not None:
             yield from self.eval.check()
+        yield from self.parallel.check()
 
     def fill(self) -> None:
         """Do nothing: the defaults depend on the checkpoint."""

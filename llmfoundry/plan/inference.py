@@ -1,0 +1,86 @@
+"""Memory estimate of a forward pass: evaluation and generation, in any parallel layout.
+
+Entry point: `inference_memory`. `builders/evaluation.py` chooses with it how many sequences are
+evaluated at a time; the plan of an evaluation and `--dry-run` print it. No activation is saved for
+a backward pass. A rank needs its shard of the weights, the weights that FSDP has gathered at a
+time, the activations of one block, some logits, and the keys and values of all blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llmfoundry.models.decoder import Decoder
+from llmfoundry.ops.loss import chunk_tokens
+from llmfoundry.plan.memory import weigh
+from llmfoundry.recipe.train import ResolvedTrainRecipe
+
+FP32 = 4  # bytes of an activation, also where matmuls are in 16 bits
+GATHERED_BLOCKS = 2  # the block at work, and the next one, which FSDP fetches meanwhile
+LOGIT_BYTES = 12  # of a logit: in fp32, its exponential, and a copy
+
+
+@dataclass(frozen=True)
+class InferenceMemory:
+    """Bytes that one rank needs for forward passes.
+
+    Attributes:
+        weights: the rank's shard of the weights.
+        gathered: weights of other ranks that FSDP gathers at a time; 0 without FSDP.
+        cache: keys and values of one token, over all blocks.
+        activations: activations of one token, in the widest layer.
+        logits: logits of the tokens that the head processes at a time.
+    """
+
+    weights: int
+    gathered: int
+    cache: int
+    activations: int
+    logits: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of weights and logits, for any number of tokens."""
+        return self.weights + self.gathered + self.logits
+
+    def total(self, tokens: int) -> int:
+        """Return the bytes for a forward pass over `tokens` tokens and their KV cache."""
+        return self.fixed + tokens * (self.cache + self.activations)
+
+
+def inference_memory(
+    recipe: ResolvedTrainRecipe, model: Decoder, world_size: int, device: torch.device
+) -> InferenceMemory:
+    """Estimate the memory of each rank.
+
+    Args:
+        recipe: resolved, with the layout as its `parallel` section.
+        model: its model, on the meta device.
+        world_size: number of ranks.
+        device: device of the ranks.
+    """
+    degrees = recipe.parallel.degrees(world_size)
+    held = weigh(model, device, degrees)
+    config, ffn = recipe.model, recipe.model.ffn_config
+    assert config.attn_config.kv_n_heads and ffn.ffn_hidden_size and config.vocab_size, "resolved"
+
+    # weights that FSDP gathers: in 16 bits under autocast
+    narrow = 2 if recipe.precision == "amp_bf16" else 1
+    blocks = GATHERED_BLOCKS * (held.block + held.apart)
+    gathered = 0 if degrees.is_replicas else (held.ends + blocks) // narrow
+
+    # of a token: keys and values, and the activations of the widest layer
+    head_dim = config.head_dim or config.d_model // config.n_heads
+    cached = 2 * config.n_layers * config.attn_config.kv_n_heads * head_dim // degrees.tensor
+    hidden = 4 * ffn.ffn_hidden_size * (ffn.moe_top_k or 1) // degrees.tensor
+    scores = config.n_heads // degrees.tensor * recipe.max_seq_len
+    chunk = chunk_tokens(config.vocab_size, device)
+    return InferenceMemory(
+        weights=held.frozen + held.trained.shard,
+        gathered=gathered,
+        cache=FP32 * cached,
+        activations=FP32 * (8 * config.d_model + hidden + scores),
+        logits=LOGIT_BYTES * config.vocab_size * chunk,
+    )
