@@ -1,10 +1,11 @@
-"""What a run prints: a banner, one line a logged step, notes, tables, samples, what comes next.
+"""Console output of a run: banner, one line per logged step, notes, tables, samples, summary.
 
-The trainer calls it on every rank; only the main one prints. The idea: a line is plain text of
-fixed columns first and color, if the stream is a terminal, is laid over it last, so a log file
-holds exactly what the screen shows and no control characters. Below it: numbers as people read
-them, which pages and other reports use too. A number is scaled after rounding, so that no text ever
-shows `1000.0k` or `60s`.
+Entry point: `Console`. The trainer calls it on every rank; only the main rank prints. A line is
+formatted as plain text with fixed columns. Color is added last, and only on a terminal. A log file
+therefore has the text of the screen without control characters.
+
+The functions below the class format numbers for people; pages and reports use them too. They scale
+a number after rounding, so that no text shows `1000.0k` or `60s`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import TextIO
 from llmfoundry.redaction import public
 
 BOLD, DIM, YELLOW = "1", "2", "33"
-WIDTH = 80  # of a terminal that nobody has made wider
+WIDTH = 80  # characters of a banner line: the default width of a terminal
 
 
 class Console:
-    """Prints a run. `stream` is standard output unless another is given."""
+    """Console of a run. `stream` defaults to standard output."""
 
     def __init__(self, *, is_main: bool = True, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -35,52 +36,57 @@ class Console:
         self._seen: set[str] = set()
 
     def banner(self, rows: Iterable[tuple[str, str]]) -> None:
-        """What is about to run: label and value a row, such as ("parameters", "12.3M").
+        """Print the description of the run: rows of label and value, ("parameters", "12.3M").
 
-        Values are wrapped at WIDTH, on a screen and in a file alike.
+        Values are wrapped at WIDTH, on a terminal and in a file.
         """
         rows = list(rows)
         room = WIDTH - 4 - max((len(label) for label, _ in rows), default=0)
         wrap = partial(textwrap.fill, width=room, break_long_words=False, break_on_hyphens=False)
-        lines = ((label, map(wrap, printable(value).split("\n"))) for label, value in rows)
-        self._block([(label, "\n".join(parts)) for label, parts in lines], rule=True)
+        wrapped_rows = []
+        for label, value in rows:
+            wrapped_lines = [wrap(line) for line in printable(value).split("\n")]
+            wrapped_rows.append((label, "\n".join(wrapped_lines)))
+        self._block(wrapped_rows, rule=True)
 
     def step(self, batch: int, metrics: Mapping[str, float], *, total: int) -> None:
-        """The line of one logged step out of `total`; quantities that are unknown are left out."""
+        """Print the line of step `batch` of `total`; unknown quantities are omitted."""
         cells = step_cells(batch, metrics, total=total)
-        # A column that was shown once stays, so that a missing value does not shift the others.
+        # a column stays once it was printed, so that a missing value does not shift the others
         self._seen |= {label for label, text in cells if text.strip()}
-        shown = [(label, text) for label, text in cells if label in self._seen]
+        columns = [(label, text) for label, text in cells if label in self._seen]
         if self._is_terminal:
-            shown = fit(shown, width=shutil.get_terminal_size().columns)
-        line = "  ".join(self._paint_cell(label, text) for label, text in shown)
+            columns = fit(columns, width=shutil.get_terminal_size().columns)
+        line = "  ".join(self._paint_cell(label, text) for label, text in columns)
         self._print(line.rstrip())
 
     def table(self, text: str) -> None:
-        """A ready-made table, such as the gauntlet's."""
+        """Print a formatted table, such as the scores of the gauntlet."""
         self._print("\n" + printable(public(text).strip("\n")) + "\n")
 
     def samples(self, batch: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Texts that the model wrote: (prompt, continuation) each."""
-        self._print(self._paint(f"\nsamples after {batch} batch{'' if batch == 1 else 'es'}", BOLD))
+        """Print generated texts: (prompt, continuation) each."""
+        self._print(self._paint(f"
+samples after {batch} batch{'' if batch == 1 else 'es'}", BOLD))
         for prompt, text in samples:
-            first, *rest = printable((prompt + text).rstrip()).split("\n")
-            self._print("\n".join([f"  > {first}", *(f"    {line}" for line in rest)]))
+            indented = printable((prompt + text).rstrip()).replace("\n", "\n    ")
+            self._print(f"  > {indented}")
         self._print("")
 
     def note(self, text: str) -> None:
-        """Something that the run decided or did."""
+        """Print a decision or an action of the run."""
         self._print(self._paint(self._fold(f"  {printable(public(text))}"), DIM))
 
     def warn(self, text: str) -> None:
-        """Something that went wrong and did not stop the run."""
+        """Print a failure that does not end the run."""
         self._print(self._paint(self._fold(f"  warning: {printable(public(text))}"), YELLOW))
 
     def finish(self, rows: Iterable[tuple[str, str]]) -> None:
-        """The last words: the report, the checkpoint, the commands that come next."""
+        """Print the summary of the finished run: report, checkpoint, next commands."""
         self._block(rows, rule=False)
 
     def _block(self, rows: Iterable[tuple[str, str]], *, rule: bool) -> None:
+        """Print rows of label and value in two columns; `rule` adds an empty line below."""
         rows = [(printable(label), printable(public(value))) for label, value in rows]
         width = max((len(label) for label, _ in rows), default=0)
         lines = []
@@ -91,7 +97,7 @@ class Console:
         self._print("\n".join(["", *lines, ""] if rule else ["", *lines]))
 
     def _fold(self, text: str) -> str:
-        """Lines between words on a terminal, which would break them anywhere; a file has one."""
+        """Break a text between words on a terminal; in a file it stays one line."""
         if not self._is_terminal:
             return text
         fold = textwrap.TextWrapper(
@@ -111,7 +117,7 @@ class Console:
         return f"\x1b[{code}m{text}\x1b[0m" if self._color else text
 
     def _print(self, text: str) -> None:
-        """Write and flush; a console that went away (a closed pipe) does not end training."""
+        """Write a line and flush; a closed pipe does not end training."""
         if not self._is_main:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -123,12 +129,14 @@ class Console:
 
 
 def step_cells(batch: int, metrics: Mapping[str, float], *, total: int) -> list[tuple[str, str]]:
-    """The columns of a step's line as (label, padded text); a missing value is all blanks.
+    """Return the columns of the line of a step as (label, padded text).
 
-    Those that appear only once speed is known come last, so that the earlier ones never move.
+    A missing value is blank. Columns whose values are unknown during the first steps come last, so
+    that the others never move.
     """
     digits = len(str(total))
-    rate = next((v for name, v in metrics.items() if name.startswith("lr-")), None)
+    learning_rates = [value for name, value in metrics.items() if name.startswith("lr-")]
+    rate = learning_rates[0] if learning_rates else None
     get = metrics.get
     return [
         ("step", f"{batch:>{digits}}/{total}"),
@@ -155,11 +163,14 @@ def fit(cells: list[tuple[str, str]], *, width: int) -> list[tuple[str, str]]:
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters, escape sequences among them, made visible."""
-    return "".join(
-        c if c == "\n" or c.isprintable() else "    " if c == "\t" else ascii(c)[1:-1]
-        for c in text.replace("\r\n", "\n")
-    )
+    """Return `text` with tabs expanded and other control characters escaped, except newlines."""
+    return "".join(map(_printable_character, text.replace("\r\n", "\n")))
+
+
+def _printable_character(c: str) -> str:
+    if c == "\n" or c.isprintable():
+        return c
+    return "    " if c == "\t" else ascii(c)[1:-1]
 
 
 def _cell(
@@ -186,7 +197,7 @@ _STEPS = ("", "k", "M", "G", "T", "P", "E")
 
 
 def short_count(value: float) -> str:
-    """Three or four digits and a decimal suffix: 950, 12.3k, 1.40M, 2.00G."""
+    """Return a number as three or four digits and a decimal suffix: 950, 12.3k, 1.40M, 2.00G."""
     if not math.isfinite(value):
         return str(value)
     if abs(value) < 999.5:
@@ -199,7 +210,7 @@ def short_count(value: float) -> str:
 
 
 def format_gib(gib: float) -> str:
-    """Memory given in GiB: 812 MiB, 1.2 GiB, 79.3 GiB."""
+    """Return an amount of memory (in GiB) as text: 812 MiB, 1.2 GiB, 79.3 GiB."""
     if not math.isfinite(gib):
         return str(gib)
     if gib * 1024 < 999.5:
@@ -210,16 +221,16 @@ def format_gib(gib: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: 0.4s, 45s, 3m12s, 1h04m, 2d03h."""
+    """Return a duration as text, in its two largest units: 0.4s, 45s, 3m12s, 1h04m, 2d03h."""
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 9.95:
         return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
     minutes = round(seconds / 60)
     if minutes < 24 * 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
@@ -228,7 +239,10 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float, *, digits: int = 4) -> str:
-    """`digits` significant digits without needless zeros; very small or large as 6e-04."""
+    """Return a number with `digits` significant digits, without trailing zeros.
+
+    Numbers below 0.001 and from a million on are in scientific notation: 6e-04.
+    """
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -242,18 +256,18 @@ def number(value: float, *, digits: int = 4) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of one in percent with one decimal: 41.2%."""
+    """Return a fraction as a percentage with one decimal: 41.2%."""
     return f"{share * 100:.1f}%"
 
 
 def _three_digits(scaled: float) -> str:
-    """1.40, 12.3, 123: three digits for a number in [0.9995, 999.5)."""
+    """Return a number in [0.9995, 999.5) with three digits: 1.40, 12.3, 123."""
     decimals = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
     return f"{scaled:.{decimals}f}"
 
 
 def _exponent(value: float, digits: int) -> str:
-    """6e-04 for 0.0006: mantissa without needless zeros."""
+    """Return a number in scientific notation, the mantissa without trailing zeros: 6e-04."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     if "." in mantissa:
         mantissa = mantissa.rstrip("0").rstrip(".")

@@ -41,8 +41,10 @@ _A_DAY = 86_400.0  # timeout in seconds of a backfill
 class Tracker:
     """Record of a run with a resolved recipe.
 
-    `console` prints immediately and may be used directly. With logger.in_memory, `history` has all
-    metrics of this process as lists of (batch, value) by name.
+    Attributes:
+        console: prints immediately; other code may use it directly.
+        history: with logger.in_memory, all metrics of this process: (batch, value) pairs by name.
+        page: path of the report, after `close`.
 
     Raises:
         UserError: logger.tracking_uri is of no kind that MLflow writes to, or a logger's package is
@@ -68,8 +70,8 @@ class Tracker:
         self._first, self._total = 0, 0
         self._is_open = False
         self._report_due, self._reporting = 0.0, threading.Thread()
-        self.page: Path | None = None  # the report, once the record is closed
-        self._in_background = False  # versions are asked for and the loggers' threads run
+        self.page: Path | None = None
+        self._in_background = False  # the threads of the loggers run
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._in_memory = recipe.logger.in_memory
         self._events = deque[Callable[[], object]](maxlen=_MOST_EVENTS)
@@ -79,34 +81,42 @@ class Tracker:
     def start(self, first_batch: int, *, total: int, facts: Iterable[tuple[str, str]] = ()) -> None:
         """Open the record of a run of `total` batches that resumes after `first_batch`.
 
-        What an earlier process wrote beyond `first_batch` is dropped; with 0 all of it. `facts` are
-        the banner's rows: they are printed, and kept for the report and the loggers.
+        Records of an earlier process after `first_batch` are deleted; with 0, all records.
+
+        Args:
+            first_batch: step of the checkpoint that the run resumes from.
+            total: number of steps of the complete run.
+            facts: rows (label, text) of the banner. They are printed, and stored for the report
+                and the loggers.
 
         Raises:
-            UserError: a file of the record is broken elsewhere than at its end, or cannot be
-                written.
+            UserError: a file of the record is broken before its last line, or cannot be written.
         """
         self._first, self._total = first_batch, total
         if not self._is_main:
             return
-        facts = [(label, public(text)) for label, text in facts]  # which are kept
+
+        # print the banner
+        facts = [(label, public(text)) for label, text in facts]
         if facts:
             self.console.banner(facts)
         self._drop_after(first_batch)
-        before = read_run_record(self._folder) if first_batch > 0 else {}
-        # Until this process has made a step, the record is the earlier one's.
-        self._run |= {"facts": facts, "environment": before.get("environment", {})}
-        self._run["sent"] = before.get("sent", not self._stores())
+
+        # run.json keeps the environment of the previous process until this one has made a step
+        previous = read_run_record(self._folder) if first_batch > 0 else {}
+        self._run |= {"facts": facts, "environment": previous.get("environment", {})}
+        self._run["sent"] = previous.get("sent", not self._stores())
         self._run |= {"total_batches": total, "summary": {"status": "running"}}
         self._is_open, self._report_due = True, time.monotonic() + _REPORT_SECONDS
         self._write_run()
 
     def rewind(self, batch: int) -> None:
-        """Drop what was recorded of steps after `batch`: the run went back there."""
+        """Delete the records of steps after `batch`: the run continues from there again."""
         if self._is_main:
             self._drop_after(batch)
 
     def _drop_after(self, batch: int) -> None:
+        """Delete the records of steps after `batch`, and open the files for appending."""
         dropped = self._metrics.start(batch) + self._samples.start(batch)
         if self._has_routing:
             dropped += self._routing.start(batch)
@@ -118,21 +128,30 @@ class Tracker:
             self.console.note(f"dropped {dropped} records of steps after batch {batch}")
 
     def log(self, batch: int, tokens: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics at `batch` and `tokens`; training losses get a line on the console."""
+        """Record metrics of step `batch`, after `tokens` tokens.
+
+        Metrics with a training loss are also printed as a line on the console.
+        """
         if not self._is_main:
             return
+
+        # file, console, loggers
         now = milliseconds()
         self._metrics.write({BATCH: batch, TOKEN: tokens, WALL: now, **metrics})
         if TRAIN_LOSS in metrics:
             self.console.step(batch, metrics, total=self._total)
         for writer in self._writers:
             writer.log(batch, {TOKEN: tokens, **metrics}, when=now)
+
+        # retry events that a full disk delayed; the first failure was reported
         if self._events:
-            with suppress(OSError):  # reported when the first came
+            with suppress(OSError):
                 self._write_events()
         if self._in_memory:
             for name, value in metrics.items():
                 self.history.setdefault(name, []).append((batch, value))
+
+        # start the loggers after the first step; refresh the report now and then
         if batch > self._first and not self._in_background:
             self._begin_background()
         if time.monotonic() >= self._report_due and not self._reporting.is_alive():
@@ -140,45 +159,59 @@ class Tracker:
             self._reporting.start()
 
     def routing(self, batch: int, tokens: int, load: list[list[int]]) -> None:
-        """Record the load of every expert of every layer, for the report's heat maps."""
+        """Record the expert load (tokens per expert) of every layer, for the report's heat maps."""
         if self._is_main:
             self._routing.write({BATCH: batch, TOKEN: tokens, "load": load})
 
     def samples(self, batch: int, samples: Sequence[tuple[str, ...]]) -> None:
-        """Record and print texts that the model wrote: (prompt, continuation) each.
+        """Record and print generated texts.
 
-        A third member is what was expected.
+        Args:
+            batch: step of the model.
+            samples: (prompt, continuation) or (prompt, continuation, expected continuation).
         """
         if not self._is_main:
             return
-        shown = []
+        texts = []
         for prompt, text, *expected in samples:
             row = {BATCH: batch, "prompt": prompt, "text": text}
-            self._samples.write({**row, "expected": expected[0]} if expected else row)
-            shown.append((prompt, text + "".join(f"\n[expected: {e}]" for e in expected)))
+            if expected:
+                row["expected"] = expected[0]
+                text += f"\n[expected: {expected[0]}]"
+            self._samples.write(row)
+            texts.append((prompt, text))
         for writer in self._writers:
-            writer.samples(batch, shown)
-        self.console.samples(batch, shown)
+            writer.samples(batch, texts)
+        self.console.samples(batch, texts)
 
     def gauntlet(self, batch: int, result: Mapping[str, Any]) -> None:
-        """Keep a gauntlet's full result (GauntletResult.to_json) as eval/ba0000100.json."""
+        """Write the full result of a gauntlet (GauntletResult.to_json) as eval/ba0000100.json."""
         if not self._is_main:
             return
-        self._keep(self._folder / "eval" / f"ba{batch:07d}.json", {BATCH: batch, **result})
+        self._write_file(self._folder / "eval" / f"ba{batch:07d}.json", {BATCH: batch, **result})
 
     def registry(self, task: Task) -> None:
-        """Have something done with versions of models, where the run is logged; returns at once."""
+        """Queue a task for the registry of model versions of each logger; return immediately."""
         for writer in self._writers:
             writer.registry(task)
 
     def note(self, text: str) -> None:
-        """Say what the run decided or did."""
+        """Print a decision or an action of the run."""
         self.console.note(text)
 
     def event(
         self, kind: str, seen: str, done: str, *, step: int, action: str, **more: Any
     ) -> None:
-        """Warn of what happened in a step (from 1), and keep it, and `more`, in events.jsonl."""
+        """Warn of an event on the console and append it to events.jsonl.
+
+        Args:
+            kind: kind of the event, such as "loss_spike".
+            seen: observation, as text.
+            done: action taken, as text.
+            step: training step, counted from 1.
+            action: action taken, as a keyword.
+            more: further fields of the line in events.jsonl.
+        """
         if self._is_main:
             self.console.warn(f"{seen}; {done}")
         self.keep_event(kind, seen, done, step=step, action=action, **more)
@@ -186,7 +219,7 @@ class Tracker:
     def keep_event(
         self, kind: str, seen: str, done: str, *, step: int | None, action: str, **more: Any
     ) -> None:
-        """Keep what happened, and `more`, in events.jsonl; without a warning of it."""
+        """Append an event to events.jsonl without a warning; see `event` for the arguments."""
         if not self._is_main:
             return
         facts = {"done": done, "time": round(time.time(), 3), **more}
@@ -204,42 +237,50 @@ class Tracker:
             writer.events()
 
     def _write_events(self) -> None:
-        """Write the events that wait, such as for room on the disk, in their order.
+        """Write the queued events in their order.
 
         Raises:
-            OSError: the first of them still cannot be written.
+            OSError: an event cannot be written, for example because the disk is full. It stays in
+                the queue.
         """
         while self._events:
             self._events[0]()
             self._events.popleft()
 
     def report(self) -> Path | None:
-        """Write report.html as things stand; None, and a warning, if that fails."""
+        """Write report.html from the current record; return its path, or warn and return None."""
         if not self._is_main:
             return None
         try:
             return write_report(self._folder)
-        except Exception as error:  # a picture is not worth the run
+        except Exception as error:  # the report is optional: it never ends a run
             self.console.warn(f"report.html was not written: {type(error).__name__}: {error}")
             return None
 
     def _refresh(self) -> None:
-        """Rewrite report.html beside the training, for a hundredth of the time at most."""
-        began = time.monotonic()
-        with suppress(Exception):  # which is reported at the end, if it lasts
+        """Rewrite report.html in a thread during training, at most 1 % of the time."""
+        start = time.monotonic()
+        with suppress(Exception):  # a lasting error is reported by close()
             write_report(self._folder)
-        ended = time.monotonic()
-        self._report_due = ended + max(_REPORT_SECONDS, (ended - began) / _REPORT_SHARE)
+        end = time.monotonic()
+        self._report_due = end + max(_REPORT_SECONDS, (end - start) / _REPORT_SHARE)
 
     def close(self, status: str, final: Mapping[str, Any] | None = None) -> None:
-        """End the record: `status` is finished, failed or killed; `final` goes into the report.
+        """Close the record of the run and wait for its loggers.
 
-        Does nothing before `start`: a run that never began leaves the folder's record alone.
+        Before `start`, this does nothing: a run that did not start leaves the folder's record
+        unchanged.
+
+        Args:
+            status: "finished", "failed" or "killed".
+            final: further values of the summary in run.json and in the report.
         """
         assert status in ("finished", "failed", "killed"), status
         if not self._is_open:
             return
         self._is_open = False
+
+        # close the files
         if self._reporting.ident is not None:
             self._reporting.join()
         self._metrics.close()
@@ -247,9 +288,14 @@ class Tracker:
         self._routing.close()
         with suppress(OSError):
             self._write_events()
-        self._run["summary"] = {"status": status, **{k: plain(v) for k, v in (final or {}).items()}}
+
+        # write the summary, then the report, which shows it
+        summary = {name: plain(value) for name, value in (final or {}).items()}
+        self._run["summary"] = {"status": status, **summary}
         self._write_run()
         self.page = self.report()
+
+        # send the rest to the loggers
         for writer in self._writers:
             if self.page is not None:
                 writer.file(self.page)
@@ -263,11 +309,14 @@ class Tracker:
 
     @property
     def has_sent_all(self) -> bool:
-        """Whether all places that keep values have got them; known once the record is closed."""
+        """Return whether all loggers that store values have them; valid after `close`."""
         return bool(self._run.get("sent", True))
 
     def _begin_background(self) -> None:
-        """After the first step, whose time counts: ask for versions, start the loggers' threads."""
+        """Record the package versions and start the threads of the loggers.
+
+        This runs after the first step, so that it does not delay the start of training.
+        """
         self._in_background = True
         self._run["sent"] = False
         self._run["environment"] = environment()
@@ -287,10 +336,10 @@ class Tracker:
             writer.start(facts)
 
     def _write_run(self) -> None:
-        self._keep(self._folder / "run.json", self._run)
+        self._write_file(self._folder / "run.json", self._run)
 
-    def _keep(self, path: Path, value: Mapping[str, Any]) -> None:
-        """Write a file of the record; a warning if that fails."""
+    def _write_file(self, path: Path, value: Mapping[str, Any]) -> None:
+        """Write a JSON file of the record; warn if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, public_texts(value))
@@ -306,18 +355,20 @@ def send_record(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> None:
-    """Send to every place of a recipe what it lacks of a run that has ended, and wait.
+    """Backfill the loggers of a recipe with the record of an ended run, and wait.
 
     Args:
-        recipe: the run's, filled.
-        folder: the run's.
-        task: what is to be done with versions of models.
-        note: reports what is sent.
-        warn: reports what fails.
+        recipe: resolved recipe of the run.
+        folder: save folder of the run.
+        task: task for the registry of model versions; None: no task.
+        note: prints a line about progress.
+        warn: prints a line about a failure.
 
     Raises:
-        UserError: nothing is recorded, no place is named, or one did not get everything.
+        UserError: metrics.jsonl is empty, the recipe has no logger, or a logger did not get
+            everything.
     """
+    # read the record
     rows = read_metrics(folder / "metrics.jsonl", lambda name: name in (BATCH, WALL))
     if not rows:
         raise UserError(f"run: {folder}/metrics.jsonl is empty; there is nothing to send")
@@ -336,6 +387,8 @@ def send_record(
         tags=tags_of(record),
     )
     status = record.get("summary", {}).get("status")
+
+    # queue everything; each writer compares metrics.jsonl with its logger by itself
     for writer in writers:
         if task is not None:
             writer.registry(task)
@@ -350,13 +403,13 @@ def send_record(
 
 
 def tags_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Facts and environment of run.json as tags, for the loggers."""
+    """Return the facts and the environment of run.json as tags for the loggers."""
     tags = {**dict(run.get("facts", [])), **run.get("environment", {})}
-    if "git commit" in tags:  # the name under which MLflow's pages show it
+    if "git commit" in tags:  # MLflow's pages show the commit under this name
         tags["mlflow.source.git.commit"] = tags["git commit"].split()[0]
     return tags
 
 
 def flatten(recipe: ResolvedTrainRecipe) -> dict[str, Any]:
-    """Dotted key → value of every field, for the loggers; as it was written, secrets masked."""
+    """Return every field of a recipe by dotted key, as written by the user, secrets masked."""
     return dict(flat(as_written(recipe)))

@@ -1,6 +1,6 @@
-"""The places that a recipe's `logger` section names: opened, ended, and given an evaluation.
+"""Writers for the loggers of a recipe's `logger` section.
 
-The tracker writes a run to them; `scripts/eval.py` calls `log_evaluation`.
+The tracker sends a run to them. `scripts/eval.py` calls `log_evaluation`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TARGETS = {
     name: f"llmfoundry.loggers.{name}_logger:{name}_target"
     for name in ("mlflow", "tensorboard", "wandb", "trackio", "prometheus")
 }
-"""The code of the entries of LOGGERS that come with the project; each imports its own package."""
+"""Factory of each logger in LOGGERS that comes with the project; it imports its client library."""
 
 
 def make_writers(
@@ -35,21 +35,22 @@ def make_writers(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> list[BackgroundWriter]:
-    """One for each place that a `logger` section with its defaults names.
+    """Return one writer for each logger of a resolved `logger` section.
 
     Raises:
-        UserError: a place's address or package is missing.
+        UserError: the address or the package of a logger is missing.
     """
-    return [
-        BackgroundWriter(make_target(name, config, folder), note=note, warn=warn)
-        for name in config.chosen()
-    ]
+    targets = [make_target(name, config, folder) for name in config.chosen()]
+    return [BackgroundWriter(target, note=note, warn=warn) for target in targets]
 
 
 def stores(
     writers: Sequence[BackgroundWriter], note: Callable[[str], None]
 ) -> list[BackgroundWriter]:
-    """Those that keep what they get; a note names the others, which show a run under way."""
+    """Return the writers whose loggers store values; print a note about each of the others.
+
+    The others, such as Prometheus, show only the current values of a run that is training.
+    """
     for writer in writers:
         if not writer.is_store:
             note(f"{writer.label} shows a run that is under way; nothing is sent there")
@@ -57,7 +58,7 @@ def stores(
 
 
 def make_target(name: str, config: LoggerConfig, folder: Path) -> LogTarget:
-    """The place of a name in LOGGERS that a section with its defaults chooses."""
+    """Return the target of a logger by its name in LOGGERS, for a resolved section."""
     make = load_code(LOGGERS[name].make, _TARGETS.get(name))
     target: LogTarget = make(config, folder, **(config.plugins.get(name) or {}))
     return target
@@ -66,7 +67,7 @@ def make_target(name: str, config: LoggerConfig, folder: Path) -> LogTarget:
 def close_all(
     writers: Sequence[BackgroundWriter], status: str, *, timeout: float = PATIENCE
 ) -> None:
-    """End a run everywhere; all send their rest at the same time."""
+    """Close a run in all loggers; the writers send the rest of their queues concurrently."""
     for writer in writers:
         writer.end(status, timeout=timeout)
     for writer in writers:
@@ -74,14 +75,14 @@ def close_all(
 
 
 class Evaluation(Protocol):
-    """What is logged.
+    """Results of an evaluation, as `log_evaluation` needs them.
 
     Attributes:
-        name: of the model.
-        folder: where results.json is; a second evaluation there is another run.
-        results: has `metrics`.
-        batch: of the checkpoint.
-        link: gives them to the version of a registered model; None: there is none.
+        name: name of the model.
+        folder: folder of results.json; a second evaluation in it is logged as another run.
+        results: contents of results.json, with `metrics`.
+        batch: training step of the checkpoint.
+        link: task that links the results to a registered model version; None: no version.
     """
 
     name: str
@@ -92,33 +93,33 @@ class Evaluation(Protocol):
 
 
 def log_evaluation(
-    found: Evaluation,
+    evaluation: Evaluation,
     config: LoggerConfig,
     *,
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> list[str]:
-    """Send the metrics, and results.json, to every place that the recipe names, and wait for it.
+    """Send the metrics and results.json to every logger of the recipe, and wait.
 
     Returns:
-        The places that have got all.
+        Labels of the loggers that have the complete results.
     """
     config.fill()
-    metrics: Mapping[str, float] = found.results["metrics"]
+    metrics: Mapping[str, float] = evaluation.results["metrics"]
     facts = RunFacts(
-        name=f"eval {found.name}",
-        folder=found.folder,
+        name=f"eval {evaluation.name}",
+        folder=evaluation.folder,
         first_batch=0,
         began=milliseconds(),
-        params={"model": found.name},
+        params={"model": evaluation.name},
         tags=environment(),
     )
-    writers = stores(make_writers(config, found.folder, note=note, warn=warn), note)
+    writers = stores(make_writers(config, evaluation.folder, note=note, warn=warn), note)
     for writer in writers:
-        writer.log(found.batch, metrics)
-        writer.file(found.folder / "results.json")
-        if found.link is not None:
-            writer.registry(found.link)
+        writer.log(evaluation.batch, metrics)
+        writer.file(evaluation.folder / "results.json")
+        if evaluation.link is not None:
+            writer.registry(evaluation.link)
         writer.start(facts)
     close_all(writers, "finished")
     return [writer.label for writer in writers if writer.has_all]
