@@ -1,6 +1,6 @@
-"""Where a run ran: versions and the commit of the working folder. No host or user name.
+"""Environment of a run: package versions, processor, system and git commit; no host or user name.
 
-The tracker asks once, after the first step, for the report and MLflow's tags.
+The tracker calls `environment` once, after the first step, for the report and the loggers' tags.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGES = ("llmfoundry-recipes", "torch", "numpy", "transformers", "tokenizers"
 
 
 def environment() -> dict[str, str]:
-    """Versions by package, the system, and the git commit if the current folder has one."""
+    """Return versions, processor, system, and the git commit if the current folder has one."""
     facts = {"python": platform.python_version()}
     facts |= package_versions(PACKAGES)
     facts |= {"processor": processor(), "cores": str(cores())}
@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name without marks and clock; the architecture where it has none."""
+    """Return the name of the processor without trademarks and clock; else its architecture."""
     name = platform.processor()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -44,20 +44,20 @@ def processor() -> str:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """By package, of those that are installed."""
-    found = dict[str, str]()
+    """Return the versions of those packages that are installed, by name."""
+    versions = dict[str, str]()
     for name in names:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints; None without git, a repository, or an answer within two seconds."""
+    """Return the output of git; None without git or a repository, or after two seconds."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, timeout=2, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -1,7 +1,7 @@
-"""Which run of a tracker a run folder is: the id that the folder keeps.
+"""File in a save folder with the id of its run in a tracker (MLflow, W&B or trackio).
 
-MLflow, W&B and trackio use it, each with a file of its own. The id belongs to one folder. A folder
-that was moved continues its run. A copy, whose original is still there, begins a run of its own.
+A resumed run reads the id and continues the same run of the tracker. The id belongs to one folder:
+a folder that was moved continues its run, and a copy whose original still exists starts a new run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _PENDING = "pending-"
 
 @dataclass
 class FolderRun:
-    """The id in a file such as runs/mine/mlflow_run_id, and the folder that it was given to.
+    """Run id in a file such as runs/mine/mlflow_run_id, and the folder that the id belongs to.
 
     Attributes:
-        file: holds the id; beside it `<name>.folder` holds the path of the folder.
-        id: of the run; empty: the folder has none.
-        copied_from: the id of the original folder's run, if this folder is a copy; else empty.
+        file: file with the id. The file `<name>.folder` next to it has the path of the folder.
+        id: id of the run; "" if the folder has no run.
+        copied_from: id of the original folder's run if this folder is a copy; else "".
     """
 
     file: Path
@@ -33,7 +33,7 @@ class FolderRun:
 
     @classmethod
     def at(cls, file: Path) -> FolderRun:
-        """Read what a folder keeps."""
+        """Read the id in `file`, and find out whether the folder is a copy."""
         run_id, original = _text(file), _text(_folder_file(file))
         if run_id and original and _is_copy(file, run_id, Path(original)):
             return cls(file, copied_from=run_id)
@@ -41,26 +41,26 @@ class FolderRun:
 
     @property
     def is_pending(self) -> bool:
-        """Whether `id` is a key, kept before the tracker gave an id."""
+        """Return whether `id` is a temporary key: the run was about to be created."""
         return self.id.startswith(_PENDING)
 
     def keep_pending(self) -> str:
-        """Keep a key for a run that is about to be created, and return it."""
+        """Store a temporary key for a run that is about to be created, and return it."""
         self.keep(self.id if self.is_pending else f"{_PENDING}{secrets.token_hex(16)}")
         return self.id
 
     def keep(self, run_id: str) -> None:
-        """Keep the id, as this folder's."""
+        """Store the id together with the path of this folder."""
         self.id = run_id
         here = str(self.file.parent.resolve())
-        # The folder first: an id is never taken for one of another folder.
+        # write the folder first, so that a kill never leaves the id with the path of another folder
         if _text(_folder_file(self.file)) != here:
             atomic_write(_folder_file(self.file), f"{here}\n")
         if _text(self.file) != run_id:
             atomic_write(self.file, f"{run_id}\n")
 
     def forget(self) -> None:
-        """Delete the id: the folder begins another run."""
+        """Delete the id, so that the folder starts a new run."""
         self.file.unlink(missing_ok=True)
         _folder_file(self.file).unlink(missing_ok=True)
 
@@ -70,13 +70,14 @@ def _folder_file(file: Path) -> Path:
 
 
 def _is_copy(file: Path, run_id: str, original: Path) -> bool:
-    """Whether another folder, to which the id was given, is still there and has the same id."""
+    """Return whether another folder exists that has the same id and owns it."""
     with suppress(OSError):
         return _text(original / file.name) == run_id and not os.path.samefile(original, file.parent)
     return False
 
 
 def _text(file: Path) -> str:
-    with suppress(OSError, ValueError):  # a pipe, or no text
+    """Return the contents of a file; "" if it is missing, a pipe or not text."""
+    with suppress(OSError, ValueError):
         return read_guarded(file).decode().strip()
     return ""

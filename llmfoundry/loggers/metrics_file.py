@@ -1,11 +1,10 @@
-"""metrics.jsonl and samples.jsonl: one JSON object a line, the run's own record.
+"""Reader and writer of metrics.jsonl and samples.jsonl: one JSON object per line.
 
-The tracker writes them, the report and anyone's notebook read them. The idea: after a kill and a
-resume the file is the one that an uninterrupted run would have written, except for wall-clock
-values, because lines beyond the checkpoint are dropped when the run resumes. Numbers keep every
-digit.
-JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity", "-Infinity", and
-`read_metrics` turns them back into floats.
+The tracker writes them with `JsonLines`. The report and notebooks read them with `read_metrics`.
+Lines after the checkpoint are deleted when a run resumes. After a kill and a resume, the file is
+therefore the one of an uninterrupted run, except for wall-clock values. Numbers keep every digit.
+JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", and
+`read_metrics` converts them back to floats.
 """
 
 from __future__ import annotations
@@ -27,33 +26,36 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import open_guarded, parse_json
 
 BATCH, TOKEN = "time/batch", "time/token"
-WALL = "time/unix_ms"  # when a line was written: milliseconds since 1970
+WALL = "time/unix_ms"  # time at which a line was written: milliseconds since 1970
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_MAX_WAITING = 256 * 2**20  # bytes of lines kept while the disk is full
+_MAX_WAITING = 256 * 2**20  # maximal bytes of lines queued while the disk is full
 _APPEND = "to be appended when there is room, before the run continues"
 
 
 def milliseconds() -> int:
-    """Since 1970."""
+    """Return the current time in milliseconds since 1970."""
     return int(time.time() * 1000)
 
 
 class JsonLines:
-    """An append-only file of JSON objects that each carry `time/batch`; a write call a line.
+    """Append-only file of JSON objects, each with `time/batch`. Each line is one write call.
 
-    A disk that is full, or gone, does not end training: lines wait in memory and are written once
-    they can be. `warn` prints a line.
+    A full or missing disk does not end training: lines are queued in memory and written as soon as
+    possible. `warn` prints a line.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path, self._warn = path, warn
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque()
-        self._problem = ""  # why lines wait
+        self._problem = ""  # reason why lines are queued
         self._lost = 0
 
     def start(self, batch: int) -> int:
-        """Open for a run that resumes after `batch`; 0 starts over. Returns the lines dropped.
+        """Open the file for a run that resumes after `batch`; 0 deletes all lines.
+
+        Returns:
+            The number of deleted lines.
 
         Raises:
             UserError: a line before the last is not a JSON object, or the file cannot be written.
@@ -71,9 +73,10 @@ class JsonLines:
         return dropped
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one object."""
+        """Append one object, or queue it while the disk is full."""
         assert self._file is not None, "start() opens the file"
-        text = json.dumps({k: plain(v) for k, v in row.items()}, allow_nan=False)
+        plain_row = {name: plain(value) for name, value in row.items()}
+        text = json.dumps(plain_row, allow_nan=False)
         if sum(map(len, self._waiting)) > _MAX_WAITING:
             self._lost += 1
         else:
@@ -81,22 +84,24 @@ class JsonLines:
         self._write_waiting(self._file)
 
     def close(self) -> None:
-        """Close the file; closing twice does nothing."""
+        """Write queued lines, warn of lost ones and close the file; closing twice does nothing."""
         if self._file is None:
             return
         self._write_waiting(self._file)
         lost = self._lost + len(self._waiting)
         if lost:
-            why, kept = self._problem or "the disk was full", self._keep_waiting()
-            where = f"; {len(self._waiting)} are in {kept}, {_APPEND}" if kept else ""
+            why, rescue_file = self._problem or "the disk was full", self._rescue_waiting()
+            where = ""
+            if rescue_file:
+                where = f"; {len(self._waiting)} are in {rescue_file}, {_APPEND}"
             self._warn(f"{self.path} lacks {lost} lines: {why}{where}")
         self._waiting.clear()
         self._lost, self._problem = 0, ""
         self._file.close()
         self._file = None
 
-    def _keep_waiting(self) -> str:
-        """Write the lines that wait where this machine has room; the file, empty: nowhere."""
+    def _rescue_waiting(self) -> str:
+        """Write the queued lines to a temporary file; return its path, or "" if that fails too."""
         if not self._waiting:
             return ""
         prefix, name = f"{self.path.absolute().parent.name}-{self.path.stem}-", ""
@@ -129,12 +134,13 @@ class JsonLines:
 
 
 def append(file: FileIO, data: bytes) -> None:
-    """Write all of `data` at the end of a file opened unbuffered for appending, or none of it.
+    """Append all of `data` to a file, or none of it.
 
-    A kill meanwhile leaves at most one torn record, the last.
+    The file is opened unbuffered for appending. If the process is killed meanwhile, at most the
+    last record is incomplete.
 
     Raises:
-        OSError: it could not be written; what had been is removed again.
+        OSError: `data` could not be written. A part that was written is removed again.
     """
     before, rest = os.fstat(file.fileno()).st_size, memoryview(data)
     try:
@@ -150,29 +156,36 @@ def append(file: FileIO, data: bytes) -> None:
 
 
 def trim(path: Path, batch: int) -> int:
-    """Keep the lines up to `batch` (none if it is 0) and drop a torn last one.
+    """Delete the lines after `batch` (all lines if it is 0) and an incomplete last line.
 
-    Lines are in the order of batches, so what goes is the file's end: it is truncated in one step,
-    which needs no space on the disk. Returns the number of lines dropped.
+    Lines are in the order of batches, so the deleted lines are the end of the file. Truncating it
+    is one step that needs no disk space.
+
+    Returns:
+        The number of deleted lines.
 
     Raises:
         UserError: a line before the last is not a JSON object.
     """
     if not path.exists():
         return 0
-    kept, dropped = 0, 0
+
+    # find the new size of the file
+    size, n_deleted = 0, 0
     for end, row in _lines(path):
-        if dropped or row is None or batch == 0 or row[BATCH] > batch:
-            dropped += 1
+        if n_deleted or row is None or batch == 0 or row[BATCH] > batch:
+            n_deleted += 1
         else:
-            kept = end
+            size = end
+
+    # truncate; the last line may lack its line feed
     with path.open("r+b") as file:
-        file.truncate(kept)
-        file.seek(max(0, kept - 1))
+        file.truncate(size)
+        file.seek(max(0, size - 1))
         if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
         os.fsync(file.fileno())
-    return dropped
+    return n_deleted
 
 
 def read_metrics(
@@ -181,33 +194,43 @@ def read_metrics(
     *,
     marks: Sequence[str] = ("",),
 ) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl (or samples.jsonl), a torn last line left out.
+    """Return the objects of a metrics.jsonl (or samples.jsonl) without an incomplete last line.
 
-    Only names that are `wanted` are kept: norms of every parameter can be hundreds a line. Lines
-    with none of `marks` in them are not read: few of a long run's are evaluations.
+    Args:
+        path: the file.
+        wanted: whether a metric of this name is returned. A line may have hundreds of other
+            metrics, such as the norm of every parameter.
+        marks: lines without any of these texts are skipped before they are parsed. Few lines of a
+            long run are evaluations, for example.
 
     Raises:
         UserError: a line before the last is not a JSON object.
     """
-    rows = (row for _, row in _lines(path, [mark.encode() for mark in marks]) if row is not None)
-    return [{k: _restored(v) for k, v in row.items() if wanted(k)} for row in rows]
+    encoded_marks = [mark.encode() for mark in marks]
+    rows = []
+    for _, row in _lines(path, encoded_marks):
+        if row is not None:
+            rows.append({name: _restored(value) for name, value in row.items() if wanted(name)})
+    return rows
 
 
 def find_lacking(
     path: Path, last_batch: int, steps: Callable[[str], Container[int]]
 ) -> Iterator[tuple[str, float, int, int]]:
-    """Name, value, time in ms and batch of each value that a store lacks, in the file's order.
+    """Yield name, value, time in ms and batch of each value that a store lacks, in file order.
 
     Args:
         path: metrics.jsonl.
-        last_batch: lines after this one do not count.
-        steps: the batches for which the store has a metric.
+        last_batch: lines after this step are ignored.
+        steps: returns the batches for which the store has a value of a metric.
     """
-    written = int(path.stat().st_mtime * 1000)  # for lines of older versions, which have no time
+    file_time = int(path.stat().st_mtime * 1000)  # lines of older versions have no time
     known: dict[str, Container[int]] = {}
     for row in read_metrics(path):
-        batch, when = row.pop(BATCH), row.pop(WALL, written)
-        for name, value in row.items() if batch <= last_batch else ():
+        batch, when = row.pop(BATCH), row.pop(WALL, file_time)
+        if batch > last_batch:
+            continue
+        for name, value in row.items():
             if name not in known:
                 known[name] = steps(name)
             if batch not in known[name]:
@@ -217,18 +240,22 @@ def find_lacking(
 def _lines(
     path: Path, marks: Sequence[bytes] = (b"",)
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(byte where it ends, object) of each line with one of `marks`; None for a torn last one."""
+    """Yield (end in bytes, object) of each line that contains one of `marks`.
+
+    The object of an incomplete last line is None.
+    """
     end, broken = 0, ""
     try:
         opened = open_guarded(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
     with opened as file:
-        # Split at line feeds only: other separators may stand inside a JSON string.
+        # split at line feeds only: other separators may occur inside a JSON string
         for number, raw in enumerate(file, 1):
             end += len(raw)
             if not raw.strip() or not any(mark in raw for mark in marks):
                 continue
+            # a broken line is an error only if another line follows it
             if broken:
                 raise UserError(broken)
             try:
@@ -247,11 +274,14 @@ def _lines(
 
 
 def plain(value: Any) -> Any:
-    """A float that JSON can hold: itself, or the name of a non-finite one."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    """Return `value`, or the string for a float that JSON cannot represent (NaN, infinity)."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def _restored(value: Any) -> Any:
+    """Invert `plain`."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value

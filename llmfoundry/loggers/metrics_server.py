@@ -1,8 +1,9 @@
-"""The server that Prometheus scrapes: of a run, its supervisor, or a folder of runs.
+"""HTTP server for Prometheus scrapes of a run, of its supervisor or of a folder of runs.
 
-prometheus_client writes the replies. Its own server starts a thread for each connection and waits
-for ever for the rest of a request, so that a thousand half-sent ones end it; here connections are
-bounded in number and time. At an address of this machine alone it answers to no other Host.
+Entry point: `serve`. prometheus_client formats the replies. Its server is not used, because it
+starts a thread per connection and waits without a timeout, so that many incomplete requests
+exhaust the process. This server limits the number and the duration of connections. On a loopback
+address it rejects requests with a foreign Host header (protection against DNS rebinding).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from llmfoundry.loopback import REFUSAL, is_loopback, names_loopback
 
 HEAD_SECONDS = 10.0
-"""For a request's head."""
-_REPLY_SECONDS = 300.0  # a first scrape of many long runs reads all their metrics
+"""Timeout in seconds for the head of a request."""
+_REPLY_SECONDS = 300.0  # the first scrape of many long runs reads all their metrics
 MOST_CONNECTIONS = 64
-"""The oldest makes room for a new one."""
-_HOSTS = "llmfoundry.hosts"  # in a request's environ: its Host headers as they were sent
+"""Maximal number of connections; a new one closes the oldest."""
+_HOSTS = "llmfoundry.hosts"  # key in the WSGI environ: the Host headers as they were sent
 
 
 def serve(
@@ -35,13 +36,13 @@ def serve(
     """Answer scrapes in threads until `shutdown` and `server_close`.
 
     Args:
-        host: the address to listen at.
-        port: the port.
-        registry: prometheus_client's.
-        key: the recipe's, of the port.
+        host: address to listen on.
+        port: port to listen on.
+        registry: CollectorRegistry of prometheus_client.
+        key: recipe key of the port, for error messages.
 
     Raises:
-        OSError: the port is not to be had.
+        OSError: the port is not available.
     """
     from prometheus_client import make_wsgi_app
 
@@ -62,6 +63,7 @@ def serve(
 def _only_local(
     app: Callable[..., Any], environ: dict[str, Any], start_response: Callable[..., Any]
 ) -> Iterable[bytes]:
+    """Call a WSGI app for requests to a loopback host; reply 403 to others."""
     hosts = environ[_HOSTS]
     if len(hosts) == 1 and names_loopback(hosts[0]):
         return app(environ, start_response)
@@ -70,12 +72,12 @@ def _only_local(
 
 
 class _Handler(WSGIRequestHandler):
-    """One connection, which has one request."""
+    """Handler of one connection with one request."""
 
     server: _MetricsServer
 
     def parse_request(self) -> bool:
-        # A head whose connection was ended looks complete.
+        # the head of a closed connection looks complete to the base class
         return super().parse_request() and self.server.has_head(self.connection)
 
     def get_environ(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """WSGIServer with bounds on its connections."""
+    """WSGIServer that limits the number and the duration of its connections."""
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
@@ -102,11 +104,11 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         with self._lock:
             self._deadlines[request] = time.monotonic() + HEAD_SECONDS
             too_many = [*self._deadlines][:-MOST_CONNECTIONS]
-        self._end(too_many)
+        self._close(too_many)
         super().process_request(request, client_address)
 
     def has_head(self, connection: socket.socket) -> bool:
-        """Give a request that is complete time for its reply; False: its connection was ended."""
+        """Extend the deadline of a complete request; return False if its connection was closed."""
         with self._lock:
             if connection not in self._deadlines:
                 return False
@@ -119,15 +121,15 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End what is late; called twice a second, and after each connection."""
+        """Close late connections; called twice a second, and after each connection."""
         super().service_actions()
         now = time.monotonic()
         with self._lock:
             late = [each for each, deadline in self._deadlines.items() if deadline < now]
-        self._end(late)
+        self._close(late)
 
-    def _end(self, connections: Iterable[socket.socket]) -> None:
-        """Have the threads of some connections read and write no more, so that they end."""
+    def _close(self, connections: Iterable[socket.socket]) -> None:
+        """Shut connections down, so that reads and writes of their threads return."""
         for connection in connections:
             with self._lock:
                 self._deadlines.pop(connection, None)
@@ -135,6 +137,6 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no error."""
+        """Ignore errors of a client that disconnects."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)

@@ -1,8 +1,8 @@
-"""The SQLite file of a local MLflow store: created whole, repaired, moved.
+"""SQLite database of a local MLflow store: atomic creation, repair, relocation.
 
-`mlflow_logger.open_client` calls it before MLflow opens the file. MLflow creates its tables one by
-one, in the file itself, so that a process which is killed meanwhile leaves a file that no later
-process can open. Here the file is created under another name and moved when it is complete.
+`mlflow_logger.open_client` calls `prepare_database` before MLflow opens the file. MLflow creates
+its tables one by one in the final file. If it is killed meanwhile, no later process can open the
+file. Therefore this module creates the database under a temporary name and then renames it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from urllib.parse import unquote, urlsplit
 from llmfoundry.files import atomic_path, lock, open_guarded
 
 ARTIFACTS = "mlartifacts"
-_MAGIC = b"SQLite format 3\0"  # with which a database begins
+_MAGIC = b"SQLite format 3\0"  # first bytes of a database
 QUIET_SECONDS = 10.0  # MLflow creates its tables within a few seconds, without a pause
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The database's file in `sqlite:///relative` or `sqlite:////absolute`; None elsewhere."""
+    """Return the file of `sqlite:///relative` or `sqlite:////absolute`; None for other stores.
+
+    The syntax is that of SQLAlchemy.
+    """
     match = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", uri)
-    return Path(unquote(match[1])) if match and match[1] != ":memory:" else None  # as SQLAlchemy
+    return Path(unquote(match[1])) if match and match[1] != ":memory:" else None
 
 
 def prepare_database(database: Path, say: Callable[[str], None]) -> None:
-    """Create a database file that is missing or empty; set a broken one aside and create another.
+    """Create a missing or empty database; rename a broken one and create a new one.
 
     Args:
-        database: the file; its folder is created.
+        database: path of the file; its folder is created.
         say: prints that a broken file was replaced.
 
     Raises:
         RuntimeError: another process is creating its tables in the file.
         OSError: the file is not a database.
     """
-    database = Path(os.path.realpath(database))  # a link stays one
+    database = Path(os.path.realpath(database))  # keep a symbolic link
     database.parent.mkdir(parents=True, exist_ok=True)
     if _problem(database) is None:
         return
-    # The lock is on the file that the new one replaces: whoever waits for it looks again.
+    # the lock is on the file that is replaced, so a process that waited for it checks again
     with lock(database, mode=0o644):
         problem = _problem(database)
         if problem is None:
@@ -57,23 +60,26 @@ def prepare_database(database: Path, say: Callable[[str], None]) -> None:
 
 
 def _problem(database: Path) -> str | None:
-    """Why MLflow could not use a file: "" if it is missing or empty; None if it can be used.
+    """Return why MLflow cannot use a file: "" if it is missing or empty, None if it is usable.
 
-    MLflow's last step of creating a store is its experiment "Default": without any experiment the
-    tables are incomplete, and nothing is lost with them. Tables of another program are left to
-    MLflow, which adds its own.
+    MLflow creates its experiment "Default" as the last step. A store without any experiment is
+    therefore incomplete, and has no data that could be lost. A database with tables of another
+    program is usable: MLflow adds its tables.
 
     Raises:
-        OSError: there is something else than a database, which is left alone.
+        OSError: the file is not a database. It is not changed.
     """
+    # missing or empty
     if not database.exists():
         return ""
     with open_guarded(database) as file:
         head = file.read(len(_MAGIC))
     if not head:
         return ""
-    if head != _MAGIC and head.strip(b"\0"):  # zeros are what a power cut leaves
+    # not a database; a power failure may leave zeros
+    if head != _MAGIC and head.strip(b"\0"):
         raise OSError(errno.EEXIST, "is not an SQLite database; write another file", str(database))
+    # a database without experiments
     try:
         with closing(sqlite3.connect(database, timeout=20.0)) as connection:
             tables = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'experiments'"
@@ -89,9 +95,9 @@ def _problem(database: Path) -> str | None:
 
 
 def _set_aside(database: Path, problem: str, say: Callable[[str], None]) -> None:
-    """Keep a broken file under another name as well."""
-    quiet = time.time() - database.stat().st_mtime
-    if quiet < QUIET_SECONDS:
+    """Link a broken file under another name, so that its contents survive the replacement."""
+    idle_seconds = time.time() - database.stat().st_mtime
+    if idle_seconds < QUIET_SECONDS:
         raise RuntimeError(f"{database} is not complete yet; another process may be creating it")
     aside = database.with_name(f"{database.name}.broken-{time.strftime('%Y%m%d-%H%M%S')}")
     os.link(database, aside)
@@ -113,33 +119,37 @@ def _create(database: Path) -> None:
 
 
 def move_artifacts(database: Path, here: str) -> bool:
-    """Correct addresses of artifacts in a database that was moved with them; whether any was.
+    """Correct the artifact addresses in a database that was moved together with its artifacts.
 
-    MLflow keeps absolute ones. Ours are beside the database, so after a copy, or under another
-    mount, they are `here`, whatever is still at the old place.
+    MLflow stores absolute addresses. The artifacts of this project are next to the database. After
+    a copy or under another mount they are therefore at `here`, even if the old folder still exists.
+
+    Returns:
+        Whether an address was corrected.
     """
+    query = (
+        "SELECT e.artifact_location, r.run_uuid FROM experiments e"
+        " LEFT JOIN runs r ON r.experiment_id = e.experiment_id"
+        " WHERE e.artifact_location LIKE 'file://%/' || ? AND e.artifact_location != ?"
+    )
     with closing(sqlite3.connect(database, timeout=20.0)) as connection, connection:
-        moved = [
-            (before, run_id)
-            for before, run_id in connection.execute(
-                "SELECT e.artifact_location, r.run_uuid FROM experiments e"
-                " LEFT JOIN runs r ON r.experiment_id = e.experiment_id"
-                " WHERE e.artifact_location LIKE 'file://%/' || ? AND e.artifact_location != ?",
-                (ARTIFACTS, here),
-            )
-            if (database.parent / ARTIFACTS / str(run_id)).is_dir() or not _is_folder(before)
-        ]
-        for before in {before for before, _ in moved}:
+        # an address is stale if a run's artifacts are here, or if its folder is missing
+        stale = set()
+        for location, run_id in connection.execute(query, (ARTIFACTS, here)):
+            is_here = (database.parent / ARTIFACTS / str(run_id)).is_dir()
+            if is_here or not _is_folder(location):
+                stale.add(location)
+        for location in stale:
             connection.execute(
                 "UPDATE experiments SET artifact_location = ? WHERE artifact_location = ?",
-                (here, before),
+                (here, location),
             )
             connection.execute(
                 "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?)"
                 " WHERE substr(artifact_uri, 1, ?) = ?",
-                (here, len(before) + 1, len(before) + 1, f"{before}/"),
+                (here, len(location) + 1, len(location) + 1, f"{location}/"),
             )
-    return bool(moved)
+    return bool(stale)
 
 
 def _is_folder(uri: str) -> bool:

@@ -1,14 +1,14 @@
-"""MLflow's side of a run: is the address one it knows, open the run, send, upload, end.
+"""MLflow logger: checks the address, opens the run, sends metrics, uploads files, ends the run.
 
-The tracker calls `mlflow_target` when a run is set up; a `BackgroundWriter` calls the rest from its
-thread, because importing MLflow takes seconds. The idea: a folder's MLflow run is found again by
-the id kept in the folder, so a resumed run continues the same one.
+The tracker calls `mlflow_target` when a run is set up. A `BackgroundWriter` calls everything else
+from its thread, because importing MLflow takes seconds. The save folder stores the id of its MLflow
+run, so that a resumed run continues the same MLflow run.
 
-Steps up to the checkpoint that MLflow lacks come from metrics.jsonl (`steps`). A resume repeats the
-steps after its checkpoint, and MLflow cannot delete what it has. With the same
-recipe the repetition is exact, so values that MLflow has are not sent again, and it keeps the
-wall-clock ones of the first time. With another recipe they are sent, and it shows both;
-metrics.jsonl holds the steps once, always.
+On resume, values up to the checkpoint that MLflow lacks are sent from metrics.jsonl. Steps after
+the checkpoint are repeated, and MLflow cannot delete values. With the same recipe, the repetition
+is exact: values that MLflow has are not sent again, and it keeps the first wall-clock values. With
+a changed recipe, they are sent again and MLflow shows both. metrics.jsonl always has each step
+once.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databrick
 RUN_ID_FILE = "mlflow_run_id"
 KEY_TAG = "llmfoundry.key"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
-# MLflow's limits (mlflow.utils.validation): metrics and parameters a request, characters of a name
-# and of a parameter's value.
+# limits of MLflow (mlflow.utils.validation): metrics and parameters per request, characters of a
+# name and of a parameter's value
 MAX_METRICS, MAX_PARAMS, MAX_NAME, MAX_VALUE = 1000, 100, 250, 6000
-_LOCK_SECONDS = 30.0  # after training, for a database file that another process has locked
-# Answers that a repetition would not change.
+_LOCK_SECONDS = 30.0  # retry time after training for a database that another process has locked
+# error codes of permanent errors
 _PERMANENT = {
     "BAD_REQUEST",
     "ENDPOINT_NOT_FOUND",
@@ -67,7 +67,16 @@ _PERMANENT = {
 
 @dataclass(frozen=True)
 class MlflowSession:
-    """An open MLflow run. `known`: of steps after `first_batch`, the last that it has already."""
+    """An open MLflow run.
+
+    Attributes:
+        client: MlflowClient of the store.
+        run_id: id of the run.
+        first_batch: step of the checkpoint that the run resumed from.
+        known: last step that MLflow has of each metric. Values of later steps are sent; values
+            between `first_batch` and this step are repetitions.
+        max_points: maximal number of metrics per request.
+    """
 
     client: Any
     run_id: str
@@ -76,8 +85,9 @@ class MlflowSession:
     max_points: int = MAX_METRICS
 
     def steps(self, name: str) -> Container[int]:
-        """The batches for which the run has a value."""
-        return {m.step for m in self.client.get_metric_history(self.run_id, metric_name(name))}
+        """Return the batches for which the run has a value of a metric."""
+        history = self.client.get_metric_history(self.run_id, metric_name(name))
+        return {metric.step for metric in history}
 
     def send(self, points: Sequence[MetricPoint]) -> None:
         """Write at most MAX_METRICS points in one request."""
@@ -93,12 +103,12 @@ class MlflowSession:
             self.client.log_batch(self.run_id, metrics=rows)
 
     def samples(self, samples: Samples) -> None:
-        """Keep texts as an artifact."""
+        """Store generated texts as an artifact."""
         text = "\n\n".join(f"> {prompt}{text}" for prompt, text in samples.texts)
         self.client.log_text(self.run_id, text, f"samples/ba{samples.batch:07d}.txt")
 
     def upload(self, path: Path) -> None:
-        """Keep a text file with the run, passwords hidden."""
+        """Store a text file with the run, passwords masked."""
         self.client.log_text(self.run_id, public(path.read_text(encoding="utf-8")), path.name)
 
     def tags(self, tags: Mapping[str, str]) -> None:
@@ -106,15 +116,15 @@ class MlflowSession:
         _set_tags(self.client, self.run_id, tags)
 
     def end(self, status: str) -> None:
-        """Mark the run."""
+        """Set the final status of the run."""
         self.client.set_terminated(self.run_id, STATUS[status])
 
 
 def mlflow_target(config: ResolvedLoggerConfig, run_folder: Path) -> LogTarget:
-    """Where `logger.tracking_uri` points.
+    """Return the target for the store at `logger.tracking_uri`.
 
     Raises:
-        UserError: it is of no kind that MLflow writes to.
+        UserError: MLflow does not support this kind of store.
     """
     check_uri(config.tracking_uri)
     return LogTarget(
@@ -129,16 +139,16 @@ def mlflow_target(config: ResolvedLoggerConfig, run_folder: Path) -> LogTarget:
 
 
 def check_uri(uri: str, key: str = "logger.tracking_uri") -> None:
-    """Refuse what is not a store that MLflow writes to, without importing MLflow.
+    """Check the address of a store without importing MLflow.
 
     Raises:
-        UserError: an unknown kind of store, or an address without its file or host.
+        UserError: the kind of store is unknown, or the address has no file or host.
     """
     hint = "write sqlite:///runs/mlflow.db (a file) or http://HOST:PORT (a server)"
     shown = public(uri)
     try:
         scheme = urlsplit(uri).scheme.split("+")[0]
-    except ValueError as error:  # such as a bracket without its end
+    except ValueError as error:  # for example an unclosed bracket
         raise UserError(f"{key}: '{shown}' is no address: {error}; {hint}") from error
     if uri == "databricks":
         return
@@ -161,7 +171,7 @@ def check_uri(uri: str, key: str = "logger.tracking_uri") -> None:
 def open_session(
     uri: str, experiment: str, facts: RunFacts, say: Callable[[str], None]
 ) -> MlflowSession:
-    """Import MLflow quietly, find or create the experiment, and begin or continue the run."""
+    """Import MLflow, find or create the experiment, and start or continue the folder's run."""
     client = open_client(uri, say)
     return _begin(client, find_experiment(client, uri, experiment), facts, say)
 
@@ -174,51 +184,55 @@ def open_client(uri: str, say: Callable[[str], None] = _print_error) -> Any:
     """Return MLflow's client for the runs and registered models of one store.
 
     Args:
-        uri: the store. The database file of an sqlite store is created if need be.
+        uri: address of the store. The database file of an sqlite store is created if needed.
         say: prints that a broken database file was replaced.
     """
     _silence()
     from mlflow.tracking import MlflowClient
 
-    _silence()  # once more: the import sets levels of its own
-    if (database := sqlite_path(uri)) is not None:
+    _silence()  # again, because the import changes the log levels
+    database = sqlite_path(uri)
+    if database is not None:
         prepare_database(database, say)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def find_experiment(client: Any, uri: str, experiment: str) -> str:
-    """The id of the experiment of a name, which is made where there is none.
+    """Return the id of the experiment with this name; create it if it does not exist.
 
     Raises:
-        RuntimeError: it was deleted, or there is no MLflow.
+        RuntimeError: the experiment was deleted, or the server is not MLflow.
     """
+    # artifacts are next to the database, at an absolute address: `mlflow ui` may run anywhere
     database, location = sqlite_path(uri), None
     if database is not None:
-        # Beside the database and absolute, so that `mlflow ui` finds it from any folder.
         location = (database.parent / ARTIFACTS).resolve().as_uri()
-    found = client.get_experiment_by_name(experiment)
+
+    # look the experiment up, again after its addresses were corrected
+    entity = client.get_experiment_by_name(experiment)
     if database is not None and move_artifacts(database, str(location)):
-        found = client.get_experiment_by_name(experiment)
-    if found is None:
-        number = client.create_experiment(experiment, artifact_location=location)
-        found = client.get_experiment(number)
-    if not found.experiment_id:
+        entity = client.get_experiment_by_name(experiment)
+    if entity is None:
+        experiment_id = client.create_experiment(experiment, artifact_location=location)
+        entity = client.get_experiment(experiment_id)
+
+    if not entity.experiment_id:
         raise RuntimeError("its answer names no experiment: what is at this address is not MLflow")
-    if found.lifecycle_stage == "deleted":
+    if entity.lifecycle_stage == "deleted":
         raise RuntimeError(
             f"experiment '{experiment}' was deleted; restore it (mlflow experiments restore"
-            f" --experiment-id {found.experiment_id}) or write another logger.experiment_name"
+            f" --experiment-id {entity.experiment_id}) or write another logger.experiment_name"
         )
-    return str(found.experiment_id)
+    return str(entity.experiment_id)
 
 
 def metric_name(name: str) -> str:
-    """`name` with what MLflow forbids replaced by `_`, at most its 250 characters."""
+    """Return `name` with forbidden characters replaced by `_`, within MLflow's length limit."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:MAX_NAME]
 
 
 def param_value(value: Any) -> str:
-    """A parameter's value as text within MLflow's limit, marked where it was cut."""
+    """Return a parameter's value as text, truncated to MLflow's limit with a mark."""
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) <= MAX_VALUE:
         return text
@@ -229,23 +243,28 @@ def param_value(value: Any) -> str:
 def _begin(
     client: Any, experiment_id: str, facts: RunFacts, say: Callable[[str], None]
 ) -> MlflowSession:
-    """Continue the folder's MLflow run, or create one."""
-    own = FolderRun.at(facts.folder / RUN_ID_FILE)
-    run = existing_run(client, own.id) if own.id else None
-    if run is None and own.is_pending:
-        run = _run_with_key(client, experiment_id, own.id)
+    """Continue the folder's MLflow run, or create a run."""
+    # look the run up by the id in the folder
+    folder_run = FolderRun.at(facts.folder / RUN_ID_FILE)
+    run = existing_run(client, folder_run.id) if folder_run.id else None
+    if run is None and folder_run.is_pending:
+        run = _run_with_key(client, experiment_id, folder_run.id)
     if run is None:
-        if own.id and not own.is_pending:
-            say(f"MLflow: run {own.id} is no longer in the store; a new one begins")
-        return _create(client, experiment_id, facts, own, say)
+        if folder_run.id and not folder_run.is_pending:
+            say(f"MLflow: run {folder_run.id} is no longer in the store; a new one begins")
+        return _create(client, experiment_id, facts, folder_run, say)
+
+    # continue it, with the parameters of this process
     run_id = str(run.info.run_id)
-    own.keep(run_id)
+    folder_run.keep(run_id)
     client.update_run(run_id, status="RUNNING")
-    changed = _tag_changes(client, run, facts.params, say)
-    new = {key: v for key, v in facts.params.items() if key not in run.data.params}
-    _log_params(client, run_id, new, say)
-    # MLflow returns the last value of each metric together with its step.
-    known = {} if changed else {m.key: m.step for m in run.data.to_proto().metrics}
+    has_changes = _tag_changes(client, run, facts.params, say)
+    new_params = {key: v for key, v in facts.params.items() if key not in run.data.params}
+    _log_params(client, run_id, new_params, say)
+
+    # MLflow returns the last value of each metric together with its step
+    last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+    known = {} if has_changes else last_steps
     return MlflowSession(client, run_id, facts.first_batch, known)
 
 
@@ -253,39 +272,40 @@ def _create(
     client: Any,
     experiment_id: str,
     facts: RunFacts,
-    own: FolderRun,
+    folder_run: FolderRun,
     say: Callable[[str], None],
 ) -> MlflowSession:
     """Create the folder's MLflow run.
 
-    A key is kept in the folder before the run is created: a process that is killed before it knows
-    the run's id finds the run again by the key.
+    A key is stored in the folder before the run is created. If the process is killed before it
+    knows the id of the run, the next process finds the run by this key.
     """
-    tags = {**facts.tags, KEY_TAG: own.keep_pending()}
-    if own.copied_from and existing_run(client, own.copied_from) is not None:
+    tags = {**facts.tags, KEY_TAG: folder_run.keep_pending()}
+    original = folder_run.copied_from
+    if original and existing_run(client, original) is not None:
         say(
-            f"MLflow: {facts.folder} is a copy of a folder that logs into run {own.copied_from};"
+            f"MLflow: {facts.folder} is a copy of a folder that logs into run {original};"
             " it begins a run of its own below that"
         )
-        tags["mlflow.parentRunId"] = own.copied_from
+        tags["mlflow.parentRunId"] = original
     run = client.create_run(experiment_id, start_time=facts.began, tags=tags, run_name=facts.name)
-    # Before the parameters: if those fail, the next try continues this run.
-    own.keep(str(run.info.run_id))
+    # store the id before the parameters: if they fail, the next attempt continues this run
+    folder_run.keep(str(run.info.run_id))
     _log_params(client, run.info.run_id, facts.params, say)
     return MlflowSession(client, run.info.run_id, facts.first_batch, {})
 
 
 def _run_with_key(client: Any, experiment_id: str, key: str) -> Any:
-    """Return the run that a killed process has created under a key; None if it did not."""
+    """Return the run that a killed process created with a key; None if there is no such run."""
     runs = client.search_runs([experiment_id], filter_string=f"tags.`{KEY_TAG}` = '{key}'")
     return runs[0] if runs else None
 
 
 def tag_ended(uri: str, folder: Path, status: str) -> None:
-    """Bring the tags of a run whose processes have ended; and its end, if they could not report it.
+    """Send the event tags of a run whose processes have exited, and its status if it is still open.
 
     Raises:
-        Exception: whatever MLflow raises.
+        Exception: an error of MLflow.
     """
     client = open_client(uri)
     run = run_of_folder(client, folder)
@@ -299,13 +319,13 @@ def tag_ended(uri: str, folder: Path, status: str) -> None:
 
 
 def run_of_folder(client: Any, folder: Path) -> Any:
-    """The run that a folder is, or None where it was not logged in this store."""
+    """Return the MLflow run of a save folder; None if it was not logged in this store."""
     run_id = FolderRun.at(folder / RUN_ID_FILE).id
     return existing_run(client, run_id) if run_id else None
 
 
 def existing_run(client: Any, run_id: str) -> Any:
-    """The run of that id, or None where it is unknown or was deleted."""
+    """Return the run with this id; None if it is unknown or was deleted."""
     try:
         run = client.get_run(run_id)
     except Exception as error:
@@ -318,13 +338,21 @@ def existing_run(client: Any, run_id: str) -> Any:
 def _tag_changes(
     client: Any, run: Any, params: Mapping[str, Any], say: Callable[[str], None]
 ) -> bool:
-    """Whether parameters differ from the last process's; MLflow keeps the first, so tag them."""
-    last = run.data.params | {
-        tag.removeprefix("resumed."): value
-        for tag, value in run.data.tags.items()
-        if tag.startswith("resumed.")
-    }
-    changed = {k: v for k, v in params.items() if k in last and last[k] != param_value(v)}
+    """Tag the parameters that differ from those of the previous process.
+
+    MLflow cannot change the parameters of a run, so changed values become tags `resumed.KEY`.
+
+    Returns:
+        Whether any parameter changed.
+    """
+    previous = dict(run.data.params)
+    for tag, value in run.data.tags.items():
+        if tag.startswith("resumed."):
+            previous[tag.removeprefix("resumed.")] = value
+    changed = {}
+    for key, value in params.items():
+        if key in previous and previous[key] != param_value(value):
+            changed[key] = value
     for key, value in changed.items():
         client.set_tag(run.info.run_id, f"resumed.{key}", param_value(value))
     if changed:
@@ -336,44 +364,49 @@ def _tag_changes(
 def _log_params(
     client: Any, run_id: str, params: Mapping[str, Any], say: Callable[[str], None]
 ) -> None:
+    """Send parameters, and report those that exceed MLflow's length limit."""
     from mlflow.entities import Param
 
-    for key in [k for k, v in params.items() if isinstance(v, str) and len(v) > MAX_VALUE]:
-        say(
-            f"MLflow: {key} exceeds its {MAX_VALUE} characters and is cut there; recipe.yaml is not"
-        )
+    for key, value in params.items():
+        if isinstance(value, str) and len(value) > MAX_VALUE:
+            say(
+                f"MLflow: {key} exceeds its {MAX_VALUE} characters and is cut there; recipe.yaml is"
+                " not"
+            )
     rows = [Param(metric_name(k), param_value(v)) for k, v in params.items()]
     for i in range(0, len(rows), MAX_PARAMS):
         client.log_batch(run_id, params=rows[i : i + MAX_PARAMS])
 
 
 def _set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set tags in one request."""
     from mlflow.entities import RunTag
 
-    client.log_batch(run_id, tags=[RunTag(metric_name(k), v) for k, v in tags.items()])
+    run_tags = [RunTag(metric_name(name), text) for name, text in tags.items()]
+    client.log_batch(run_id, tags=run_tags)
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether trying again is useless: a driver that is not installed, or a refusal."""
+    """Return whether an error is permanent: a missing database driver, or a refusal."""
     return type(error).__name__ == "NoSuchModuleError" or error_code(error) in _PERMANENT
 
 
 def error_code(error: Exception) -> str | None:
-    """MLflow's name for the kind of error, where it has one."""
+    """Return MLflow's code of an error; None for errors without a code."""
     return getattr(error, "error_code", None)
 
 
 def _silence() -> None:
-    """No telemetry, no lines of MLflow's own, and our retries instead of its."""
+    """Turn off MLflow's telemetry, output and retries; the writer retries itself."""
     for variable, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "CRITICAL",
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with its password
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the URL may contain a password
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
         "GIT_PYTHON_REFRESH": "quiet",
     }.items():
         os.environ.setdefault(variable, value)
     for name in ("mlflow", "alembic"):
-        # its errors reach us; as lines of its own they are tracebacks, with the values of a request
+        # errors reach the writer as exceptions; logged tracebacks would show request contents
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,9 +1,9 @@
-"""Prometheus' side of a run: the newest metrics at a port, or in a file for node-exporter.
+"""Prometheus logger: serves the newest metrics at a port, or in a file for node-exporter.
 
-The tracker calls `prometheus_target`, a `BackgroundWriter` the rest. The idea: Prometheus comes and
-asks, so nothing is kept here but the last value of each metric; events are counted in events.jsonl
-when it asks, so that it also hears what the monitor of a hanging run and the supervisor have
-written, and counts continue where an earlier process of the run had ended.
+The tracker calls `prometheus_target`; a `BackgroundWriter` calls everything else. Prometheus
+scrapes the run, so only the last value of each metric is stored. Events are counted from
+events.jsonl at each scrape. The counts therefore include events of the hang monitor and of the
+supervisor, and they continue after a restart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llmfoundry.redaction import public
 
 
 class _Gauge(NamedTuple):
-    """What a metric of metrics.jsonl is called here: in base units, as Prometheus has it."""
+    """Name, help text and factor of a metric; Prometheus uses base units (seconds, bytes)."""
 
     name: str
     meaning: str
@@ -56,20 +56,24 @@ GAUGES = {
     "gpu/power": _Gauge("gpu_power_watts", "Power of this process's GPU."),
     "l2_norm/grad/global": _Gauge("gradient_norm", "Norm of the whole gradient."),
 }
-"""By their names in metrics.jsonl; all others are llmfoundry_metric{name="..."}."""
+"""Gauges by metric name in metrics.jsonl; other metrics are llmfoundry_metric{name="..."}."""
 KINDS = (
     *("loss_spike", "gradient_spike", "not_finite", "slow_rank", "mfu_drop", "data_wait"),
     *("stall", "gpu", "save_failed", "hang", "waiting", "check", "returned"),
 )
-"""Events that are counted from 0 on: a count that begins at 1 has not increased to Prometheus."""
-_MOST = 500  # metrics without a name of their own: norms of each parameter may be thousands
+"""Kinds of events whose counters start at 0. Prometheus sees no increase if one starts at 1."""
+_MOST = 500  # maximal number of metrics outside GAUGES: there may be thousands of parameter norms
 
 
 class RunCollector:
-    """What is served: asked anew at each scrape (prometheus_client's custom collector)."""
+    """Custom collector of prometheus_client: returns the current metrics at each scrape.
+
+    Attributes:
+        left_out: names of metrics that exceed the maximal number.
+    """
 
     def __init__(self, run: str, folder: Path) -> None:
-        """For a run of this name in a folder."""
+        """Collect the metrics of the run with this name in a save folder."""
         self._run, self._folder = run, folder
         self._values: dict[str, float] = {}
         self._batch, self._at = 0, 0.0
@@ -79,11 +83,11 @@ class RunCollector:
         self.left_out: set[str] = set()
 
     def take(self, points: Sequence[MetricPoint]) -> None:
-        """Keep the newest value of each metric."""
+        """Store the newest value of each metric."""
         with self._lock:
             for point in points:
-                others = len(self._values.keys() - GAUGES.keys())
-                if point.name in self._values or point.name in GAUGES or others < _MOST:
+                n_others = len(self._values.keys() - GAUGES.keys())
+                if point.name in self._values or point.name in GAUGES or n_others < _MOST:
                     self._values[point.name] = point.value
                 else:
                     self.left_out.add(point.name)
@@ -91,7 +95,7 @@ class RunCollector:
                 self._at = max(self._at, point.milliseconds / 1000)
 
     def collect(self) -> Iterator[Any]:
-        """The families of a scrape."""
+        """Yield the metric families of a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -102,12 +106,15 @@ class RunCollector:
             family.add_metric([self._run], value)
             return family
 
+        # progress and the metrics in GAUGES
         if batch:
             yield gauge("step", "Steps (batches) done.", batch)
             yield gauge("last_log_timestamp_seconds", "When a step was last logged.", at)
-        for name, known in GAUGES.items():
+        for name, spec in GAUGES.items():
             if name in values:
-                yield gauge(known.name, known.meaning, values.pop(name) * known.times)
+                yield gauge(spec.name, spec.meaning, values.pop(name) * spec.times)
+
+        # all other metrics, in one family
         if values:
             meaning = "Metrics of metrics.jsonl without a name of their own here."
             others = GaugeMetricFamily(
@@ -116,19 +123,21 @@ class RunCollector:
             for name, value in sorted(values.items()):
                 others.add_metric([self._run, name, title(name).text], value)
             yield others
-        counts, restarts = self._count_events()
+
+        # counters of events
+        counts, n_restarts = self._count_events()
         meaning = "Lines of events.jsonl by kind."
         events = CounterMetricFamily("llmfoundry_events", meaning, labels=["run", "kind"])
         for kind, number in counts.items():
             events.add_metric([self._run, kind], number)
         yield events
         meaning = "Restarts by the supervisor."
-        again = CounterMetricFamily("llmfoundry_restarts", meaning, labels=["run"])
-        again.add_metric([self._run], restarts)
-        yield again
+        restarts = CounterMetricFamily("llmfoundry_restarts", meaning, labels=["run"])
+        restarts.add_metric([self._run], n_restarts)
+        yield restarts
 
     def _count_events(self) -> tuple[Counter[str], int]:
-        """Events by kind, and restarts; read again where the file has changed."""
+        """Return the number of events by kind, and of restarts; read the file if it changed."""
         stamp = None
         with suppress(OSError):
             status = (self._folder / EVENTS).stat()
@@ -143,15 +152,15 @@ class RunCollector:
 
 
 class PrometheusSession:
-    """An open port, or a file that is written again."""
+    """An open port, or a file that is rewritten after each request."""
 
     max_points = 10_000
 
     def __init__(self, config: LoggerConfig, facts: RunFacts, say: Callable[[str], None]) -> None:
-        """Serve.
+        """Start to serve the run.
 
         Raises:
-            OSError: the port is taken, or not to be had.
+            OSError: the port is in use or not available.
         """
         from prometheus_client import CollectorRegistry
 
@@ -165,14 +174,14 @@ class PrometheusSession:
             self._server = serve(host, config.prometheus_port, self._registry)
 
     def steps(self, name: str) -> Container[int]:
-        """All: nobody asks for what was."""
+        """Return all batches: only current values are served, so that nothing is missing."""
         return range(sys.maxsize)
 
     def send(self, points: Sequence[MetricPoint]) -> None:
         """Serve these values from now on."""
-        known = len(self._collector.left_out)
+        was_reported = bool(self._collector.left_out)
         self._collector.take(points)
-        if self._collector.left_out and not known:
+        if self._collector.left_out and not was_reported:
             self._say(
                 f"Prometheus gets {_MOST} metrics beside those with a name of their own; others,"
                 f" such as {min(self._collector.left_out)}, are in metrics.jsonl alone"
@@ -183,13 +192,13 @@ class PrometheusSession:
             write_to_textfile(self._textfile, self._registry)
 
     def samples(self, samples: Samples) -> None:
-        """Texts are not for Prometheus."""
+        """Ignore texts: Prometheus stores numbers only."""
 
     def upload(self, path: Path) -> None:
-        """Nor are files."""
+        """Ignore files: Prometheus stores numbers only."""
 
     def end(self, status: str) -> None:
-        """Serve no more: what has ended is to be missing, and not to stand still."""
+        """Stop serving: the metrics of an ended run must be missing, not constant."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -199,10 +208,10 @@ class PrometheusSession:
 
 
 def prometheus_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
-    """The port, or the file, of a section that is filled.
+    """Return the target for the port or the file of a resolved `logger` section.
 
     Raises:
-        UserError: the package is not installed, or the file's folder is not there.
+        UserError: the package is not installed, or the folder of the file is missing.
     """
     need_client("logger.prometheus")
     where = f"port {config.prometheus_port}"
@@ -220,10 +229,10 @@ def prometheus_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
 
 
 def need_client(key: str) -> None:
-    """Refuse `key` where Prometheus' package is not installed.
+    """Check that the package prometheus-client is installed, which the recipe key `key` needs.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not installed.
     """
     if find_spec("prometheus_client") is None:
         raise UserError(
@@ -232,10 +241,10 @@ def need_client(key: str) -> None:
 
 
 def check_textfile(key: str, path: str) -> None:
-    """Refuse a file for node-exporter whose folder cannot be written.
+    """Check that the folder of a file for node-exporter is writable.
 
     Raises:
-        UserError: so it is.
+        UserError: the folder does not exist or is not writable.
     """
     folder = Path(path).absolute().parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
@@ -246,6 +255,9 @@ def check_textfile(key: str, path: str) -> None:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether an address can never be had; a taken port may be left by a run that ends."""
-    is_nowhere = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
-    return isinstance(error, socket.gaierror) or is_nowhere
+    """Return whether an error is permanent: an address that is not of this machine.
+
+    A port in use is not permanent: another run that ends may release it.
+    """
+    is_unavailable = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+    return isinstance(error, socket.gaierror) or is_unavailable

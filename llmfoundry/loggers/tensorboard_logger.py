@@ -1,14 +1,18 @@
-"""TensorBoard's side of a run: an event file in save_folder/tensorboard.
+"""TensorBoard logger: writes event files in save_folder/tensorboard.
 
-The tracker calls `tensorboard_target`, a `BackgroundWriter` the rest. The idea: an event file is a
-sequence of records, so each request is one atomic append; a full disk tears nothing, and writing
-continues when there is space. Events are the package tensorboard's own messages, framed by its own
-`RecordWriter`. PyTorch's `SummaryWriter` is not used: it opens the file anew for each value (20,000
-values: 1.21 s of CPU and 0.95 MB, here 0.08 s and 0.38 MB), and on a full disk its thread leaves a
-torn record, prints a traceback, and begins no other file. A resume begins another file whose
-SessionLog.START makes TensorBoard forget what earlier files say of the steps that are now repeated.
-Its pages pass over the first START of all, so each file has one. (`SummaryWriter(purge_step=...)`
-writes none at first: a first resume would show steps twice.)
+The tracker calls `tensorboard_target`; a `BackgroundWriter` calls everything else. An event file is
+a sequence of records, and each request is one atomic append. A full disk therefore leaves no
+incomplete record, and writing continues when there is space. The package tensorboard defines the
+events (protocol buffers) and their framing (`RecordWriter`).
+
+PyTorch's `SummaryWriter` is not used, for two reasons. It reopens the file for each value (20,000
+values: 1.21 s of CPU and 0.95 MB, compared with 0.08 s and 0.38 MB here). On a full disk, its
+thread leaves an incomplete record, prints a traceback and does not recover.
+
+A resumed run starts another file. SessionLog.START at its beginning makes TensorBoard discard the
+values of earlier files for steps that are now repeated. TensorBoard ignores the very first START,
+so every file has one. (`SummaryWriter(purge_step=...)` writes none in the first file: after the
+first resume, steps would appear twice.)
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.redaction import public
 
 FOLDER = "tensorboard"
-FILE = "events.out.tfevents.{seconds:.6f}"  # read in the order of names; no host in it
+FILE = "events.out.tfevents.{seconds:.6f}"  # TensorBoard reads files in the order of their names
 _NUMBER = re.compile(r"\d+\.\d+")
 TEXTS = (".yaml", ".json", ".txt")
 
@@ -58,13 +62,13 @@ class TensorBoardSession:
         start += _event(now, first_batch + 1, session_log={"status": "START"})
         try:
             append(self._file, start)
-        except OSError:  # the next try makes a file of its own
+        except OSError:  # the next attempt creates another file
             self._file.close()
             path.unlink()
             raise
 
     def steps(self, name: str) -> Container[int]:
-        """The batches for which the folder's files have a value, as TensorBoard reads them."""
+        """Return the batches for which the folder's files have a value, as TensorBoard reads it."""
         from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
         if self._read is None:
@@ -74,7 +78,7 @@ class TensorBoardSession:
         return {event.step for event in self._read.Tensors(name)}
 
     def send(self, points: Sequence[MetricPoint]) -> None:
-        """One record for the metrics of a step."""
+        """Append one record for the metrics of each step, all in one write."""
         records = []
         for (batch, when), group in groupby(points, lambda p: (p.batch, p.milliseconds)):
             values = [{"tag": p.name, "simple_value": p.value} for p in group]
@@ -82,23 +86,24 @@ class TensorBoardSession:
         append(self._file, b"".join(records))
 
     def samples(self, samples: Samples) -> None:
-        """The texts of a step."""
-        text = "\n\n---\n\n".join(literal(prompt + text) for prompt, text in samples.texts)
-        append(self._file, _text(samples.milliseconds, samples.batch, "samples", text))
+        """Append the generated texts of a step."""
+        texts = [literal(prompt + text) for prompt, text in samples.texts]
+        markdown = "\n\n---\n\n".join(texts)
+        append(self._file, _text(samples.milliseconds, samples.batch, "samples", markdown))
 
     def upload(self, path: Path) -> None:
-        """Show a text; the report lies in the run's folder, and TensorBoard cannot show it."""
+        """Append a text file. Other files, such as the HTML report, are ignored."""
         if path.suffix in TEXTS:
             text = literal(public(path.read_text(encoding="utf-8")))
             append(self._file, _text(milliseconds(), self._first_batch, path.stem, text))
 
     def end(self, status: str) -> None:
-        """Close the file; TensorBoard has no word for how a run ended."""
+        """Close the file; TensorBoard does not store the status of a run."""
         self._file.close()
 
 
 def tensorboard_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
-    """The run's folder of event files.
+    """Return the target for the folder of event files in a save folder.
 
     Raises:
         UserError: the package is not installed.
@@ -122,21 +127,24 @@ def _open(folder: Path, facts: RunFacts, say: Callable[[str], None]) -> TensorBo
 
 
 def _next_name(folder: Path) -> str:
-    """Behind those that are there, also where the clock was set back since."""
-    before = FILE.split("{")[0]
-    found = [path.name.removeprefix(before) for path in folder.glob(f"{before}*")]
-    known = [float(name) for name in found if _NUMBER.fullmatch(name)]
-    return FILE.format(seconds=max([time.time(), *(seconds + 1e-3 for seconds in known)]))
+    """Return a file name that sorts after all existing files, even if the clock was set back."""
+    prefix = FILE.split("{")[0]
+    seconds = time.time()
+    for path in folder.glob(f"{prefix}*"):
+        suffix = path.name.removeprefix(prefix)
+        if _NUMBER.fullmatch(suffix):
+            seconds = max(seconds, float(suffix) + 1e-3)
+    return FILE.format(seconds=seconds)
 
 
 def _forget(folder: Path) -> None:
-    """Drop the event files of an earlier run."""
+    """Delete the event files of an earlier run."""
     for path in folder.glob(FILE.split("{")[0] + "*"):
         path.unlink()
 
 
 def _event(when: int, step: int, **content: Any) -> bytes:
-    """One record: length, checksums, and the Event message."""
+    """Return one record: length, checksums and the Event message."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -148,7 +156,7 @@ def _event(when: int, step: int, **content: Any) -> bytes:
 
 
 def _text(when: int, step: int, tag: str, text: str) -> bytes:
-    """A record for TensorBoard's text page."""
+    """Return a record for TensorBoard's text page."""
     tensor = {
         "dtype": "DT_STRING",
         "string_val": [text.encode()],
@@ -159,5 +167,5 @@ def _text(when: int, step: int, tag: str, text: str) -> bytes:
 
 
 def literal(text: str) -> str:
-    """Markdown that shows `text` as it is: an indented block."""
+    """Return Markdown that shows `text` verbatim, as an indented block."""
     return "\n".join(f"    {line}" for line in printable(text).split("\n"))

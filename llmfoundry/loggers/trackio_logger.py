@@ -1,13 +1,13 @@
-"""trackio's side of a run: rows in its project's database on this machine, for `trackio show`.
+"""trackio logger: writes rows into the database of a project on this machine, for `trackio show`.
 
-The tracker calls `trackio_target`, a `BackgroundWriter` the rest. The idea: the package's own
-storage is called, each request one transaction, rather than its `Run`, which reports no failure: a
-full disk would lose values with a warning, and each process of a run would be another run. A
-folder's run is found again by the id kept in the folder; steps of which the database has a value
-are not sent again, so a resumed run stands there once, with what was measured the first time.
+The tracker calls `trackio_target`; a `BackgroundWriter` calls everything else. The session calls
+the package's storage class directly, one transaction per request. The package's `Run` is not used:
+it reports no failures, so that a full disk would lose values, and it would start another run for
+each process. The save folder stores the id of its run, so that a resumed run continues the same
+run. Values that the database has are not sent again, so repeated steps keep their first values.
 
-Everything is in TRACKIO_DIR (~/.cache/huggingface/trackio unless set); `trackio sync` copies a
-project to a Space of the Hugging Face hub.
+All data is in TRACKIO_DIR (default: ~/.cache/huggingface/trackio). `trackio sync` copies a project
+to a Space of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llmfoundry.recipe.logger import ResolvedLoggerConfig
 from llmfoundry.redaction import public
 
 RUN_ID_FILE = "trackio_run_id"
-_OWN = ("project", "run", "timestamp", "step", "time", "metrics")  # names that trackio reserves
+_RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")  # names of trackio's columns
 
 
 @dataclass
@@ -45,12 +45,13 @@ class TrackioSession:
     """An open run of a project.
 
     Attributes:
-        storage: the package's SQLiteStorage.
-        project: its name.
-        run: its own name, and its id.
-        config: what is kept of it once.
-        first_batch: steps that earlier processes made.
-        known: batches that it has a value for, by metric.
+        storage: class SQLiteStorage of the package.
+        project: name of the project.
+        run: name and id of the run.
+        config: parameters and tags of the run, stored once.
+        first_batch: number of steps that earlier processes made.
+        known: batches for which the database has a value, by metric.
+        max_points: maximal number of metrics per request.
     """
 
     storage: Any
@@ -62,36 +63,39 @@ class TrackioSession:
     max_points: int = 10_000
 
     def steps(self, name: str) -> Container[int]:
-        """The batches for which the run has a value."""
+        """Return the batches for which the run has a value of a metric."""
         return self.known.get(_name(name), set())
 
     def send(self, points: Sequence[MetricPoint]) -> None:
-        """A row for what was measured at one time, all in one transaction."""
+        """Write a row for each step and time, all in one transaction."""
         new = [p for p in points if p.batch not in self.steps(p.name)]
-        rows = [
-            (batch, when, {_name(p.name): p.value for p in group})
-            for (batch, when), group in groupby(new, lambda p: (p.batch, p.milliseconds))
-        ]
+        rows = []
+        for (batch, when), group in groupby(new, lambda p: (p.batch, p.milliseconds)):
+            rows.append((batch, when, {_name(p.name): p.value for p in group}))
         self._write(rows)
         for point in new:
             self.known.setdefault(_name(point.name), set()).add(point.batch)
 
     def samples(self, samples: Samples) -> None:
-        """The texts of a step."""
-        text = "\n\n---\n\n".join(literal(prompt + text) for prompt, text in samples.texts)
-        self._write([(samples.batch, samples.milliseconds, {"samples": _markdown(text)})])
+        """Write the generated texts of a step."""
+        texts = [literal(prompt + text) for prompt, text in samples.texts]
+        markdown = _markdown("\n\n---\n\n".join(texts))
+        self._write([(samples.batch, samples.milliseconds, {"samples": markdown})])
 
     def upload(self, path: Path) -> None:
-        """Show a text; the report lies in the run's folder, and trackio cannot show it."""
+        """Write a text file as a row. Other files, such as the HTML report, are ignored."""
         if path.suffix in TEXTS:
             text = _markdown(literal(public(path.read_text(encoding="utf-8"))))
             self._write([(self.first_batch, milliseconds(), {path.stem: text})])
 
     def end(self, status: str) -> None:
-        """Nothing: trackio has no word for how a run ended."""
+        """Do nothing: trackio does not store the status of a run."""
 
     def _write(self, rows: Sequence[tuple[int, int, dict[str, Any]]]) -> None:
-        """Add rows; one of the same step and names, from a try before, is passed over."""
+        """Add rows (batch, milliseconds, metrics); rows of an earlier attempt are not duplicated.
+
+        The storage recognizes them by their log id: run, step and metric names.
+        """
         name, run_id = self.run
         self.storage.bulk_log(
             project=self.project,
@@ -106,7 +110,7 @@ class TrackioSession:
 
 
 def trackio_target(config: ResolvedLoggerConfig, run_folder: Path) -> LogTarget:
-    """The project of `logger.trackio_project`.
+    """Return the target for the project `logger.trackio_project`.
 
     Raises:
         UserError: the package is not installed.
@@ -119,12 +123,12 @@ def trackio_target(config: ResolvedLoggerConfig, run_folder: Path) -> LogTarget:
         f"trackio (project {config.trackio_project})",
         partial(_open, config.trackio_project),
         lambda folder: FolderRun.at(folder / RUN_ID_FILE).forget(),
-        lambda error: isinstance(error, ValueError),  # a project's name that is reserved
+        lambda error: isinstance(error, ValueError),  # the project name is reserved
     )
 
 
 def _open(project: str, facts: RunFacts, say: Callable[[str], None]) -> TrackioSession:
-    """Import trackio's storage, and begin or continue the folder's run."""
+    """Import trackio's storage, and start or continue the folder's run."""
     from trackio.sqlite_storage import SQLiteStorage
     from trackio.utils import TRACKIO_DIR, is_network_filesystem
 
@@ -134,38 +138,48 @@ def _open(project: str, facts: RunFacts, say: Callable[[str], None]) -> TrackioS
             " damage its database; set TRACKIO_DIR to a folder of this machine"
         )
     SQLiteStorage.validate_project_name(project)
-    own = FolderRun.at(facts.folder / RUN_ID_FILE)
-    own.keep(own.id or secrets.token_hex(16))
-    copy = {"copied_from": own.copied_from} if own.copied_from else {}
+    folder_run = FolderRun.at(facts.folder / RUN_ID_FILE)
+    folder_run.keep(folder_run.id or secrets.token_hex(16))
+
+    # parameters and tags of the run
+    params = {name.lstrip("_"): value for name, value in facts.params.items()}
+    tags = {f"run.{name}": text for name, text in facts.tags.items()}
+    if folder_run.copied_from:
+        tags["run.copied_from"] = folder_run.copied_from
     config = {
-        **{name.lstrip("_"): value for name, value in facts.params.items()},
-        **{f"run.{name}": text for name, text in {**facts.tags, **copy}.items()},
+        **params,
+        **tags,
         "_Created": _time(facts.began),
         "_Username": None,
         "_Group": None,
     }
+
+    # steps that the database has
     known: dict[str, set[int]] = {}
-    for row in SQLiteStorage.get_logs(project, run_id=own.id):
+    for row in SQLiteStorage.get_logs(project, run_id=folder_run.id):
         for name in row.keys() - {"step", "timestamp"}:
             known.setdefault(name, set()).add(row["step"])
     return TrackioSession(
-        SQLiteStorage, project, (facts.name, own.id), config, facts.first_batch, known
+        SQLiteStorage, project, (facts.name, folder_run.id), config, facts.first_batch, known
     )
 
 
 def _name(metric: str) -> str:
-    return f"metric/{metric}" if metric in _OWN else metric
+    """Return the name of a metric in the database; reserved names get a prefix."""
+    return f"metric/{metric}" if metric in _RESERVED else metric
 
 
 def _time(when: int) -> str:
+    """Return milliseconds since 1970 as an ISO date."""
     return datetime.fromtimestamp(when / 1000, timezone.utc).isoformat()
 
 
 def _row_id(run_id: str, batch: int, metrics: Mapping[str, Any]) -> str:
+    """Return the id by which the storage recognizes a row that it already has."""
     names = blake2b("\n".join(sorted(metrics)).encode(), digest_size=8).hexdigest()
     return f"{run_id}/{batch}/{names}"
 
 
 def _markdown(text: str) -> dict[str, str]:
-    """A text as the package's own class has it in the database."""
+    """Return a text in the database format of the package's class Markdown."""
     return {"_type": "trackio.markdown", "_value": text}

@@ -1,15 +1,15 @@
-"""Weights & Biases' side of a run: online, or offline in save_folder/wandb for `wandb sync`.
+"""Weights & Biases logger: online, or offline in save_folder/wandb for `wandb sync`.
 
-The tracker calls `wandb_target`, a `BackgroundWriter` the rest. The idea: the package is kept to
-its one task. It never asks, prints or watches the machine, leaves `sys.exit` alone, and what it
-does when the process ends takes FINISH_SECONDS at most. A folder's W&B run is found again by the id
-kept in the folder, so a resumed run continues the same one.
+The tracker calls `wandb_target`; a `BackgroundWriter` calls everything else. The package is limited
+to logging: it does not prompt, print, monitor the machine or replace `sys.exit`, and it finishes
+within FINISH_SECONDS at the end of the process. The save folder stores the id of its W&B run, so
+that a resumed run continues the same W&B run.
 
-The package's own process keeps what it could not send yet on the disk and tries on, so a server
-that goes away loses nothing; all that is left to do here is to say so. Online, a resumed run sends
-only steps that the server does not have. Offline nobody knows those: each process leaves a folder
-of its own under the same id, the steps after the checkpoint stand in two, and `wandb sync` counts
-W&B's own steps on from the first folder's. So every row has time/batch, which is the x axis.
+The service process of the package stores unsent values on the disk and retries, so that an outage
+of the server loses nothing; this module only reports it. Online, a resumed run sends only the steps
+that the server does not have. Offline, these steps are unknown: each process writes another folder
+with the same run id, steps after the checkpoint are in two folders, and `wandb sync` continues
+W&B's step counter after the first folder. Therefore every row has time/batch, which is the x axis.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ from llmfoundry.redaction import public
 RUN_ID_FILE = "wandb_run_id"
 EXIT_CODES = {"finished": 0, "failed": 1, "killed": 255}  # W&B calls 255 killed
 INIT_SECONDS, FINISH_SECONDS = 20.0, 10.0
-_LOOK_SECONDS = 20.0
-# Of wandb.errors: no login, or one that the server does not know.
+_CHECK_SECONDS = 20.0  # interval at which the server is checked
+# classes of wandb.errors: missing login, invalid login
 _PERMANENT = ("AuthenticationError", "UsageError")
 
 
 class WandbSession:
     """An open W&B run.
 
-    `server`: its address, to look whether it is there; None offline. `is_new`: nothing of it was
-    written before.
+    Args:
+        run: the run of the package.
+        label: name of the logger in messages.
+        server: address of the server, to check whether it responds; None: offline.
+        say: prints a line.
+        is_new: whether no earlier process wrote to the run.
     """
 
     max_points = 10_000
@@ -65,39 +69,44 @@ class WandbSession:
         self._run, self._label, self._server, self._say = run, label, server, say
         self._first_step = run.starting_step
         self._knows_steps = is_new or server is not None
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_check = time.monotonic() + _CHECK_SECONDS
         self._is_away = False
 
     def steps(self, name: str) -> Container[int]:
-        """The batches that it has; offline nobody knows an older run's, and none is sent again."""
+        """Return the batches that the run has.
+
+        The steps of an older offline run are unknown. All batches are returned for it, so that
+        nothing is sent twice.
+        """
         return range(self._first_step if self._knows_steps else sys.maxsize)
 
     def send(self, points: Sequence[MetricPoint]) -> None:
-        """Hand metrics to W&B's process, which never fails, and look whether they can arrive."""
+        """Pass metrics to the service process, which never fails, and check the server."""
         for batch, group in groupby(points, lambda p: p.batch):
             if batch >= self._first_step:
-                row = {BATCH: batch, **{p.name: p.value for p in group}}
-                self._run.log(row, step=batch)
-        self._look()
+                values = {p.name: p.value for p in group}
+                self._run.log({BATCH: batch, **values}, step=batch)
+        self._check_server()
 
     def samples(self, samples: Samples) -> None:
-        """A small page of texts: W&B's tables would be artifacts, with requests of their own."""
+        """Log generated texts as an HTML page; a W&B table would need several requests."""
         import wandb
 
         if samples.batch >= self._first_step:
-            texts = (f"<b>{escape(prompt)}</b>{escape(text)}" for prompt, text in samples.texts)
-            page = "".join(f"<pre>{text}</pre>" for text in texts)
+            page = ""
+            for prompt, text in samples.texts:
+                page += f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre>"
             html = wandb.Html(page, inject=False, data_is_not_path=True)
             self._run.log({BATCH: samples.batch, "samples": html}, step=samples.batch)
 
     def upload(self, path: Path) -> None:
-        """Keep a text file with the run, passwords hidden."""
+        """Store a text file with the run, passwords masked."""
         copy = Path(self._run.dir) / path.name
         copy.write_text(public(path.read_text(encoding="utf-8")), encoding="utf-8")
         self._run.save(str(copy), base_path=self._run.dir, policy="now")
 
     def end(self, status: str) -> None:
-        """Send the rest, for FINISH_SECONDS at most."""
+        """Send the rest within FINISH_SECONDS and close the run."""
         folder = Path(self._run.dir).parent
         try:
             self._run.finish(exit_code=EXIT_CODES[status])
@@ -107,9 +116,9 @@ class WandbSession:
                 f" `wandb sync --include-online {folder}` sends it"
             )
 
-    def _look(self) -> None:
-        """Say when the server has gone, and when it is back."""
-        if self._server is None or time.monotonic() < self._next_look:
+    def _check_server(self) -> None:
+        """Report when the server stops or starts to respond."""
+        if self._server is None or time.monotonic() < self._next_check:
             return
         problem = _problem(self._server)
         if problem is not None and not self._is_away:
@@ -120,11 +129,11 @@ class WandbSession:
         elif problem is None and self._is_away:
             self._say(f"{self._label} answers again")
         self._is_away = problem is not None
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_check = time.monotonic() + _CHECK_SECONDS
 
 
 def wandb_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
-    """The project of `logger.wandb_project`.
+    """Return the target for the project `logger.wandb_project`.
 
     Raises:
         UserError: the package is not installed.
@@ -139,39 +148,51 @@ def wandb_target(config: LoggerConfig, run_folder: Path) -> LogTarget:
         partial(open_session, config, label),
         lambda folder: FolderRun.at(folder / RUN_ID_FILE).forget(),
         lambda error: type(error).__name__ in _PERMANENT,
-        is_in_order=True,  # a step before its last is dropped, with a warning in its own log
+        is_in_order=True,  # W&B drops a step before its last one, with a warning in its log
     )
 
 
 def open_session(
     config: LoggerConfig, label: str, facts: RunFacts, say: Callable[[str], None]
 ) -> WandbSession:
-    """Import wandb, and begin or continue the folder's run."""
+    """Import wandb, and start or continue the folder's run.
+
+    Raises:
+        ConnectionError: the server does not respond.
+    """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no telemetry about the package
     import wandb
 
-    own = FolderRun.at(facts.folder / RUN_ID_FILE)
-    is_new = not own.id
-    own.keep(own.id or secrets.token_hex(4))
+    folder_run = FolderRun.at(facts.folder / RUN_ID_FILE)
+    is_new = not folder_run.id
+    folder_run.keep(folder_run.id or secrets.token_hex(4))
+
+    # call `setup` before `init`, which may prompt and print; it replaces the exit hooks only to
+    # record the exit code, which `end` passes anyway
     settings = wandb.Settings(**_settings(facts.folder))
-    at_exit = sys.exit, sys.excepthook  # wandb's own would only note an exit code, which we give
+    exit_hooks = sys.exit, sys.excepthook
     try:
-        address = wandb.setup(settings).settings.base_url  # before `init`, which may ask and print
+        address = wandb.setup(settings).settings.base_url
     finally:
-        sys.exit, sys.excepthook = at_exit
+        sys.exit, sys.excepthook = exit_hooks
+
+    # without a server, `init` and the end of the process would wait for INIT_SECONDS
     server = address if config.wandb_mode == "online" else None
-    # Without a server `init` would wait for INIT_SECONDS, and so would the end of the process.
-    if server is not None and (problem := _problem(server)) is not None:
-        raise ConnectionError(f"{public(server)}: {problem}")
-    copy = {"copied_from": own.copied_from} if own.copied_from else {}
+    problem = None if server is None else _problem(server)
+    if problem is not None:
+        raise ConnectionError(f"{public(str(server))}: {problem}")
+
+    tags = {f"run.{name}": text for name, text in facts.tags.items()}
+    if folder_run.copied_from:
+        tags["run.copied_from"] = folder_run.copied_from
     run = wandb.init(
         project=config.wandb_project,
         entity=config.wandb_entity,
         mode=config.wandb_mode,  # type: ignore[arg-type]
-        id=own.id,
+        id=folder_run.id,
         name=facts.name,
         resume="allow",
-        config={**facts.params, **{f"run.{k}": v for k, v in {**facts.tags, **copy}.items()}},
+        config={**facts.params, **tags},
         settings=settings,
     )
     run.define_metric(BATCH)
@@ -180,7 +201,7 @@ def open_session(
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Silence, no watching of the machine or the code, and an end to every wait."""
+    """Return settings without output and without monitoring of machine or code, with timeouts."""
     return {
         "root_dir": str(folder),  # W&B adds wandb/
         "console": "off",
@@ -203,13 +224,13 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _problem(address: str) -> str | None:
-    """Why nothing answers at an address; None where anything does."""
+    """Return why a server does not respond; None if it responds, even with an error."""
     try:
         urllib.request.urlopen(address, timeout=5).close()
     except urllib.error.HTTPError:
         return None
     except (OSError, ValueError) as error:
-        # Python may trust other certificates than W&B's process does.
-        is_there = isinstance(getattr(error, "reason", None), ssl.SSLError)
-        return None if is_there else describe(error)
+        # an unknown certificate is no problem: the service process may trust it
+        is_certificate = isinstance(getattr(error, "reason", None), ssl.SSLError)
+        return None if is_certificate else describe(error)
     return None

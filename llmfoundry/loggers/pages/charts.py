@@ -1,11 +1,12 @@
-"""The report's charts: which metrics stand in which, what a browser draws them from, heat maps.
+"""Charts of the report: their metrics, their data for the browser, and heat maps.
 
-`report` calls `training_charts`, `experts` and `gauntlet_charts`. The idea: a handful of pictures
-shows what everyone asks of a run; whatever else was logged has its own, in the group of `titles`. A
-chart is its numbers: a series of any length becomes at most LIMIT stretches of as many points each,
-of which mean, least and greatest are kept. A mean of means is then the mean that smoothing shows,
-and the least and the greatest are the peaks that it hides. `templates/charts.js` draws them with
-uPlot.
+`report` calls `training_charts`, `experts` and `gauntlet_charts`. A few standard charts show the
+metrics that every reader needs. Each other logged metric has a chart in its group of `titles`.
+
+A chart is embedded as numbers, which `templates/charts.js` draws with uPlot. A long series is
+divided into at most LIMIT intervals with the same number of points, and each interval is reduced to
+its mean, minimum and maximum. Smoothing averages the means; minimum and maximum keep the peaks that
+smoothing hides.
 """
 
 from __future__ import annotations
@@ -27,31 +28,39 @@ from llmfoundry.loggers.pages.titles import ANSWERS, GROUPS, LOSS, OPTIMIZER, SP
 Rows = list[dict[str, Any]]
 Points = Sequence[tuple[float, float]]
 Marks = Sequence[tuple[float, str]]
-"""Tokens at which something happened, and what."""
+"""(tokens, text) of each event that a chart marks."""
 
 TRAIN_LOSS, EVAL_LOSS = "loss/train/total", "metrics/eval/LanguageCrossEntropy"
-LANGUAGE_LOSS = "loss/train/loss"  # the total without what routers add, where they add something
+LANGUAGE_LOSS = "loss/train/loss"  # total loss without the auxiliary losses of routers
 TRAIN_BPB, EVAL_BPB = "metrics/train/bits_per_byte", "metrics/eval/bits_per_byte"
 EVAL_OBJECTIVE, REWARD_ACCURACY = "loss/eval/total", "rewards/eval/accuracies"
 PAIRS, PAIRS_BY_TOKEN = "metrics/eval/PairAccuracy", "metrics/eval/PairAccuracyPerToken"
 SPEED_METRIC, MFU = "throughput/tokens_per_sec", "throughput/device/mfu"
 MEMORY, NORM = "memory/peak_allocated_mem", "l2_norm/grad/global"
 GAUNTLET = "icl/metrics/eval_gauntlet/"
-# Shown elsewhere, or the same as another up to a factor.
+# metrics that are shown elsewhere, or that are a multiple of another metric
 NOT_DRAWN = ("time/", "moe/", "throughput/", "metrics/eval/LanguagePerplexity")
-_OPEN = (LOSS, ANSWERS, OPTIMIZER, SPEED)  # groups that a reader sees at once
-MARKED = ("Loss", "Gradient norm", "Throughput")  # pictures that show what happened to the run
-LIMIT = 800  # stretches of a line
-DIGITS = 6  # of a value: more than a screen has pixels
-STEEP = 0.05  # share of a line whose values do not decide the frame of a steep chart
+_OPEN = (LOSS, ANSWERS, OPTIMIZER, SPEED)  # groups that are unfolded at first
+MARKED = ("Loss", "Gradient norm", "Throughput")  # charts that mark events
+LIMIT = 800  # maximal number of intervals of a line
+DIGITS = 6  # significant digits of a value: more than the pixels of a screen
+STEEP = 0.05  # fraction of a line, from its start, that a steep chart ignores for its y range
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture: metrics (label → name), unit, how values read (FORMS), whether noise is smoothed.
+    """A line chart of one or more metrics.
 
-    `steep`: the first twentieth of a line does not decide the frame. `is_one_if_equal`: lines that
-    all are the same are drawn as one, without a name.
+    Attributes:
+        title: caption.
+        metrics: metric names by label of the line.
+        note: unit or explanation in the caption.
+        form: number format of values, a key of FORMS in `templates/charts.js`.
+        smooth: whether noise is smoothed at first.
+        from_zero: whether the y axis starts at zero.
+        steep: whether the first 5 % of a line are ignored for the range of the y axis.
+        scale: factor of the values.
+        is_one_if_equal: whether lines that are all equal are drawn as one line without a label.
     """
 
     title: str
@@ -66,35 +75,42 @@ class Chart:
 
 
 def training_charts(rows: Rows, marks: Marks = ()) -> Markup:
-    """The standard pictures, then one for every metric that they do not show, by group."""
+    """Return the standard charts, then one chart for every other metric, by group."""
     if not rows:
         return Markup('<p class="hint">No step was logged.</p>')
+
+    # standard charts, and the metrics that they show
     names = metric_names(rows)
     groups = _standard(names)
-    standard = [chart for charts in groups.values() for chart in charts]
-    shown = {name for chart in standard for name in chart.metrics.values()}
+    covered = set[str]()
+    for charts in groups.values():
+        for chart in charts:
+            covered.update(chart.metrics.values())
+
+    # a chart for each other metric
     for name in names:
-        of_task = name.startswith(GAUNTLET) or _of_gauntlet(name)
-        if name not in shown and not of_task and not name.startswith(NOT_DRAWN):
-            known = title(name)
-            chart = Chart(known.text.capitalize(), {"": name}, smooth=True)
-            groups.setdefault(known.group, []).append(chart)
-    drawn = ((group, chart_figures(groups.get(group, []), rows, marks)) for group in GROUPS)
-    return Markup().join(_group(group, found, rows) for group, found in drawn)
+        is_task = name.startswith(GAUNTLET) or _is_gauntlet_metric(name)
+        if name not in covered and not is_task and not name.startswith(NOT_DRAWN):
+            metric = title(name)
+            chart = Chart(metric.text.capitalize(), {"": name}, smooth=True)
+            groups.setdefault(metric.group, []).append(chart)
+
+    figures = {group: chart_figures(groups.get(group, []), rows, marks) for group in GROUPS}
+    return Markup().join(_group(group, figures[group], rows) for group in GROUPS)
 
 
-def _group(group: str, drawn: Sequence[Markup], rows: Rows) -> Markup:
-    """Pictures that a reader sees at once, or folded with their number; empty without any."""
+def _group(group: str, figures: Sequence[Markup], rows: Rows) -> Markup:
+    """Return the charts of a group, unfolded or folded with their number; empty without charts."""
     more = rates(rows) if group == SPEED else Markup()
-    if not drawn and not more:
+    if not figures and not more:
         return Markup()
     is_open = group in _OPEN
-    many = "" if is_open else str(len(drawn))
-    return part("folded", group, together(drawn, "charts") + more, many, "group", is_open)
+    count = "" if is_open else str(len(figures))
+    return part("folded", group, together(figures, "charts") + more, count, "group", is_open)
 
 
 def _standard(names: Sequence[str]) -> dict[str, list[Chart]]:
-    """What everyone asks of a run, by group."""
+    """Return the standard charts by group, given the names of the logged metrics."""
     language = LANGUAGE_LOSS if LANGUAGE_LOSS in names else TRAIN_LOSS
     rates = {name[3:].replace("/group", ", group "): name for name in names if name[:3] == "lr-"}
     by_answer = any(name.startswith("rewards/") for name in names)
@@ -124,26 +140,30 @@ def _standard(names: Sequence[str]) -> dict[str, list[Chart]]:
 
 
 def rates(rows: Rows) -> Markup:
-    """Medians of everything that the throughput's picture shows up to a factor."""
-    found = []
+    """Return a table with the medians of throughput metrics that have no chart.
+
+    They are multiples of the metric in the chart "Throughput".
+    """
+    cells = []
     for name in metric_names(rows):
         if name.startswith("throughput/") and name != SPEED_METRIC:
             value = median([row[name] for row in rows if is_number(row.get(name))])
-            shown = percent(value) if name == MFU else short_count(value)
+            text = percent(value) if name == MFU else short_count(value)
             label = Markup('<span title="{}">{}</span>').format(name, title(name).text)
-            found.append((label, shown))
-    return table(("median", ""), found, right=(1,))
+            cells.append((label, text))
+    return table(("median", ""), cells, right=(1,))
 
 
 def preference_charts() -> list[Chart]:
-    """How chosen and rejected answers part."""
-    sides, splits = ("chosen", "rejected"), {"train": "training", "eval": "validation"}
-    both = {f"{side}, {name}": (side, split) for split, name in splits.items() for side in sides}
-    rewards = {label: f"rewards/{split}/{side}" for label, (side, split) in both.items()}
-    log_probs = {label: f"logps/{split}/{side}" for label, (side, split) in both.items()}
-    shares = {name: f"rewards/{split}/accuracies" for split, name in splits.items()}
+    """Return the charts of preference tuning: rewards of chosen and rejected answers."""
+    rewards, log_probs, shares, margins = {}, {}, {}, {}
+    for split, name in (("train", "training"), ("eval", "validation")):
+        for side in ("chosen", "rejected"):
+            rewards[f"{side}, {name}"] = f"rewards/{split}/{side}"
+            log_probs[f"{side}, {name}"] = f"logps/{split}/{side}"
+        shares[name] = f"rewards/{split}/accuracies"
+        margins[name] = f"rewards/{split}/margins"
     shares |= {"likelier, validation": PAIRS, "likelier by token, validation": PAIRS_BY_TOKEN}
-    margins = {name: f"rewards/{split}/margins" for split, name in splits.items()}
     note = "% of pairs: rewards, and log-probabilities, in order"
     return [
         Chart("Pairs distinguished", shares, note, "tenth", smooth=True, scale=100),
@@ -155,7 +175,7 @@ def preference_charts() -> list[Chart]:
 
 
 def gauntlet_charts(rows: Rows, averages: Sequence[str]) -> Markup:
-    """Categories and tasks over tokens; averages have the first colors."""
+    """Return the charts of gauntlet categories and tasks; averages have the first colors."""
     names = metric_names(rows)
     categories = {n.removeprefix(GAUNTLET): n for n in names if n.startswith(GAUNTLET)}
     tasks = {", ".join(n.split("/")[1:-1]): n for n in names if _is_accuracy(n)}
@@ -169,7 +189,7 @@ def gauntlet_charts(rows: Rows, averages: Sequence[str]) -> Markup:
 
 
 def experts(rows: Rows, loads: Rows) -> Markup:
-    """How evenly routers spread the tokens: over all layers, then a heat map of each."""
+    """Return the charts of the expert load: over all layers, then a heat map of each layer."""
     spread = {name: f"moe/load_{name}" for name in ("max", "min", "std")}
     charts = [
         Chart("Load of experts", spread, "over the mean: the most, the least, the deviation"),
@@ -179,22 +199,25 @@ def experts(rows: Rows, loads: Rows) -> Markup:
 
 
 def chart_figures(charts: Sequence[Chart], rows: Rows, marks: Marks = ()) -> list[Markup]:
-    """Those charts of which anything was logged, over tokens."""
+    """Return the figures of those charts that have logged metrics, over tokens."""
     x_end = float(rows[-1][TOKEN]) if rows else 0.0
-    found = (
-        line_chart(
-            chart, _lines(chart, rows), x_end=x_end, marks=marks if chart.title in MARKED else ()
-        )
-        for chart in charts
-    )
-    return [drawn for drawn in found if drawn]
+    figures = []
+    for chart in charts:
+        chart_marks = marks if chart.title in MARKED else ()
+        figure = line_chart(chart, _lines(chart, rows), x_end=x_end, marks=chart_marks)
+        if figure:
+            figures.append(figure)
+    return figures
 
 
 @dataclass(frozen=True)
 class Line:
-    """(x, y) points in order of x; y may be NaN or infinite, which breaks the line.
+    """A line of a chart.
 
-    `key` is the metric's name in metrics.jsonl. A single line needs no label: it is the caption's.
+    Attributes:
+        label: name in the legend; "" for a single line, which the caption describes.
+        points: (x, y) in order of x. A NaN or infinite y interrupts the line.
+        key: name of the metric in metrics.jsonl.
     """
 
     label: str
@@ -212,65 +235,79 @@ def line_chart(
     axes: Sequence[Mapping[str, Sequence[float]]] = (),
     ends: Mapping[str, float] | None = None,
 ) -> Markup:
-    """A <figure> of lines from 0 to `x_end`, in tokens, as in all charts of a page.
+    """Return a <figure> of lines over tokens from 0 to `x_end`; empty if no value is finite.
 
-    `axes` are for each line the ends of its `limit` stretches along every axis that a reader may
-    choose, and `ends` the longest line's ends along them. The y axis begins as a logarithmic one
-    where positive values span more than a factor of 30. Empty if no value is finite.
+    The y axis is logarithmic at first if positive values span more than a factor of 30.
+
+    Args:
+        chart: caption and format.
+        lines: the lines.
+        x_end: end of the x axis in tokens, the same for all charts of a page.
+        marks: events to mark.
+        limit: maximal number of intervals per line.
+        axes: for each line, the ends of its intervals along each x axis that a reader can choose.
+        ends: end of each of these x axes.
     """
     finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
     if not any(finite):
         return Markup()
+
+    # values that determine the y range: without the steep start, if enough remain
     skip, x_end = STEEP if chart.steep else 0.0, x_end or 1.0
-    framed = [y for points in finite for x, y in points if x >= skip * points[-1][0]]
-    framed = framed if len(framed) >= 40 else [y for points in finite for _, y in points]
-    is_log = not chart.from_zero and 0 < 30 * min(framed) < max(framed)
+    in_range = [y for points in finite for x, y in points if x >= skip * points[-1][0]]
+    if len(in_range) < 40:
+        in_range = [y for points in finite for _, y in points]
+    is_log = not chart.from_zero and 0 < 30 * min(in_range) < max(in_range)
+
+    # data for charts.js
     data: dict[str, Any] = {"form": chart.form, "log": is_log, "zero": chart.from_zero}
     data |= {"skip": skip, "smooth": chart.smooth, "end": x_end}
     data["lines"] = [{"label": line.label, **stretches(line.points, limit)} for line in lines]
     if axes:
         data["ends"] = ends
-        for one, along in zip(data["lines"], axes, strict=True):
-            one["axes"] = along
-    placed = [{"x": x, "what": what} for x, what in marks if 0 <= x <= x_end]
-    data |= {"marks": placed} if placed else {}
+        for line_data, line_axes in zip(data["lines"], axes, strict=True):
+            line_data["axes"] = line_axes
+    visible_marks = [{"x": x, "what": what} for x, what in marks if 0 <= x <= x_end]
+    if visible_marks:
+        data["marks"] = visible_marks
     tooltip = lines[0].key if len(lines) == 1 else ""
     return part("chart", chart.title, chart.note, tooltip, _legend(lines), data)
 
 
 def stretches(points: Points, limit: int = LIMIT) -> dict[str, list[float | None]]:
-    """Places and values of a series: x and y; of a long one also the least and greatest.
+    """Reduce a series to at most `limit` intervals.
 
     Returns:
-        x: the end of each stretch. y: the mean of its finite values, None without any. low and
-        high: left out where every stretch is one point.
+        x: the last x of each interval. y: the mean of its finite values; None without any. low and
+        high: their minimum and maximum; missing if every interval is one point.
     """
     ends = stretch_ends(len(points), limit)
-    found: dict[str, list[float | None]] = {"x": [], "y": [], "low": [], "high": []}
+    series: dict[str, list[float | None]] = {"x": [], "y": [], "low": [], "high": []}
     for start, stop in pairwise([0, *(end + 1 for end in ends)]):
         values = [y for _, y in points[start:stop] if math.isfinite(y)]
-        found["x"].append(_short(points[stop - 1][0], 12))
-        found["y"].append(_short(math.fsum(values) / len(values)) if values else None)
-        found["low"].append(_short(min(values)) if values else None)
-        found["high"].append(_short(max(values)) if values else None)
+        series["x"].append(_rounded(points[stop - 1][0], 12))
+        series["y"].append(_rounded(math.fsum(values) / len(values)) if values else None)
+        series["low"].append(_rounded(min(values)) if values else None)
+        series["high"].append(_rounded(max(values)) if values else None)
     if len(points) <= limit:
-        del found["low"], found["high"]
-    return found
+        del series["low"], series["high"]
+    return series
 
 
 def stretch_ends(n: int, limit: int = LIMIT) -> list[int]:
-    """The last of the `n` points of each of at most `limit` stretches."""
-    stretched = min(n, limit)
-    return [(i + 1) * n // stretched - 1 for i in range(stretched)]
+    """Return the index of the last point of each interval, for `n` points."""
+    n_intervals = min(n, limit)
+    return [(i + 1) * n // n_intervals - 1 for i in range(n_intervals)]
 
 
-def _short(value: float, digits: int = DIGITS) -> float:
+def _rounded(value: float, digits: int = DIGITS) -> float:
+    """Round to significant digits; return an int if the result is integral, which is shorter."""
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
 def _lines(chart: Chart, rows: Rows) -> list[Line]:
-    """What was logged of each of the chart's metrics."""
+    """Return a line for each of the chart's metrics that was logged."""
     lines = []
     for label, name in chart.metrics.items():
         logged = [row for row in rows if is_number(row.get(name))]
@@ -282,64 +319,89 @@ def _lines(chart: Chart, rows: Rows) -> list[Line]:
 
 
 def _legend(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """Names; none for a line without a name, which is the caption's, unless it is broken."""
+    """Return the legend: labels, and the number of values that are not finite.
+
+    A line without either has an empty label. Without any text there is no legend.
+    """
     items = []
     for line in lines:
-        broken = sum(not math.isfinite(y) for _, y in line.points)
-        missing = f"; {broken} not finite" if broken else ""
-        items.append({"key": line.key, "label": line.label + missing})
+        n_broken = sum(not math.isfinite(y) for _, y in line.points)
+        note = f"; {n_broken} not finite" if n_broken else ""
+        items.append({"key": line.key, "label": line.label + note})
     return items if any(item["label"] for item in items) else []
 
 
 MAX_COLUMNS, MAX_LAYERS = 70, 8
-LEVELS = 6  # of each color
-FULL = 2.0  # base-2 logarithm of the relative load at which a color is full
+LEVELS = 6  # opacity levels of each color
+FULL = 2.0  # base-2 logarithm of the relative load at which a color is opaque
 LESS, MORE = "s0", "s1"  # colors of the page
 
 
 def load_maps(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
-    """A heat map for each layer, for eight of them where there are more: loads of experts in time.
+    """Return heat maps of the expert load over time, for at most eight layers.
 
-    Perfect balance is a blank picture. A cell is blue where an expert got less than the mean and
-    orange where it got more, fully colored at a quarter of the mean and at four times it, so that
-    what catches the eye is imbalance. A column is several steps; expert 0 is the lowest.
+    A perfectly balanced layer is a blank map. A cell is blue if the load of the expert is below
+    the mean and orange if it is above. Colors are opaque at a quarter of the mean and at four times
+    the mean. A column is the sum of several steps. Expert 0 is the lowest row.
     """
     if not rows:
         return []
+
+    # columns: groups of successive rows
     n_layers, n = len(rows[0]["load"]), min(len(rows), MAX_COLUMNS)
-    shown = {round(i * (n_layers - 1) / (MAX_LAYERS - 1)) for i in range(MAX_LAYERS)}
     bounds = pairwise(i * len(rows) // n for i in range(n + 1))
     groups = [rows[start:stop] for start, stop in bounds]
-    places = [(100 * i / 4, groups[max(0, n * i // 4 - 1)][-1][TOKEN]) for i in range(1, 5)]
-    labels = [(0.0, "0"), *((at, short_count(tokens)) for at, tokens in places)]
-    return [
-        _load_map(
-            layer, [_relative([row["load"][layer] for row in group]) for group in groups], labels
-        )
-        for layer in (sorted(shown) if n_layers > MAX_LAYERS else range(n_layers))
-    ]
+
+    # labels of the x axis: tokens at each quarter
+    labels = [(0.0, "0")]
+    for i in range(1, 5):
+        tokens = groups[max(0, n * i // 4 - 1)][-1][TOKEN]
+        labels.append((100 * i / 4, short_count(tokens)))
+
+    # layers: all, or eight evenly spaced ones
+    layers = list(range(n_layers))
+    if n_layers > MAX_LAYERS:
+        spacing = (n_layers - 1) / (MAX_LAYERS - 1)
+        layers = sorted({round(i * spacing) for i in range(MAX_LAYERS)})
+    maps = []
+    for layer in layers:
+        columns = [_relative([row["load"][layer] for row in group]) for group in groups]
+        maps.append(_load_map(layer, columns, labels))
+    return maps
 
 
 def _load_map(
     layer: int, columns: Sequence[Sequence[float]], labels: Sequence[tuple[float, str]]
 ) -> Markup:
-    """Of one layer: of every column the relative load of every expert."""
+    """Return the heat map of one layer.
+
+    Args:
+        layer: index of the layer.
+        columns: relative load of every expert, for each column.
+        labels: labels of the x axis.
+    """
+    # cells by color and opacity; balanced cells are not drawn
     n_experts, cells = len(columns[0]), dict[tuple[str, float], list[Cell]]()
     for x, column in enumerate(columns):
         for expert, relative in enumerate(column):
-            if step := level(relative):
+            step = level(relative)
+            if step:
                 color = MORE if step > 0 else LESS, abs(step) / LEVELS
                 cells.setdefault(color, []).append((x, n_experts - 1 - expert))
-    named = range(0, n_experts, max(1, n_experts // 8))
+
+    # labels of about eight experts; tooltips of the columns
+    labeled = range(0, n_experts, max(1, n_experts // 8))
+    expert_labels = [(100 * (1 - (e + 0.5) / n_experts), str(e)) for e in labeled]
+    tooltips = [(x, 0, 1, n_experts, _extremes(column)) for x, column in enumerate(columns)]
     return HeatMap(
         f"Load of experts, layer {layer}",
         "orange: above the mean, up to 4 times; blue: below, to a quarter; x: tokens",
         len(columns),
         n_experts,
         paths(cells),
-        [(100 * (1 - (expert + 0.5) / n_experts), str(expert)) for expert in named],
+        expert_labels,
         labels,
-        [(x, 0, 1, n_experts, _extremes(column)) for x, column in enumerate(columns)],
+        tooltips,
     ).drawn()
 
 
@@ -352,35 +414,35 @@ def _extremes(column: Sequence[float]) -> str:
 
 
 def level(relative: float) -> int:
-    """Color of a load over the mean: 0 near 1, up to LEVELS of orange, down to -LEVELS of blue."""
+    """Return the color of a relative load: 0 near 1, LEVELS for opaque orange, -LEVELS for blue."""
     if relative <= 0:
         return -LEVELS
     return max(-LEVELS, min(LEVELS, round(math.log2(relative) / FULL * LEVELS)))
 
 
 def _relative(loads: Sequence[Sequence[float]]) -> list[float]:
-    """Loads of several steps together, over their mean."""
+    """Return the load of each expert, summed over steps and divided by the mean of all experts."""
     totals = [float(sum(expert)) for expert in zip(*loads, strict=True)]
     mean = sum(totals) / len(totals)
     return [total / mean if mean else 1.0 for total in totals]
 
 
 def metric_names(rows: Rows) -> list[str]:
-    """Every metric of the run, in order of appearance."""
+    """Return the names of all metrics of the run, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric has a value here, which may be infinite."""
+    """Return whether the value of a metric is a number, which may be infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _of_gauntlet(name: str) -> bool:
-    """Whether `metrics/<task>/<n>-shot/[<category of rows>/]<metric>`."""
+def _is_gauntlet_metric(name: str) -> bool:
+    """Return whether a name has the form `metrics/<task>/<n>-shot/[<category>/]<metric>`."""
     parts = name.split("/")
     return parts[0] == "metrics" and len(parts) >= 4 and parts[2].endswith("-shot")
 
 
 def _is_accuracy(name: str) -> bool:
-    """Whether `metrics/<task>/<n>-shot/<Accuracy>`: one for each task."""
-    return _of_gauntlet(name) and name.count("/") == 3 and name.endswith("Accuracy")
+    """Return whether a name has the form `metrics/<task>/<n>-shot/<Accuracy>`: one per task."""
+    return _is_gauntlet_metric(name) and name.count("/") == 3 and name.endswith("Accuracy")
