@@ -66,8 +66,7 @@ class Console:
 
     def samples(self, batch: int, samples: Sequence[tuple[str, str]]) -> None:
         """Print generated texts: (prompt, continuation) each."""
-        self._print(self._paint(f"
-samples after {batch} batch{'' if batch == 1 else 'es'}", BOLD))
+        self._print(self._paint(f"\nsamples after {batch} batch{'' if batch == 1 else 'es'}", BOLD))
         for prompt, text in samples:
             indented = printable((prompt + text).rstrip()).replace("\n", "\n    ")
             self._print(f"  > {indented}")

@@ -1,8 +1,9 @@
-"""Several runs on one page: their numbers, their curves laid over one another, what differs.
+"""Comparison page of several runs: their results, their curves and their different settings.
 
-`cli/commands/compare.py` writes it, of metrics.jsonl, run.json, recipe.yaml and eval/*.json in each
-run's folder alone, so that it can be written at any time, while the runs go too. The idea: a run
-has one color everywhere, and every curve is kept by tokens, by steps and by hours of computing.
+`cli/commands/compare.py` calls `read_run` and `write_comparison`. The page is made only from
+metrics.jsonl, run.json, recipe.yaml and eval/*.json of each save folder, so that it can be written
+at any time, also during training. A run has the same color in all charts. The x axis of every curve
+can be tokens, steps or hours of computation.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ from llmfoundry.recipe.typed import flat
 from llmfoundry.recipe.yaml_file import read_yaml
 from llmfoundry.redaction import public
 
-POINTS = 4000  # of all lines of a chart together
-LEAST_POINTS = 100  # of one line
+POINTS = 4000  # maximal number of points of a chart
+LEAST_POINTS = 100  # number of points that each line may have in any case
 OWN_KEYS = ("run_name", "save_folder", "pause_at", "autoresume", "save_overwrite")
-"""Of which the numbers of a run do not depend."""
-PAUSED = "paused"  # a status begins so, of a run that pause_at has ended
+"""Recipe keys that do not influence the results."""
+PAUSED = "paused"  # beginning of the status of a run that pause_at has stopped
 _SWEPT_KEY = re.compile(r"(?:^|,)([\w./@+~-]+)=((?:(?!,[\w./@+~-]+=).)*)")
-"""In a folder's name, as a sweep gives it: key=value,key=value."""
-MOST_AXES = 8  # keys beside one another
+"""A key in the folder name of a sweep's run: key=value,key=value."""
+MOST_AXES = 8  # maximal number of keys in the chart
 DECIDING = (EVAL_BPB, EVAL_LOSS, TRAIN_BPB, TRAIN_LOSS)
-"""What the best run has least of: the first that all runs have. A loss compares only where the
-tokenizer is the same."""
+"""Metrics that decide the best run: the first one that all runs have, and less is better. A loss is
+comparable only between runs with the same tokenizer."""
 COLUMNS = {EVAL_BPB: "bits per byte, validation", EVAL_LOSS: "loss, validation"}
 COLUMNS |= {TRAIN_BPB: "bits per byte, training", TRAIN_LOSS: "loss, training"}
 HOURS = "hours"
@@ -78,16 +79,16 @@ CHARTS = (
 
 @dataclass
 class ComparedRun:
-    """What is read of a run's folder.
+    """Data of one run for the comparison.
 
     Attributes:
-        folder: of the run.
-        name: how the page calls it, unlike any other run's.
-        status: a key of STATUS, or running.
-        rows: of metrics.jsonl, finite or not; HOURS are of training and evaluation so far, pauses
-            left out.
-        settings: of recipe.yaml, by dotted key, as text.
-        evaluation: the last gauntlet's result; empty: there is none.
+        folder: save folder of the run.
+        name: name on the page, unique among the runs.
+        status: a key of STATUS, "running", "not finished" or a text that begins with PAUSED.
+        rows: rows of metrics.jsonl. HOURS is added: hours of training and evaluation so far,
+            without pauses.
+        settings: values of recipe.yaml as text, by dotted key.
+        evaluation: result of the last gauntlet; empty without one.
     """
 
     folder: Path
@@ -98,68 +99,89 @@ class ComparedRun:
     evaluation: dict[str, Any] = field(default_factory=dict)
 
     def last(self, metric: str) -> float | None:
-        """The last value that was logged, finite or not; None: there is none."""
-        found = (float(row[metric]) for row in reversed(self.rows) if is_number(row.get(metric)))
-        return next(found, None)
+        """Return the last logged value of a metric, finite or not; None without a value."""
+        for row in reversed(self.rows):
+            if is_number(row.get(metric)):
+                return float(row[metric])
+        return None
 
     def middle(self, metric: str) -> float | None:
-        """The median of what was logged and is finite; None: nothing was."""
-        logged = (row[metric] for row in self.rows if is_number(row.get(metric)))
-        found = [value for value in logged if math.isfinite(value)]
-        return median(found) if found else None
+        """Return the median of the finite values of a metric; None without any."""
+        logged = [row[metric] for row in self.rows if is_number(row.get(metric))]
+        finite = [value for value in logged if math.isfinite(value)]
+        return median(finite) if finite else None
 
 
 def read_run(folder: Path, name: str, *, is_held: bool) -> ComparedRun:
-    """What the page needs of a run's folder; `is_held`: a process is at work there.
+    """Read the data of a run from its save folder.
+
+    Args:
+        folder: save folder of the run.
+        name: name on the page.
+        is_held: whether a process is working in the folder.
 
     Raises:
-        UserError: a file in it cannot be read, or does not hold what a run writes there.
+        UserError: a file cannot be read, or has contents that no run writes.
     """
+    # status
     run = _mapping(folder / "run.json")
     summary = run.get("summary")
     status = str(summary.get("status", "running")) if isinstance(summary, dict) else "running"
     if status == "running" and not is_held:
-        status = "not finished"  # its process was killed, or lost its machine
+        status = "not finished"  # the process was killed, or its machine failed
     recipe = folder / "recipe.yaml"
     values = read_yaml(recipe) if recipe.exists() else {}
     if status == "killed" and values.get("pause_at") is not None:
         status = PAUSED
+
+    # settings and evaluations
     settings = {key: _as_text(value) for key, value in flat(values) if key not in OWN_KEYS}
-    evaluations = [found for found in _evaluations(folder) if found.get("tasks")]
+    evaluations = [result for result in _evaluations(folder) if result.get("tasks")]
+
+    # metrics, with the hours of computation up to each row
     rows, seconds = metric_rows(folder), 0.0
-    more = {key: grown(rows, key) for key in (TRAINING, EVALUATION)}
+    increments = {key: grown(rows, key) for key in (TRAINING, EVALUATION)}
     for row in rows:
-        seconds += sum(next(of_key) for key, of_key in more.items() if key in row)
+        step_seconds = 0.0
+        for key, seconds_of_key in increments.items():
+            if key in row:
+                step_seconds += next(seconds_of_key)
+        seconds += step_seconds
         row[HOURS] = seconds / 3600
-    return ComparedRun(folder, name, status, rows, settings, (evaluations or [{}])[-1])
+    last_evaluation = evaluations[-1] if evaluations else {}
+    return ComparedRun(folder, name, status, rows, settings, last_evaluation)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; empty: there is none."""
+    """Return the object in a JSON file; empty if there is no file."""
     try:
-        found = read_json_if_there(path)
+        value = read_json_if_there(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path}: holds no object of JSON; restore or delete it")
-    return found
+    return value
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The gauntlet's results, oldest first."""
+    """Return the results of the gauntlet, oldest first."""
     for path in folder.glob("eval/*.json"):
-        _mapping(path)
+        _mapping(path)  # raises a UserError that names a broken file
     return read_evaluations(folder)
 
 
 def write_comparison(
     path: Path, runs: Sequence[ComparedRun], *, follows: bool, warnings: Sequence[str] = ()
 ) -> None:
-    """Write the page; `follows`: it will be written again, and an open one reloads itself.
+    """Write the page.
 
-    `warnings` are lines about runs that could not be read.
+    Args:
+        path: path of the HTML file.
+        runs: the runs, in the order of their colors.
+        follows: whether the page will be written again; an open page then reloads itself.
+        warnings: lines about runs that could not be read.
     """
-    going = sum(run.status == "running" for run in runs)
+    n_running = sum(run.status == "running" for run in runs)
     is_open = follows or any(run.status in ("not begun", "not finished") for run in runs)
     sections = [
         ("Runs", run_table(runs, path.parent) + (part("listed", warnings) if warnings else "")),
@@ -170,7 +192,7 @@ def write_comparison(
     ]
     html = page(
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
-        status=f"running: {going}" if going else "not finished" if is_open else "finished",
+        status=_overall_status(n_running, is_open=is_open),
         reached="",
         tiles=[],
         sections=sections,
@@ -180,9 +202,21 @@ def write_comparison(
     atomic_write(path, html)
 
 
+def _overall_status(n_running: int, *, is_open: bool) -> str:
+    if n_running:
+        return f"running: {n_running}"
+    return "not finished" if is_open else "finished"
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """Which runs are best, by what, and the sentences that say so."""
+    """The best runs, and the metric that decides.
+
+    Attributes:
+        metric: the metric, one of DECIDING.
+        best: indices of the best runs, several if they tie.
+        lines: sentences for the page about the result.
+    """
 
     metric: str
     best: Sequence[int]
@@ -190,21 +224,28 @@ class Verdict:
 
 
 def verdict(runs: Sequence[ComparedRun]) -> Verdict | None:
-    """The run with the least of what decides, several where they tie; None: nothing decides.
+    """Find the runs with the lowest value of the deciding metric.
 
-    Those that finished are judged, where any has; else those that were paused, as by halving, else
-    all that have not failed. A single one that finished has won against those paused. A run that
-    ended with a value that is not finite is never the best.
+    Only finished runs are candidates. Without any, the paused runs are (successive halving pauses
+    runs); without these, all runs that have not failed. A single finished run wins against paused
+    runs. A run whose last value is not finite is never the best.
+
+    Returns:
+        None if there are fewer than two runs to compare, or no metric that all of them have.
     """
-    judged = [n for n, run in enumerate(runs) if run.status == "finished"]
+    finished = [n for n, run in enumerate(runs) if run.status == "finished"]
     paused = [n for n, run in enumerate(runs) if run.status.startswith(PAUSED)]
-    judged = judged or paused or [n for n, run in enumerate(runs) if run.status in _MAY_WIN]
+    others = [n for n, run in enumerate(runs) if run.status in _MAY_WIN]
+    candidates = finished or paused or others
+    if len({*candidates, *paused}) < 2:
+        return None
     for metric in DECIDING:
-        last = {n: value for n in judged if (value := runs[n].last(metric)) is not None}
-        if judged and len(last) == len(judged) and len({*judged, *paused}) > 1:
-            finite = {n: value for n, value in last.items() if math.isfinite(value)}
+        values = {n: runs[n].last(metric) for n in candidates}
+        known = {n: value for n, value in values.items() if value is not None}
+        if len(known) == len(candidates):
+            finite = {n: value for n, value in known.items() if math.isfinite(value)}
             best = [n for n in finite if finite[n] == min(finite.values())]
-            return Verdict(metric, best, list(_sentences(runs, judged, metric, best)))
+            return Verdict(metric, best, list(_sentences(runs, candidates, metric, best)))
     return None
 
 
@@ -212,26 +253,34 @@ _MAY_WIN = ("running", "not finished", "killed")
 
 
 def _sentences(
-    runs: Sequence[ComparedRun], judged: Sequence[int], metric: str, best: Sequence[int]
+    runs: Sequence[ComparedRun], candidates: Sequence[int], metric: str, best: Sequence[int]
 ) -> Iterator[str]:
-    what, by_status = COLUMNS[metric], dict[str, list[str]]()
+    """Yield sentences about the best runs and the runs that were not compared."""
+    # the best
     if best:
-        names = _named([runs[n].name for n in best])
-        who = names if len(best) == 1 else f"a tie of {names}"
+        names = _enumeration([runs[n].name for n in best])
+        subject = names if len(best) == 1 else f"a tie of {names}"
         value = runs[best[0]].last(metric)
-        yield f"best: {who}, by the least {what} at the end of each run: {value:.4f}"
-    lost = [runs[n].name for n in judged if not math.isfinite(runs[n].last(metric) or 0)]
+        yield f"best: {subject}, by the least {COLUMNS[metric]} at the end of each run: {value:.4f}"
+
+    # diverged runs
+    lost = [runs[n].name for n in candidates if not math.isfinite(runs[n].last(metric) or 0)]
     if lost:
-        yield f"not finite at the end: {_named(lost)}"
-    for n in sorted({*range(len(runs))} - {*judged}):
-        by_status.setdefault(STATUS.get(runs[n].status, runs[n].status), []).append(runs[n].name)
-    for status, left in by_status.items():
-        yield f"not compared, {status}: {_named(left)}"
-    if best and len({runs[n].rows[-1][BATCH] for n in judged}) > 1:
+        yield f"not finite at the end: {_enumeration(lost)}"
+
+    # runs that are not candidates, by status
+    names_by_status: dict[str, list[str]] = {}
+    for n in sorted({*range(len(runs))} - {*candidates}):
+        status = STATUS.get(runs[n].status, runs[n].status)
+        names_by_status.setdefault(status, []).append(runs[n].name)
+    for status, excluded in names_by_status.items():
+        yield f"not compared, {status}: {_enumeration(excluded)}"
+    if best and len({runs[n].rows[-1][BATCH] for n in candidates}) > 1:
         yield "the runs that are compared did not end at the same step"
 
 
-def _named(names: Sequence[str]) -> str:
+def _enumeration(names: Sequence[str]) -> str:
+    """Return names separated by commas; of more than six only the first five, and a count."""
     more = f" and {len(names) - 5} more" if len(names) > 6 else ""
     return ", ".join(names[: 5 if more else None]) + more
 
@@ -240,101 +289,137 @@ HEAD = ("run", "status", "steps", "tokens", "time", *COLUMNS.values(), "tokens/s
 
 
 def run_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
-    """A row of text for each run, as HEAD names them."""
+    """Return a row of text for each run, with the columns of HEAD."""
     rows = []
     for run in runs:
-        speed, use = run.middle(SPEED_METRIC), run.middle(MFU)
-        losses = (run.last(metric) for metric in COLUMNS)
+        # progress
+        steps, tokens, seconds = "0", "0", ""
+        if run.rows:
+            last_row = run.rows[-1]
+            steps, tokens = f"{last_row[BATCH]:,}", short_count(last_row[TOKEN])
+            seconds = duration(3600 * last_row[HOURS])
+
+        # results and speed
+        losses = []
+        for metric in COLUMNS:
+            value = run.last(metric)
+            losses.append("" if value is None else f"{value:.4f}")
+        speed, mfu = run.middle(SPEED_METRIC), run.middle(MFU)
         rows.append(
             (
                 run.name,
                 STATUS.get(run.status, run.status),
-                f"{run.rows[-1][BATCH]:,}" if run.rows else "0",
-                short_count(run.rows[-1][TOKEN]) if run.rows else "0",
-                duration(3600 * run.rows[-1][HOURS]) if run.rows else "",
-                *("" if value is None else f"{value:.4f}" for value in losses),
+                steps,
+                tokens,
+                seconds,
+                *losses,
                 "" if speed is None else short_count(speed),
-                "" if use is None else percent(use),
+                "" if mfu is None else percent(mfu),
             )
         )
     return rows
 
 
 def run_table(runs: Sequence[ComparedRun], beside: Path) -> Markup:
-    """The runs, each with its color and a link to its report, the best marked."""
-    found, rows = verdict(runs), []
+    """Return the table of runs with their colors and links to their reports; the best is marked.
+
+    Args:
+        runs: the runs.
+        beside: folder of the page; links are relative to it.
+    """
+    # name cells: color, link and mark
+    winners, rows = verdict(runs), []
     for i, (run, row) in enumerate(zip(runs, run_rows(runs), strict=True)):
-        report = run.folder / "report.html"
-        link = quote(os.path.relpath(report, beside)) if report.exists() else ""
         name = breakable(run.name)
-        name = Markup('<a href="{}">{}</a>').format(link, name) if link else name
-        mark = Markup(' <span class="hint">best</span>') if found and i in found.best else ""
+        report = run.folder / "report.html"
+        if report.exists():
+            link = quote(os.path.relpath(report, beside))
+            name = Markup('<a href="{}">{}</a>').format(link, name)
+        is_best = winners is not None and i in winners.best
+        mark = Markup(' <span class="hint">best</span>') if is_best else ""
         rows.append((part("swatch", i) + name + mark, *row[1:]))
+
+    # columns with values
     used = [n for n in range(len(HEAD)) if n < 2 or any(row[n] for row in rows)]
-    listed = [[row[n] for n in used] for row in rows]
+    cells = [[row[n] for n in used] for row in rows]
     right = range(2, len(used))
-    shown = table([HEAD[n] for n in used], listed, right=right, is_wide=True)
-    lines = found.lines if found is not None else ()
-    return shown + Markup().join(Markup('<p class="hint">{}</p>').format(line) for line in lines)
+    html = table([HEAD[n] for n in used], cells, right=right, is_wide=True)
+    for line in winners.lines if winners is not None else ():
+        html += Markup('<p class="hint">{}</p>').format(line)
+    return html
 
 
 def parallel_coordinates(runs: Sequence[ComparedRun]) -> Markup:
-    """Draw the keys of a sweep against the result; nothing where fewer than two keys were swept."""
-    found = verdict(runs)
+    """Return the chart of a sweep's keys against the result; empty with fewer than two keys."""
+    winners = verdict(runs)
     known = {n: run for n, run in enumerate(runs) if run.settings}
     swept = _swept([*known.values()])
     swept_keys = [*next(iter(swept.values()), {})]
-    if found is None or len(swept_keys) < 2:
+    if winners is None or len(swept_keys) < 2:
         return Markup()
+
+    # axes: the keys, then the result
     settings = {n: run.settings | swept[run.name] for n, run in known.items()}
-    shown = swept_keys[:MOST_AXES]
-    values = [run.last(found.metric) for run in known.values()]
-    axes = [coordinates.key_axis(key, [settings[n].get(key, "") for n in known]) for key in shown]
-    words = {
-        n: "\n".join(
-            [
-                run.name + (", best" if n in found.best else ""),
-                *(f"{key}: {settings[n].get(key, '')}" for key in shown),
-                f"{COLUMNS[found.metric]}: {'none' if value is None else f'{value:.4f}'}",
-                STATUS.get(run.status, run.status),
-            ]
-        )
-        for (n, run), value in zip(known.items(), values, strict=True)
-    }
-    hidden = len({*differing(runs)} - {*shown})
-    more = f"; {hidden} more keys below" if hidden else ""
+    keys = swept_keys[:MOST_AXES]
+    values = [run.last(winners.metric) for run in known.values()]
+    axes = []
+    for key in keys:
+        axes.append(coordinates.key_axis(key, [settings[n].get(key, "") for n in known]))
+    axes.append(coordinates.result_axis(COLUMNS[winners.metric], values))
+
+    # tooltips
+    tooltips = {}
+    for (n, run), value in zip(known.items(), values, strict=True):
+        result = "none" if value is None else f"{value:.4f}"
+        lines = [run.name + (", best" if n in winners.best else "")]
+        lines += [f"{key}: {settings[n].get(key, '')}" for key in keys]
+        lines.append(f"{COLUMNS[winners.metric]}: {result}")
+        lines.append(STATUS.get(run.status, run.status))
+        tooltips[n] = "\n".join(lines)
+
+    n_hidden = len({*differing(runs)} - {*keys})
+    more = f"; {n_hidden} more keys below" if n_hidden else ""
     hint = "a line is a run, the best is bold, dashed: no finite end" + more
-    result = coordinates.result_axis(COLUMNS[found.metric], values)
-    return coordinates.drawn("Keys against result", hint, [*axes, result], words, found.best)
+    return coordinates.drawn("Keys against result", hint, axes, tooltips, winners.best)
 
 
 def _swept(runs: Sequence[ComparedRun]) -> dict[str, dict[str, str]]:
-    """By each run's name the keys that a sweep named its folder by, and the values.
+    """Return the keys and values of a sweep by the name of each run, read from folder names.
 
-    Keys of one value alone are left out; empty where a folder is not named so.
+    Keys with only one value are omitted. The result is empty if the folder names do not all have
+    the same keys.
     """
-    named = {run.name: dict(_SWEPT_KEY.findall(run.folder.name)) for run in runs}
-    keys = [*next(iter(named.values()), {})]
-    if any([*values] != keys for values in named.values()):
+    values_of = {run.name: dict(_SWEPT_KEY.findall(run.folder.name)) for run in runs}
+    keys = [*next(iter(values_of.values()), {})]
+    if any([*values] != keys for values in values_of.values()):
         return {}
-    keys = [key for key in keys if len({values[key] for values in named.values()}) > 1]
-    return {name: {key: values[key] for key in keys} for name, values in named.items() if keys}
+    keys = [key for key in keys if len({values[key] for values in values_of.values()}) > 1]
+    if not keys:
+        return {}
+    return {name: {key: values[key] for key in keys} for name, values in values_of.items()}
 
 
 def charts(runs: Sequence[ComparedRun]) -> Markup:
-    """The standard pictures with a line for each run, then the gauntlet's averages."""
+    """Return the standard charts with a line for each run, then the averages of the gauntlet."""
     names = dict.fromkeys(name for run in runs for name in averages(run.evaluation))
     scores = [Chart(name.replace("_", " "), {"": f"{GAUNTLET}{name}"}) for name in names]
-    there = {name for run in runs for name in metric_names(run.rows)}
-    drawn = [_overlaid(chart, runs) for chart in (*CHARTS, *scores) if chart.metrics[""] in there]
-    return together(drawn, "charts") or Markup('<p class="hint">No step was logged.</p>')
+    logged = {name for run in runs for name in metric_names(run.rows)}
+    figures = []
+    for chart in (*CHARTS, *scores):
+        if chart.metrics[""] in logged:
+            figures.append(_overlaid(chart, runs))
+    return together(figures, "charts") or Markup('<p class="hint">No step was logged.</p>')
 
 
 def _overlaid(chart: Chart, runs: Sequence[ComparedRun]) -> Markup:
+    """Return a chart of one metric with a line for each run.
+
+    A run without values has an empty line, because the number of a line is its color.
+    """
     (metric,) = chart.metrics.values()
     limit = max(LEAST_POINTS, POINTS // len(runs))
     lines, axes = [], []
-    for run in runs:  # one without values too: a run's color is its number
+    for run in runs:
         rows = [row for row in run.rows if is_number(row.get(metric))]
         points = [(float(row[TOKEN]), float(row[metric]) * chart.scale) for row in rows]
         lines.append(Line(run.name, points, metric))
@@ -351,7 +436,7 @@ def _overlaid(chart: Chart, runs: Sequence[ComparedRun]) -> Markup:
 
 
 def _axes(rows: Rows) -> dict[str, list[float]]:
-    """Of rows, the place along each axis that a reader may choose."""
+    """Return the x values of rows for each x axis that a reader can choose."""
     return {
         "tokens": [float(row[TOKEN]) for row in rows],
         "steps": [float(row[BATCH]) for row in rows],
@@ -360,37 +445,42 @@ def _axes(rows: Rows) -> dict[str, list[float]]:
 
 
 def differing(runs: Sequence[ComparedRun]) -> list[str]:
-    """Keys whose values are not the same in all runs that have a recipe, in its order."""
+    """Return the recipe keys whose values differ between runs, in the order of the recipe.
+
+    Runs without a recipe are ignored.
+    """
     known = [run for run in runs if run.settings]
     keys = dict.fromkeys(key for run in known for key in run.settings)
     return [key for key in keys if len({run.settings.get(key) for run in known}) > 1]
 
 
 def settings_table(runs: Sequence[ComparedRun]) -> Markup:
-    """The keys that differ, and their values in each run that has a recipe."""
+    """Return the table of differing keys and their values in each run that has a recipe."""
     known = [run for run in runs if run.settings]
-    rows = [(key, *(run.settings.get(key, "") for run in known)) for key in differing(runs)]
+    rows = []
+    for key in differing(runs):
+        rows.append((key, *[run.settings.get(key, "") for run in known]))
     if not rows:
         return Markup('<p class="hint">None: the recipes are the same.</p>') if known else Markup()
     return table(("key", *(run.name for run in known)), rows, is_wide=True)
 
 
 def evaluation(runs: Sequence[ComparedRun]) -> Markup:
-    """The last gauntlet of each run, as an evaluation's page shows several models.
+    """Return the last gauntlet of each run, in the form of an evaluation page of several models.
 
-    Runs without one are there too: a run's color and number are its place among all.
+    Runs without a gauntlet are included, because the index of a run is its color and number.
     """
     if not any(run.evaluation for run in runs):
         return Markup()
     results = [(run.name, run.evaluation or {"tasks": []}) for run in runs]
-    drawn = (
+    sections = (
         eval_page.models_table(results, []),
         eval_page.not_comparable(results),
         eval_page.score_charts(results),
         eval_page.score_table(results),
         eval_page.task_table(results),
     )
-    return Markup().join(drawn)
+    return Markup().join(sections)
 
 
 def _as_text(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""What all pages share: Jinja2's templates, and the tables and heat maps that stand in them.
+"""Building blocks of all pages: Jinja2 templates, tables and heat maps.
 
-The run's report, the gauntlet's page, the health check's and the GPU check's are made with it. The
-idea: whatever comes from a run, names, prompts, samples, is text, which the templates escape; only
-`Markup`, which other templates made, is HTML. A page is one file that loads nothing, so it works
-from a mail or a USB stick; only a report has scripts, `templates/charts.js` and uPlot, which draw
-its lines. `page.css` has a value of each color for light and one for dark.
+The report of a run, the gauntlet page, the health check and the GPU check use it. Every text of a
+run (names, prompts, samples) is a str, which the templates escape; only `Markup`, the output of
+templates, is HTML. A page is a single file that loads nothing, so that it works offline and as a
+mail attachment. Only pages with line charts have scripts: `templates/charts.js` and uPlot.
+`page.css` defines each color twice, for the light and the dark theme.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DASHES = ("solid", "dashed", "dotted")
 
 @dataclass(frozen=True)
 class Tile:
-    """A number to read first, what it is, and what belongs to it in small."""
+    """A headline number at the top of a page: label, value, and a detail in small print."""
 
     label: str
     value: str
@@ -43,38 +43,39 @@ def page(
     has_charts: bool = False,
     written: int = 0,
 ) -> str:
-    """The whole document.
+    """Return the HTML document.
 
     Args:
-        title: of the window and of the page.
-        status: in words; its first is a class of the style sheet.
-        reached: how far it is.
-        tiles: the numbers to read first.
-        sections: (heading, HTML); those without HTML are left out.
-        has_charts: whether there are line charts.
-        written: of a run under way, milliseconds since 1970: an open page then reloads itself.
+        title: title of the window and of the page.
+        status: status in words; the first word is a class of the style sheet.
+        reached: progress in words.
+        tiles: headline numbers.
+        sections: (heading, HTML) each; sections without HTML are omitted.
+        has_charts: whether the page has line charts, which need scripts.
+        written: time in milliseconds since 1970 if the page will be rewritten, so that an open page
+            reloads itself; else 0.
     """
     values: dict[str, Any] = {"title": title, "status": status, "reached": reached, "tiles": tiles}
     values |= {"sections": sections, "has_charts": has_charts, "written": written}
     document = _templates().get_template("page.html").render(values)
-    return document.encode(errors="replace").decode()  # half a surrogate pair cannot be written
+    return document.encode(errors="replace").decode()  # UTF-8 cannot encode a lone surrogate
 
 
 _MARK = '<meta name="generator" content="llmfoundry">'
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file is a page that `page` made, or part of one: it names us at its beginning.
+    """Return whether `page` made a file, or the file is the beginning of such a page.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return _MARK.encode() in file.read(1000)
 
 
 def part(name: str, *values: Any, **named: Any) -> Markup:
-    """What a macro of parts.html makes."""
+    """Return the HTML of a macro in parts.html."""
     return Markup(getattr(_templates().get_template("parts.html").module, name)(*values, **named))
 
 
@@ -85,29 +86,34 @@ def table(
     right: Sequence[int] = (),
     is_wide: bool = False,
 ) -> Markup:
-    """A table, empty without rows; columns in `right` hold numbers.
+    """Return a table; empty without rows.
 
-    `is_wide`: it is likely to be scrolled, and the first column stays.
+    Args:
+        head: names of the columns.
+        rows: cells, text or Markup.
+        right: indices of right-aligned columns, for numbers.
+        is_wide: whether the table scrolls horizontally with a fixed first column.
     """
     return part("table", head, rows, right, is_wide) if rows else Markup()
 
 
 def breakable(text: str) -> Markup:
-    """A text that may wrap after `,` and `=`, as the names of a sweep's runs have to on a phone."""
-    parts = re.split(r"(?<=[,=])(?=\S)", str(text))
-    return text if isinstance(text, Markup) else Markup("<wbr/>").join(parts)
+    """Return a text that may wrap after `,` and `=`, for long run names of a sweep on a phone."""
+    if isinstance(text, Markup):
+        return text
+    return Markup("<wbr/>").join(re.split(r"(?<=[,=])(?=\S)", str(text)))
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Markup:
-    """A list of label and value; empty without rows."""
-    listed = list(rows)
-    return part("pairs", listed) if listed else Markup()
+    """Return a list of labels and values; empty without rows."""
+    label_values = list(rows)
+    return part("pairs", label_values) if label_values else Markup()
 
 
 def together(parts: Iterable[str], kind: str) -> Markup:
-    """Parts in a <div> of a class of the style sheet; empty where all are."""
-    shown = [part for part in parts if part]
-    return part("together", shown, kind) if shown else Markup()
+    """Return parts in a <div> with a class of the style sheet; empty if all parts are empty."""
+    non_empty = [part for part in parts if part]
+    return part("together", non_empty, kind) if non_empty else Markup()
 
 
 Cell = tuple[int, int]  # column, row, from the upper left
@@ -115,10 +121,18 @@ Cell = tuple[int, int]  # column, row, from the upper left
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Cells of one width and one height, in paths of one color each, so that a map stays small.
+    """A heat map of equally sized cells. All cells of a color are one SVG path, to save space.
 
-    `rows` and `columns` are labels: percent of the height or width, text. `titled`: column, row,
-    width, height and the words that a pointer finds there.
+    Attributes:
+        title: caption.
+        hint: explanation in the caption.
+        width: number of columns.
+        height: number of rows.
+        paths: color, opacity and SVG path of the cells of each color, from `paths`.
+        rows: labels of the y axis: position in percent of the height, text.
+        columns: labels of the x axis: position in percent of the width, text.
+        titled: areas with a tooltip: column, row, width, height, text.
+        is_square: whether cells are square.
     """
 
     title: str
@@ -132,27 +146,28 @@ class HeatMap:
     is_square: bool = False
 
     def drawn(self) -> Markup:
-        """The <figure>."""
+        """Return the <figure>."""
         return part("heat_map", self)
 
 
 def paths(cells: Mapping[tuple[str, float], Iterable[Cell]]) -> list[tuple[str, str, str]]:
-    """For a `HeatMap`: the cells of each color of the page and opacity."""
-    return [
-        (color, f"{opacity:.2f}", "".join(f"M{x} {y}h1v1h-1z" for x, y in places))
-        for (color, opacity), places in sorted(cells.items())
-    ]
+    """Return `HeatMap.paths` for the cells of each color and opacity."""
+    drawn = []
+    for (color, opacity), positions in sorted(cells.items()):
+        squares = [f"M{x} {y}h1v1h-1z" for x, y in positions]
+        drawn.append((color, f"{opacity:.2f}", "".join(squares)))
+    return drawn
 
 
 def fill(number: int) -> str:
-    """The color of a model or a part, paler where colors begin again."""
+    """Return the CSS color with this number; after COLORS numbers, paler colors follow."""
     opacity = max(30, 100 - 35 * (number // COLORS))
     color = f"var(--s{number % COLORS})"
     return color if opacity == 100 else f"color-mix(in srgb,{color} {opacity}%,transparent)"
 
 
 def _color(number: int) -> str:
-    """Color and dashes of a line in a legend, as charts.js draws it."""
+    """Return the CSS style of a line in a legend: its color and dashes in charts.js."""
     dashes = _DASHES[number // COLORS % len(_DASHES)]
     return f"border-top:2px {dashes} var(--s{number % COLORS})"
 
@@ -163,14 +178,14 @@ def _file(name: str) -> Markup:
 
 @cache
 def _templates() -> Environment:
-    made = Environment(
+    templates = Environment(
         loader=FileSystemLoader(_FOLDER / "templates"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    made.globals |= {"file": _file, "fill": fill, "color": _color}
-    made.filters["breakable"] = breakable
-    return made
+    templates.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    templates.globals |= {"file": _file, "fill": fill, "color": _color}
+    templates.filters["breakable"] = breakable
+    return templates
