@@ -8,7 +8,6 @@ value is recorded, so that an error can name file and line.
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -312,6 +311,7 @@ def _missing(name: str, options: dict[str, list[str]]) -> str:
 _MOST_TEXT = 1 << 20  # characters; the limit of a recipe file
 _MOST_LOST = 6  # values that a note lists
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*")
+_PLAIN_KEY = re.compile(r"\w+(?:\.\w+)*")  # without indices of lists
 _EXCLUDED = re.compile(r" and (\w+) exclude each other; remove one$")
 _NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
 
@@ -359,6 +359,8 @@ class Composed:
 
     config: DictConfig
     places: ValueSources
+    plain: dict[str, Any] = field(default_factory=dict)
+    """All values in order. Those that no interpolation concerns are not in `config`."""
 
     def where(self, key: str) -> str:
         """Return the prefix as `ValueSources.where` does."""
@@ -368,7 +370,13 @@ class Composed:
         """Return plain values as written."""
         values = OmegaConf.to_container(self.config)
         assert isinstance(values, dict)
-        return {str(key): value for key, value in values.items()}
+        return self._with_plain({str(key): value for key, value in values.items()})
+
+    def _with_plain(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of `config` and a copy of the other ones, in order."""
+        copies = {key: _copy(value) for key, value in self.plain.items() if key not in self.config}
+        ordered = {key: None for key in self.plain if key in values or key in copies}
+        return ordered | copies | values
 
     def resolved(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return plain values with resolved interpolations, and a line for each missing value.
@@ -382,7 +390,7 @@ class Composed:
         pending: dict[str, str] = {}
         self._check_growth()
         try:
-            values = self._resolve(self.config, "", pending)
+            values = self._with_plain(self._resolve(self.config, "", pending))
         except RecursionError:
             raise UserError("an interpolation ${...} here leads back to itself") from None
         for key in masked_keys(values):
@@ -486,26 +494,32 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
     if implied:
         sources = config_parts(recipe, groups | implied, options, folders)
         merged = _merged(defaults, sources)
-    # Values of the command line.
+    # Values of the command line. OmegaConf gets as little as possible, because it is slow.
+    plain: dict[str, Any] = {}
     try:
-        config = OmegaConf.create(merged)
-        for key, value in values.items():
-            _set(config, key, value, defaults, schema)
+        if _set_plain(merged, values):
+            plain, sections = merged, _plain_sections(merged)
+            config = OmegaConf.create({k: v for k, v in merged.items() if k not in sections})
+        else:
+            config = OmegaConf.create(_merged(defaults, sources))
+            for key, value in values.items():
+                _set(config, key, value, defaults, schema)
     except OmegaConfBaseException as error:
         raise UserError(_explain(error, str(error.full_key), "")) from error
     except RecursionError:
         raise UserError("a value is nested too deep; flatten it") from None
-    notes = [*_replacements(groups | implied, sources, config)]
-    return Composed(config, ValueSources(sources, list(values), notes))
+    composed = Composed(config, ValueSources(sources, list(values)), plain)
+    composed.places.notes.extend(_replacements(groups | implied, sources, composed))
+    return composed
 
 
 def _replacements(
-    groups: dict[str, str], sources: Sequence[YamlSource], config: DictConfig
+    groups: dict[str, str], sources: Sequence[YamlSource], composed: Composed
 ) -> Iterator[str]:
     """Yield a line for each section of the recipe that a group replaces, with the lost values."""
     if not groups:
         return
-    final = OmegaConf.to_container(config)
+    final = composed.raw()
     for group, option in groups.items():
         for source in sources:
             if source.package or group not in source.replaced:
@@ -523,7 +537,7 @@ def _replacements(
 
 def _merged(defaults: dict[str, Any], sources: Sequence[YamlSource]) -> dict[str, Any]:
     """Return the plain values of the schema's defaults and the files, merged in this order."""
-    merged = copy.deepcopy(defaults)
+    merged = _copy(defaults)
     for source in sources:
         _merge(merged, source.load())
     return merged
@@ -550,6 +564,41 @@ def _implied(
 
 def _is_given(value: Any) -> bool:
     return bool(value) and value is not DEFAULT
+
+
+def _set_plain(config: dict[str, Any], values: dict[str, Any]) -> bool:
+    """Write the command line's values into `config` if that needs no OmegaConf.
+
+    Interpolations, resets, mappings, and keys that lead anywhere but into a section need it.
+
+    Returns:
+        False if OmegaConf is needed; `config` may have some of the values then.
+    """
+    for key, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        if not all(item is None or isinstance(item, bool | int | float | str) for item in items):
+            return False
+        if "$" in str(value) or not _PLAIN_KEY.fullmatch(key):
+            return False
+        above, _, name = key.rpartition(".")
+        section = value_at(config, above) if above else config
+        if not isinstance(section, dict) or isinstance(section.get(name), dict):
+            return False
+        section[name] = value
+    return True
+
+
+def _plain_sections(merged: dict[str, Any]) -> set[str]:
+    """Return the sections without interpolations that no interpolation names."""
+    texts = [value for _, value in flat(merged) if "$" in str(value)]
+    if any("${" in part.partition("}")[0] for text in texts for part in str(text).split("${")[1:]):
+        return set()  # an interpolation within another one may name anything
+    named = {name for text in texts for name in re.findall(r"\w+", str(text))}
+    return {
+        key
+        for key, value in merged.items()
+        if isinstance(value, dict) and key not in named and "$" not in str(value)
+    }
 
 
 def _set(
@@ -589,6 +638,13 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of plain values, faster than `copy.deepcopy`."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _without(value: Any, keys: Mapping[str, str], key: str = "") -> Any:
