@@ -352,24 +352,24 @@ def samples() -> Iterator[np.ndarray]:
 
 def our_loader(folder: Path, *, apart: bool = False) -> Make:
     """This project's loader, as a run on a CPU has it; `apart`: with documents' places."""
-    from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
+    from llmfoundry.data.loader import BatchPrefetcher, Loader, SequenceFormat
     from llmfoundry.data.order import ONLY, Mixture, Order, Phase
     from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
     from llmfoundry.data.shard_index import read_index
-    from llmfoundry.data.sources import MDSTexts, OrderedStream, RowOptions, open_source
+    from llmfoundry.data.sources import MDSTexts, OrderedStream, SequenceOptions, open_source
     from llmfoundry.ops.devices import keep_memory
 
     keep_memory()
 
     def make(workers: int, rows: int) -> Batches:
         shards = ShardFolder.open(None, str(folder), FetchOptions())
-        reading = RowOptions(seq_len=SAMPLE_TOKENS, tokenizer="", eos_id=EOS, apart=apart)
+        reading = SequenceOptions(seq_len=SAMPLE_TOKENS, tokenizer="", eos_id=EOS, apart=apart)
         source = open_source(ONLY, ONLY, shards, read_index(shards), reading)
         assert not isinstance(source, MDSTexts)
         loader = Loader(
             [OrderedStream(source, Order(source.sizes, seed=17, shuffle=True))],
             Mixture([ONLY], [Phase(0, (1.0,))], batch_size=rows),
-            RowFormat(SAMPLE_TOKENS, EOS, _IDS, attend_across_documents=not apart),
+            SequenceFormat(SAMPLE_TOKENS, EOS, _IDS, attend_across_documents=not apart),
             workers=workers,
         )
         with closing(BatchPrefetcher(loader, 0)) as batches:

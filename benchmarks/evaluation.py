@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks import harness
 from llmfoundry.gauntlet.models.own_decoder import score_requests
 from llmfoundry.gauntlet.models.tree import grow
-from llmfoundry.gauntlet.questions import Request
+from llmfoundry.gauntlet.questions import ScoreRequest
 from llmfoundry.hf.config_keys import write_settings
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.decoder import Decoder, Root
@@ -83,7 +83,7 @@ class _Row:
     choices: list[list[int]]
 
 
-def requests(n_rows: int, *, fixed: bool, seed: int = 0) -> list[Request]:
+def requests(n_rows: int, *, fixed: bool, seed: int = 0) -> list[ScoreRequest]:
     """All rows' requests.
 
     Args:
@@ -91,7 +91,7 @@ def requests(n_rows: int, *, fixed: bool, seed: int = 0) -> list[Request]:
         fixed: the same worked examples for all rows of a task; else each row has its own.
         seed: of lengths and tokens, which do not depend on `fixed`.
     """
-    found: list[Request] = []
+    found: list[ScoreRequest] = []
     for name, shape in SHAPES.items():
         lengths, draws = random.Random(f"{seed} {name}"), random.Random(f"{seed} {name} shots")
         rows = [_row(shape, lengths) for _ in range(n_rows // len(SHAPES))]
@@ -118,12 +118,12 @@ def _tokens(rng: random.Random, mean: int) -> list[int]:
     return [rng.randrange(16, VOCAB) for _ in range(n)]
 
 
-def _asked(row: _Row, examples: list[_Row]) -> Iterator[Request]:
+def _asked(row: _Row, examples: list[_Row]) -> Iterator[ScoreRequest]:
     """A request for each option, after the worked examples with their first option."""
     before = [EOS, *(t for e in examples for t in (*e.contexts[0], *e.choices[0]))]
     for context in row.contexts:
         for choice in row.choices:
-            yield Request((*before, *context, *choice[:-1]), tuple(choice), "")
+            yield ScoreRequest((*before, *context, *choice[:-1]), tuple(choice), "")
 
 
 SEQ = 2048
@@ -229,7 +229,7 @@ def _model() -> Decoder:
     return model.eval()
 
 
-def _ours(model: Decoder, asked: Sequence[Request]) -> Ran:
+def _ours(model: Decoder, asked: Sequence[ScoreRequest]) -> Ran:
     """The gauntlet's own scoring; the time to grow the tree is counted."""
     started = time.process_time()
     forest = grow(asked, seq_len=SEQ)
@@ -247,7 +247,7 @@ def _ours(model: Decoder, asked: Sequence[Request]) -> Ran:
     return Ran(forest.tokens_computed, seconds, dict(enumerate(s.logprob for s in scores)))
 
 
-def _harness(model: Decoder, asked: Sequence[Request]) -> Ran:
+def _harness(model: Decoder, asked: Sequence[ScoreRequest]) -> Ran:
     """The harness's own batching, padding and log-softmax, given tokens in place of texts."""
     from lm_eval.models.huggingface import HFLM
     from tokenizers import Tokenizer
@@ -291,7 +291,7 @@ def _transformers_model(model: Decoder) -> Any:
 
 
 @torch.no_grad()
-def _padded(model: Decoder, asked: Sequence[Request]) -> Ran:
+def _padded(model: Decoder, asked: Sequence[ScoreRequest]) -> Ran:
     """LLM Foundry's layout: each request a row of the longest length, logits of all places."""
     n = PADDED_BATCH * (PADDED_BATCHES + 1)
     chosen = torch.linspace(0, len(asked) - 1, n).long().tolist()

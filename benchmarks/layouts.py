@@ -36,7 +36,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import local_blocks
-from llmfoundry.plan.communication import Messages, communication, waited_for
+from llmfoundry.plan.communication import CollectiveTraffic, communication, waited_for
 from llmfoundry.plan.memory import GIB, estimate
 from llmfoundry.plan.seconds import StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import GPUS
@@ -87,7 +87,7 @@ class Built:
     seconds: float
 
     @property
-    def messages(self) -> list[Messages]:
+    def messages(self) -> list[CollectiveTraffic]:
         """What a process sends in a step."""
         rows = self.recipe.device_train_microbatch_size
         assert isinstance(rows, int)
@@ -258,7 +258,7 @@ def _short(degrees: Degrees) -> str:
     return " ".join(f"{k[0]}{v}" for k, v in vars(degrees).items() if v > 1)
 
 
-def _sent(messages: Iterable[Messages]) -> Iterator[str]:
+def _sent(messages: Iterable[CollectiveTraffic]) -> Iterator[str]:
     for each in messages:
         out = f", {each.between / GIB:.2f} of it to other nodes" if each.between else ""
         yield (

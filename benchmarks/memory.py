@@ -41,7 +41,7 @@ from llmfoundry.distributed.context import token_sharding
 from llmfoundry.distributed.mesh import Meshes, build_mesh
 from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
-from llmfoundry.ops.devices import Planned, planned_for
+from llmfoundry.ops.devices import PlannedDevice, planned_for
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.ops.torch_private import unwatched_shapes
 from llmfoundry.plan.count import fill
@@ -304,7 +304,7 @@ def _as_on_a_gpu(live: LiveBytes | None) -> Iterator[None]:
     clip = {
         "norm": lambda *given: torch._foreach_mul_(step._local_gradients(given[0]), torch.ones(()))
     }
-    what = Planned("cuda", (live or LiveBytes(are_fake=True)).kernel, LOAD)
+    what = PlannedDevice("cuda", (live or LiveBytes(are_fake=True)).kernel, LOAD)
     with (
         planned_for(what),
         GpuKernels(),

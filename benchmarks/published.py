@@ -32,7 +32,7 @@ from benchmarks.layouts import GPU, spread
 from llmfoundry.errors import UserError
 from llmfoundry.models.counts import flops_per_token
 from llmfoundry.plan.communication import communication
-from llmfoundry.plan.layouts import TAKEN, Layout, Setting, rank
+from llmfoundry.plan.layouts import TAKEN, Cluster, ParallelLayout, rank
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.seconds import FLASH_3, Speeds, StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import Hardware
@@ -74,9 +74,9 @@ class Row:
     note: str = ""
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> Cluster:
         """Its GPUs, to look for layouts."""
-        return Setting(self.hardware.gpus, self.reached, self.hardware.memory - TAKEN)
+        return Cluster(self.hardware.gpus, self.reached, self.hardware.memory - TAKEN)
 
     def predict(self) -> StepSeconds:
         """A step's seconds in the published layout.
@@ -286,7 +286,7 @@ def chosen(rows: Sequence[Row]) -> Iterator[str]:
     yield f"{same} of {len(found)} authors' layouts are within 2 % of the plan's"
 
 
-def _own(row: Row) -> Layout:
+def _own(row: Row) -> ParallelLayout:
     """The authors'."""
     degrees = row.recipe.parallel.degrees(row.hardware.gpus)
     parallel = dataclasses.replace(
@@ -296,7 +296,7 @@ def _own(row: Row) -> Layout:
     )
     recipe = dataclasses.replace(row.recipe, parallel=parallel)
     need = estimate(recipe, row.hardware.gpus, device=GPU)
-    return Layout(recipe, row.predict(), need, int(0.9 * row.setting.available))
+    return ParallelLayout(recipe, row.predict(), need, int(0.9 * row.setting.available))
 
 
 def main() -> None:

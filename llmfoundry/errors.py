@@ -82,7 +82,7 @@ class RunFailure(Exception):
     """Whether every process ends with it, so that only one reports it."""
 
 
-class GivenUp(RunFailure):
+class NoRestart(RunFailure):
     """What ended a run that is not to be started again before somebody has looked, as a line."""
 
     of_all = True
@@ -90,7 +90,7 @@ class GivenUp(RunFailure):
     """The exit status, as NVIDIA's resiliency extension has it for "do not requeue"."""
 
 
-class StartAgain(RunFailure):
+class RestartNeeded(RunFailure):
     """The processes ran out of memory; started again, they use less of it, as a line."""
 
     status = 75
@@ -118,7 +118,7 @@ def enough_memory(advice: str) -> Iterator[None]:
 def refuse_out_of_memory(error: MemoryError | RuntimeError, advice: str) -> None:
     """Raise a UserError with `advice` if memory is what was lacking; as `enough_memory` does."""
     if is_out_of_memory(error):
-        raise UserError(f"{advice} ({what_was_asked(error)})") from error
+        raise UserError(f"{advice} ({requested_memory(error)})") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -131,7 +131,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def what_was_asked(error: BaseException) -> str:
+def requested_memory(error: BaseException) -> str:
     """How much memory an allocation asked for that failed, else the error's beginning."""
     reason = str(error) or type(error).__name__
     asked = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)

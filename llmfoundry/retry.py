@@ -62,7 +62,7 @@ def backoff(
     return min(longest, doubled) * _random.uniform(*jitter)
 
 
-class Late(RuntimeError):
+class DeadlineExceeded(RuntimeError):
     """There was no answer in time."""
 
 
@@ -87,5 +87,5 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     if failures:
         raise failures.pop()  # kept here it would keep all that its frames hold, such as sockets
     if not answers:
-        raise Late(f"no answer within {seconds:.3g} s")
+        raise DeadlineExceeded(f"no answer within {seconds:.3g} s")
     return answers[0]

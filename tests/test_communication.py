@@ -22,7 +22,7 @@ from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.distributed.process_group import World
 from llmfoundry.plan.communication import (
-    Messages,
+    CollectiveTraffic,
     between_nodes,
     communication,
     spanning,
@@ -162,7 +162,7 @@ BETWEEN = [  # kind, processes, ranks apart, of so many, on nodes of so many: sh
 @pytest.mark.parametrize("case", BETWEEN, ids=lambda case: "-".join(map(str, case[:5])))
 def test_what_leaves_a_node(case: tuple[str, int, int, int, int, float]) -> None:
     kind, processes, apart, world, node, share = case
-    messages = Messages("x", kind, processes, apart, 1 << 30)
+    messages = CollectiveTraffic("x", kind, processes, apart, 1 << 30)
     assert between_nodes(messages, world, node) == pytest.approx(share)
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from llmfoundry.retry import Late, backoff, retry, within
+from llmfoundry.retry import DeadlineExceeded, backoff, retry, within
 
 
 def test_a_call_is_tried_until_it_succeeds_and_waits_in_between() -> None:
@@ -61,7 +61,7 @@ def test_waits_are_spread_and_move_no_seeded_draw() -> None:
 
 def test_a_call_that_hangs_is_given_up_on_and_one_that_fails_is_not() -> None:
     never, began = threading.Event(), time.monotonic()
-    with pytest.raises(Late, match=r"no answer within 0\.1 s"):
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.1 s"):
         within(0.1, never.wait)
     assert time.monotonic() - began < 20
     never.set()

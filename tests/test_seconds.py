@@ -11,10 +11,10 @@ from benchmarks.layouts import spread
 from benchmarks.published import llm_foundry, others
 from llmfoundry.models.counts import parts
 from llmfoundry.plan import layouts
-from llmfoundry.plan.communication import BASE, HOP, Messages
+from llmfoundry.plan.communication import BASE, HOP, CollectiveTraffic
 from llmfoundry.plan.count import count
-from llmfoundry.plan.layouts import Setting, own_layout, rank
-from llmfoundry.plan.seconds import CUDA, Product, head, products, speeds, step_seconds
+from llmfoundry.plan.layouts import Cluster, own_layout, rank
+from llmfoundry.plan.seconds import CUDA, Matmul, head, products, speeds, step_seconds
 from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.parallel import Degrees
@@ -27,15 +27,15 @@ FAST = 1e18  # bytes/s: memory that bounds nothing
 
 def test_a_product_takes_as_many_waves_of_tiles_as_it_needs() -> None:
     """108 multiprocessors: 12 x 9 tiles of 128 x 256 are one full wave, one more row a second."""
-    full = Product(12 * 128, 9 * 256, 4096)
+    full = Matmul(12 * 128, 9 * 256, 4096)
     assert full.seconds(A100, flops=1e14, moved=FAST) == pytest.approx(full.flops / 1e14)
-    more = Product(12 * 128 + 1, 9 * 256, 4096)
+    more = Matmul(12 * 128 + 1, 9 * 256, 4096)
     assert more.seconds(A100, flops=1e14, moved=FAST) > 1.2 * full.flops / 1e14
-    small = Product(64, 64, 4096)  # a tile of one multiprocessor, at half of its speed
+    small = Matmul(64, 64, 4096)  # a tile of one multiprocessor, at half of its speed
     assert small.seconds(A100, flops=1e14, moved=FAST) == pytest.approx(
         108 * 2 * small.flops / 1e14
     )
-    thin = Product(1, 4096, 4096)  # bound by the matrix that it reads
+    thin = Matmul(1, 4096, 4096)  # bound by the matrix that it reads
     read = 2 * (4096 + 4096 * 4096 + 4096)
     assert thin.seconds(A100, flops=1e18, moved=1e12) == pytest.approx(read / 1e12)
 
@@ -60,7 +60,7 @@ def test_products_have_the_flops_that_are_counted(name: str, degrees: Degrees) -
 
 
 def test_a_message_takes_its_latency_and_the_slower_of_both_links() -> None:
-    inside = Messages("weights", "all_gather", 8, 1, 10**9, calls=2)
+    inside = CollectiveTraffic("weights", "all_gather", 8, 1, 10**9, calls=2)
     assert inside.seconds(H100) == pytest.approx(2 * (BASE + 7 * HOP) + 1 / (0.8 * 450))
     out = inside._replace(processes=16, between=250 * 10**6)
     assert out.seconds(H100) > 0.25 / (0.9 * 50) > 1 / (0.8 * 450)
@@ -89,7 +89,7 @@ SMALL = ["max_seq_len=2048", "global_train_batch_size=64"]
 def test_the_first_layout_is_the_fastest_of_all(name: str, gpus: int) -> None:
     """A search of every candidate, with every microbatch that fits, finds none that is better."""
     recipe = spread(name, SMALL)
-    setting = Setting(gpus, speeds(H100, recipe), 77 * 10**9)
+    setting = Cluster(gpus, speeds(H100, recipe), 77 * 10**9)
     found = rank(recipe, setting, 3)
     everything = [layouts._fitting(one, setting) for one in layouts._all(recipe, setting)]
     least = min(one.cost for one in everything if one.fits)
@@ -102,7 +102,7 @@ def test_the_first_layout_is_the_fastest_of_all(name: str, gpus: int) -> None:
 
 def test_what_it_says_to_write_gives_that_layout() -> None:
     recipe = spread("mpt-1b", SMALL)
-    setting = Setting(8, speeds(H100, recipe), 40 * 10**9)
+    setting = Cluster(8, speeds(H100, recipe), 40 * 10**9)
     written = checked(TrainRecipe, YAMLS / "mpt-1b.yaml", SMALL)
     for layout in rank(recipe, setting, 6).best:
         again = spread("mpt-1b", [*SMALL, *layout.overrides(written)])

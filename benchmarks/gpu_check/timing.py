@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_check.measure import GIB, mark, seconds_between, wait_for
 from benchmarks.gpu_check.plan import append
 from llmfoundry.builders.model import matmul_dtype
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import gpu_here, trained_flops_per_token
 from llmfoundry.models.decoder import Decoder
@@ -60,7 +60,7 @@ class Timing(Callback):
 
     def __init__(
         self,
-        job: Job,
+        job: RunContext,
         *,
         file: str,
         warm_up: int,

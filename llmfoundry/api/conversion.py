@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.builders.adapter import FOLDER, BaseCheck, adapt, has_adapter
-from llmfoundry.builders.checkpoint import Loaded, model_identity, open_checkpoint
+from llmfoundry.builders.checkpoint import LoadedCheckpoint, model_identity, open_checkpoint
 from llmfoundry.builders.model import build_root
 from llmfoundry.builders.pretrained import base_of, check_rows, fill_tensor, open_pretrained
 from llmfoundry.builders.registry import (
@@ -88,7 +88,7 @@ def convert(recipe: ConvertRecipe) -> None:
     _register(recipe, export(recipe))
 
 
-def _register(recipe: ConvertRecipe, loaded: Loaded | None) -> None:
+def _register(recipe: ConvertRecipe, loaded: LoadedCheckpoint | None) -> None:
     """Make what was written a version of a registered model, where that is asked for."""
     assert recipe.to is not None
     facts, output = {}, Path(str(recipe.output)).expanduser()
@@ -100,7 +100,7 @@ def _register(recipe: ConvertRecipe, loaded: Loaded | None) -> None:
         print(f"{show(output)} is {line}")
 
 
-def _export(recipe: ConvertRecipe) -> Loaded:
+def _export(recipe: ConvertRecipe) -> LoadedCheckpoint:
     assert recipe.checkpoint and recipe.output
     loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
     output = Path(recipe.output).expanduser()
@@ -123,7 +123,7 @@ def _export(recipe: ConvertRecipe) -> Loaded:
     return loaded
 
 
-def _export_gguf(recipe: ConvertRecipe) -> Loaded | None:
+def _export_gguf(recipe: ConvertRecipe) -> LoadedCheckpoint | None:
     """A checkpoint, or with from=hf a folder of Hugging Face's, as a file of llama.cpp's."""
     assert recipe.checkpoint and recipe.output
     output = Path(recipe.output).expanduser()
@@ -173,13 +173,13 @@ def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
     print(f"{public(str(recipe.checkpoint))} is {name} of llama.cpp in {show(output)}")
 
 
-def _source(loaded: Loaded) -> str:
+def _source(loaded: LoadedCheckpoint) -> str:
     """What an export's weights are, by checksums; of an adapter's base by its files' times."""
     own = (loaded.folder / COMMIT).read_text()
     return "\n".join([own, *_stamps(Path(_base(loaded) or "/nowhere"))])
 
 
-def _export_adapter(recipe: ConvertRecipe) -> Loaded:
+def _export_adapter(recipe: ConvertRecipe) -> LoadedCheckpoint:
     """An adapter alone; its base is neither read nor needed."""
     assert recipe.checkpoint and recipe.output and recipe.adapter_experts
     loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
@@ -200,7 +200,7 @@ def _export_adapter(recipe: ConvertRecipe) -> Loaded:
     return loaded
 
 
-def _write_resized_base(loaded: Loaded, folder: Path, asked: ConvertRecipe) -> str | None:
+def _write_resized_base(loaded: LoadedCheckpoint, folder: Path, asked: ConvertRecipe) -> str | None:
     """Write a base that gained rows beside its adapter; its later name, or None: it gained none."""
     recipe = loaded.recipe
     if not isinstance(recipe, ResolvedFinetuneRecipe) or not recipe.base.resize_embeddings:
@@ -228,7 +228,7 @@ def _write_resized_base(loaded: Loaded, folder: Path, asked: ConvertRecipe) -> s
     return name
 
 
-def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
+def _export_class(loaded: LoadedCheckpoint, output: Path, recipe: ConvertRecipe) -> None:
     """A model of transformers' own class, which is what it stays."""
     from llmfoundry.hf.causal_lm import HFCausalLM
     from llmfoundry.hf.peft.class_adapter import merge_peft
@@ -244,11 +244,11 @@ def _export_class(loaded: Loaded, output: Path, recipe: ConvertRecipe) -> None:
     print(f"{loaded.checkpoint} is {name} in {show(output)}")
 
 
-def _tokenizer_files(loaded: Loaded) -> TokenizerFiles:
+def _tokenizer_files(loaded: LoadedCheckpoint) -> TokenizerFiles:
     return TokenizerFiles.of(loaded.tokenizer, loaded.folder / "tokenizer")
 
 
-def _card(loaded: Loaded) -> CardInfo:
+def _card(loaded: LoadedCheckpoint) -> CardInfo:
     """What the model card reports of the run."""
     recipe, batch = loaded.recipe, int(loaded.state["batch"])
     read_record(loaded.checkpoint.storage, ALONE, print)
@@ -270,7 +270,7 @@ def _card(loaded: Loaded) -> CardInfo:
     )
 
 
-def _is_chat(loaded: Loaded) -> bool:
+def _is_chat(loaded: LoadedCheckpoint) -> bool:
     """Whether it was trained on conversations, by its tokenizer's template."""
     kinds = {form for _, form in loaded.recipe.data.formats()}
     return loaded.tokenizer.has_chat and not kinds <= {TEXT}
@@ -287,7 +287,7 @@ def _published(place: str) -> str:
     return Path(place).name if is_local else public(place)
 
 
-def _base(loaded: Loaded) -> str | None:
+def _base(loaded: LoadedCheckpoint) -> str | None:
     """What a fine-tuned run began with."""
     recipe = loaded.recipe
     return recipe.base.pretrained if isinstance(recipe, ResolvedFinetuneRecipe) else None
@@ -354,7 +354,7 @@ def _precision(opened: HFFolder) -> str:
 
 
 def export_adapter(
-    loaded: Loaded,
+    loaded: LoadedCheckpoint,
     folder: Path,
     *,
     architecture: str | None,
@@ -407,7 +407,7 @@ ReadParameter = Callable[[str], Tensor]
 """Gives a parameter or buffer of a model that is on the meta device, in its shape and dtype."""
 
 
-def streamed_state(loaded: Loaded, *, note: Callable[[str], None]) -> StreamedState:
+def streamed_state(loaded: LoadedCheckpoint, *, note: Callable[[str], None]) -> StreamedState:
     """The weights of the plain decoder that does what a checkpoint's model does.
 
     Args:
@@ -421,7 +421,7 @@ def streamed_state(loaded: Loaded, *, note: Callable[[str], None]) -> StreamedSt
     return StreamedState(loaded.root.model, read)
 
 
-def fill_adapter_alone(loaded: Loaded) -> None:
+def fill_adapter_alone(loaded: LoadedCheckpoint) -> None:
     """Add an adapter's parameters, with their values, to a model that stays without weights.
 
     Raises:
@@ -474,7 +474,7 @@ class StreamedState(MergedState):
             module._parameters |= mine
 
 
-def _plain(loaded: Loaded) -> ReadParameter:
+def _plain(loaded: LoadedCheckpoint) -> ReadParameter:
     """Parameters of a checkpoint that holds all of its model."""
     checkpoint, model = loaded.checkpoint, loaded.root.model
     table = check_weights(checkpoint, model)
@@ -488,7 +488,7 @@ def _plain(loaded: Loaded) -> ReadParameter:
     return read
 
 
-def _adapted(loaded: Loaded, note: Callable[[str], None]) -> ReadParameter:
+def _adapted(loaded: LoadedCheckpoint, note: Callable[[str], None]) -> ReadParameter:
     """Parameters of an adapter's checkpoint, and of the base that it was trained on."""
     folder, model, recipe = loaded.folder, loaded.root.model, loaded.recipe
     assert isinstance(recipe, ResolvedFinetuneRecipe)

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
-from llmfoundry.builders.data import Data, no_held_out, open_held_out
+from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
+from llmfoundry.builders.data import RunData, no_held_out, open_held_out
 from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
 from llmfoundry.builders.model_layout import ModelLayout, join_layout
 from llmfoundry.builders.open_model import (
@@ -33,7 +33,7 @@ from llmfoundry.builders.open_model import (
     open_model,
 )
 from llmfoundry.builders.registry import find_address, is_version, score_link, store_uri
-from llmfoundry.builders.run_context import Job, eval_rows
+from llmfoundry.builders.run_context import RunContext, eval_rows
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.record_sync import read_record, send_files
@@ -46,13 +46,13 @@ from llmfoundry.distributed.process_group import ALONE, World, relaunch
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
-from llmfoundry.gauntlet.gauntlet import Answered
+from llmfoundry.gauntlet.gauntlet import TaskAnswers
 from llmfoundry.gauntlet.models.endpoint import Endpoint
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
-from llmfoundry.loggers.background_queue import Task
+from llmfoundry.loggers.background_queue import DeferredTask
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.loggers.writers import log_evaluation
@@ -90,11 +90,11 @@ class Examined:
     folder: Path
     run: Storage
     results: dict[str, Any]
-    answers: list[Answered]
+    answers: list[TaskAnswers]
     batch: int = 0
     logger: LoggerConfig | None = None
     report: Path | None = None
-    link: Task | None = None
+    link: DeferredTask | None = None
 
     def pages(self) -> dict[str, Path]:
         """What a page about it links to, in words."""
@@ -244,10 +244,10 @@ class _Run:
     """
 
     name: str
-    loaded: Loaded
+    loaded: LoadedCheckpoint
     recipe: ResolvedTrainRecipe
     config: EvalConfig
-    held_out: Data
+    held_out: RunData
     rows: int
     fill: Callable[[], None]
 
@@ -335,7 +335,7 @@ def _own(
     """What asks one of our own, measured as its run would."""
     loaded = run.loaded
     storage = loaded.checkpoint.storage
-    job = Job(
+    job = RunContext(
         run.recipe,
         world,
         loaded.tokenizer,
@@ -346,9 +346,9 @@ def _own(
         storage,
     )
     found: dict[str, Any] = {"gauntlet": {}}
-    answered: list[Answered] = []
+    answered: list[TaskAnswers] = []
 
-    def record(batch: int, result: GauntletResult, answers: list[Answered]) -> None:
+    def record(batch: int, result: GauntletResult, answers: list[TaskAnswers]) -> None:
         found["gauntlet"] = result.to_json()
         answered.extend(answers)
         console.table(result.table())
@@ -390,8 +390,12 @@ def _own(
 
 
 def _held_out(
-    loaded: Loaded, run: ResolvedTrainRecipe, config: EvalConfig, world: World, console: Console
-) -> Data:
+    loaded: LoadedCheckpoint,
+    run: ResolvedTrainRecipe,
+    config: EvalConfig,
+    world: World,
+    console: Console,
+) -> RunData:
     """The run's held-out text; none where it is not measured and cannot be had here.
 
     A key to a store that is not set here may not be needed: the text may lie on this machine.
@@ -405,7 +409,7 @@ def _held_out(
     return open_held_out(run, loaded.tokenizer, world)
 
 
-def _logger(loaded: Loaded, console: Console) -> LoggerConfig | None:
+def _logger(loaded: LoadedCheckpoint, console: Console) -> LoggerConfig | None:
     """The run's, if it went to MLflow and its address can be had here."""
     lines = missing(loaded.recipe, "logger")
     for line in lines:

@@ -9,11 +9,11 @@ from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
 from llmfoundry.builders.registry import find_address
 from llmfoundry.distributed.process_group import World, join
 from llmfoundry.errors import enough_memory
-from llmfoundry.inference.decoder_rows import first_process, stream_tokens
+from llmfoundry.inference.decoder_slots import first_process, stream_tokens
 from llmfoundry.inference.engine import SlotEngine, check_length, stream
-from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.inference.text import Conversation, stream_text
-from llmfoundry.recipe.after_training import ChatRecipe, DrawRecipe, GenerateRecipe
+from llmfoundry.recipe.after_training import ChatRecipe, GenerateRecipe, SamplingRecipe
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.terminal import shown_on
 
@@ -32,7 +32,7 @@ def generate(recipe: GenerateRecipe) -> None:
         print()
 
 
-def open_drawn(recipe: DrawRecipe, world: World) -> OpenedModel:
+def open_drawn(recipe: SamplingRecipe, world: World) -> OpenedModel:
     """The model that a recipe asks; what it has to say goes to stderr."""
     assert recipe.checkpoint is not None
     uri = recipe.registry.uri
@@ -62,7 +62,7 @@ def open_conversation(recipe: GenerateRecipe | ChatRecipe, opened: OpenedModel) 
 class Drawer:
     """Draws tokens after prompts, one prompt at a time."""
 
-    def __init__(self, recipe: DrawRecipe, model: LoadedModel) -> None:
+    def __init__(self, recipe: SamplingRecipe, model: LoadedModel) -> None:
         self._recipe, self._model = recipe, model
         self._engine: SlotEngine | None = None
 
@@ -75,7 +75,7 @@ class Drawer:
         recipe, model = self._recipe, self._model
         check_length(model.longest, len(prompt_ids), max_new_tokens)
         how = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, seed=recipe.seed)
-        request = Request(tuple(prompt_ids), max_new_tokens, how, model.end_ids)
+        request = SequenceRequest(tuple(prompt_ids), max_new_tokens, how, model.end_ids)
         if not recipe.kv_cache and model.root is not None:
             return stream_tokens(
                 model.root,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.data.held_out import Chain, HeldOut
 from llmfoundry.data.supervised.packed_examples import HeldOutPrompt, SupervisedHeldOut
 from llmfoundry.errors import UserError
-from llmfoundry.inference.decoder_rows import DecoderRows, first_process
+from llmfoundry.inference.decoder_slots import DecoderSlots, first_process
 from llmfoundry.inference.engine import SlotEngine, check_length, draw_all
-from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.inference.text import stream_text
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.counts import peak_flops, trained_flops_per_token
@@ -35,7 +35,7 @@ from llmfoundry.train.profiler import MemorySnapshots, ProfileFiles, Tracer
 from llmfoundry.train.trainer import Callback
 
 
-def build_callbacks(job: Job) -> list[Callback]:
+def build_callbacks(job: RunContext) -> list[Callback]:
     """Those that the recipe asks for, in the order in which they are called."""
     config = job.recipe.callbacks
     found: list[Callback] = []
@@ -45,7 +45,7 @@ def build_callbacks(job: Job) -> list[Callback]:
     return [*found, *profilers(job)]  # last, so that a step's other callbacks are in its trace
 
 
-def profilers(job: Job) -> Iterator[Callback]:
+def profilers(job: RunContext) -> Iterator[Callback]:
     """Traces of steps, and snapshots of memory."""
     config, world = job.recipe.profile, job.world
     if not config.is_on:
@@ -63,7 +63,7 @@ def profilers(job: Job) -> Iterator[Callback]:
         yield MemorySnapshots(config, files)
 
 
-def speed_monitor(job: Job) -> Callback:
+def speed_monitor(job: RunContext) -> Callback:
     """Throughput, of the FLOPs of what trains."""
     flops = trained_flops_per_token(job.root.model, job.recipe.max_seq_len)
     window, peak = job.recipe.callbacks.speed_window, peak_flops(job.world.device)
@@ -72,42 +72,42 @@ def speed_monitor(job: Job) -> Callback:
     return SpeedMonitor(window=window, flops_per_token=flops, peak_flops=peak)
 
 
-def step_times(job: Job) -> Callback:
+def step_times(job: RunContext) -> Callback:
     """Where a step's time goes."""
     return StepTimes(job.world.device)
 
 
-def lr_monitor(job: Job) -> Callback:
+def lr_monitor(job: RunContext) -> Callback:
     """Learning rates."""
     return LRMonitor()
 
 
-def optimizer_monitor(job: Job) -> Callback:
+def optimizer_monitor(job: RunContext) -> Callback:
     """Norms of parameters, gradients and moments."""
     return OptimizerMonitor()
 
 
-def memory_monitor(job: Job) -> Callback:
+def memory_monitor(job: RunContext) -> Callback:
     """Peak memory."""
     return MemoryMonitor()
 
 
-def runtime_estimator(job: Job) -> Callback:
+def runtime_estimator(job: RunContext) -> Callback:
     """Time that remains."""
     return RuntimeEstimator()
 
 
-def generate_samples(job: Job) -> Callback:
+def generate_samples(job: RunContext) -> Callback:
     """Samples of text."""
     return GenerateSamples(job.recipe.callbacks.generate, build_samples(job))
 
 
-def early_stopper(job: Job) -> Callback:
+def early_stopper(job: RunContext) -> Callback:
     """The end of a run that no longer improves."""
     return EarlyStopper(job.recipe.callbacks.early_stopper)
 
 
-def garbage_collection(job: Job) -> Callback:
+def garbage_collection(job: RunContext) -> Callback:
     """Collections at the same batch on all processes."""
     return GarbageCollection(job.recipe.callbacks.gc_interval)
 
@@ -133,7 +133,7 @@ MAKERS: dict[str, Callable[..., Callback]] = {
 this one; who trains adds it (`cli/commands/train.py`)."""
 
 
-def build_samples(job: Job) -> Callable[[int], list[Sample]]:
+def build_samples(job: RunContext) -> Callable[[int], list[Sample]]:
     """A function of the batch that continues the prompts, and answers the first validation rows."""
     config = job.recipe.callbacks.generate
     asked = _asked(job, config.from_validation) if config.from_validation else []
@@ -165,7 +165,7 @@ def draw_seed(seed: int, batch: int, place: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _asked(job: Job, n: int) -> list[HeldOutPrompt]:
+def _asked(job: RunContext, n: int) -> list[HeldOutPrompt]:
     found: list[HeldOutPrompt] = []
     for part in _parts(job.prepared.validation):
         if isinstance(part, SupervisedHeldOut):
@@ -182,7 +182,9 @@ def _parts(held_out: HeldOut) -> Iterable[HeldOut]:
     return held_out.parts if isinstance(held_out, Chain) else [held_out]
 
 
-def _answered(job: Job, example: HeldOutPrompt, prompt: list[int], drawn: list[int]) -> Sample:
+def _answered(
+    job: RunContext, example: HeldOutPrompt, prompt: list[int], drawn: list[int]
+) -> Sample:
     """An answer up to the end of its turn, where the tokenizer's template has one."""
     tokenizer = job.tokenizer
     end = tokenizer.chat.end_of_turn if tokenizer.has_chat else tokenizer.eos
@@ -191,14 +193,14 @@ def _answered(job: Job, example: HeldOutPrompt, prompt: list[int], drawn: list[i
     return tokenizer.decode(prompt), "".join(pieces), expected.rstrip()
 
 
-def _drawn(job: Job, prompts: list[list[int]], batch: int) -> list[list[int]]:
+def _drawn(job: RunContext, prompts: list[list[int]], batch: int) -> list[list[int]]:
     """What the model draws after each prompt; every process draws the same."""
     config, device = job.recipe.callbacks.generate, job.world.device
     length = max(map(len, prompts), default=0) + config.max_new_tokens
     for prompt in prompts:
         check_length(longest_document(job.root.model.config), len(prompt), config.max_new_tokens)
     fit = job.microbatch * job.recipe.max_seq_len // length
-    rows = DecoderRows(
+    rows = DecoderSlots(
         job.root,
         slots=max(1, min(len(prompts), SLOTS, fit)),
         length=length,
@@ -207,7 +209,7 @@ def _drawn(job: Job, prompts: list[list[int]], batch: int) -> list[list[int]]:
         autocast=job.autocast,
     )
     requests = [
-        Request(
+        SequenceRequest(
             tuple(prompt),
             config.max_new_tokens,
             Sampling(

@@ -22,7 +22,7 @@ from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.load import check_weights, load_adapter, load_weights, read_state
 from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.storage import Checkpoint
-from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import World
@@ -43,7 +43,7 @@ def model_identity(config: ResolvedModelConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint ready to use."""
 
     checkpoint: Checkpoint
@@ -72,7 +72,7 @@ def load_checkpoint(
     note: Callable[[str], None],
     precision: str | None = None,
     layout: ModelLayout | None = None,
-) -> Loaded:
+) -> LoadedCheckpoint:
     """What `open_checkpoint` opens, with its weights."""
     loaded, fill = open_checkpoint(path, world, note=note, precision=precision, layout=layout)
     fill()
@@ -86,7 +86,7 @@ def open_checkpoint(
     note: Callable[[str], None],
     precision: str | None = None,
     layout: ModelLayout | None = None,
-) -> tuple[Loaded, Callable[[], None]]:
+) -> tuple[LoadedCheckpoint, Callable[[], None]]:
     """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
 
     Attention that was trained with a backend that this device lacks is served by another here.
@@ -107,7 +107,7 @@ def open_checkpoint(
     """
     layout = layout or full_model()
     place = find_place(path, "checkpoint", world)
-    checkpoint = find_checkpoint(place, note=note, sums=Sums.WEIGHTS, world=world)
+    checkpoint = find_checkpoint(place, note=note, sums=ChecksumSelection.WEIGHTS, world=world)
     if checkpoint is None:
         raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
     folder = checkpoint.folder
@@ -143,11 +143,11 @@ def open_checkpoint(
             )
     layout.check(recipe)
     root = build_root(recipe)
-    loaded = Loaded(checkpoint, recipe, root.eval(), tokenizer, state, layout)
+    loaded = LoadedCheckpoint(checkpoint, recipe, root.eval(), tokenizer, state, layout)
     return loaded, partial(_fill_loaded, loaded, world, note)
 
 
-def _fill_loaded(loaded: Loaded, world: World, note: Callable[[str], None]) -> None:
+def _fill_loaded(loaded: LoadedCheckpoint, world: World, note: Callable[[str], None]) -> None:
     """Weights of a checkpoint, or of an adapter's base and the adapter."""
     checkpoint, root = loaded.checkpoint, loaded.root
     if has_adapter(loaded.recipe):
@@ -159,7 +159,7 @@ def _fill_loaded(loaded: Loaded, world: World, note: Callable[[str], None]) -> N
     checkpoint.unpin()
 
 
-def _fill_adapted(loaded: Loaded, world: World, note: Callable[[str], None]) -> None:
+def _fill_adapted(loaded: LoadedCheckpoint, world: World, note: Callable[[str], None]) -> None:
     assert isinstance(loaded.recipe, ResolvedFinetuneRecipe)
     folder, model = loaded.folder, loaded.root.model
     adapt(model, loaded.recipe, checkpoint=folder)
@@ -169,6 +169,6 @@ def _fill_adapted(loaded: Loaded, world: World, note: Callable[[str], None]) -> 
     load_adapter(loaded.checkpoint, model, world=world)
 
 
-def _allocate(loaded: Loaded, world: World) -> None:
+def _allocate(loaded: LoadedCheckpoint, world: World) -> None:
     """Allocate this rank's shards of the model, without values."""
     loaded.layout.place(loaded.root, world, precision=loaded.recipe.precision)

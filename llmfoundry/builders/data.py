@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.first_look import look_at
+from llmfoundry.data.first_look import inspect_samples
 from llmfoundry.data.held_out import Chain, HeldOut, MDSDocuments, MDSRows, TokenShards
 from llmfoundry.data.order import ONLY, Order, stream_key, stream_weights
 from llmfoundry.data.preparation.bad_rows import BadRowsError
@@ -27,7 +27,7 @@ from llmfoundry.data.sources import (
     MDSTexts,
     MDSTokens,
     OrderedStream,
-    RowOptions,
+    SequenceOptions,
     Stream,
     TokenSource,
     check_length,
@@ -44,9 +44,9 @@ from llmfoundry.data.supervised.packed_examples import (
     open_rows,
     packing_summary,
 )
-from llmfoundry.data.supervised.prepare_rows import Store, prepare_rows
+from llmfoundry.data.supervised.prepare_rows import ExampleStore, prepare_rows
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.text_packing import PackedStream, PackingRatio, Probe, cut_share, probe
+from llmfoundry.data.text_packing import PackedStream, PackingProbe, PackingRatio, cut_share, probe
 from llmfoundry.distributed.collectives import on_each_machine, on_rank0
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
@@ -62,7 +62,7 @@ _HELD_OUT_BYTES = 4096  # about 1,000 tokens: their mean loss has a standard err
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """What a run reads.
 
     Attributes:
@@ -104,12 +104,12 @@ class _Probed:
     """What process 0 found out about a folder of shards."""
 
     index: Index
-    probe: Probe | None = None
+    probe: PackingProbe | None = None
     bytes_per_token: float | None = None
     cut: list[str] = field(default_factory=list)
 
 
-def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
+def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> RunData:
     """Open all that the recipe's `data` section names; every process calls it.
 
     Raises:
@@ -131,7 +131,7 @@ def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -
         weights, epoch_rows = (1.0,), n_rows[0]
     parts = np.array(weights) / sum(weights)
     lines = [line for found in opened for line in found.notes]
-    return Data(
+    return RunData(
         streams=tuple(found.stream for found in opened),
         weights=weights,
         epoch_rows=epoch_rows,
@@ -158,19 +158,19 @@ def _refuse_filters(config: DataConfig) -> None:
         )
 
 
-def open_held_out(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> Data:
+def open_held_out(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> RunData:
     """The held-out text alone, to measure a run: its training shards are left alone."""
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
     opening = _Opening(recipe, tokenizer, world)
     corpora = {name: source for name, source in streams.items() if source.is_read_whole}
     _, held_out = _open_all(opening, corpora, config.validation)
-    return Data((), (), 0, held_out, math.nan, "")
+    return RunData((), (), 0, held_out, math.nan, "")
 
 
-def no_held_out() -> Data:
+def no_held_out() -> RunData:
     """No text at all, where none is measured."""
-    return Data((), (), 0, Chain([]), math.nan, "")
+    return RunData((), (), 0, Chain([]), math.nan, "")
 
 
 def _open_all(
@@ -217,7 +217,7 @@ def learning_corpus(config: DataConfig) -> DataConfig:
     )
 
 
-def few_rows_lines(recipe: ResolvedTrainRecipe, data: Data, clock: Clock) -> Iterator[str]:
+def few_rows_lines(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> Iterator[str]:
     """Lines about what a run amounts to whose rows, or whose held-out text, are few."""
     batch, rows, total = recipe.global_train_batch_size, data.epoch_rows, clock.total
     epochs = total / clock.batches_per_epoch
@@ -360,7 +360,7 @@ class _Opening:
 
     def _packed_rows(
         self, key: str, config: DataConfig, held_out: float
-    ) -> tuple[Store, PackedExamples, list[str]]:
+    ) -> tuple[ExampleStore, PackedExamples, list[str]]:
         """Rows tokenized and packed, from their caches or anew; and lines for the user."""
         config = replace(config)
         config.fill()
@@ -430,7 +430,7 @@ class _Opening:
             OrderedStream(source, self._order(source.sizes)), found.bytes_per_token, lines
         )
 
-    def _packed(self, texts: MDSTexts, found: Probe) -> _Opened:
+    def _packed(self, texts: MDSTexts, found: PackingProbe) -> _Opened:
         ratio = self._config.packing_ratio
         exact = not isinstance(ratio, str)
         packing = found.packing
@@ -462,7 +462,7 @@ class _Opening:
             block_size=config.shuffle_block_size,
         )
 
-    def _probe(self, texts: MDSTexts) -> Probe:
+    def _probe(self, texts: MDSTexts) -> PackingProbe:
         found = probe(
             texts,
             self._order(texts.sizes),
@@ -479,13 +479,15 @@ class _Opening:
         `shard` is the one that is needed first anyway.
         """
         seq_len = self._recipe.max_seq_len
-        found = look_at(source, shard, self._tokenizer.token_bytes(), key=key, seq_len=seq_len)
+        found = inspect_samples(
+            source, shard, self._tokenizer.token_bytes(), key=key, seq_len=seq_len
+        )
         return found.bytes_per_token, [found.cut.line(key, seq_len)] if found.cut else []
 
-    def _reading(self, source: SourceConfig) -> RowOptions:
+    def _reading(self, source: SourceConfig) -> SequenceOptions:
         config = self._config
         eos_id = self._tokenizer.eos_id if config.eos_token_id is None else config.eos_token_id
-        return RowOptions(
+        return SequenceOptions(
             seq_len=self._recipe.max_seq_len,
             tokenizer=self._tokenizer.fingerprint,
             text_column=source.text_column,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.text.chat_template import ChatTemplate
@@ -26,7 +26,7 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.files import read_json, write_json
-from llmfoundry.gauntlet.gauntlet import Answered, Gauntlet, check_sources
+from llmfoundry.gauntlet.gauntlet import Gauntlet, TaskAnswers, check_sources
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
@@ -43,7 +43,7 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.train.preference_loss import Preference, build_preference
 from llmfoundry.train.validation import validate, validate_answers
 
-Record = Callable[[int, GauntletResult, list[Answered]], None]
+Record = Callable[[int, GauntletResult, list[TaskAnswers]], None]
 MOST_ROWS = 8  # of max_seq_len that are evaluated at a time by themselves: more is not faster
 
 
@@ -78,7 +78,7 @@ def evaluation_rows(recipe: ResolvedTrainRecipe, root: Root, world: World) -> in
 
 
 def build_evaluate(
-    job: Job,
+    job: RunContext,
     config: EvalConfig,
     *,
     rows: int,
@@ -127,7 +127,7 @@ def build_evaluate(
     return torch.no_grad()(evaluate)
 
 
-def _check_positions(job: Job, config: EvalConfig) -> None:
+def _check_positions(job: RunContext, config: EvalConfig) -> None:
     """ALiBi and rotary positions continue beyond max_seq_len, learned ones do not."""
     longest = longest_document(job.root.model.config)
     if longest is not None and (config.icl_seq_len or 0) > longest:
@@ -137,7 +137,9 @@ def _check_positions(job: Job, config: EvalConfig) -> None:
         )
 
 
-def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], dict[str, float]]:
+def build_validation(
+    job: RunContext, config: EvalConfig, rows: int
+) -> Callable[[], dict[str, float]]:
     """A function that measures the loss on the held-out documents."""
     token_bytes = torch.from_numpy(job.tokenizer.token_bytes()).to(job.world.device)
     padding = job.recipe.model.vocab_size or 0
@@ -168,7 +170,7 @@ def build_validation(job: Job, config: EvalConfig, rows: int) -> Callable[[], di
     return measure
 
 
-def build_evaluated(job: Job, config: EvalConfig, rows: int) -> OwnModel:
+def build_evaluated(job: RunContext, config: EvalConfig, rows: int) -> OwnModel:
     """The run's model, to be asked."""
     world = job.world.in_evaluation()
     return OwnModel(
@@ -196,7 +198,7 @@ def check_gauntlet(config: EvalConfig) -> None:
 
 
 def build_gauntlet(
-    job: Job, config: EvalConfig, *, generate: bool, is_trained: bool
+    job: RunContext, config: EvalConfig, *, generate: bool, is_trained: bool
 ) -> Gauntlet | None:
     """The in-context tasks, read and tokenized; None where the recipe names none."""
     start = job.tokenizer.document_start if is_trained else None
@@ -374,7 +376,7 @@ def ladder(share: float) -> float:
     return 1.0 if share >= 1 else 2.0 ** math.floor(math.log2(max(share, 2**-20)))
 
 
-def build_objective(job: Job) -> Preference | None:
+def build_objective(job: RunContext) -> Preference | None:
     """The recipe's method of preference tuning; None: the cross-entropy."""
     recipe = job.recipe
     if not isinstance(recipe, ResolvedFinetuneRecipe):

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.preparation.prepared_folder import cache_key
 from llmfoundry.distributed.collectives import (
@@ -103,7 +103,7 @@ class ProbeRequest:
 
 
 @dataclass
-class Measured:
+class ProbeResults:
     """What probes have found of a recipe, on the fullest process.
 
     Attributes:
@@ -196,7 +196,7 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 def _measure(
-    request: ProbeRequest, found: Measured, world: World, note: Callable[[str], None]
+    request: ProbeRequest, found: ProbeResults, world: World, note: Callable[[str], None]
 ) -> str:
     """Try sizes in one set of processes, and add to `found`; why that failed, empty: it did not."""
     port = on_rank0(world, _free_port)
@@ -328,7 +328,7 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> Measured:
+def _read(path: Path) -> ProbeResults:
     """What is known; nothing where the file is not there or damaged."""
     try:
         record = read_json(path)
@@ -337,8 +337,8 @@ def _read(path: Path) -> Measured:
         too_large = {int(n): int(free) for n, free in record["too_large"].items()}
         assert peaks.keys() == seconds.keys()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError):
-        return Measured()
-    return Measured(peaks, seconds, too_large)
+        return ProbeResults()
+    return ProbeResults(peaks, seconds, too_large)
 
 
 _ANY = 2**31  # rows: no limit is known
@@ -403,7 +403,7 @@ def memory_facts(recipe: ResolvedTrainRecipe, world: World) -> dict[str, Any]:
     return {**facts, "parallel": degrees, "machine": machine(world.device)}
 
 
-def build_limit(job: Job, module: nn.Module) -> MicrobatchLimit:
+def build_limit(job: RunContext, module: nn.Module) -> MicrobatchLimit:
     """What the loop does where a step does not fit; `module` as DDP or FSDP wrapped the model."""
     recipe, world = job.recipe, job.world
     recomputes = recipe.parallel.activation_checkpointing == "whole"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llmfoundry.builders.adapter import check_base
-from llmfoundry.builders.checkpoint import Loaded, open_checkpoint
+from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
 from llmfoundry.builders.model import build_autocast, served_precision, weight_dtype
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
@@ -27,9 +27,9 @@ from llmfoundry.hf.open_class import (
     load_config,
     open_hugging_face,
 )
-from llmfoundry.inference.decoder_rows import Autocast, DecoderRows, first_process
-from llmfoundry.inference.engine import Rows, SlotEngine
-from llmfoundry.inference.hugging_face_rows import HuggingFaceRows
+from llmfoundry.inference.decoder_slots import Autocast, DecoderSlots, first_process
+from llmfoundry.inference.engine import SlotEngine, SlotModel
+from llmfoundry.inference.hugging_face_slots import HuggingFaceSlots
 from llmfoundry.models.adapter import merge_into
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
@@ -72,14 +72,14 @@ class LoadedModel:
         """Makes the context of a forward pass."""
         return build_autocast(self.precision, self.device)
 
-    def rows(self, *, slots: int, length: int, way: str | None = None) -> Rows:
+    def rows(self, *, slots: int, length: int, way: str | None = None) -> SlotModel:
         """What an engine computes with; it takes memory for slots x length tokens.
 
         `way`: of HuggingFaceRows.
         """
         if self.root is None:
             autocast = self.precision == "amp_bf16"
-            return HuggingFaceRows(
+            return HuggingFaceSlots(
                 self.hugging_face,
                 slots=slots,
                 length=length,
@@ -87,7 +87,7 @@ class LoadedModel:
                 autocast=autocast,
                 way=way,
             )
-        return DecoderRows(
+        return DecoderSlots(
             self.root,
             slots=slots,
             length=length,
@@ -223,7 +223,7 @@ def _open_run(
     return OpenedModel(name, loaded.tokenizer, window, start, load)
 
 
-def of_run(loaded: Loaded, world: World) -> LoadedModel:
+def of_run(loaded: LoadedCheckpoint, world: World) -> LoadedModel:
     """One of our own, with its weights."""
     model: Any = loaded.root.model
     is_class = isinstance(loaded.recipe.model, HFModelConfig)

@@ -27,15 +27,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llmfoundry.builders.adapter import begin_adapter
 from llmfoundry.builders.checkpoint import model_identity
-from llmfoundry.builders.data import Data
-from llmfoundry.builders.resume import Start
-from llmfoundry.builders.run_context import Job, eval_rows
+from llmfoundry.builders.data import RunData
+from llmfoundry.builders.resume import StartPoint
+from llmfoundry.builders.run_context import RunContext, eval_rows
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint
-from llmfoundry.data.batch import Row, Rows
+from llmfoundry.data.batch import SequenceBatch, TrainingSequence
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.preparation.prepared_folder import cache_key
-from llmfoundry.data.sources import OrderedStream, RowSource
+from llmfoundry.data.sources import OrderedStream, SequenceSource
 from llmfoundry.data.supervised.packed_examples import SupervisedSource
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.errors import UserError
@@ -47,7 +47,7 @@ from llmfoundry.terminal import progress
 from llmfoundry.train.preference_loss import answer_log_probs, mismatched
 
 
-def check_sides(data: Data, recipe: ResolvedTrainRecipe) -> None:
+def check_sides(data: RunData, recipe: ResolvedTrainRecipe) -> None:
     """What kto learns must be of both kinds."""
     if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.preference.name != "kto":
         return
@@ -74,14 +74,14 @@ class ReferencedSource:
         values: (rows, k, D) fp32.
     """
 
-    def __init__(self, source: RowSource) -> None:
+    def __init__(self, source: SequenceSource) -> None:
         """Of `source`."""
         self.source, self.values = source, np.zeros((0, 1, 1), np.float32)
         self.name, self.n_rows, self.sizes = source.name, source.n_rows, source.sizes
         self.fingerprint = source.fingerprint
         self.where, self.prefetch, self.close = source.where, source.prefetch, source.close
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> TrainingSequence:
         """Row number `row`, with the reference's log-probabilities."""
         return _with(self.source.row(row), self.values[row])
 
@@ -107,12 +107,12 @@ class ReferencedHeldOut:
         """What its kind has beside."""
         return getattr(self.held_out, name)
 
-    def row(self, row: int, seq_len: int) -> Row:
+    def row(self, row: int, seq_len: int) -> TrainingSequence:
         """A row, with the reference's log-probabilities."""
-        return _with(Row(*self.held_out.row(row, seq_len)), self.values[row])
+        return _with(TrainingSequence(*self.held_out.row(row, seq_len)), self.values[row])
 
 
-def _with(row: Row, values: np.ndarray) -> Row:
+def _with(row: TrainingSequence, values: np.ndarray) -> TrainingSequence:
     return row._replace(references=values[:, : len(row.lengths)])
 
 
@@ -123,7 +123,7 @@ def needs_reference(recipe: ResolvedTrainRecipe) -> bool:
     return recipe.preference.reference in ("auto", "precompute")
 
 
-def with_places(data: Data, recipe: ResolvedTrainRecipe) -> Data:
+def with_places(data: RunData, recipe: ResolvedTrainRecipe) -> RunData:
     """The same data, whose rows have a place for the reference's log-probabilities, if needed."""
     check_sides(data, recipe)
     if not needs_reference(recipe):
@@ -137,7 +137,9 @@ def with_places(data: Data, recipe: ResolvedTrainRecipe) -> Data:
     return replace(data, streams=streams, validation=ReferencedHeldOut(data.validation))
 
 
-def open_reference(job: Job, data: Data, start: Start, fill: Fill | None) -> Reference:
+def open_reference(
+    job: RunContext, data: RunData, start: StartPoint, fill: Fill | None
+) -> ReferenceLogProbs:
     """A run's reference; before the run's own weights are loaded.
 
     Where the run resumes from a checkpoint, all rows get their values here.
@@ -151,7 +153,7 @@ def open_reference(job: Job, data: Data, start: Start, fill: Fill | None) -> Ref
     Raises:
         UserError: model.pretrained is not what the run began with, and the cache is empty.
     """
-    reference = Reference(job, data, eval_rows(job.recipe, job.microbatch))
+    reference = ReferenceLogProbs(job, data, eval_rows(job.recipe, job.microbatch))
     if needs_reference(job.recipe) and start.checkpoint is not None and not start.weights_only:
         assert fill is not None, "fine-tuning begins with someone's weights"
         reference.resume(start.checkpoint, fill)
@@ -159,11 +161,11 @@ def open_reference(job: Job, data: Data, start: Start, fill: Fill | None) -> Ref
 
 
 @dataclass
-class Reference:
+class ReferenceLogProbs:
     """Computes, keeps and hands out the reference's log-probabilities of a run's rows."""
 
-    job: Job
-    data: Data
+    job: RunContext
+    data: RunData
     """With places."""
     rows: int
     """Computed at a time."""
@@ -217,12 +219,14 @@ class Reference:
         n_rows = n_rows if most is None else min(n_rows, most)
         digest = hashlib.blake2b(digest_size=12)
         for n in range(n_rows):
-            row = Row(*held_out.row(n, seq_len))
+            row = TrainingSequence(*held_out.row(n, seq_len))
             digest.update(np.asarray(row.ids, np.int64).tobytes() + repr(row.lengths).encode())
             digest.update(b"" if row.weights is None else row.weights.tobytes())
-        return self._table(digest.hexdigest(), n_rows, lambda n: Row(*held_out.row(n, seq_len)))
+        return self._table(
+            digest.hexdigest(), n_rows, lambda n: TrainingSequence(*held_out.row(n, seq_len))
+        )
 
-    def _table(self, rows: str, n_rows: int, read: Callable[[int], Row]) -> _Table:
+    def _table(self, rows: str, n_rows: int, read: Callable[[int], TrainingSequence]) -> _Table:
         recipe = self.job.recipe
         assert isinstance(recipe, ResolvedFinetuneRecipe)
         with_others = recipe.preference.name == "kto"
@@ -287,7 +291,7 @@ class Reference:
         rows = [table.read(n) for n in numbers]
         assert all(row.sides is not None for row in rows), "the recipe asks for preference rows"
         rows += [_EMPTY] * (size - len(rows))
-        filled = Rows.fill(rows, self.job.recipe.max_seq_len, self.job.tokenizer.eos_id)
+        filled = SequenceBatch.fill(rows, self.job.recipe.max_seq_len, self.job.tokenizer.eos_id)
         batch = filled.batch(with_layout=True).to(self.job.world.device)
         found = []
         for one in [batch, mismatched(batch)[0]][: table.kinds]:
@@ -296,7 +300,7 @@ class Reference:
         return torch.stack(found, 1).float()
 
 
-_EMPTY = Row(np.zeros(0, np.int64), [], sides=[])
+_EMPTY = TrainingSequence(np.zeros(0, np.int64), [], sides=[])
 
 
 @dataclass(frozen=True)
@@ -312,7 +316,7 @@ class _Table:
 
     folder: Path
     n_rows: int
-    read: Callable[[int], Row]
+    read: Callable[[int], TrainingSequence]
     kinds: int
 
     def span(self, part: int) -> range:

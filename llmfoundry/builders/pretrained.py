@@ -24,7 +24,7 @@ from llmfoundry.builders.registry import find_address
 from llmfoundry.checkpoint.load import load_tensors, load_weights, read_table
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, is_checkpoint
-from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_all_ranks, on_each_machine, on_rank0
@@ -60,7 +60,7 @@ ReadOne = Callable[[Decoder, str], Tensor]
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class PretrainedModel:
     """A model to begin with.
 
     Attributes:
@@ -84,7 +84,7 @@ class Pretrained:
 
 def open_base(
     recipe: ResolvedFinetuneRecipe, world: World, *, note: Callable[[str], None]
-) -> Pretrained:
+) -> PretrainedModel:
     """Open the model that a run begins with; its shape becomes the recipe's `model`.
 
     Args:
@@ -130,7 +130,7 @@ def open_pretrained(
     *,
     note: Callable[[str], None],
     options: FetchOptions | None = None,
-) -> Pretrained:
+) -> PretrainedModel:
     """The model that `model.pretrained` names; `options`: how a store is asked, if it is in one."""
     assert asked.pretrained is not None
     if is_url(asked.pretrained):
@@ -184,8 +184,8 @@ def _open_run(
     place: Storage | Checkpoint,
     world: World,
     note: Callable[[str], None],
-) -> Pretrained:
-    checkpoint = find_checkpoint(place, note=note, sums=Sums.WEIGHTS, world=world)
+) -> PretrainedModel:
+    checkpoint = find_checkpoint(place, note=note, sums=ChecksumSelection.WEIGHTS, world=world)
     if checkpoint is None:
         raise UserError(
             f"model.pretrained: {place} holds no complete checkpoint; write a run's folder"
@@ -220,7 +220,7 @@ def _open_run(
             f"its adapter merged into {run_recipe.model.pretrained}, loaded into the native decoder"
         )
         read = MergedRun(base, folder, run_recipe, own).read
-        return Pretrained(config, tokenizer, merge, f"{folder}, {how}", read)
+        return PretrainedModel(config, tokenizer, merge, f"{folder}, {how}", read)
     rows = config.vocab_size
 
     def fill(model: Decoder) -> None:
@@ -228,7 +228,7 @@ def _open_run(
 
     holder = "transformers' class" if isinstance(config, HFModelConfig) else "the native decoder"
     read = partial(read_from_run, checkpoint, cache(partial(read_table, checkpoint)), rows)
-    return Pretrained(config, tokenizer, fill, f"{folder}, loaded into {holder}", read)
+    return PretrainedModel(config, tokenizer, fill, f"{folder}, loaded into {holder}", read)
 
 
 def fit_vocabulary(
@@ -323,7 +323,7 @@ def model_yaml(config: ResolvedModelConfig) -> str:
 
 def open_folder(
     folder: Path, asked: PretrainedConfig, note: Callable[[str], None], world: World = ALONE
-) -> Pretrained:
+) -> PretrainedModel:
     """A Hugging Face folder, in the native decoder where it expresses the model, else in its class.
 
     Every process calls it; rank 0 reads all but the weights.
@@ -362,7 +362,7 @@ def _by_decoder(
     tokenizer: Tokenizer,
     note: Callable[[str], None],
     world: World,
-) -> Pretrained:
+) -> PretrainedModel:
     from llmfoundry.hf.read_folder import open_hf
 
     def read() -> tuple[ResolvedModelConfig, str]:
@@ -385,7 +385,7 @@ def _by_decoder(
         return grown(value, len(model.get_parameter(name))) if name in model.vocabulary() else value
 
     summary = f"{folder}, {name} loaded into the native decoder"
-    return Pretrained(config, tokenizer, fill, summary, read_one)
+    return PretrainedModel(config, tokenizer, fill, summary, read_one)
 
 
 def _by_class(
@@ -397,7 +397,7 @@ def _by_class(
     reason: str,
     note: Callable[[str], None],
     world: World,
-) -> Pretrained:
+) -> PretrainedModel:
     from llmfoundry.hf.class_weights import check_class, class_config
     from llmfoundry.hf.read_folder import UNTIED
 
@@ -420,7 +420,7 @@ def _by_class(
     named = written.get("architectures")
     kind = named[0] if isinstance(named, list) and named else written.get("model_type")
     summary = f"{folder}, {kind} loaded into transformers' class ({reason})"
-    return Pretrained(config, tokenizer, fill, summary)
+    return PretrainedModel(config, tokenizer, fill, summary)
 
 
 def fill_class(model: nn.Module, folder: Path) -> None:
@@ -538,7 +538,7 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
 
 def merge_run(
     model: Decoder,
-    base: Pretrained,
+    base: PretrainedModel,
     folder: Path,
     user_recipe: FinetuneRecipe,
     config: ResolvedModelConfig,
@@ -583,7 +583,7 @@ class MergedRun:
 
     def __init__(
         self,
-        base: Pretrained,
+        base: PretrainedModel,
         folder: Path,
         user_recipe: FinetuneRecipe,
         config: ResolvedModelConfig,

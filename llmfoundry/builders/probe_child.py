@@ -25,7 +25,7 @@ from llmfoundry.builders.trainer import build_model, make_optimizer, step_settin
 from llmfoundry.distributed.fsdp import apply_ddp
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.distributed.process_group import World, join
-from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
+from llmfoundry.errors import UserError, is_out_of_memory, requested_memory
 from llmfoundry.models.decoder import Root
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.shard_layout import local_shard
@@ -55,7 +55,7 @@ def main() -> None:
             _measure(request, world)
     except (MemoryError, RuntimeError, UserError) as error:
         if any(is_out_of_memory(e) for e in (error, error.__cause__) if e is not None):
-            print(what_was_asked(error), file=sys.stderr, flush=True)
+            print(requested_memory(error), file=sys.stderr, flush=True)
             _exit(SHORT)
         raise
 

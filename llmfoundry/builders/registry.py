@@ -37,7 +37,7 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
-from llmfoundry.loggers.background_queue import Task, describe
+from llmfoundry.loggers.background_queue import DeferredTask, describe
 from llmfoundry.loggers.metrics_file import BATCH, WALL, milliseconds, read_metrics
 from llmfoundry.loggers.mlflow_logger import (
     MAX_METRICS,
@@ -90,7 +90,7 @@ class Tag:
 
 
 @dataclass(frozen=True)
-class Weights:
+class VersionSource:
     """What becomes a version.
 
     Attributes:
@@ -122,14 +122,14 @@ class Weights:
         return same and Tag.PRUNED not in tags
 
 
-def registration(recipe: ResolvedTrainRecipe, run: Storage) -> Task | None:
+def registration(recipe: ResolvedTrainRecipe, run: Storage) -> DeferredTask | None:
     """What makes a model's versions those of a run's checkpoints; None: the recipe names none."""
     config = recipe.registry
     if config.name is None:
         return None
     run_name = recipe.run_name or run.folder.resolve().name
     act = partial(register_saved, config=config, run=run, run_name=run_name)
-    return Task(f"versions of {config.name}", act)
+    return DeferredTask(f"versions of {config.name}", act)
 
 
 def register_saved(
@@ -168,8 +168,8 @@ def register_saved(
 
 
 def _register_new(
-    session: MlflowSession, name: str, weights: Iterable[Weights]
-) -> list[tuple[Weights, Any]]:
+    session: MlflowSession, name: str, weights: Iterable[VersionSource]
+) -> list[tuple[VersionSource, Any]]:
     """Register weights that have no version; those whose version was deleted are left out."""
     client = session.client
     run = client.get_run(session.run_id)
@@ -180,15 +180,15 @@ def _register_new(
     return [(w, register(client, name, w, run, experiment)) for w in weights]
 
 
-def _saved_weights(run: Storage, best: BestConfig, run_name: str) -> list[Weights]:
+def _saved_weights(run: Storage, best: BestConfig, run_name: str) -> list[VersionSource]:
     """A run's complete checkpoints, oldest first."""
-    found, scores = list[Weights](), measured(run.folder / "metrics.jsonl", best)
+    found, scores = list[VersionSource](), measured(run.folder / "metrics.jsonl", best)
     for path in reversed(run.checkpoints()):
         batch, content = batch_of(path), fingerprint(Checkpoint(run, path))
         at = scores.get(batch, {})
         facts = {Tag.RUN: run_name, Tag.STEP: str(batch), **_value_tags(best, at)}
         if content is not None:
-            found.append(Weights(CHECKPOINT, address_of(run, path), content, facts, at))
+            found.append(VersionSource(CHECKPOINT, address_of(run, path), content, facts, at))
     return found
 
 
@@ -268,7 +268,7 @@ def register_export(
     client, experiment = open_client(uri), str(LOGGERS["mlflow"].keys["experiment_name"])
     os.environ["MLFLOW_TRACKING_URI"] = uri  # where MLflow looks for a model that has no run
     content, is_uploaded = str(fingerprint(path)), bool(config.upload)
-    weights = Weights(kind, str(path), content, facts, is_uploaded=is_uploaded)
+    weights = VersionSource(kind, str(path), content, facts, is_uploaded=is_uploaded)
 
     def act() -> Any:
         run = None if source is None else run_of_folder(client, source.folder.parents[1])
@@ -279,7 +279,7 @@ def register_export(
     return f"version {version.version} of {name}"
 
 
-def register(client: Any, name: str, weights: Weights, run: Any, experiment: str) -> Any:
+def register(client: Any, name: str, weights: VersionSource, run: Any, experiment: str) -> Any:
     """The version of some weights, which is made if there is none.
 
     It is made last: a LoggedModel that a kill has left without one is taken up. `run` is MLflow's
@@ -318,14 +318,14 @@ def register(client: Any, name: str, weights: Weights, run: Any, experiment: str
     return version
 
 
-def _logged_models(client: Any, experiment: str, weights: Weights) -> list[Any]:
+def _logged_models(client: Any, experiment: str, weights: VersionSource) -> list[Any]:
     """MLflow's LoggedModels of some weights."""
     same = f"tags.`{Tag.FINGERPRINT}` = '{weights.fingerprint}'"
     models = client.search_logged_models([experiment], filter_string=same)
     return [model for model in models if weights.match(model.tags)]
 
 
-def _was_registered(client: Any, experiment: str, name: str, weights: Weights) -> bool:
+def _was_registered(client: Any, experiment: str, name: str, weights: VersionSource) -> bool:
     """Whether some weights were a version of a model: one that is missing now was deleted."""
     models = _logged_models(client, experiment, weights)
     return any(model.tags.get(Tag.REGISTERED) == name for model in models)
@@ -348,7 +348,7 @@ def _add_metrics(client: Any, run_id: str, model: str, scores: Scores, batch: in
 
 def score_link(
     name: str, weights: Checkpoint | Path, metrics: Mapping[str, float], *, batch: int, folder: Path
-) -> Task:
+) -> DeferredTask:
     """What gives an evaluation's scores to the version of its weights; `best` may then move to it.
 
     `name` is the registered model's, `batch` the checkpoint's, `folder` that of results.json.
@@ -371,7 +371,7 @@ def score_link(
         is_best = _if_best(version, settle_best(client, name))
         note(f"{VERSION}{name}/{version.version} has the scores{is_best}")
 
-    return Task(f"scores of a version of {name}", act)
+    return DeferredTask(f"scores of a version of {name}", act)
 
 
 def settle_best(client: Any, name: str) -> Any:

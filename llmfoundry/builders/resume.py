@@ -20,7 +20,7 @@ import torch
 from llmfoundry.builders.adapter import FOLDER, begin_adapter, check_base, has_adapter
 from llmfoundry.builders.checkpoint import model_identity
 from llmfoundry.builders.registry import find_address
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.checkpoint.load import (
     load_training_state,
     load_weights,
@@ -28,21 +28,21 @@ from llmfoundry.checkpoint.load import (
 )
 from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
-from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.held_out import HeldOut
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import check_same_on_all_ranks, on_rank0
 from llmfoundry.distributed.process_group import World
-from llmfoundry.errors import GivenUp, UserError
+from llmfoundry.errors import NoRestart, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantization
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import flat
-from llmfoundry.train.spikes import Return
+from llmfoundry.train.spikes import ResumeStep
 from llmfoundry.train.trainer import Trainer
 
 OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
@@ -53,7 +53,7 @@ OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """Where a run begins."""
 
     checkpoint: Checkpoint | None = None
@@ -62,7 +62,7 @@ class Start:
 
 def find_start(
     recipe: ResolvedTrainRecipe, run: Storage, world: World, note: Callable[[str], None]
-) -> Start:
+) -> StartPoint:
     """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
 
     Raises:
@@ -82,9 +82,9 @@ def find_start(
         for line in refused:
             note(line)
         if found is not None:
-            return Start(found)
+            return StartPoint(found)
         if limits.before is not None:
-            raise GivenUp(
+            raise NoRestart(
                 f"save_folder: {run} holds no complete checkpoint from before batch"
                 f" {limits.before}, after which the run was not finite; write another run_name"
             )
@@ -92,16 +92,16 @@ def find_start(
         if world.is_main:
             note("its first save was interrupted: there is nothing to resume from")
     if recipe.load_path is None:
-        return Start()
+        return StartPoint()
     weights_only, uri = bool(recipe.load_weights_only), recipe.logger.tracking_uri
     written = find_address(recipe.load_path, "load_path", world, uri=uri, note=note)
     options = FetchOptions.from_config(recipe.data)
     place = find_place(written, "load_path", world, options=options)
-    sums = Sums.WEIGHTS if weights_only else Sums.ALL
+    sums = ChecksumSelection.WEIGHTS if weights_only else ChecksumSelection.ALL
     found = find_checkpoint(place, note=note, sums=sums, world=world)
     if found is None:
         raise UserError(f"load_path: {place} holds no complete checkpoint; write one that does")
-    return Start(found, weights_only=weights_only)
+    return StartPoint(found, weights_only=weights_only)
 
 
 def _refuse_vanished(run: Storage, existing: list[Path], limits: ResumeLimits) -> None:
@@ -113,7 +113,7 @@ def _refuse_vanished(run: Storage, existing: list[Path], limits: ResumeLimits) -
     newest = batch_of(existing[0]) if existing else -1
     if newest < limits.saved:
         there = f"its newest is {existing[0].name}" if existing else "there is none"
-        raise GivenUp(
+        raise NoRestart(
             f"save_folder: checkpoint ba{limits.saved:07d} of this run has vanished from"
             f" {run} as this machine sees it: {there}; mount or bring back the folder,"
             " and run the same command"
@@ -133,8 +133,8 @@ ANEW: dict[str, Any] = {"batch": 0, "window": (0.0, 0), "callbacks": {}}
 
 
 def fill_weights(
-    job: Job,
-    start: Start,
+    job: RunContext,
+    start: StartPoint,
     optimizer: torch.optim.Optimizer,
     identity: dict[str, Any],
     loader: Loader,
@@ -210,7 +210,7 @@ def _changes(
             yield f"{key}: {then.get(key)} until {checkpoint.name}, {value} from here on"
 
 
-def roll_back(trainer: Trainer, spike: int) -> Return:
+def roll_back(trainer: Trainer, spike: int) -> ResumeStep:
     """Go back before a spike: load the newest checkpoint that is old enough, skip what came after.
 
     Which batch comes when is a pure function of how many samples each stream has given, so batches
@@ -236,13 +236,13 @@ def roll_back(trainer: Trainer, spike: int) -> Return:
     skipped = spike + 1 + config.roll_back_skip - batch
     loader.skip(batch, skipped)
     checkpointer.forget_after(batch)
-    return Return(batch, skipped, checkpoint.name if checkpoint is not None else "", state)
+    return ResumeStep(batch, skipped, checkpoint.name if checkpoint is not None else "", state)
 
 
 WIDE = "fp32 or amp_bf16"  # which keep the same weights, and may follow each other
 
 
-def run_identity(job: Job) -> dict[str, Any]:
+def run_identity(job: RunContext) -> dict[str, Any]:
     """What may not change between a checkpoint and its continuation, beside the data's order.
 
     Weights and moments of another dtype would be rounded on loading, without a word.

@@ -1,4 +1,4 @@
-"""`Job`: what the parts of a run share; and rows evaluated at a time."""
+"""`RunContext`: what the parts of a run share; and rows evaluated at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from llmfoundry.builders.data import Data
+from llmfoundry.builders.data import RunData
 from llmfoundry.builders.model import build_autocast
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -16,14 +16,14 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 
 @dataclass(frozen=True)
-class Job:
+class RunContext:
     """What the parts of a run share."""
 
     recipe: ResolvedTrainRecipe
     """Filled, the vocabulary's size included."""
     world: World
     tokenizer: Tokenizer
-    prepared: Data
+    prepared: RunData
     root: Root
     microbatch: int
     note: Callable[[str], None]

@@ -19,7 +19,7 @@ from llmfoundry.builders.adapter import (
     train_new_rows,
 )
 from llmfoundry.builders.callbacks import build_callbacks
-from llmfoundry.builders.data import Data, few_rows_lines, learning_corpus, open_data
+from llmfoundry.builders.data import RunData, few_rows_lines, learning_corpus, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
 from llmfoundry.builders.microbatch import build_limit, settle_microbatch
 from llmfoundry.builders.model import (
@@ -31,10 +31,10 @@ from llmfoundry.builders.model import (
     served_precision,
 )
 from llmfoundry.builders.preference import open_reference, with_places
-from llmfoundry.builders.pretrained import MODEL, Pretrained, fit_vocabulary, model_yaml
+from llmfoundry.builders.pretrained import MODEL, PretrainedModel, fit_vocabulary, model_yaml
 from llmfoundry.builders.registry import best_saved, registration
 from llmfoundry.builders.resume import (
-    Start,
+    StartPoint,
     check_same_recipe,
     check_same_rows,
     fill_weights,
@@ -42,11 +42,11 @@ from llmfoundry.builders.resume import (
     roll_back,
     run_identity,
 )
-from llmfoundry.builders.run_context import Job, eval_rows
+from llmfoundry.builders.run_context import RunContext, eval_rows
 from llmfoundry.checkpoint.load import load_tensors, read_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
-from llmfoundry.data.loader import Loader, RowFormat
+from llmfoundry.data.loader import Loader, SequenceFormat
 from llmfoundry.data.order import Mixture, Phase
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
 from llmfoundry.data.sources import tokens_left_out
@@ -66,7 +66,7 @@ from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.files import write_json
-from llmfoundry.gauntlet.gauntlet import Answered
+from llmfoundry.gauntlet.gauntlet import TaskAnswers
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
@@ -108,8 +108,8 @@ def build_trainer(
     tracker: Tracker,
     run: Storage,
     *,
-    pretrained: Pretrained | None = None,
-) -> tuple[Trainer, Job]:
+    pretrained: PretrainedModel | None = None,
+) -> tuple[Trainer, RunContext]:
     """All parts of a run: a trainer ready to `fit`, and what its parts share.
 
     Args:
@@ -134,7 +134,7 @@ def build_trainer(
     # 3. The model, in what fits into memory.
     chosen = _fitted(recipe, fit, start, run, world, note)
     root = build_model(recipe, world, meshes, note, checkpoint=start.checkpoint)
-    job = Job(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
+    job = RunContext(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. What trains it, on which rows when.
     optimizer, clock = make_optimizer(recipe, root), build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
@@ -239,7 +239,7 @@ def _memory_fit(
 def _fitted(
     recipe: ResolvedTrainRecipe,
     fit: Callable[..., Fit],
-    start: Start,
+    start: StartPoint,
     run: Storage,
     world: World,
     note: Callable[[str], None],
@@ -274,7 +274,7 @@ def _check_machine(recipe: ResolvedTrainRecipe, world: World, fit: Callable[...,
 
 def _open_data(
     recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
-) -> Data:
+) -> RunData:
     """The recipe's rows, of which `note` reports it."""
     data = with_places(open_data(recipe, tokenizer, world), recipe)
     for line in data.summary.splitlines():
@@ -282,7 +282,7 @@ def _open_data(
     return data
 
 
-def _note_costs(job: Job, loader: Loader, clock: Clock) -> None:
+def _note_costs(job: RunContext, loader: Loader, clock: Clock) -> None:
     """Report what messages between nodes cost, and passes over few rows or those of a mixture."""
     gpu, batches = gpu_here(job.world.device), clock.total
     spans = spanning(job.recipe, job.world.size, job.microbatch, node_size(), gpu)
@@ -291,7 +291,7 @@ def _note_costs(job: Job, loader: Loader, clock: Clock) -> None:
         job.note(line)
 
 
-def _predicted(job: Job, batches: int) -> Iterator[str]:
+def _predicted(job: RunContext, batches: int) -> Iterator[str]:
     """A line with a step's seconds by the plan, where the GPU is known and all weights train."""
     gpu, recipe = gpu_here(job.world.device), job.recipe
     if gpu is None or isinstance(recipe, ResolvedFinetuneRecipe):
@@ -303,7 +303,7 @@ def _predicted(job: Job, batches: int) -> Iterator[str]:
     )
 
 
-def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
+def _open_record(trainer: Trainer, job: RunContext, tracker: Tracker) -> None:
     """Begin to record; an earlier run in the folder is deleted under save_overwrite."""
     if job.recipe.save_overwrite and job.world.is_main:
         job.run.remove_all()
@@ -320,7 +320,7 @@ def _open_record(trainer: Trainer, job: Job, tracker: Tracker) -> None:
 
 
 def make_tokenizer(
-    recipe: ResolvedTrainRecipe, world: World, pretrained: Pretrained | None = None
+    recipe: ResolvedTrainRecipe, world: World, pretrained: PretrainedModel | None = None
 ) -> Tokenizer:
     """The recipe's tokenizer; `train` learns from the recipe's corpora."""
     if recipe.tokenizer.name == PRETRAINED:
@@ -396,11 +396,11 @@ def sketch(recipe: ResolvedTrainRecipe) -> Decoder:
 
 
 def build_measure(
-    job: Job, tracker: Tracker, *, resumed: bool
+    job: RunContext, tracker: Tracker, *, resumed: bool
 ) -> Callable[[int], dict[str, float]]:
     """`build_evaluate` for a run: the gauntlet's results are shown, and kept with the record."""
 
-    def record(batch: int, result: GauntletResult, _: list[Answered]) -> None:
+    def record(batch: int, result: GauntletResult, _: list[TaskAnswers]) -> None:
         tracker.gauntlet(batch, result.to_json())
         tracker.console.table(result.table())
 
@@ -471,7 +471,7 @@ def settle_vocabulary(
         )
 
 
-def build_clock(recipe: ResolvedTrainRecipe, data: Data) -> Clock:
+def build_clock(recipe: ResolvedTrainRecipe, data: RunData) -> Clock:
     """Batches in each unit of time."""
     size = recipe.global_train_batch_size
     return Clock(
@@ -482,7 +482,7 @@ def build_clock(recipe: ResolvedTrainRecipe, data: Data) -> Clock:
     )
 
 
-def build_phases(recipe: ResolvedTrainRecipe, data: Data, clock: Clock) -> list[Phase]:
+def build_phases(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> list[Phase]:
     """The proportions at the run's start, and each of the recipe's phases by its first step."""
     phases, before = [Phase(0, data.weights)], 0.0
     for n, phase in enumerate(recipe.data.phases):
@@ -499,7 +499,7 @@ def build_phases(recipe: ResolvedTrainRecipe, data: Data, clock: Clock) -> list[
 
 
 def build_loader(
-    recipe: ResolvedTrainRecipe, data: Data, clock: Clock, tokenizer: Tokenizer, world: World
+    recipe: ResolvedTrainRecipe, data: RunData, clock: Clock, tokenizer: Tokenizer, world: World
 ) -> Loader:
     """This process's share of every global batch."""
     mixture = Mixture(
@@ -511,7 +511,7 @@ def build_loader(
     return Loader(
         data.streams,
         mixture,
-        RowFormat(
+        SequenceFormat(
             seq_len=recipe.max_seq_len,
             eos_id=tokenizer.eos_id,
             vocab_size=tokenizer.vocab_size,
@@ -537,7 +537,7 @@ def mixture_lines(loader: Loader, total: int) -> list[str]:
     ]
 
 
-def build_checkpointer(job: Job, tracker: Tracker, start: Start) -> Checkpointer:
+def build_checkpointer(job: RunContext, tracker: Tracker, start: StartPoint) -> Checkpointer:
     """The writer of checkpoints, each with the recipe as the user wrote it and the tokenizer."""
     found = None if job.recipe.save_overwrite else start.checkpoint
     own = found is not None and found.folder.parent == job.run.folder / CHECKPOINTS
@@ -573,7 +573,9 @@ def build_checkpointer(job: Job, tracker: Tracker, start: Start) -> Checkpointer
     )
 
 
-def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tuple[str, str]]:
+def banner(
+    job: RunContext, loader: Loader, clock: Clock, first_batch: int
+) -> list[tuple[str, str]]:
     """What a run is, for the top of its console."""
     recipe, world = job.recipe, job.world
     parameters = value_count(job.root)
@@ -607,7 +609,7 @@ def banner(job: Job, loader: Loader, clock: Clock, first_batch: int) -> list[tup
     ]
 
 
-def adapter_writer(job: Job) -> Callable[[Path], None] | None:
+def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
     """A function of a checkpoint's folder that adds the adapter in peft's format; None: no adapter.
 
     It reads the tensors back from the checkpoint, which was just written there: by then the model

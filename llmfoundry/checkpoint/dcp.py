@@ -105,7 +105,7 @@ def holds_optimizer(name: str) -> bool:
 
 
 @dataclass
-class Staged:
+class StagedTensors:
     """Tensors that this rank writes in a save, optionally copied to host memory.
 
     Attributes:
@@ -158,7 +158,7 @@ class TensorFiles:
         self._listed: tuple[Any, SavePlan] | None = None  # of the state before: form and part
         self._plan: _Plan | None = None
 
-    def stage(self, state: dict[str, Any], stacked: Stacked, *, copy: bool) -> Staged:
+    def stage(self, state: dict[str, Any], stacked: Stacked, *, copy: bool) -> StagedTensors:
         """Plan this rank's part of a state, and begin to copy it if `copy`.
 
         No communication and no file access. Copies are valid until the next call.
@@ -178,14 +178,14 @@ class TensorFiles:
             self._listed = form, self._list(planner, own)
         part = self._listed[1]
         if not copy:
-            return Staged(form, part, planner)
+            return StagedTensors(form, part, planner)
 
         # copy the tensors; `resolve_data` serializes the other values
         found = {item.index: planner.resolve_data(item) for item in part.items}
         tensors = {index: value for index, value in found.items() if isinstance(value, Tensor)}
         copies = self._staging.copy(list(tensors.values()))
         found |= dict(zip(tensors, copies.tensors, strict=True))
-        return Staged(form, part, _Copied(planner, found), copies)
+        return StagedTensors(form, part, _Copied(planner, found), copies)
 
     def _list(self, planner: DefaultSavePlanner, own: Collection[str]) -> SavePlan:
         """Return the local plan for the values named in `own`, which this rank writes."""
@@ -195,8 +195,8 @@ class TensorFiles:
         # names are the same everywhere
         return replace(plan, planner_data=planner.mappings if is_main else {})
 
-    def write(self, folder: Path, staged: Staged) -> FileSums:
-        """Write this rank's part of a staged state; collective, after `Staged.wait`.
+    def write(self, folder: Path, staged: StagedTensors) -> FileSums:
+        """Write this rank's part of a staged state; collective, after `StagedTensors.wait`.
 
         Returns:
             Size and checksum of the files that this rank has written.
@@ -216,7 +216,7 @@ class TensorFiles:
         self._plan = _Plan(staged.form, part, writer.written, table)
         return writer.files
 
-    def _write_anew(self, staged: Staged, writer: FilesWriter) -> SavePlan:
+    def _write_anew(self, staged: StagedTensors, writer: FilesWriter) -> SavePlan:
         """Make a global plan and write this rank's part; return the part.
 
         `dcp.save` does the same, but needs a process group and sends the table to all ranks.
@@ -237,7 +237,7 @@ class TensorFiles:
         return part
 
     def _write_as_before(
-        self, folder: Path, staged: Staged, plan: _Plan, writer: FilesWriter
+        self, folder: Path, staged: StagedTensors, plan: _Plan, writer: FilesWriter
     ) -> None:
         self._mailbox.run_long(partial(writer.write_data, plan.part, staged.values))
         # file positions change if a value that is not a tensor changes its length
@@ -349,13 +349,13 @@ class _Summing(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            summed = Summed(stream)
+            summed = ChecksumStream(stream)
             yield summed
         if holds_tensors(name := Path(path).name):
             self._files[name] = {"bytes": summed.bytes, "crc32": summed.crc}
 
 
-class Summed:
+class ChecksumStream:
     """Sequential output stream that counts its bytes and computes their CRC-32."""
 
     def __init__(self, stream: io.IOBase) -> None:

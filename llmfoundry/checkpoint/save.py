@@ -32,14 +32,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from llmfoundry.checkpoint.dcp import Staged, TensorFiles, training_state
+from llmfoundry.checkpoint.dcp import StagedTensors, TensorFiles, training_state
 from llmfoundry.checkpoint.retention import prune
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.checkpoint.verify import find_checkpoint
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.distributed.process_group import World
-from llmfoundry.errors import UserError, is_out_of_memory, one_line, what_was_asked
+from llmfoundry.errors import UserError, is_out_of_memory, one_line, requested_memory
 from llmfoundry.files import write_json
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.devices import device_thread
@@ -155,7 +155,7 @@ class Checkpointer:
         storage.began = time.time()
         self._mailbox = Mailbox(world)
         self._tensor_files = TensorFiles(self._mailbox)
-        self._staged: Staged | Exception | None = None  # the GPU may still be copying it
+        self._staged: StagedTensors | Exception | None = None  # the GPU may still be copying it
         self._thread: threading.Thread | None = None
         self.is_writing = False
         self._failures = 0  # consecutive failed saves
@@ -203,7 +203,7 @@ class Checkpointer:
         self,
         batch: int,
         folder: Path,
-        stage: Callable[[bool], Staged | Exception],
+        stage: Callable[[bool], StagedTensors | Exception],
         state: dict[str, Any],
         *,
         last: bool,
@@ -233,20 +233,22 @@ class Checkpointer:
         self._thread = device_thread(write, name="checkpoint")
         self._thread.start()
 
-    def _stage(self, model: Decoder, optimizer: Optimizer | None, copy: bool) -> Staged | Exception:
+    def _stage(
+        self, model: Decoder, optimizer: Optimizer | None, copy: bool
+    ) -> StagedTensors | Exception:
         """Return the tensors to write, or the error, which the writer reports to all ranks."""
         try:
             tensors = training_state(model, optimizer)
             return self._tensor_files.stage(tensors, self._contents.stacked, copy=copy)
         except Exception as error:
             if copy and is_out_of_memory(error):
-                reason = f"the host has no memory for the copy of it ({what_was_asked(error)})"
+                reason = f"the host has no memory for the copy of it ({requested_memory(error)})"
                 return UserError(f"{reason}; write save_async=false, which makes none")
             return error
 
     def before_update(self) -> None:
         """Make the GPU finish its copies of the weights before the optimizer changes them."""
-        if isinstance(self._staged, Staged):
+        if isinstance(self._staged, StagedTensors):
             self._staged.before_update()
             self._staged = None
 
@@ -337,7 +339,7 @@ class Checkpointer:
         self,
         batch: int,
         folder: Path,
-        staged: Staged | Exception,
+        staged: StagedTensors | Exception,
         state: dict[str, Any],
         last: bool = False,
     ) -> None:
@@ -383,7 +385,9 @@ class Checkpointer:
             return "; nothing is saved; make room there, or write another save_folder"
         return f"; the newest is {newest}; make room there, and run the same command"
 
-    def _write_files(self, folder: Path, staged: Staged | Exception, state: dict[str, Any]) -> int:
+    def _write_files(
+        self, folder: Path, staged: StagedTensors | Exception, state: dict[str, Any]
+    ) -> int:
         """Run stages 2 (its end) to 6 of a save; return the number of bytes of all files.
 
         Raises:
@@ -404,7 +408,7 @@ class Checkpointer:
             self._contents.add_files(folder)
 
 
-def _ready(staged: Staged | Exception) -> Staged:
+def _ready(staged: StagedTensors | Exception) -> StagedTensors:
     """Return the staged tensors once their copies from a GPU are complete, or raise their error."""
     if isinstance(staged, Exception):
         raise staged

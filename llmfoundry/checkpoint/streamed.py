@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.storage import WriteResult
 
 from llmfoundry.checkpoint.commit import sums_of_small_files, write_commit
-from llmfoundry.checkpoint.dcp import FilesWriter, Summed
+from llmfoundry.checkpoint.dcp import ChecksumStream, FilesWriter
 from llmfoundry.files import Journal, sync, write_json
 from llmfoundry.models.lazy_tensors import LazyTensor
 from llmfoundry.ops import torch_private
@@ -66,7 +66,7 @@ def _write_file(file: Path, group: list[LazyTensor]) -> dict[str, Any]:
     """Its bytes and checksum, and where each of its tensors ends."""
     ends = []
     with file.open("wb") as opened:
-        summed = Summed(opened)
+        summed = ChecksumStream(opened)
         for tensor in group:
             value = tensor.read().to(tensor.dtype).contiguous()
             if value.untyped_storage().nbytes() != value.nbytes:

@@ -33,7 +33,7 @@ from llmfoundry.processes import cores
 _THREADS = 8  # maximum per process: more threads only wait for the disk or network
 
 
-class Sums(Enum):
+class ChecksumSelection(Enum):
     """Selection of the files whose checksums are compared; other files may be missing."""
 
     ALL = "all"
@@ -43,9 +43,9 @@ class Sums(Enum):
 
     def files(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the files of a checkpoint that must exist."""
-        if self is Sums.WEIGHTS:
+        if self is ChecksumSelection.WEIGHTS:
             return {name: n for name, n in sizes.items() if not holds_optimizer(name)}
-        if self is Sums.RECORD:
+        if self is ChecksumSelection.RECORD:
             return {name: n for name, n in sizes.items() if not holds_tensors(name)}
         return dict(sizes)
 
@@ -54,7 +54,7 @@ def find_checkpoint(
     place: Storage | Checkpoint,
     *,
     note: Callable[[str], None],
-    sums: Sums = Sums.ALL,
+    sums: ChecksumSelection = ChecksumSelection.ALL,
     world: World = ALONE,
     until: int | None = None,
 ) -> Checkpoint | None:
@@ -115,7 +115,7 @@ def _counts(checkpoint: Checkpoint) -> bool:
         return True
 
 
-def _pinned_damage(checkpoint: Checkpoint, sums: Sums, world: World) -> str | None:
+def _pinned_damage(checkpoint: Checkpoint, sums: ChecksumSelection, world: World) -> str | None:
     """Pin a checkpoint and return what is wrong with it; a damaged checkpoint is unpinned."""
     is_there = bool(all_reduce_min(world, int(checkpoint.pin())))
     try:
@@ -132,7 +132,7 @@ def _pinned_damage(checkpoint: Checkpoint, sums: Sums, world: World) -> str | No
 
 
 def find_damage(
-    checkpoint: Checkpoint, *, sums: Sums = Sums.ALL, world: World = ALONE
+    checkpoint: Checkpoint, *, sums: ChecksumSelection = ChecksumSelection.ALL, world: World = ALONE
 ) -> str | None:
     """Return what is wrong with a checkpoint; None if its files match COMMIT; collective.
 
@@ -148,7 +148,7 @@ def find_damage(
     files = on_rank0(world, lambda: storage.committed_files(folder, sums.files))
     if isinstance(files, str):
         return files
-    if sums is Sums.NONE:
+    if sums is ChecksumSelection.NONE:
         return None
     for _ in range(2):
         storage.fetch(folder, {name: size for name, (size, _) in files.items()}, world)

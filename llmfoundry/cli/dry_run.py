@@ -27,7 +27,7 @@ from llmfoundry.builders.resume import find_start
 from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.open_run import find_place, run_storage
-from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
 from llmfoundry.cli.commands.compare import page_path, read_runs, refuse_page
 from llmfoundry.cli.commands.launch import job_of
 from llmfoundry.cli.commands.migrate import prepare
@@ -46,7 +46,7 @@ from llmfoundry.loggers.console import Console, format_gib, short_count
 from llmfoundry.migrate.migration import report
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.plan.communication import Messages, communication, spanning
+from llmfoundry.plan.communication import CollectiveTraffic, communication, spanning
 from llmfoundry.plan.fit import (
     Fit,
     check_workers,
@@ -64,9 +64,9 @@ from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.after_training import (
     CompareRecipe,
     ConvertRecipe,
-    DrawRecipe,
     EvalRecipe,
     RunsRecipe,
+    SamplingRecipe,
     ServeRecipe,
     TrackRecipe,
 )
@@ -309,7 +309,7 @@ def _layout(
         yield "layout", line
 
 
-def _sends(messages: Iterable[Messages]) -> str:
+def _sends(messages: Iterable[CollectiveTraffic]) -> str:
     """What a process sends in a step, the most first; in brackets, what leaves its node."""
     each, between = Counter[str](), Counter[str]()
     for message in messages:
@@ -375,7 +375,7 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
     yield "results", recipe.output or "beside each run, eval/<batch>/"
 
 
-def plan_drawing(recipe: DrawRecipe) -> Rows:
+def plan_drawing(recipe: SamplingRecipe) -> Rows:
     """Of scripts/generate.py and scripts/chat.py."""
     yield from _any_model(_named(recipe), recipe.precision)
     how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
@@ -404,7 +404,7 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
     yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
 
 
-def _named(recipe: DrawRecipe | ServeRecipe | ConvertRecipe) -> str:
+def _named(recipe: SamplingRecipe | ServeRecipe | ConvertRecipe) -> str:
     """Where a recipe's checkpoint is, also where a registry's version names it."""
     name, uri = str(recipe.checkpoint), recipe.registry.uri
     return find_address(name, "checkpoint", uri=uri, note=lambda line: None)
@@ -423,7 +423,9 @@ def _any_model(name: str, precision: str | None) -> Rows:
 def _checkpoint(path: str) -> Rows:
     """A run's newest complete checkpoint, and what it holds."""
     place = find_place(path, "checkpoint", _alone())
-    sums = Sums.RECORD if is_url(path) else Sums.WEIGHTS  # the tensors would be downloaded
+    sums = (
+        ChecksumSelection.RECORD if is_url(path) else ChecksumSelection.WEIGHTS
+    )  # the tensors would be downloaded
     found = find_checkpoint(place, note=lambda line: None, sums=sums)
     if found is None:
         raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")

@@ -47,7 +47,7 @@ END = "null"  # of pause_at: a run goes to its end
 
 
 @dataclass
-class PointEnd:
+class PointExit:
     """How a point's process ended."""
 
     status: int
@@ -98,7 +98,7 @@ class Sweep:
         self, points: Sequence[SweepPoint], command: Sequence[str], home: Path | None
     ) -> None:
         self.points, self.command, self.home = points, command, home
-        self.ends: dict[str, PointEnd] = {}
+        self.ends: dict[str, PointExit] = {}
         self.record = _read_record(home)
         self.page = _free_page(home)
 
@@ -129,15 +129,15 @@ class Sweep:
         print(head + (f" until {pause}" if pause != END else ""), flush=True)
         started = time.monotonic()
         status = _execute([*self.command, *point.overrides, *more], self.write_page)
-        self.ends[point.place] = PointEnd(status, time.monotonic() - started, pause)
+        self.ends[point.place] = PointExit(status, time.monotonic() - started, pause)
         self._keep(point, pause)
 
-    def _done(self, point: SweepPoint, pause: str) -> PointEnd | None:
+    def _done(self, point: SweepPoint, pause: str) -> PointExit | None:
         kept = self._kept(point)
         passed = [name for name in kept["at"] if _share(name) >= _share(pause)]
         if kept["status"] != 0 or not passed:
             return None
-        return PointEnd(0, float(kept["seconds"]), pause)
+        return PointExit(0, float(kept["seconds"]), pause)
 
     def _kept(self, point: SweepPoint) -> dict[str, Any]:
         """What the record has of a point as it is now."""
@@ -192,7 +192,7 @@ class Sweep:
         known = zip(folders, run_names(folders), ends, strict=True)
         return [self._read(*one) for one in known]
 
-    def _read(self, folder: Path, name: str, end: PointEnd | None) -> ComparedRun:
+    def _read(self, folder: Path, name: str, end: PointExit | None) -> ComparedRun:
         is_there = self.home is not None and folder.is_dir()
         status = "not begun" if end is None else end.words
         found = ComparedRun(folder, public(name), status, [], {})

@@ -1,9 +1,9 @@
-"""Sequences to batches: `Row` is one sequence, `Rows.batch` makes tokens, labels and layout.
+"""Conversion of training sequences to batches with tokens, labels and layout.
 
-A `Stream` of `sources.py` returns a `Row` for each sample. The loader collects the B rows of a
-microbatch with `Rows.fill`, and `Rows.batch` turns them into the `Batch` that one step reads. The
-one idea: everything up to `Rows.batch` stays in numpy and copies each id once, because this work
-is done for every step.
+A `Stream` of `sources.py` returns a `TrainingSequence` for each sample. The loader collects the B
+rows of a microbatch with `SequenceBatch.fill`, and `SequenceBatch.batch` turns them into the
+`Batch` that one step reads. The one idea: everything up to `SequenceBatch.batch` stays in numpy and
+copies each id once, because this work is done for every step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
+from llmfoundry.ops.packed_layout import IGNORE, AnswerDocuments, Batch, PackedLayout
 
 
-class Row(NamedTuple):
+class TrainingSequence(NamedTuple):
     """One training sequence.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class SequenceBatch:
     """A batch of B sequences of T tokens, in the compact form that workers send.
 
     Attributes:
@@ -60,9 +60,9 @@ class Rows:
         dropped: number of ids that did not fit.
         eos_id: end-of-text token.
         weights: (B, T) fp32, the loss weight of each label; None: every weight is 1.
-        sides: as in `Row`, with 0 for the padding; None if no sequence has sides.
-        references: (B, k, D) fp32, as in `Row`, 0 for a sequence without; None if no sequence has
-            references.
+        sides: as in `TrainingSequence`, with 0 for the padding; None if no sequence has sides.
+        references: (B, k, D) fp32, as in `TrainingSequence`, 0 for a sequence without; None if no
+            sequence has references.
     """
 
     ids: np.ndarray
@@ -76,7 +76,7 @@ class Rows:
     references: np.ndarray | None = None
 
     @classmethod
-    def fill(cls, rows: Sequence[Row], seq_len: int, eos_id: int) -> Rows:
+    def fill(cls, rows: Sequence[TrainingSequence], seq_len: int, eos_id: int) -> SequenceBatch:
         """Copy B sequences into one padded array."""
         dtype = _shared_dtype(frozenset(row.ids.dtype for row in rows), eos_id)
         ids = np.empty((len(rows), seq_len + 1), dtype)
@@ -108,7 +108,7 @@ class Rows:
             return None
         return int(np.flatnonzero((unsigned >= vocab_size).any(1))[0])
 
-    def narrow(self) -> Rows:
+    def narrow(self) -> SequenceBatch:
         """Return these sequences with at most four bytes per id. All ids must be below 2**31."""
         return replace(self, ids=self.ids.astype(np.int32)) if self.ids.itemsize > 4 else self
 
@@ -135,7 +135,7 @@ class Rows:
         answers = None if self.sides is None else self._answers(labels != IGNORE)
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), layout, weights, answers)
 
-    def _answers(self, in_loss: np.ndarray) -> Answers:
+    def _answers(self, in_loss: np.ndarray) -> AnswerDocuments:
         """Return the sides, starts and reference log-probabilities of the answers.
 
         Args:
@@ -156,10 +156,10 @@ class Rows:
             padding = n_documents - self.references.shape[2]
             padded = np.pad(self.references, ((0, 0), (0, 0), (0, padding)))
             references[: padded.shape[1]] = torch.from_numpy(padded).unbind(1)
-        return Answers(torch.from_numpy(padded_sides), tuple(begins), *references)
+        return AnswerDocuments(torch.from_numpy(padded_sides), tuple(begins), *references)
 
 
-def _weights(rows: Sequence[Row], seq_len: int) -> np.ndarray | None:
+def _weights(rows: Sequence[TrainingSequence], seq_len: int) -> np.ndarray | None:
     """Return the loss weights of the labels, (B, T) fp32; None if no row has weights."""
     if all(row.weights is None for row in rows):
         return None
@@ -171,7 +171,7 @@ def _weights(rows: Sequence[Row], seq_len: int) -> np.ndarray | None:
     return weights
 
 
-def _sides(rows: Sequence[Row], lengths: list[list[int]]) -> list[list[int]] | None:
+def _sides(rows: Sequence[TrainingSequence], lengths: list[list[int]]) -> list[list[int]] | None:
     """Return the sides of all documents, padding included; None if no row has sides."""
     if all(row.sides is None for row in rows):
         return None
@@ -184,7 +184,7 @@ def _sides(rows: Sequence[Row], lengths: list[list[int]]) -> list[list[int]] | N
     return sides
 
 
-def _references(rows: Sequence[Row]) -> np.ndarray | None:
+def _references(rows: Sequence[TrainingSequence]) -> np.ndarray | None:
     """Return the reference log-probabilities (B, k, D) fp32, padded with 0; None without any."""
     row_references = [row.references for row in rows]
     shapes = [np.shape(values) for values in row_references if values is not None]

@@ -1,10 +1,10 @@
 """Inspection of MDS samples of token ids: integer type, truncated tokens, bytes per token.
 
-Entry point: `look_at`, which `builders/data.py` calls once, on one process, before training. The
-index has the lengths of the samples only if its arrays have a fixed shape. Otherwise samples are
-read: all samples of a small local data set, else those of the first shard of the training. If the
-samples of that shard have the same length, the file sizes of the other shards show whether all
-samples have it.
+Entry point: `inspect_samples`, which `builders/data.py` calls once, on one process, before
+training. The index has the lengths of the samples only if its arrays have a fixed shape. Otherwise
+samples are read: all samples of a small local data set, else those of the first shard of the
+training. If the samples of that shard have the same length, the file sizes of the other shards show
+whether all samples have it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FEWEST_IDS = 16  # minimum number of ids to infer an integer type from
 
 
 @dataclass(frozen=True)
-class CutRows:
+class TruncatedSamples:
     """Samples that are longer than a sequence.
 
     Attributes:
@@ -54,7 +54,7 @@ class CutRows:
 
 
 @dataclass(frozen=True)
-class FirstLook:
+class SampleInspection:
     """Result of the inspection.
 
     Attributes:
@@ -63,12 +63,12 @@ class FirstLook:
     """
 
     bytes_per_token: float
-    cut: CutRows | None
+    cut: TruncatedSamples | None
 
 
-def look_at(
+def inspect_samples(
     source: MDSTokens, shard: int, token_bytes: np.ndarray, *, key: str, seq_len: int
-) -> FirstLook:
+) -> SampleInspection:
     """Inspect some samples.
 
     Args:
@@ -88,7 +88,7 @@ def look_at(
     ids = np.concatenate(rows)
     valid = ids[(ids >= 0) & (ids < len(token_bytes))]  # the loader reports invalid ids
     ratio = max(1, int(token_bytes[valid].sum())) / max(1, len(ids))
-    result = FirstLook(ratio, _cut_rows(source, shard, seq_len))
+    result = SampleInspection(ratio, _cut_rows(source, shard, seq_len))
     source.close()
     return result
 
@@ -124,13 +124,13 @@ def _are_ids(values: np.ndarray, vocab_size: int) -> bool:
     return bool(values.min() >= 0 and values.max() < vocab_size)
 
 
-def _cut_rows(source: MDSTokens, shard: int, seq_len: int) -> CutRows | None:
+def _cut_rows(source: MDSTokens, shard: int, seq_len: int) -> TruncatedSamples | None:
     """Return the samples longer than T tokens and the label of the last one; None without any."""
     lengths, counts, is_exact = _lengths(source, shard)
     over = np.maximum(lengths - (seq_len + 1), 0)
     if not over.any():
         return None
-    return CutRows(
+    return TruncatedSamples(
         rows=int(counts[over > 0].sum()),
         tokens=int(over @ counts),
         longest=int(lengths.max()),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmfoundry.data.batch import Row, Rows
+from llmfoundry.data.batch import SequenceBatch, TrainingSequence
 from llmfoundry.data.sources import MDSTexts, MDSTokens
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.text_packing import pack_texts
@@ -34,7 +34,7 @@ class HeldOut(Protocol):
         """
 
     def row(self, row: int, seq_len: int) -> tuple[Any, ...]:
-        """Return the fields of a `Row`: ids, document lengths, and optionally the others."""
+        """Return the fields of a `TrainingSequence`, at least ids and document lengths."""
 
     def texts(self) -> list[str]:
         """Return the documents."""
@@ -92,7 +92,7 @@ class MDSDocuments:
     def __init__(self, source: MDSTexts, tokenizer: Tokenizer) -> None:
         self._source, self._tokenizer = source, tokenizer
         self.n_bytes = source.n_bytes
-        self._rows: dict[int, list[Row]] = {}  # by seq_len
+        self._rows: dict[int, list[TrainingSequence]] = {}  # by seq_len
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
         """Return the number of sequences of the concatenated documents."""
@@ -107,7 +107,7 @@ class MDSDocuments:
         """Return the documents."""
         return [self._source.text(row) for row in range(self._source.n_rows)]
 
-    def _packed(self, seq_len: int) -> list[Row]:
+    def _packed(self, seq_len: int) -> list[TrainingSequence]:
         if seq_len not in self._rows:
             documents = self._tokenizer.encode_documents(self.texts())
             rows = -(-(sum(map(len, documents)) - 1) // seq_len)
@@ -177,15 +177,17 @@ def validation_batches(
     first = data_rank * size
     for start in range(first, n_rows + first, max(1, size * data_size)):
         stop = min(start + size, n_rows)
-        rows = [Row(*held_out.row(row, seq_len)) for row in range(start, stop)]
+        rows = [TrainingSequence(*held_out.row(row, seq_len)) for row in range(start, stop)]
         # fill up with empty sequences
         if len(rows) < size:
-            template = rows[0] if rows else Row(*held_out.row(0, seq_len))
+            template = rows[0] if rows else TrainingSequence(*held_out.row(0, seq_len))
             rows += [_without_tokens(template)] * (size - len(rows))
-        yield Rows.fill(rows, seq_len, eos_id).batch(with_layout=not attend_across_documents)
+        yield SequenceBatch.fill(rows, seq_len, eos_id).batch(
+            with_layout=not attend_across_documents
+        )
 
 
-def _without_tokens(row: Row) -> Row:
+def _without_tokens(row: TrainingSequence) -> TrainingSequence:
     """Return an empty sequence with the same optional fields as `row`.
 
     All ranks must have the same fields, because they take part in the same collectives.

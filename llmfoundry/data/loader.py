@@ -8,10 +8,10 @@ the number of ranks and workers without replaying the data.
 The trainer iterates over a `BatchPrefetcher`. Its thread prepares the next batches for the device
 while a training step runs. If the caller requests a batch that the thread has not started, the
 caller builds it, because switching threads would take longer. With `workers` > 0 the sequences are
-read by the processes of a PyTorch DataLoader. A worker receives a step number and returns `Rows`
-rather than a `Batch`, because the narrow token ids are faster to transfer than the tensors derived
-from them. Batches arrive in the order of their steps. An error is raised by `next` at the step that
-failed, and by every later call.
+read by the processes of a PyTorch DataLoader. A worker receives a step number and returns
+`SequenceBatch` rather than a `Batch`, because the narrow token ids are faster to transfer than the
+tensors derived from them. Batches arrive in the order of their steps. An error is raised by `next`
+at the step that failed, and by every later call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmfoundry.data.batch import Rows
+from llmfoundry.data.batch import SequenceBatch
 from llmfoundry.data.order import Mixture, stream_key
 from llmfoundry.data.sources import Stream
 from llmfoundry.errors import UserError
@@ -48,7 +48,7 @@ _BUSY = 5e-4  # seconds without a request for a batch, after which a training st
 
 
 @dataclass(frozen=True)
-class RowFormat:
+class SequenceFormat:
     """Format of the sequences in a batch."""
 
     seq_len: int
@@ -72,7 +72,7 @@ class Loader:
         self,
         streams: Sequence[Stream],
         mixture: Mixture,
-        form: RowFormat,
+        form: SequenceFormat,
         *,
         data_rank: int = 0,
         data_size: int = 1,
@@ -111,7 +111,7 @@ class Loader:
         """Return this rank's part, tokens (B, T), of the global batch of `step`, from 0."""
         return self.rows(step).batch(with_layout=self.with_layout)
 
-    def rows(self, step: int) -> Rows:
+    def rows(self, step: int) -> SequenceBatch:
         """Return the sequences of `batch(step)` in the compact form that workers send.
 
         Raises:
@@ -120,7 +120,7 @@ class Loader:
         plan = self._plan_of(step)
         source, places = plan.source[step - plan.step], plan.places[step - plan.step]
         samples = [self.streams[n].read(place) for n, place in zip(source, places, strict=True)]
-        rows = Rows.fill(samples, self._form.seq_len, self._form.eos_id)
+        rows = SequenceBatch.fill(samples, self._form.seq_len, self._form.eos_id)
         invalid = rows.outside(self._form.vocab_size)
         if invalid is not None:
             stream = self.streams[source[invalid]]
@@ -235,7 +235,7 @@ class _Plan:
     places: list[list[int]]
 
 
-_Outcome: TypeAlias = "tuple[Batch, Rows] | BaseException"
+_Outcome: TypeAlias = "tuple[Batch, SequenceBatch] | BaseException"
 
 
 class BatchPrefetcher(Iterator[Batch]):
@@ -356,9 +356,9 @@ class _Workers:
             worker_init_fn=partial(_start_worker, self._closing),
             generator=torch.Generator(),  # the default one would advance the training's generator
         )
-        self._results: Iterator[Rows | UserError] | None = iter(steps)
+        self._results: Iterator[SequenceBatch | UserError] | None = iter(steps)
 
-    def next(self) -> Rows:
+    def next(self) -> SequenceBatch:
         """Return the sequences of the next step.
 
         Raises:
@@ -379,12 +379,12 @@ class _Workers:
 
 
 @dataclass(frozen=True)
-class _Steps(Dataset["Rows | UserError"]):
+class _Steps(Dataset["SequenceBatch | UserError"]):
     """Map-style dataset from a step number to the sequences of that step."""
 
     loader: Loader
 
-    def __getitem__(self, step: int) -> Rows | UserError:
+    def __getitem__(self, step: int) -> SequenceBatch | UserError:
         try:
             return self.loader.rows(step).narrow()
         except UserError as error:

@@ -1,9 +1,9 @@
 """Sources of training sequences: token shards and MDS shards, opened and put in order.
 
 `builders/data.py` opens the sources of a recipe with `open_source`, and the loader reads them. A
-`RowSource` numbers sequences by their position in the data; a `Stream` numbers them by the sample
-of the run. A stream is either a source in its order (`OrderedStream`) or text that is packed while
-it is read (`text_packing.py`). Token shards are a `TokenSource`. MDS shards are `MDSTokens`
+`SequenceSource` numbers sequences by their position in the data; a `Stream` numbers them by the
+sample of the run. A stream is either a source in its order (`OrderedStream`) or text that is packed
+while it is read (`text_packing.py`). Token shards are a `TokenSource`. MDS shards are `MDSTokens`
 (sequences of ids) or `MDSTexts` (documents to tokenize), read as views of memory-mapped files, of
 which a process keeps a few open and pinned at a time.
 """
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmfoundry.data.batch import Row
+from llmfoundry.data.batch import TrainingSequence
 from llmfoundry.data.file_spec import INDEX
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSShard
@@ -35,7 +35,7 @@ _KEY = {"seed": "seed", "shuffle": "data.shuffle"}
 _OPEN_SHARDS = 64  # per process; 2**18 sequences of 2,048 tokens take 33 shards of 64 MiB
 
 
-class RowSource(Protocol):
+class SequenceSource(Protocol):
     """Random access to sequences by their number in the data.
 
     Attributes:
@@ -50,7 +50,7 @@ class RowSource(Protocol):
     sizes: np.ndarray
     fingerprint: str
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> TrainingSequence:
         """Return sequence number `row`, 0 … n_rows - 1."""
 
     def where(self, row: int) -> str:
@@ -81,7 +81,7 @@ class Stream(Protocol):
     def locate(self, samples: np.ndarray) -> np.ndarray:
         """Return the places (n,) int64 of sample numbers (n,) int64, for `read` and `where`."""
 
-    def read(self, place: int) -> Row:
+    def read(self, place: int) -> TrainingSequence:
         """Return the sequence at a place."""
 
     def where(self, place: int) -> str:
@@ -105,9 +105,9 @@ class Stream(Protocol):
 
 
 class OrderedStream:
-    """Sequences of a `RowSource` in a shuffled or sequential `Order`."""
+    """Sequences of a `SequenceSource` in a shuffled or sequential `Order`."""
 
-    def __init__(self, source: RowSource, order: Order) -> None:
+    def __init__(self, source: SequenceSource, order: Order) -> None:
         """Read `source` in `order`, an order of its sequences."""
         self.source, self.name, self.n_rows, self.order = source, source.name, source.n_rows, order
 
@@ -115,7 +115,7 @@ class OrderedStream:
         """Return the sequence numbers (n,) int64 of sample numbers (n,) int64."""
         return self.order.at(samples)
 
-    def read(self, place: int) -> Row:
+    def read(self, place: int) -> TrainingSequence:
         """Return the sequence with this number."""
         return self.source.row(place)
 
@@ -183,7 +183,7 @@ def _reordered(key: str, before: Any, now: Any) -> UserError:
 
 
 @dataclass(frozen=True)
-class RowOptions:
+class SequenceOptions:
     """How the samples of a dataset become sequences.
 
     Attributes:
@@ -208,7 +208,7 @@ class RowOptions:
 
 
 def open_source(
-    name: str, key: str, folder: ShardFolder, index: Index, reading: RowOptions
+    name: str, key: str, folder: ShardFolder, index: Index, reading: SequenceOptions
 ) -> TokenSource | MDSTokens | MDSTexts:
     """Open a folder of shards as a source of sequences or of texts.
 
@@ -234,7 +234,7 @@ def open_source(
 
 
 def _open_tokens(
-    name: str, key: str, folder: ShardFolder, index: StreamIndex, reading: RowOptions
+    name: str, key: str, folder: ShardFolder, index: StreamIndex, reading: SequenceOptions
 ) -> TokenSource:
     if index.tokenizer != reading.tokenizer:
         raise UserError(
@@ -320,10 +320,10 @@ class TokenSource:
         self._ends: list[int] = np.cumsum(self.sizes).tolist()
         self._recent_shards: dict[int, None] = {}  # read since the last prefetch
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> TrainingSequence:
         """Return sequence number `row`."""
         self._recent_shards[bisect_right(self._ends, row)] = None
-        return Row(*self.dataset.row(row, self._seq_len, apart=self._apart))
+        return TrainingSequence(*self.dataset.row(row, self._seq_len, apart=self._apart))
 
     def where(self, row: int) -> str:
         """Return the file of a sequence and its number in the file, for error messages."""
@@ -436,7 +436,7 @@ class MDSTokens(MDSColumn):
     """
 
     def __init__(
-        self, name: str, folder: ShardFolder, index: MDSIndex, column: str, reading: RowOptions
+        self, name: str, folder: ShardFolder, index: MDSIndex, column: str, reading: SequenceOptions
     ) -> None:
         super().__init__(name, folder, index, column)
         self._seq_len = reading.seq_len
@@ -466,19 +466,19 @@ class MDSTokens(MDSColumn):
             )  # fmt: skip
         return np.frombuffer(value, self._dtype)
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> TrainingSequence:
         """Return sequence number `row`."""
         return self.cut(row, self._seq_len)
 
-    def cut(self, row: int, seq_len: int) -> Row:
+    def cut(self, row: int, seq_len: int) -> TrainingSequence:
         """Return sequence number `row`, truncated to `seq_len` tokens."""
         ids = self.ids(row)
         truncated = ids if len(ids) <= seq_len + 1 else ids[: seq_len + 1]
         dropped = len(ids) - len(truncated)
         if self._mark is None:
             size = min(len(truncated), seq_len)
-            return Row(truncated, [size] if size else [], dropped)
-        return Row(truncated, self._lengths(truncated[:seq_len]), dropped)
+            return TrainingSequence(truncated, [size] if size else [], dropped)
+        return TrainingSequence(truncated, self._lengths(truncated[:seq_len]), dropped)
 
     def _lengths(self, ids: np.ndarray) -> list[int]:
         """Return the lengths of the documents in a sequence, which their marks separate."""

@@ -29,7 +29,7 @@ from fsspec.utils import glob_translate
 from llmfoundry.data import store_errors
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.store_address import address_of, without_secrets, without_signature
-from llmfoundry.data.store_clients import STEP, Client, Entry, LocalFileError, client_of
+from llmfoundry.data.store_clients import STEP, Client, ListedObject, LocalFileError, client_of
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_path
 from llmfoundry.retry import backoff, retry, within
@@ -253,7 +253,7 @@ class Store:
 
         return self._persist(name, size_of)
 
-    def find(self) -> tuple[bool, dict[str, Entry]]:
+    def find(self) -> tuple[bool, dict[str, ListedObject]]:
         """Find the files of a URL that may be a folder, a file or a glob.
 
         Returns:
@@ -267,7 +267,7 @@ class Store:
         is_web = self._address.protocol == "https"
         magic = (_WEB_MAGIC if is_web else _MAGIC).search(root)
 
-        def find(client: Client) -> list[Entry]:
+        def find(client: Client) -> list[ListedObject]:
             if magic is None:
                 return _below(client, root)
             # list the folder before the first wildcard, and filter
@@ -454,11 +454,11 @@ class Store:
         kind = MissingError if store_errors.is_missing(error) else UserError
         return kind(f"{self._where(name)}: {line}")
 
-    def _listed(self, name: str, *, deep: bool = False) -> dict[str, Entry]:
+    def _listed(self, name: str, *, deep: bool = False) -> dict[str, ListedObject]:
         """List a folder, or all files below it, by path within the folder."""
         path = self._path(name)
 
-        def find(client: Client) -> dict[str, Entry]:
+        def find(client: Client) -> dict[str, ListedObject]:
             try:
                 entries = client.entries(path, deep=deep)
             except Exception as error:
@@ -530,7 +530,7 @@ def _with_signals(call: Callable[[], T]) -> T:
     return within(threading.TIMEOUT_MAX, call)
 
 
-def _below(client: Client, root: str) -> list[Entry]:
+def _below(client: Client, root: str) -> list[ListedObject]:
     """Return the file at `root`, or all files below it."""
     try:
         entry = client.info(root)

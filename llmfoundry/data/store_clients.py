@@ -45,7 +45,7 @@ _first_pid = 0  # process that started obstore's threads
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedObject:
     """File or folder of a listing.
 
     Attributes:
@@ -76,10 +76,10 @@ class Client(Protocol):
     def read(self, path: str, start: int, end: int, most: int) -> Iterable[bytes]:
         """Yield bytes `start` to `end - 1`; at most `most` if the server ignores ranges."""
 
-    def info(self, path: str) -> Entry:
+    def info(self, path: str) -> ListedObject:
         """Return a file or folder; raise an error with status 404 if it does not exist."""
 
-    def entries(self, path: str, *, deep: bool) -> list[Entry]:
+    def entries(self, path: str, *, deep: bool) -> list[ListedObject]:
         """List a folder; with `deep` all files below it.
 
         A missing folder is an empty list, or an error with status 404.
@@ -103,7 +103,7 @@ def client_of(address: Address) -> Client:
     key = (os.getpid(), json.dumps(settings, sort_keys=True, default=str))
     if key not in _made:
         # If two threads race, the first client is used. The other one has no connection yet.
-        kind = Bucket if bucket else Web if address.protocol == "https" else FileSystem
+        kind = Bucket if bucket else WebClient if address.protocol == "https" else FileSystem
         _made.setdefault(key, kind(address))
     return _made[key]
 
@@ -155,7 +155,7 @@ class Bucket:
             chunks = map(bytes, answer.stream(min_chunk_size=1))
             yield from steady(chunks, self._address.timeout)
 
-    def info(self, path: str) -> Entry:  # noqa: D102
+    def info(self, path: str) -> ListedObject:  # noqa: D102
         try:
             with self._translated_errors("HeadObject"):
                 metadata = self._obstore.head(self._without_retries(), self._key(path))
@@ -177,7 +177,7 @@ class Bucket:
             if get_error.error_code not in ("", "AccessDenied"):
                 raise get_error from error
 
-    def entries(self, path: str, *, deep: bool) -> list[Entry]:  # noqa: D102
+    def entries(self, path: str, *, deep: bool) -> list[ListedObject]:  # noqa: D102
         prefix = self._key(path) or None
         with self._translated_errors("ListObjectsV2"):
             if deep:
@@ -185,7 +185,9 @@ class Bucket:
                 return [self._entry(metadata) for page in pages for metadata in page]
             listing = self._obstore.list_with_delimiter(self._without_retries(), prefix)
         bucket = self._address.bucket
-        folders = [Entry(f"{bucket}/{n}", is_folder=True) for n in listing["common_prefixes"]]
+        folders = [
+            ListedObject(f"{bucket}/{n}", is_folder=True) for n in listing["common_prefixes"]
+        ]
         return folders + [self._entry(metadata) for metadata in listing["objects"]]
 
     def put(self, path: str, data: bytes, *, new: bool) -> None:  # noqa: D102
@@ -238,9 +240,11 @@ class Bucket:
     def _key(self, path: str) -> str:
         return path.partition("/")[2]
 
-    def _entry(self, metadata: Mapping[str, Any]) -> Entry:
+    def _entry(self, metadata: Mapping[str, Any]) -> ListedObject:
         version = metadata["e_tag"] or str(metadata["last_modified"])
-        return Entry(f"{self._address.bucket}/{metadata['path']}", int(metadata["size"]), version)
+        return ListedObject(
+            f"{self._address.bucket}/{metadata['path']}", int(metadata["size"]), version
+        )
 
     @contextmanager
     def _translated_errors(self, operation: str) -> Iterator[None]:
@@ -318,7 +322,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 _opener = urllib.request.build_opener(_Redirects)
 
 
-class Web:
+class WebClient:
     """Web server. Files are read in ranges if the server supports them; folders are HTML pages."""
 
     steady = True
@@ -342,7 +346,7 @@ class Web:
                 if not remaining:
                     return  # even if the server keeps sending
 
-    def info(self, path: str) -> Entry:
+    def info(self, path: str) -> ListedObject:
         """Return size and version from the headers of a GET, since many servers reject HEAD."""
         try:
             with self._open(path, {"Range": "bytes=0-0"}) as answer:
@@ -357,9 +361,9 @@ class Web:
             size = headers.get("Content-Range", "").rpartition("/")[2]
         version = headers.get("ETag") or headers.get("Last-Modified") or ""
         is_page = headers.get_content_type() == "text/html" and not _is_page_name(path)
-        return Entry(path, int(size) if size and size.isdigit() else None, version, is_page)
+        return ListedObject(path, int(size) if size and size.isdigit() else None, version, is_page)
 
-    def entries(self, path: str, *, deep: bool) -> list[Entry]:
+    def entries(self, path: str, *, deep: bool) -> list[ListedObject]:
         """Return the links of a page that lead below it."""
         base = path.rstrip("/") + "/"
         with self._open(base, {}) as answer:
@@ -367,14 +371,14 @@ class Web:
         links = _Links()
         links.feed(page)
         urls = {urljoin(base, link).partition("#")[0] for link in links.found}
-        entries: list[Entry] = []
+        entries: list[ListedObject] = []
         for url in sorted(url for url in urls if url.startswith(base) and url != base):
             if not url.endswith("/"):
-                entries.append(self.info(url) if deep else Entry(url))
+                entries.append(self.info(url) if deep else ListedObject(url))
             elif deep:
                 entries += self.entries(url, deep=True)
             else:
-                entries.append(Entry(url.rstrip("/"), is_folder=True))
+                entries.append(ListedObject(url.rstrip("/"), is_folder=True))
         return entries
 
     def put(self, path: str, data: bytes, *, new: bool) -> None:  # noqa: D102
@@ -462,11 +466,11 @@ class FileSystem:
         call = self._files.cat_file
         return [bytes(within(self._timeout, lambda: call(path, start=start, end=end)))]
 
-    def info(self, path: str) -> Entry:  # noqa: D102
+    def info(self, path: str) -> ListedObject:  # noqa: D102
         self._files.invalidate_cache()
         return _row(self._files.info(path))
 
-    def entries(self, path: str, *, deep: bool) -> list[Entry]:  # noqa: D102
+    def entries(self, path: str, *, deep: bool) -> list[ListedObject]:  # noqa: D102
         self._files.invalidate_cache()
         if deep:
             return list(map(_row, self._files.find(path, detail=True).values()))
@@ -488,10 +492,10 @@ class FileSystem:
                     above.rmdir()
 
 
-def _row(facts: Mapping[str, Any]) -> Entry:
+def _row(facts: Mapping[str, Any]) -> ListedObject:
     """Convert fsspec's metadata of a file; its version has another name in each file system."""
     keys = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated")
     version = str(next((facts[key] for key in keys if facts.get(key)), ""))
     size = facts.get("size")
     is_folder = facts["type"] != "file"
-    return Entry(facts["name"], None if size is None else int(size), version, is_folder)
+    return ListedObject(facts["name"], None if size is None else int(size), version, is_folder)

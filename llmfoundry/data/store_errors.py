@@ -15,7 +15,7 @@ import urllib.error
 from collections.abc import Iterator
 from contextlib import suppress
 
-from llmfoundry.retry import Late
+from llmfoundry.retry import DeadlineExceeded
 
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
 _THROTTLED_STATUS = frozenset({429, 503, 509})
@@ -217,7 +217,7 @@ def is_timeout(error: BaseException) -> bool:
     """Return whether nothing, or too little, arrived within the timeout."""
     # The class name is checked as well: some libraries do not derive from TimeoutError.
     return any(
-        isinstance(e, TimeoutError | Late)
+        isinstance(e, TimeoutError | DeadlineExceeded)
         or "Timeout" in type(e).__name__
         or (isinstance(e, RequestError) and e.kind == "Timeout")
         for e in _chain(error)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry.data.batch import Row
+from llmfoundry.data.batch import TrainingSequence
 from llmfoundry.data.order import Order
 from llmfoundry.data.sources import MDSTexts, check_fingerprint, check_order, order_state
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def group_rows(batch_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Probe:
+class PackingProbe:
     """Statistics of the first documents of an order.
 
     Attributes:
@@ -70,7 +70,7 @@ class Probe:
 
 def probe(
     texts: MDSTexts, order: Order, tokenizer: Tokenizer, *, seq_len: int, batch_size: int
-) -> Probe:
+) -> PackingProbe:
     """Tokenize the first documents of an order and compute their statistics."""
     rows = order.at(np.arange(min(_PROBE, texts.n_rows))).tolist()
     documents = [texts.text(row) for row in rows]
@@ -81,7 +81,7 @@ def probe(
     mean_size = float(np.minimum(sizes, group_tokens).mean())
     packing = PackingRatio(group_size, max(1, round(group_tokens / mean_size)))
     n_bytes = sum(len(document.encode()) for document in documents)
-    return Probe(packing, n_bytes / int(sizes.sum()), sizes)
+    return PackingProbe(packing, n_bytes / int(sizes.sum()), sizes)
 
 
 def cut_share(sizes: np.ndarray, packing: PackingRatio, seq_len: int) -> float:
@@ -95,7 +95,9 @@ def cut_share(sizes: np.ndarray, packing: PackingRatio, seq_len: int) -> float:
     return dropped / int(sum(group_tokens))
 
 
-def pack_texts(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -> list[Row]:
+def pack_texts(
+    documents: Sequence[Sequence[int]], *, rows: int, seq_len: int
+) -> list[TrainingSequence]:
     """Concatenate documents and split them into sequences of T tokens.
 
     Sequence j has the ids j * T … j * T + T of the concatenation, as in a token stream.
@@ -120,7 +122,7 @@ def pack_texts(documents: Sequence[Sequence[int]], *, rows: int, seq_len: int) -
         first, last = np.searchsorted(starts, (start + 1, stop))
         bounds = [start, *starts[first:last].tolist(), stop]
         lengths = [after - before for before, after in pairwise(bounds)] if len(part) else []
-        packed.append(Row(part, lengths))
+        packed.append(TrainingSequence(part, lengths))
     packed[-1] = packed[-1]._replace(dropped=dropped)
     return packed
 
@@ -157,7 +159,7 @@ class PackedStream:
         self.texts, self.name = texts, texts.name
         self._tokenizer, self._seq_len = tokenizer, seq_len
         self._order, self.packing, self._exact = order, packing, exact
-        self._groups: dict[int, list[Row]] = {}
+        self._groups: dict[int, list[TrainingSequence]] = {}
 
     @property
     def n_rows(self) -> int:
@@ -168,7 +170,7 @@ class PackedStream:
         """Return the sample numbers unchanged: a sample has several documents, so no one place."""
         return samples
 
-    def read(self, place: int) -> Row:
+    def read(self, place: int) -> TrainingSequence:
         """Return sample number `place`."""
         group, row = divmod(place, self.packing.rows)
         return self._group(group)[row]
@@ -204,7 +206,7 @@ class PackedStream:
         """Close the open shards. A later read opens them again."""
         self.texts.close()
 
-    def _group(self, number: int) -> list[Row]:
+    def _group(self, number: int) -> list[TrainingSequence]:
         """Return the sequences of a group.
 
         The last group is cached, because a batch of a mixture may end within a group.

@@ -38,7 +38,7 @@ _TOTALS = ("n_documents", "n_tokens", "n_bytes")
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """One file of the stream: token ids, then the offsets at which documents start, as uint32.
 
     Attributes:
@@ -77,7 +77,7 @@ class StreamIndex:
     dtype: str
     eos_id: int
     tokenizer: str
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     texts: tuple[str, ...] = ()
     sample: str = ""
 
@@ -193,10 +193,10 @@ class _Index(msgspec.Struct):
 
 _decode_head = msgspec.json.Decoder(_Head).decode
 _decode_index = msgspec.json.Decoder(_Index).decode
-_decode_shard = msgspec.json.Decoder(Shard).decode
+_decode_shard = msgspec.json.Decoder(TokenShard).decode
 
 
-def _checked(shard: Shard) -> Shard:
+def _checked(shard: TokenShard) -> TokenShard:
     wrong = wrong_name(shard.file)
     if wrong is not None:
         raise ValueError(f"file: {wrong}")
@@ -382,7 +382,7 @@ class _Map:
         return self.starts[first:last].tolist()
 
 
-def starts_offset(shard: Shard, dtype: np.dtype[Any]) -> int:
+def starts_offset(shard: TokenShard, dtype: np.dtype[Any]) -> int:
     """Return the byte offset of the document starts: the first multiple of 4 after the ids."""
     return -(-shard.n_tokens * dtype.itemsize // 4) * 4
 
@@ -406,7 +406,7 @@ class TokenWriter:
     dtype: np.dtype[Any]
     shard_bytes: int
     hashes: tuple[str, ...]
-    shards: list[Shard] = field(default_factory=list)
+    shards: list[TokenShard] = field(default_factory=list)
     _data: bytearray = field(default_factory=bytearray)
     _starts: array[int] = field(default_factory=lambda: array("I"))
     _n_ids: int = 0
@@ -427,7 +427,7 @@ class TokenWriter:
             if self._n_ids == limit:
                 self._write_shard()
 
-    def finish(self) -> list[Shard]:
+    def finish(self) -> list[TokenShard]:
         """Write the last shard and return all shards."""
         if self._n_ids:
             self._write_shard()
@@ -449,6 +449,6 @@ class TokenWriter:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self._data)
-        shard = Shard(name, self._n_ids, len(self._starts), self._n_bytes, hashes)
+        shard = TokenShard(name, self._n_ids, len(self._starts), self._n_bytes, hashes)
         self.shards.append(shard)
         self._data, self._starts, self._n_ids, self._n_bytes = bytearray(), array("I"), 0, 0

@@ -129,7 +129,8 @@ def relaunch(config: ParallelConfig, *, again: Sequence[str] | None = None) -> N
     Args:
         config: determines the number of processes.
         again: arguments that are appended to the command when processes request a restart
-            (`errors.StartAgain`); None: no restarts. Under a supervisor, the supervisor restarts.
+            (`errors.RestartNeeded`); None: no restarts. Under a supervisor, the supervisor
+            restarts.
     """
     if "RANK" in os.environ or slurm_environment():
         return

@@ -2,8 +2,9 @@
 
 `distributed/process_group.py` becomes it where a run wants several processes of this machine. It
 starts torchrun, waits, and ends as that ends. The one idea: where processes have ended for lack of
-memory (`errors.StartAgain`), it starts them once more, as they then use less of it; torchrun's own
-restarts would keep a store that still holds the dead processes' addresses. It imports no PyTorch.
+memory (`errors.RestartNeeded`), it starts them once more, as they then use less of it; torchrun's
+own restarts would keep a store that still holds the dead processes' addresses. It imports no
+PyTorch.
 """
 
 from __future__ import annotations

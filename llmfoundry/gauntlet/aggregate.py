@@ -18,7 +18,7 @@ from llmfoundry.gauntlet.answer_metrics import (
     BITS,
     NOT_GENERATED,
     WHOLE_WORDS,
-    Answer,
+    AnsweredQuestion,
     Estimate,
     Interval,
     answers_of,
@@ -29,7 +29,7 @@ from llmfoundry.gauntlet.answer_metrics import (
 )
 from llmfoundry.gauntlet.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
-from llmfoundry.gauntlet.results import CategoryOfTask, Cost, GauntletResult, TaskResult
+from llmfoundry.gauntlet.results import CategoryOfTask, EvaluationCost, GauntletResult, TaskResult
 from llmfoundry.gauntlet.task_types import judge_answer, type_of
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.redaction import public
@@ -140,8 +140,8 @@ def grade(
 
 
 def _without_missing(
-    blank: TaskResult, answers: Sequence[Answer]
-) -> tuple[TaskResult, list[Answer]]:
+    blank: TaskResult, answers: Sequence[AnsweredQuestion]
+) -> tuple[TaskResult, list[AnsweredQuestion]]:
     """Exclude the answers that cannot be scored, and count them in `blank`.
 
     The task fails if no answer remains in total or in a category.
@@ -160,7 +160,7 @@ def _without_missing(
     return blank, scored
 
 
-def _reason(answer: Answer) -> str:
+def _reason(answer: AnsweredQuestion) -> str:
     assert answer.refusal is not None
     return f"{answer.refusal.reason} ({public(answer.question.row.place)})"
 
@@ -182,7 +182,7 @@ class TaskMeasures:
     by_category: dict[str, tuple[int, dict[str, Estimate]]] = field(default_factory=dict)
 
 
-def measure_task(task: TaskConfig, answers: Sequence[Answer]) -> TaskMeasures:
+def measure_task(task: TaskConfig, answers: Sequence[AnsweredQuestion]) -> TaskMeasures:
     """Compute all metrics of a task. All answers must be finite, and one must not be a refusal.
 
     With has_categories, each metric is the unweighted mean over the categories, as in LLM Foundry.
@@ -194,7 +194,7 @@ def measure_task(task: TaskConfig, answers: Sequence[Answer]) -> TaskMeasures:
     ties = sum(judge_answer(task, answer).tied for answer in answers)
     if not task.has_categories:
         return TaskMeasures(metric, _estimates(task, metric, answers), ties)
-    groups: dict[str, list[Answer]] = {}
+    groups: dict[str, list[AnsweredQuestion]] = {}
     for answer in answers:
         category = answer.question.row.category
         assert category is not None, answer.question.row.place
@@ -203,7 +203,9 @@ def measure_task(task: TaskConfig, answers: Sequence[Answer]) -> TaskMeasures:
     return TaskMeasures(metric, _macro([part for _, part in parts.values()]), ties, parts)
 
 
-def _estimates(task: TaskConfig, metric: str, answers: Sequence[Answer]) -> dict[str, Estimate]:
+def _estimates(
+    task: TaskConfig, metric: str, answers: Sequence[AnsweredQuestion]
+) -> dict[str, Estimate]:
     """Return the task's accuracy, followed by all other metrics of its type.
 
     Refused questions count as wrong in accuracies and are excluded from all other metrics.
@@ -236,7 +238,11 @@ def _mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def combine_tasks(
-    tasks: list[TaskResult], gauntlet: EvalGauntlet, notes: list[str], *, cost: Cost | None = None
+    tasks: list[TaskResult],
+    gauntlet: EvalGauntlet,
+    notes: list[str],
+    *,
+    cost: EvaluationCost | None = None,
 ) -> GauntletResult:
     """Compute the categories and averages of graded tasks.
 

@@ -23,7 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    Question,
+    Refusal,
+    Score,
+    ScoreRequest,
+    TaskConfig,
+    TaskRow,
+)
 from llmfoundry.recipe.checks import nearest
 
 TIE = 1e-6  # nats per unit compared; closer numbers are the same up to rounding
@@ -42,7 +49,7 @@ _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u0
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _GOES_ON = re.compile(r"\w|[.,]\d")  # of a word or a number: 3|0, 3|.5, 2|,125
 
-UNITS: dict[str, Callable[[Request, Score], int]] = {
+UNITS: dict[str, Callable[[ScoreRequest, Score], int]] = {
     "sum": lambda request, score: 1,
     "token": lambda request, score: score.n_tokens or len(request.targets),
     "char": lambda request, score: len(request.text),
@@ -55,7 +62,7 @@ CHOICE_ACCURACIES = {"acc": "sum", "acc_token": "token", "acc_norm": "char", "ac
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredQuestion:
     """A question and the model's answer.
 
     Attributes:
@@ -82,7 +89,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgment:
     """Judgment of an answer.
 
     Attributes:
@@ -117,7 +124,7 @@ def answers_of(
     questions: Sequence[Question],
     scores: Sequence[Sequence[Score | Refusal]],
     texts: Sequence[str | Refusal] | None,
-) -> list[Answer]:
+) -> list[AnsweredQuestion]:
     """Each question with its scores and, in generation, its text."""
     written = [None] * len(questions) if texts is None else texts
     return [_answer(*parts) for parts in zip(questions, scores, written, strict=True)]
@@ -125,36 +132,38 @@ def answers_of(
 
 def _answer(
     question: Question, scores: Sequence[Score | Refusal], text: str | Refusal | None
-) -> Answer:
+) -> AnsweredQuestion:
     said = [score for score in scores if isinstance(score, Score)]
     refusals = [part for part in (*scores, text) if isinstance(part, Refusal)]
     if question.problem:
         refusals = [Refusal(question.problem, left_out=True)]
     if refusals:  # what is wrong for one reason is not left out for another
-        return Answer(question, (), None, min(refusals, key=lambda refusal: refusal.left_out))
+        return AnsweredQuestion(
+            question, (), None, min(refusals, key=lambda refusal: refusal.left_out)
+        )
     assert not isinstance(text, Refusal)
-    return Answer(question, said, text)
+    return AnsweredQuestion(question, said, text)
 
 
-def judge_written(task: TaskConfig, answer: Answer) -> Verdict:
+def judge_written(task: TaskConfig, answer: AnsweredQuestion) -> Judgment:
     """By the text; where none was written, right iff the gold answer is the greedy one."""
     if answer.text is None:
         return judge_greedy(task, answer)
-    return Verdict(None, is_right(answer.text, answer.question.row, task))
+    return Judgment(None, is_right(answer.text, answer.question.row, task))
 
 
-def judge_greedy(task: TaskConfig, answer: Answer) -> Verdict:
+def judge_greedy(task: TaskConfig, answer: AnsweredQuestion) -> Judgment:
     """Right iff every token of the gold answer is the likeliest one."""
     score = answer.scores[answer.gold]
-    return Verdict(None, score.greedy, score.tied)
+    return Judgment(None, score.greedy, score.tied)
 
 
-def judge_choice(task: TaskConfig, answer: Answer) -> Verdict:
+def judge_choice(task: TaskConfig, answer: AnsweredQuestion) -> Judgment:
     """Right by the task's own unit."""
     return judge_by(answer, task.choice_by)
 
 
-def judge_by(answer: Answer, unit: str) -> Verdict:
+def judge_by(answer: AnsweredQuestion, unit: str) -> Judgment:
     """Judge by log-probability per unit: right iff the gold option alone has the highest value.
 
     LLM Foundry chooses the first of tied options. A model with the same score for every option then
@@ -166,7 +175,7 @@ def judge_by(answer: Answer, unit: str) -> Verdict:
         for score, request in zip(answer.scores, answer.question.requests, strict=True)
     ]
     best = [i for i, value in enumerate(values) if value >= max(values) - TIE]
-    return Verdict(best[0] if len(best) == 1 else None, best == [answer.gold], len(best) > 1)
+    return Judgment(best[0] if len(best) == 1 else None, best == [answer.gold], len(best) > 1)
 
 
 def calibration_error(judged: Sequence[tuple[float, bool]]) -> float:
@@ -188,7 +197,7 @@ def calibration_error(judged: Sequence[tuple[float, bool]]) -> float:
     return sum(gaps) / len(judged)
 
 
-def bits_per_byte(answers: Sequence[Answer]) -> Estimate:
+def bits_per_byte(answers: Sequence[AnsweredQuestion]) -> Estimate:
     """Bits that the gold answers take, over their UTF-8 bytes.
 
     The standard error is that of a ratio of two means over rows (Cochran, Sampling Techniques,
@@ -204,7 +213,7 @@ def bits_per_byte(answers: Sequence[Answer]) -> Estimate:
     return Estimate(ratio, math.sqrt(n / (n - 1) * residual) / size)
 
 
-def choice_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estimate]:
+def choice_metrics(answers: Sequence[AnsweredQuestion], n_refused: int) -> dict[str, Estimate]:
     """The accuracy by each unit, and both calibration errors."""
     found = {}
     for name, unit in CHOICE_ACCURACIES.items():
@@ -213,18 +222,18 @@ def choice_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estim
     return found | _choice_calibration(answers)
 
 
-def greedy_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estimate]:
+def greedy_metrics(answers: Sequence[AnsweredQuestion], n_refused: int) -> dict[str, Estimate]:
     """Both calibration errors."""
     return _greedy_calibration(answers)
 
 
-def generation_metrics(answers: Sequence[Answer], n_refused: int) -> dict[str, Estimate]:
+def generation_metrics(answers: Sequence[AnsweredQuestion], n_refused: int) -> dict[str, Estimate]:
     """The share of gold answers that are greedy."""
     rights = [*(answer.scores[0].greedy for answer in answers), *[False] * n_refused]
     return {NOT_GENERATED: share_right(rights)}
 
 
-def is_whole(task: TaskConfig, answer: Answer) -> bool:
+def is_whole(task: TaskConfig, answer: AnsweredQuestion) -> bool:
     """Whether a text is right, and not only as the start of a longer word or number."""
     if answer.text is None:
         return False
@@ -275,7 +284,7 @@ def combined(
     return value - down, value + up
 
 
-def _choice_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:
+def _choice_calibration(answers: Sequence[AnsweredQuestion]) -> dict[str, Estimate]:
     """With the probability of whole options, and with Composer's."""
     found = {CALIBRATION: [_confidence(a, _of_whole(a)) for a in answers]}
     means = [[score.mean_probability for score in a.scores] for a in answers]
@@ -287,20 +296,20 @@ def _choice_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:
     return {name: Estimate(calibration_error(judged)) for name, judged in found.items()}
 
 
-def _of_whole(answer: Answer) -> list[float]:
+def _of_whole(answer: AnsweredQuestion) -> list[float]:
     """Probabilities of the options, up to a common factor, which keeps them from underflow."""
     best = max(score.logprob for score in answer.scores)
     return [math.exp(score.logprob - best) for score in answer.scores]
 
 
-def _confidence(answer: Answer, probabilities: Sequence[float]) -> tuple[float, bool]:
+def _confidence(answer: AnsweredQuestion, probabilities: Sequence[float]) -> tuple[float, bool]:
     """(the greatest share, whether it alone is the right option's)."""
     best, total = max(probabilities), sum(probabilities)
     leaders = [i for i, p in enumerate(probabilities) if p >= best * (1 - TIE)]
     return best / total if total else 0.0, leaders == [answer.gold]
 
 
-def _greedy_calibration(answers: Sequence[Answer]) -> dict[str, Estimate]:
+def _greedy_calibration(answers: Sequence[AnsweredQuestion]) -> dict[str, Estimate]:
     """With the probability of all the likeliest tokens, and with Composer's, of one of them."""
     scores = [answer.scores[0] for answer in answers]
     found = {CALIBRATION: [(math.exp(s.best_logprob), s.greedy) for s in scores]}

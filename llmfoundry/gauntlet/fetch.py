@@ -145,7 +145,7 @@ class FetchError(Exception):
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FileProvenance:
     """What a route says of the file that it has written.
 
     Attributes:
@@ -159,12 +159,12 @@ class Fetched:
     notes: tuple[str, ...] = ()
 
 
-Route = Callable[[DataFile, Path], Fetched]
+Route = Callable[[DataFile, Path], FileProvenance]
 """Writes a file's rows to a path. Raises `FetchError`."""
 
 
 @dataclass(frozen=True)
-class Content:
+class FileDigest:
     """Size and checksum of a complete file."""
 
     sha256: str
@@ -173,7 +173,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FetchOutcome:
     """What became of one file; `line` is for people."""
 
     file: str
@@ -208,7 +208,7 @@ class FetchManifest:
             ) from error
         return cls(folder, files)
 
-    def enter(self, file: str, content: Content, fetched: Fetched) -> None:
+    def enter(self, file: str, content: FileDigest, fetched: FileProvenance) -> None:
         """Record a file, on disk too."""
         self.files[file] = asdict(content) | {"source": fetched.source, "licence": fetched.licence}
         path = self.folder / MANIFEST
@@ -216,7 +216,7 @@ class FetchManifest:
         atomic_write(path, text + "\n")
 
 
-def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[Outcome]:
+def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[FetchOutcome]:
     """Bring each file to `output`, unless it is there; one outcome each, with a progress bar.
 
     Raises:
@@ -235,7 +235,7 @@ def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[
         raise UserError(f"output: cannot write {where}: {error.strerror}") from error
 
 
-def _fetch_one(file: DataFile, manifest: FetchManifest, route: Route) -> Outcome:
+def _fetch_one(file: DataFile, manifest: FetchManifest, route: Route) -> FetchOutcome:
     target = manifest.folder / file.file
     try:
         if target.exists():
@@ -243,8 +243,8 @@ def _fetch_one(file: DataFile, manifest: FetchManifest, route: Route) -> Outcome
         else:
             line = _bring(file, target, manifest, route)
     except FetchError as error:
-        return Outcome(file.file, False, str(error))
-    return Outcome(file.file, True, line)
+        return FetchOutcome(file.file, False, str(error))
+    return FetchOutcome(file.file, True, line)
 
 
 def _check_present(file: DataFile, target: Path, manifest: FetchManifest) -> str:
@@ -253,7 +253,7 @@ def _check_present(file: DataFile, target: Path, manifest: FetchManifest) -> str
     entry = manifest.files.get(file.file)
     if entry is None:
         notes = "".join(f"; {note}" for note in _differences(file, content))
-        manifest.enter(file.file, content, Fetched("found in place"))
+        manifest.enter(file.file, content, FileProvenance("found in place"))
         return f"{content.rows:,} rows, found in place{notes}"
     if entry["sha256"] != content.sha256:
         raise FetchError(
@@ -276,7 +276,7 @@ def _bring(file: DataFile, target: Path, manifest: FetchManifest, route: Route) 
     return "; ".join([f"{content.rows:,} rows from {fetched.source}", *notes])
 
 
-def inspect(path: Path) -> Content:
+def inspect(path: Path) -> FileDigest:
     """Read a complete jsonl file.
 
     Raises:
@@ -298,10 +298,10 @@ def inspect(path: Path) -> Content:
             rows += 1
     if rows == 0:
         raise FetchError(f"{show(path)}: has no rows")
-    return Content(digest.hexdigest(), size, rows)
+    return FileDigest(digest.hexdigest(), size, rows)
 
 
-def _differences(file: DataFile, content: Content) -> Iterator[str]:
+def _differences(file: DataFile, content: FileDigest) -> Iterator[str]:
     """How a file differs from LLM Foundry's of that name, as far as that is known."""
     if content.rows != file.rows:
         yield f"LLM Foundry's file has {file.rows:,} rows"
@@ -320,7 +320,7 @@ def from_foundry(clone: Path) -> Route:
     folder = _data_folder(clone)
     source = "LLM Foundry" + _commit(clone)
 
-    def link(file: DataFile, target: Path) -> Fetched:
+    def link(file: DataFile, target: Path) -> FileProvenance:
         path = folder / file.file
         if not path.is_file():
             raise FetchError(f"{file.file} is not in {show(folder)}{_other_route(file)}")
@@ -335,7 +335,7 @@ def from_foundry(clone: Path) -> Route:
                 f"{show(path)} has {content.rows:,} rows, not {file.rows:,}; is the clone complete"
                 " and its main branch checked out?"
             )
-        return Fetched(source, file.licence or "its source's; LLM Foundry does not state it")
+        return FileProvenance(source, file.licence or "its source's; LLM Foundry does not state it")
 
     return link
 
@@ -380,7 +380,7 @@ def from_hub() -> Route:
     return _write
 
 
-def _write(file: DataFile, target: Path) -> Fetched:
+def _write(file: DataFile, target: Path) -> FileProvenance:
     if file.hub is None:
         raise FetchError("only LLM Foundry's repository has it: from_foundry=PATH")
     commit, licence = _card(file.hub)
@@ -393,7 +393,7 @@ def _write(file: DataFile, target: Path) -> Fetched:
         notes.append(f"{dropped:,} rows of the source do not fit and were left out")
     at = f" at {commit[:8]}" if commit else ""
     licence = file.licence or licence or "not stated; see the data set's page"
-    return Fetched(f"{file.hub.id}{at}", licence, tuple(notes))
+    return FileProvenance(f"{file.hub.id}{at}", licence, tuple(notes))
 
 
 def _card(hub: HubSource) -> tuple[str | None, str | None]:

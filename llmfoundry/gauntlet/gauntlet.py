@@ -40,13 +40,13 @@ from llmfoundry.gauntlet.questions import (
     PromptSettings,
     Question,
     Refusal,
-    Request,
     Score,
+    ScoreRequest,
     TaskConfig,
     TaskRow,
     here,
 )
-from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.results import EvaluationCost, GauntletResult, TaskResult, rows_lines
 from llmfoundry.gauntlet.task_rows import (
     NoHeldOutText,
     RowsNotFound,
@@ -99,11 +99,11 @@ class _Selection:
 
     share: float
     subsets: list[_TokenizedTask]
-    requests: list[Request]
+    requests: list[ScoreRequest]
 
 
 @dataclass(frozen=True)
-class Answered:
+class TaskAnswers:
     """A task's questions and the model's answers. A Refusal replaces a missing score or text.
 
     Attributes:
@@ -228,7 +228,7 @@ class Gauntlet:
 
     def run(
         self, model: EvaluatedModel, *, share: float = 1.0
-    ) -> tuple[GauntletResult, list[Answered]]:
+    ) -> tuple[GauntletResult, list[TaskAnswers]]:
         """Evaluate a model on all tasks. All ranks must call it and get the same result.
 
         Args:
@@ -244,7 +244,7 @@ class Gauntlet:
             answered.append(answers)
         for task, shots, harness in self._harness:
             results += self._run_harness(model, task, shots, harness)
-        cost = Cost(
+        cost = EvaluationCost(
             model.tokens_computed - tokens_before,
             self.tokens(share),
             time.perf_counter() - started,
@@ -264,7 +264,7 @@ class Gauntlet:
 
     def _answer(
         self, model: EvaluatedModel, tokenized: _TokenizedTask, scores: list[list[Score | Refusal]]
-    ) -> tuple[TaskResult, Answered]:
+    ) -> tuple[TaskResult, TaskAnswers]:
         """Generate the texts of a task if it has prompts, and grade the answers."""
         task, blank, questions = tokenized.task, tokenized.blank, tokenized.questions
         prompts = [question.prompt for question in questions if question.prompt is not None]
@@ -276,7 +276,7 @@ class Gauntlet:
                 texts = ["" if q.prompt is None else next(generated) for q in questions]
             except FloatingPointError as error:
                 failure = str(error)
-        answers = Answered(task, blank.num_fewshot, questions, scores, texts)
+        answers = TaskAnswers(task, blank.num_fewshot, questions, scores, texts)
         if failure is not None:
             return dataclasses.replace(blank, failure=failure), answers
         return grade(blank, task, questions, scores, texts), answers

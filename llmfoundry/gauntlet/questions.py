@@ -108,7 +108,7 @@ class TaskRow:
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoreRequest:
     """A query for the log-probability of target tokens after a context.
 
     Attributes:
@@ -124,7 +124,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationPrompt:
     """A generation prompt.
 
     Attributes:
@@ -161,8 +161,8 @@ class Question:
     """
 
     row: TaskRow
-    requests: tuple[Request, ...]
-    prompt: Prompt | None = None
+    requests: tuple[ScoreRequest, ...]
+    prompt: GenerationPrompt | None = None
     dropped: int = 0
     truncated: bool = False
     problem: str = ""
@@ -242,11 +242,11 @@ class EvaluatedModel(Protocol):
         """See above."""
         ...
 
-    def score(self, requests: Sequence[Request]) -> Sequence[Score | Refusal]:
+    def score(self, requests: Sequence[ScoreRequest]) -> Sequence[Score | Refusal]:
         """Return a score for each request, in order."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt]) -> Sequence[str | Refusal]:
+    def generate(self, prompts: Sequence[GenerationPrompt]) -> Sequence[str | Refusal]:
         """Return the greedy continuation of each prompt, in order, up to its first stop string."""
         ...
 

@@ -14,7 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmfoundry.gauntlet.answer_metrics import NOT_GENERATED, UNITS, Answer, Interval, answers_of
+from llmfoundry.gauntlet.answer_metrics import (
+    NOT_GENERATED,
+    UNITS,
+    AnsweredQuestion,
+    Interval,
+    answers_of,
+)
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
 from llmfoundry.gauntlet.task_types import judge_answer
 from llmfoundry.redaction import public
@@ -115,7 +121,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
-class Cost:
+class EvaluationCost:
     """Cost of an evaluation.
 
     Attributes:
@@ -152,7 +158,7 @@ class GauntletResult:
     averages: dict[str, float | None] = field(default_factory=dict)
     stderrs: dict[str, float | None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    cost: Cost | None = None
+    cost: EvaluationCost | None = None
     members: dict[str, list[str]] = field(default_factory=dict)
     asked: str = ""
     intervals: dict[str, Interval | None] = field(default_factory=dict)
@@ -226,7 +232,7 @@ def rows_lines(
             yield json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
-def _choices(answer: Answer) -> Iterator[dict[str, Any]]:
+def _choices(answer: AnsweredQuestion) -> Iterator[dict[str, Any]]:
     """Yield the numbers of each option; one empty mapping if no request was scored."""
     if not answer.scores:
         yield {}

@@ -14,9 +14,9 @@ from typing import Any
 from llmfoundry.gauntlet.answer_metrics import (
     CHOICE_CALIBRATION,
     LM_CALIBRATION,
-    Answer,
+    AnsweredQuestion,
     Estimate,
-    Verdict,
+    Judgment,
     check_problems,
     choice_metrics,
     generation_metrics,
@@ -53,8 +53,8 @@ class TaskType:
     fields: tuple[str, ...]
     read: Callable[[Mapping[str, Any], str], TaskRow]
     write: Callable[[TaskRow, TaskConfig, bool], tuple[str, ...]]
-    judge: Callable[[TaskConfig, Answer], Verdict]
-    metrics: Callable[[Sequence[Answer], int], dict[str, Estimate]]
+    judge: Callable[[TaskConfig, AnsweredQuestion], Judgment]
+    metrics: Callable[[Sequence[AnsweredQuestion], int], dict[str, Estimate]]
     metric: str
     calibration: str | None = None
     generates: bool = False
@@ -75,10 +75,10 @@ def type_of(task: TaskConfig) -> TaskType:
     return TASK_TYPES[task.icl_task_type]
 
 
-def judge_answer(task: TaskConfig, answer: Answer) -> Verdict:
+def judge_answer(task: TaskConfig, answer: AnsweredQuestion) -> Judgment:
     """Judge an answer by the task's accuracy. Refusals and non-finite scores are wrong."""
     if not answer.is_finite or answer.refusal is not None:
-        return Verdict(None, False)
+        return Judgment(None, False)
     return type_of(task).judge(task, answer)
 
 

@@ -1,9 +1,10 @@
 """Table of the transformers architectures that the decoder can express, for export and import.
 
 `choose_architecture.py` chooses the class of an export. `config_keys.py` converts between a `model`
-section and config.json by the class's entry. A setting is a `Field`, a `Fixed` key, or a `Need`: a
-value that the class always has, so that it is not written. All other settings must have their `OFF`
-value. An export therefore rejects a new setting of the recipe until an entry supports it.
+section and config.json by the class's entry. A setting is a `ConfigField`, a `FixedField` key, or a
+`Requirement`: a value that the class always has, so that it is not written. All other settings must
+have their `OFF` value. An export therefore rejects a new setting of the recipe until an entry
+supports it.
 
 transformers ignores unknown keys and some known ones (an MPT always has ALiBi with exponent 8,
 whatever its config.json contains). An entry therefore contains only keys whose effect was read in
@@ -58,7 +59,7 @@ TRAINING = {  # settings that affect training alone, and their value where they 
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirement:
     """What a model must be for an architecture to express it.
 
     Attributes:
@@ -75,7 +76,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Field:
+class ConfigField:
     """A key of config.json (dotted where nested) that holds one of our settings.
 
     Attributes:
@@ -98,7 +99,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedField:
     """A key of config.json that must be `value`: the decoder or transformers has nothing else.
 
     Attributes:
@@ -112,7 +113,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowFields:
     """How an architecture specifies which layers attend to a sliding window.
 
     Attributes:
@@ -152,14 +153,14 @@ class Architecture:
     """
 
     model_type: str
-    needs: tuple[Need, ...]
-    fields: tuple[Field, ...]
-    fixed: tuple[Fixed, ...] = ()
+    needs: tuple[Requirement, ...]
+    fields: tuple[ConfigField, ...]
+    fixed: tuple[FixedField, ...] = ()
     biases: Mapping[str, str] = field(default_factory=dict)
     biased: bool = False
     partial_rotary: float | None = 1.0
     theta: float = 10000.0
-    windows: Windows | None = None
+    windows: WindowFields | None = None
     nope: bool = False
     tuned: bool = False
     unread: tuple[str, ...] = ()
@@ -171,26 +172,30 @@ class Architecture:
         return any(need.key == TYPE and need.value == "dmoe" for need in self.needs)
 
 
-MHA = Need(HEADS, "multihead_attention", lambda c: c.attn_config.kv_n_heads == c.n_heads)
-MQA = Need(HEADS, "multiquery_attention", lambda c: c.attn_config.kv_n_heads == 1)
-HEADS_FILL = Need(
+MHA = Requirement(HEADS, "multihead_attention", lambda c: c.attn_config.kv_n_heads == c.n_heads)
+MQA = Requirement(HEADS, "multiquery_attention", lambda c: c.attn_config.kv_n_heads == 1)
+HEADS_FILL = Requirement(
     "head_dim", None, lambda c: c.head_dim == c.d_model / c.n_heads, "d_model / n_heads"
 )
-HEADS_DIVIDE = Need("n_heads", None, lambda c: c.d_model % c.n_heads == 0, "a divisor of d_model")
-LEARNED, ROPE = Need("learned_pos_emb", True), Need("attn_config.rope", True)
-ROPE_OR_NOPE = Need(
+HEADS_DIVIDE = Requirement(
+    "n_heads", None, lambda c: c.d_model % c.n_heads == 0, "a divisor of d_model"
+)
+LEARNED, ROPE = Requirement("learned_pos_emb", True), Requirement("attn_config.rope", True)
+ROPE_OR_NOPE = Requirement(
     ROPE.key, None, lambda c: c.attn_config.rope or c.attn_config.nope, "true, or nope: true"
 )
-LAYERNORM, RMSNORM = Need("norm_type", "layernorm"), Need("norm_type", "rmsnorm")
-MLP, GLU = Need(TYPE, "mptmlp"), Need(TYPE, "mptglu")
-NO_BIAS, NO_QKV_BIAS = Need("no_bias", True), Need("attention_bias", False)
+LAYERNORM, RMSNORM = Requirement("norm_type", "layernorm"), Requirement("norm_type", "rmsnorm")
+MLP, GLU = Requirement(TYPE, "mptmlp"), Requirement(TYPE, "mptglu")
+NO_BIAS, NO_QKV_BIAS = Requirement("no_bias", True), Requirement("attention_bias", False)
 GATED_EXPERTS = (
-    Need(TYPE, "dmoe", lambda c: c.ffn_config.ffn_type in ("dmoe", "mptglu"), "dmoe or mptglu"),
-    Need(MLP_TYPE, "glu", lambda c: c.ffn_config.mlp_type in ("glu", None)),
+    Requirement(
+        TYPE, "dmoe", lambda c: c.ffn_config.ffn_type in ("dmoe", "mptglu"), "dmoe or mptglu"
+    ),
+    Requirement(MLP_TYPE, "glu", lambda c: c.ffn_config.mlp_type in ("glu", None)),
     # what the biases have grown to has no place in their checkpoints
-    Need(BALANCING, None, lambda c: c.ffn_config.moe_balancing != "bias", "loss or none"),
+    Requirement(BALANCING, None, lambda c: c.ffn_config.moe_balancing != "bias", "loss or none"),
 )
-SUM_TO_ONE = Need(
+SUM_TO_ONE = Requirement(
     NORMALIZE,
     1.0,
     lambda c: c.ffn_config.moe_normalize_expert_weights == 1 or not is_mixture(c),
@@ -229,25 +234,31 @@ ACTIVATIONS = {  # by transformers' ACT2FN from 5.0 on; of several names the fir
 }
 
 
-TIED = Field("tie_word_embeddings", "tie_word_embeddings", True)
+TIED = ConfigField("tie_word_embeddings", "tie_word_embeddings", True)
 GPT2_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("n_embd", "d_model"),
-    Field("n_head", "n_heads"),
-    Field("n_layer", "n_layers"),
-    Field("n_positions", "max_seq_len"),
-    Field("n_inner", HIDDEN, None),
-    Field("activation_function", "ffn_config.ffn_act_fn", choices=ACTIVATIONS),
-    Field("layer_norm_epsilon", "norm_eps"),
-    Field("resid_pdrop", "resid_pdrop", 0.1),
-    Field("embd_pdrop", "emb_pdrop", 0.1),
-    Field("attn_pdrop", "attn_config.attn_pdrop", 0.1),
+    ConfigField("vocab_size", "vocab_size"),
+    ConfigField("n_embd", "d_model"),
+    ConfigField("n_head", "n_heads"),
+    ConfigField("n_layer", "n_layers"),
+    ConfigField("n_positions", "max_seq_len"),
+    ConfigField("n_inner", HIDDEN, None),
+    ConfigField("activation_function", "ffn_config.ffn_act_fn", choices=ACTIVATIONS),
+    ConfigField("layer_norm_epsilon", "norm_eps"),
+    ConfigField("resid_pdrop", "resid_pdrop", 0.1),
+    ConfigField("embd_pdrop", "emb_pdrop", 0.1),
+    ConfigField("attn_pdrop", "attn_config.attn_pdrop", 0.1),
     TIED,
 )
-GPT2_FIXED = (Fixed("scale_attn_weights", True, True), Fixed("add_cross_attention", False, False))
+GPT2_FIXED = (
+    FixedField("scale_attn_weights", True, True),
+    FixedField("add_cross_attention", False, False),
+)
 MOSAIC_FIELDS = (
-    *(Field(key, key) for key in ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")),
-    Field("attn_config.clip_qkv", CLIP, None, gguf="add_clamp_kqv"),
+    *(
+        ConfigField(key, key)
+        for key in ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
+    ),
+    ConfigField("attn_config.clip_qkv", CLIP, None, gguf="add_clamp_kqv"),
 )
 FOUNDRY_OFF = ("clip_qkv",)  # of attention: LLM Foundry turns it off by 0 as well as by null
 
@@ -259,26 +270,26 @@ def llama_fields(
     hidden: str = "intermediate_size",
     tied: bool = False,
     kv_heads: Any = REQUIRED,
-) -> tuple[Field, ...]:
+) -> tuple[ConfigField, ...]:
     """Llama's keys, which most architectures share but for a name or a default."""
     return (
-        Field("vocab_size", "vocab_size"),
-        Field("hidden_size", "d_model"),
-        Field("num_attention_heads", "n_heads"),
-        Field("num_key_value_heads", "attn_config.kv_n_heads", kv_heads),
-        Field("num_hidden_layers", "n_layers"),
-        Field(hidden, HIDDEN),
-        Field(act, "ffn_config.ffn_act_fn", choices=ACTIVATIONS),
-        Field("max_position_embeddings", "max_seq_len"),
-        Field(eps, "norm_eps"),
-        Field("attention_dropout", "attn_config.attn_pdrop", 0.0),
+        ConfigField("vocab_size", "vocab_size"),
+        ConfigField("hidden_size", "d_model"),
+        ConfigField("num_attention_heads", "n_heads"),
+        ConfigField("num_key_value_heads", "attn_config.kv_n_heads", kv_heads),
+        ConfigField("num_hidden_layers", "n_layers"),
+        ConfigField(hidden, HIDDEN),
+        ConfigField(act, "ffn_config.ffn_act_fn", choices=ACTIVATIONS),
+        ConfigField("max_position_embeddings", "max_seq_len"),
+        ConfigField(eps, "norm_eps"),
+        ConfigField("attention_dropout", "attn_config.attn_pdrop", 0.0),
         replace(TIED, default=tied),
     )
 
 
-def head_dim(default: int | None = None) -> Field:
+def head_dim(default: int | None = None) -> ConfigField:
     """The width of a head, a key that several configs take without having a name for it."""
-    return Field("head_dim", "head_dim", default)
+    return ConfigField("head_dim", "head_dim", default)
 
 
 def read_nope(written: Mapping[str, Any], n_layers: int, problems: list[str]) -> list[bool]:
@@ -296,8 +307,8 @@ def read_nope(written: Mapping[str, Any], n_layers: int, problems: list[str]) ->
 LLAMA_FIELDS = (*llama_fields(kv_heads=None), head_dim())
 GRANITE_FIELDS = (
     *LLAMA_FIELDS,
-    Field("attention_multiplier", SCALE, 1.0, write=attention_scale),
-    Field(
+    ConfigField("attention_multiplier", SCALE, 1.0, write=attention_scale),
+    ConfigField(
         "logits_scaling",
         "logit_scale",
         1.0,
@@ -305,7 +316,10 @@ GRANITE_FIELDS = (
         read=lambda said: None if said == 1 else 1 / said,
     ),
 )
-GRANITE_FIXED = (Fixed("embedding_multiplier", 1.0, 1.0), Fixed("residual_multiplier", 1.0, 1.0))
+GRANITE_FIXED = (
+    FixedField("embedding_multiplier", 1.0, 1.0),
+    FixedField("residual_multiplier", 1.0, 1.0),
+)
 
 
 def _is_root_of_whole(config: ResolvedModelConfig) -> bool:
@@ -321,14 +335,14 @@ def _gemma_head(config: ResolvedModelConfig) -> bool:
 
 _LLAMA = (ROPE, RMSNORM, GLU)
 _LLAMA_BIASES = {"attention_bias": "any", "mlp_bias": "other"}
-_QWEN_WINDOWS = Windows(
+_QWEN_WINDOWS = WindowFields(
     types=lambda written, layers: [
         FULL if i < written.get("max_window_layers", 28) else SLIDING for i in range(layers)
     ]
 )
 
-NORM_TOPK = Field("norm_topk_prob", NORMALIZE, False, choices={True: 1.0, False: None})
-DBRX_NORM = Field(
+NORM_TOPK = ConfigField("norm_topk_prob", NORMALIZE, False, choices={True: 1.0, False: None})
+DBRX_NORM = ConfigField(
     NORMALIZE,
     NORMALIZE,
     1.0,
@@ -342,7 +356,7 @@ def expert_fields(
     top_k: str = "num_experts_per_tok",
     loss: str = "router_aux_loss_coef",
     also: tuple[str, ...] = (),
-) -> tuple[Field, ...]:
+) -> tuple[ConfigField, ...]:
     """The keys of a mixture.
 
     Args:
@@ -353,15 +367,15 @@ def expert_fields(
         also: other names of `experts`.
     """
     return (
-        Field(
+        ConfigField(
             experts,
             EXPERTS,
             defaults[0],
             write=lambda c: c.ffn_config.moe_num_experts or 1,
             also=also,
         ),
-        Field(top_k, TOP_K, defaults[1], write=lambda c: c.ffn_config.moe_top_k or 1),
-        Field(loss, LOSS, defaults[2], write=_loss_weight),
+        ConfigField(top_k, TOP_K, defaults[1], write=lambda c: c.ffn_config.moe_top_k or 1),
+        ConfigField(loss, LOSS, defaults[2], write=_loss_weight),
     )
 
 
@@ -377,14 +391,14 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
     "MptForCausalLM": Architecture(
         "mpt",
         (
-            Need("attn_config.alibi", True),
-            Need("attn_config.alibi_bias_max", 8),
+            Requirement("attn_config.alibi", True),
+            Requirement("attn_config.alibi_bias_max", 8),
             LAYERNORM,
             NO_BIAS,
             NO_QKV_BIAS,
             MLP,
-            Need("ffn_config.ffn_act_fn", "gelu"),
-            Need(
+            Requirement("ffn_config.ffn_act_fn", "gelu"),
+            Requirement(
                 HIDDEN, None, lambda c: c.ffn_config.ffn_hidden_size == 4 * c.d_model, "4 * d_model"
             ),
             MHA,
@@ -392,20 +406,20 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         ),
         (
             *MOSAIC_FIELDS,
-            Field("layer_norm_epsilon", "norm_eps", 1e-5),
-            Field("attn_config.softmax_scale", SCALE, None),
+            ConfigField("layer_norm_epsilon", "norm_eps", 1e-5),
+            ConfigField("attn_config.softmax_scale", SCALE, None),
             TIED,
         ),
         (
-            Fixed("attn_config.attn_type", "multihead_attention", "multihead_attention"),
-            Fixed("attn_config.alibi", True, True),
-            Fixed("attn_config.alibi_bias_max", 8, 8),
-            Fixed("attn_config.qk_ln", False, False),
-            Fixed("attn_config.prefix_lm", False, False),
-            Fixed("expansion_ratio", 4, 4),
-            Fixed("no_bias", True, True),
-            Fixed("logit_scale", None, None),
-            Fixed("learned_pos_emb", False, ANYTHING),  # true in MPT-7B's own, beside ALiBi
+            FixedField("attn_config.attn_type", "multihead_attention", "multihead_attention"),
+            FixedField("attn_config.alibi", True, True),
+            FixedField("attn_config.alibi_bias_max", 8, 8),
+            FixedField("attn_config.qk_ln", False, False),
+            FixedField("attn_config.prefix_lm", False, False),
+            FixedField("expansion_ratio", 4, 4),
+            FixedField("no_bias", True, True),
+            FixedField("logit_scale", None, None),
+            FixedField("learned_pos_emb", False, ANYTHING),  # true in MPT-7B's own, beside ALiBi
         ),
         partial_rotary=None,
         # its attn_pdrop is all of its dropouts at once, and must be a whole number
@@ -417,14 +431,14 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         "gpt2",
         (LEARNED, LAYERNORM, MLP, MHA, HEADS_FILL),
         GPT2_FIELDS,
-        (*GPT2_FIXED, Fixed("scale_attn_by_inverse_layer_idx", False, False)),
+        (*GPT2_FIXED, FixedField("scale_attn_by_inverse_layer_idx", False, False)),
         partial_rotary=None,
     ),
     "GPTBigCodeForCausalLM": Architecture(
         "gpt_bigcode",
         (LEARNED, LAYERNORM, MLP, MQA, HEADS_FILL),
         GPT2_FIELDS,
-        (*GPT2_FIXED, Fixed("multi_query", True, True)),
+        (*GPT2_FIXED, FixedField("multi_query", True, True)),
         partial_rotary=None,
     ),
     "LlamaForCausalLM": Architecture(
@@ -452,21 +466,21 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (
             *llama_fields(eps="norm_epsilon", tied=True),
             head_dim(),
-            Field("residual_dropout", "resid_pdrop", 0.0),
-            Field("embedding_dropout", "emb_pdrop", 0.0),
+            ConfigField("residual_dropout", "resid_pdrop", 0.0),
+            ConfigField("embedding_dropout", "emb_pdrop", 0.0),
         ),
         biases={"use_bias": "any"},
         biased=True,
-        windows=Windows(key="sliding_window", default=None, switch=False),
+        windows=WindowFields(key="sliding_window", default=None, switch=False),
     ),
     "StableLmForCausalLM": Architecture(
         "stablelm",
         (ROPE, LAYERNORM, GLU, NO_BIAS, HEADS_FILL),
         (
             *llama_fields(eps="layer_norm_eps"),
-            Field("qk_layernorm", "attn_config.qk_gn", False),
+            ConfigField("qk_layernorm", "attn_config.qk_gn", False),
         ),
-        (Fixed("use_parallel_residual", False, False),),
+        (FixedField("use_parallel_residual", False, False),),
         biases={"use_qkv_bias": "qkv"},
         partial_rotary=0.25,
         unread=("hidden_dropout",),  # of the feed-forward layer alone
@@ -475,7 +489,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         "mistral",
         (*_LLAMA, NO_BIAS, NO_QKV_BIAS),
         (*llama_fields(), head_dim()),
-        windows=Windows(key="sliding_window", switch=False),
+        windows=WindowFields(key="sliding_window", switch=False),
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2",
@@ -485,7 +499,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3",
-        (*_LLAMA, Need(QK_GN, True), NO_BIAS),
+        (*_LLAMA, Requirement(QK_GN, True), NO_BIAS),
         (*llama_fields(), head_dim(128)),
         biases={"attention_bias": "any"},
         windows=_QWEN_WINDOWS,
@@ -496,7 +510,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (*llama_fields(tied=True), head_dim()),
         biases=_LLAMA_BIASES,
         theta=2000000.0,
-        windows=Windows(
+        windows=WindowFields(
             default=None,
             types=lambda written, layers: [
                 FULL if rotates else SLIDING for rotates in read_nope(written, layers, [])
@@ -510,33 +524,33 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             *_LLAMA,
             NO_BIAS,
             HEADS_DIVIDE,
-            Need(
+            Requirement(
                 "d_model",
                 None,
                 lambda c: math.isqrt(c.d_model) ** 2 == c.d_model,
                 "a square number",
             ),
-            Need(
+            Requirement(
                 "logit_scale",
                 None,
                 _gemma_head,
                 "inv_sqrt_d_model if tie_word_embeddings, else null",
             ),
-            Need(SCALE, None, _is_root_of_whole, "1 / sqrt(a whole number)"),
+            Requirement(SCALE, None, _is_root_of_whole, "1 / sqrt(a whole number)"),
         ),
         (
             *llama_fields(act="hidden_activation", tied=True),
             head_dim(256),
-            Field(
+            ConfigField(
                 "query_pre_attn_scalar",
                 "attn_config.softmax_scale",
                 256,
                 write=lambda config: round(attention_scale(config) ** -2),
                 read=lambda square: square**-0.5,
             ),
-            Field("attn_logit_softcapping", "attn_config.attn_logit_softcapping", 50.0),
-            Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
-            Field(
+            ConfigField("attn_logit_softcapping", "attn_config.attn_logit_softcapping", 50.0),
+            ConfigField("final_logit_softcapping", "final_logit_softcapping", 30.0),
+            ConfigField(
                 "tie_word_embeddings",
                 "logit_scale",
                 True,
@@ -545,9 +559,9 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             ),
         ),
         # before 5.23 transformers takes SDPA, which knows no softcap, unless told otherwise
-        (Fixed("_attn_implementation", "eager", ANYTHING),),
+        (FixedField("_attn_implementation", "eager", ANYTHING),),
         biases={"attention_bias": "any"},
-        windows=Windows(
+        windows=WindowFields(
             switch=False,
             types=lambda _, layers: [FULL if i % 2 else SLIDING for i in range(layers)],
             always=True,
@@ -557,10 +571,10 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         "llama4_text",
         (ROPE_OR_NOPE, RMSNORM, GLU, NO_BIAS),
         (*llama_fields(hidden="intermediate_size_mlp"), head_dim(128)),
-        (Fixed("moe_layers", [], None), Fixed("use_qk_norm", False, True)),
+        (FixedField("moe_layers", [], None), FixedField("use_qk_norm", False, True)),
         biases={"attention_bias": "any"},
         theta=500000.0,
-        windows=Windows(
+        windows=WindowFields(
             switch=False,
             types=lambda written, layers: [
                 "chunked_attention" if rotates else FULL
@@ -580,64 +594,64 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             MHA,
             HEADS_FILL,
             NO_QKV_BIAS,
-            Need(SCALE, 1.0),
+            Requirement(SCALE, 1.0),
         ),
         (
-            Field("vocab_size", "vocab_size"),
-            Field("hidden_size", "d_model"),
-            Field("num_heads", "n_heads"),
-            Field("num_layers", "n_layers"),
-            Field("max_position_embeddings", "max_seq_len"),
-            Field("intermediate_size", HIDDEN, None),
-            Field("activation_function", "ffn_config.ffn_act_fn", "gelu_new", ACTIVATIONS),
-            Field("layer_norm_epsilon", "norm_eps", 1e-5),
-            Field("resid_dropout", "resid_pdrop", 0.0),
-            Field("embed_dropout", "emb_pdrop", 0.0),
-            Field("attention_dropout", "attn_config.attn_pdrop", 0.0),
+            ConfigField("vocab_size", "vocab_size"),
+            ConfigField("hidden_size", "d_model"),
+            ConfigField("num_heads", "n_heads"),
+            ConfigField("num_layers", "n_layers"),
+            ConfigField("max_position_embeddings", "max_seq_len"),
+            ConfigField("intermediate_size", HIDDEN, None),
+            ConfigField("activation_function", "ffn_config.ffn_act_fn", "gelu_new", ACTIVATIONS),
+            ConfigField("layer_norm_epsilon", "norm_eps", 1e-5),
+            ConfigField("resid_dropout", "resid_pdrop", 0.0),
+            ConfigField("embed_dropout", "emb_pdrop", 0.0),
+            ConfigField("attention_dropout", "attn_config.attn_pdrop", 0.0),
             TIED,
         ),
         partial_rotary=None,
-        windows=Windows(key="attention_types", default=256, switch=False),
+        windows=WindowFields(key="attention_types", default=256, switch=False),
     ),
     "DbrxForCausalLM": Architecture(
         "dbrx",
         (
             ROPE,
             LAYERNORM,
-            Need("norm_eps", 1e-5),
+            Requirement("norm_eps", 1e-5),
             *GATED_EXPERTS,
             NO_BIAS,
             NO_QKV_BIAS,
             HEADS_FILL,
             # transformers' DBRX fails without one
-            Need(CLIP, None, lambda c: c.attn_config.clip_qkv is not None, "a number"),
+            Requirement(CLIP, None, lambda c: c.attn_config.clip_qkv is not None, "a number"),
         ),
         (
             *MOSAIC_FIELDS,
-            Field("attn_config.kv_n_heads", "attn_config.kv_n_heads", 1),
-            Field("attn_config.attn_pdrop", "attn_config.attn_pdrop", 0.0),
-            Field("resid_pdrop", "resid_pdrop", 0.0),
-            Field(HIDDEN, HIDDEN),
+            ConfigField("attn_config.kv_n_heads", "attn_config.kv_n_heads", 1),
+            ConfigField("attn_config.attn_pdrop", "attn_config.attn_pdrop", 0.0),
+            ConfigField("resid_pdrop", "resid_pdrop", 0.0),
+            ConfigField(HIDDEN, HIDDEN),
             # 5.17 fails at keys of ffn_config that it does not know: these are all of them
-            Field("ffn_config.ffn_act_fn.name", "ffn_config.ffn_act_fn", "silu", ACTIVATIONS),
+            ConfigField("ffn_config.ffn_act_fn.name", "ffn_config.ffn_act_fn", "silu", ACTIVATIONS),
             *expert_fields(4, 1, 0.01, experts=EXPERTS, top_k=TOP_K, loss=LOSS),
             DBRX_NORM,
-            Field(JITTER, JITTER, None, read=lambda eps: eps or None),
+            ConfigField(JITTER, JITTER, None, read=lambda eps: eps or None),
         ),
-        (Fixed("tie_word_embeddings", False, False),),
+        (FixedField("tie_word_embeddings", False, False),),
         unread=("emb_pdrop",),  # transformers has the key, and does nothing with it
     ),
     "OlmoeForCausalLM": Architecture(
         "olmoe",
-        (ROPE, RMSNORM, *GATED_EXPERTS, Need(QK_LN, True), NO_BIAS, HEADS_FILL),
+        (ROPE, RMSNORM, *GATED_EXPERTS, Requirement(QK_LN, True), NO_BIAS, HEADS_FILL),
         (
             *llama_fields(kv_heads=None),
             *expert_fields(64, 8, 0.01, experts="num_experts"),
             NORM_TOPK,
         ),
         (
-            Fixed("clip_qkv", None, None),  # theirs clamps after the norm of queries and keys
-            Fixed("sliding_window", None, None),
+            FixedField("clip_qkv", None, None),  # theirs clamps after the norm of queries and keys
+            FixedField("sliding_window", None, None),
         ),
         biases={"attention_bias": "any"},
     ),
@@ -648,7 +662,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             *llama_fields(),
             head_dim(),
             *expert_fields(8, 2, 0.001),
-            Field(
+            ConfigField(
                 "router_jitter_noise",
                 JITTER,
                 0.0,
@@ -657,20 +671,20 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
             ),
         ),
         theta=1000000.0,
-        windows=Windows(key="sliding_window", default=None, switch=False),
+        windows=WindowFields(key="sliding_window", default=None, switch=False),
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
-        (ROPE, RMSNORM, *GATED_EXPERTS, Need(QK_GN, True), NO_BIAS),
+        (ROPE, RMSNORM, *GATED_EXPERTS, Requirement(QK_GN, True), NO_BIAS),
         (
             *llama_fields(hidden="moe_intermediate_size"),
             head_dim(),
             *expert_fields(128, 8, 0.001, also=("num_experts",)),
             NORM_TOPK,
         ),
-        (Fixed("decoder_sparse_step", 1, 1), Fixed("mlp_only_layers", [], [])),
+        (FixedField("decoder_sparse_step", 1, 1), FixedField("mlp_only_layers", [], [])),
         biases={"attention_bias": "any"},
-        windows=Windows(key="sliding_window"),
+        windows=WindowFields(key="sliding_window"),
     ),
     "GraniteMoeForCausalLM": Architecture(
         "granitemoe",
@@ -685,7 +699,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (
             *GRANITE_FIELDS,
             *_GRANITE_EXPERTS,
-            Field(
+            ConfigField(
                 "shared_intermediate_size",
                 SHARED,
                 0,

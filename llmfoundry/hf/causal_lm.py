@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.rope_by_document import RopeByDocument
-from llmfoundry.inference.hugging_face_rows import angles_by_length
+from llmfoundry.inference.hugging_face_slots import angles_by_length
 from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.models.router import Routing
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
@@ -423,7 +423,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 HIDDEN = torch.finfo(torch.bfloat16).min  # finite in every dtype that has an exponent of 8 bits
 
 
-class Asked(Protocol):
+class MaskTraits(Protocol):
     """Properties of a class that the strategies depend on."""
 
     def takes(self, name: str) -> bool:
@@ -452,14 +452,14 @@ def mask_types(config: Any) -> dict[str, int | None] | int | None:
     return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
 
 
-def by_positions(asked: Asked, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
+def by_positions(asked: MaskTraits, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
     """Isolate documents by their positions; the class derives the mask from them."""
     if not asked.takes("position_ids"):
         raise NotImplementedError("positions")
     return {"position_ids": layout.positions}
 
 
-def by_mask(asked: Asked, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
+def by_mask(asked: MaskTraits, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
     """Isolate documents by an additive mask, with positions if the class takes them."""
     windows = asked.mask_types()
     is_visible = visible(layout)

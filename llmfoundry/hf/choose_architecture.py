@@ -22,7 +22,7 @@ from llmfoundry.hf.architectures import (
     TRAINING,
     TYPE,
     Architecture,
-    Need,
+    Requirement,
     is_mixture,
 )
 from llmfoundry.hf.config_keys import LOW, field_text, get, plain_settings
@@ -126,7 +126,7 @@ def _missed(
     return missed | missed_layers(plain, layers, architecture)
 
 
-def _holds(need: Need, plain: ResolvedModelConfig) -> bool:
+def _holds(need: Requirement, plain: ResolvedModelConfig) -> bool:
     return get(plain, need.key) == need.value if need.holds is None else need.holds(plain)
 
 

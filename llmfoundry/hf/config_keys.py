@@ -28,8 +28,8 @@ from llmfoundry.hf.architectures import (
     TOP_K,
     TYPE,
     Architecture,
-    Field,
-    Fixed,
+    ConfigField,
+    FixedField,
 )
 from llmfoundry.hf.layer_keys import read_layers, write_layers
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, is_foundry, read_foundry
@@ -62,7 +62,9 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that
         ),
     ),
 }
-CAUSAL = Fixed("is_causal", True, True)  # false in models that embed texts, of any architecture
+CAUSAL = FixedField(
+    "is_causal", True, True
+)  # false in models that embed texts, of any architecture
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
 
@@ -89,7 +91,7 @@ def write_settings(config: ResolvedModelConfig, name: str) -> dict[str, Any]:
     return written
 
 
-def _written(field: Field, config: ResolvedModelConfig) -> Any:
+def _written(field: ConfigField, config: ResolvedModelConfig) -> Any:
     if field.write is not None:
         return field.write(config)
     value = get(config, field.ours)
@@ -240,7 +242,7 @@ def _look_up(written: Mapping[str, Any], key: str, default: Any) -> Any:
     return found
 
 
-def _read(field: Field, written: dict[str, Any], problems: list[str]) -> Any:
+def _read(field: ConfigField, written: dict[str, Any], problems: list[str]) -> Any:
     value = field.default
     for key in (*field.also, field.theirs):
         value = _look_up(written, key, value)

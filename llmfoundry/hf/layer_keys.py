@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from llmfoundry.hf.architectures import FULL, SLIDING, Architecture, Windows, read_nope
+from llmfoundry.hf.architectures import FULL, SLIDING, Architecture, WindowFields, read_nope
 from llmfoundry.recipe.attention import (
     DEFAULT,
     AttentionOverride,
@@ -48,7 +48,7 @@ def write_layers(config: ModelConfig, architecture: Architecture) -> dict[str, A
     return written | _write_windows(architecture.windows, sizes, config.max_seq_len or 1)
 
 
-def _write_windows(windows: Windows, sizes: Sequence[int], longest: int) -> dict[str, Any]:
+def _write_windows(windows: WindowFields, sizes: Sequence[int], longest: int) -> dict[str, Any]:
     size = max(sizes) + 1 or None
     types = [FULL if window < 0 else SLIDING for window in sizes]
     if windows.key == "attention_types":
@@ -90,7 +90,7 @@ def _read_tuning(written: Mapping[str, Any]) -> Tuning | None:
 
 
 def _read_windows(
-    written: Mapping[str, Any], windows: Windows | None, n_layers: int, problems: list[str]
+    written: Mapping[str, Any], windows: WindowFields | None, n_layers: int, problems: list[str]
 ) -> list[int]:
     """The window of every layer."""
     none, given = [-1] * n_layers, list(written.get("layer_types") or [])
@@ -118,7 +118,7 @@ def _read_windows(
     return [size - 1 if kind == SLIDING else -1 for kind in types]
 
 
-def _types(written: Mapping[str, Any], windows: Windows | None, n_layers: int) -> list[str]:
+def _types(written: Mapping[str, Any], windows: WindowFields | None, n_layers: int) -> list[str]:
     """Every layer's kind where config.json does not list them."""
     if windows is None:
         return [FULL] * n_layers
@@ -188,7 +188,7 @@ def missed_layers(
     return musts
 
 
-def _missed_window(layers: Sequence[LayerConfig], windows: Windows | None) -> str:
+def _missed_window(layers: Sequence[LayerConfig], windows: WindowFields | None) -> str:
     sizes = {layer.window for layer in layers}
     if (windows is None or not windows.sizes) and sizes != {-1}:
         return "sliding_window_size: -1 in every layer"

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmfoundry.hf import expert_names
 from llmfoundry.hf.architectures import FOUNDRY_OFF
-from llmfoundry.hf.tensor_names import Rule, WeightMap
+from llmfoundry.hf.tensor_names import NameRule, WeightMap
 from llmfoundry.recipe.attention import LLAMA3_KEYS
 from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.schema import Schema
@@ -187,18 +187,20 @@ def foundry_map(config: ResolvedModelConfig, written: Mapping[str, Any]) -> Weig
         "attn.out_proj": "other",
     }
     rules = (
-        *(Rule(name, (f"transformer.{name}.weight",)) for name in ("wte", "wpe")),
-        Rule("norm_f", ("transformer.norm_f.weight",), norm),
+        *(NameRule(name, (f"transformer.{name}.weight",)) for name in ("wte", "wpe")),
+        NameRule("norm_f", ("transformer.norm_f.weight",), norm),
         *(
-            Rule(f"blocks.{{i}}.{name}", _parts(f"{block}{inside}{name}.weight", fused), bias)
+            NameRule(f"blocks.{{i}}.{name}", _parts(f"{block}{inside}{name}.weight", fused), bias)
             for name, bias in attention.items()
         ),
         *(
-            Rule(f"blocks.{{i}}.ffn.{ours}{name}", (f"{block}ffn.{theirs}{name}.weight",), "other")
+            NameRule(
+                f"blocks.{{i}}.ffn.{ours}{name}", (f"{block}ffn.{theirs}{name}.weight",), "other"
+            )
             for ours, theirs in {"": "", "shared.": "shared_expert."}.items()
             for name in ("gate_proj", "up_proj", "down_proj")
         ),
-        Rule("lm_head", ("lm_head.weight",)),
+        NameRule("lm_head", ("lm_head.weight",)),
     )
     return WeightMap(rules, (expert_names.DBRX,) if config.ffn_config.ffn_type == "dmoe" else ())
 

@@ -19,7 +19,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architectures import DOCUMENT_START
 from llmfoundry.hf.read_folder import read_folder_config
-from llmfoundry.inference.hugging_face_rows import end_ids
+from llmfoundry.inference.hugging_face_slots import end_ids
 
 DEFAULT_SEQ_LEN = 2048
 """Used if neither config nor tokenizer specify a longest input, as in lm-evaluation-harness."""

@@ -282,7 +282,7 @@ class WeightFiles:
         names: of all of them.
     """
 
-    def __init__(self, files: list[Path], reader: Callable[[Path], Reader]) -> None:
+    def __init__(self, files: list[Path], reader: Callable[[Path], WeightReader]) -> None:
         """Open every file once, for its list of tensors."""
         self._reader = reader
         self._where: dict[str, Path] = {}
@@ -291,7 +291,7 @@ class WeightFiles:
             sketches = reader(file).sketches()
             self._where |= dict.fromkeys(sketches, file)
             self._sketches |= sketches
-        self._open: tuple[Path, Reader] | None = None
+        self._open: tuple[Path, WeightReader] | None = None
 
     @property
     def names(self) -> set[str]:
@@ -323,7 +323,7 @@ class WeightFiles:
         self._open = None
 
 
-class Reader:
+class WeightReader:
     """One open file."""
 
     def sketches(self) -> dict[str, Tensor]:
@@ -335,7 +335,7 @@ class Reader:
         raise NotImplementedError
 
 
-class SafeReader(Reader):
+class SafeReader(WeightReader):
     """A safetensors file."""
 
     def __init__(self, file: Path) -> None:
@@ -355,7 +355,7 @@ class SafeReader(Reader):
         return self._file.get(name)
 
 
-class PickleReader(Reader):
+class PickleReader(WeightReader):
     """A file of torch.save, of which tensors alone are read."""
 
     def __init__(self, file: Path) -> None:
@@ -404,7 +404,7 @@ def open_weights(folder: Path) -> Iterator[WeightFiles]:
         weights.close()
 
 
-def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], Reader]]:
+def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], WeightReader]]:
     """The files, and what opens one."""
     for one, reader in ((SAFETENSORS, SafeReader), (PICKLE, PickleReader)):
         index = folder / f"{one}.index.json"

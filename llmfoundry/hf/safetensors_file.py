@@ -41,7 +41,7 @@ _ORDER = {dtype: -number for number, dtype in enumerate(DTYPES.values())}
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where the tensors of a file are.
 
     Attributes:
@@ -55,7 +55,7 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, torch.dtype, torch.Size]]) -> Layout:
+    def of(cls, tensors: Iterable[tuple[str, torch.dtype, torch.Size]]) -> FileLayout:
         """As save_file orders them: by dtype, then by name."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends = {}

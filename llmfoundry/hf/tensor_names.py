@@ -2,7 +2,7 @@
 
 Entry points: `write_folder.py` calls `to_theirs`, `read_folder.py` calls `to_ours`. A new
 architecture needs one entry of `MAPS` here and one in `hf/architectures.py`. LLM Foundry's map is
-in `llm_foundry_mpt.py`. One `WeightMap` serves both directions: each `Rule` connects a layer of
+in `llm_foundry_mpt.py`. One `WeightMap` serves both directions: each `NameRule` connects a layer of
 the decoder with its counterpart, and biases follow the weight. Rows are split, joined, repeated
 and reordered, so that an exported model is imported bit for bit. Values are computed only for
 Gemma: its norm weights are offset by one, and its embedding is scaled.
@@ -27,7 +27,7 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """A layer of the decoder (ours) and its counterpart in an architecture (theirs).
 
     Attributes:
@@ -65,87 +65,89 @@ class WeightMap:
         own_head: the head is never tied to the embedding; a tied head is written as a copy.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     experts: tuple[ExpertNames, ...] = ()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     own_head: bool = False
 
 
 def _llama_like(
-    *ffn: Rule,
+    *ffn: NameRule,
     qkv_bias: str = "any",
     out_bias: str = "any",
     norm_bias: str = "never",
     norm_2: str = "post_attention_layernorm",
     gemma: bool = False,
     interleaved: bool = False,
-) -> tuple[Rule, ...]:
+) -> tuple[NameRule, ...]:
     """Return Llama's rules, which most architectures share apart from the feed-forward layer."""
     layer, less = "model.layers.{i}.", 1.0 if gemma else 0.0
     qkv = tuple(f"{layer}self_attn.{part}_proj.weight" for part in "qkv")
     return (
-        Rule("wte", ("model.embed_tokens.weight",), multiplied=gemma),
-        Rule("blocks.{i}.norm_1", (f"{layer}input_layernorm.weight",), norm_bias, less=less),
-        Rule("blocks.{i}.attn.Wqkv", qkv, qkv_bias, interleaved=interleaved),
-        Rule("blocks.{i}.attn.out_proj", (f"{layer}self_attn.o_proj.weight",), out_bias),
-        Rule("blocks.{i}.norm_2", (f"{layer}{norm_2}.weight",), norm_bias, less=less),
+        NameRule("wte", ("model.embed_tokens.weight",), multiplied=gemma),
+        NameRule("blocks.{i}.norm_1", (f"{layer}input_layernorm.weight",), norm_bias, less=less),
+        NameRule("blocks.{i}.attn.Wqkv", qkv, qkv_bias, interleaved=interleaved),
+        NameRule("blocks.{i}.attn.out_proj", (f"{layer}self_attn.o_proj.weight",), out_bias),
+        NameRule("blocks.{i}.norm_2", (f"{layer}{norm_2}.weight",), norm_bias, less=less),
         *ffn,
-        Rule("norm_f", ("model.norm.weight",), norm_bias, less=less),
-        Rule("lm_head", ("lm_head.weight",)),
+        NameRule("norm_f", ("model.norm.weight",), norm_bias, less=less),
+        NameRule("lm_head", ("lm_head.weight",)),
     )
 
 
-def _ffn(bias: str, *names: str, module: str = "mlp", **ours_theirs: str) -> tuple[Rule, ...]:
+def _ffn(bias: str, *names: str, module: str = "mlp", **ours_theirs: str) -> tuple[NameRule, ...]:
     """Return rules of feed-forward layers; keywords map our names to different names of theirs."""
     pairs = {name: name for name in names} | ours_theirs
     return tuple(
-        Rule(f"blocks.{{i}}.ffn.{ours}", (f"model.layers.{{i}}.{module}.{theirs}.weight",), bias)
+        NameRule(
+            f"blocks.{{i}}.ffn.{ours}", (f"model.layers.{{i}}.{module}.{theirs}.weight",), bias
+        )
         for ours, theirs in pairs.items()
     )
 
 
-def _gpt2_like(*, transposed: bool) -> tuple[Rule, ...]:
+def _gpt2_like(*, transposed: bool) -> tuple[NameRule, ...]:
     layer = "transformer.h.{i}."
     return (
-        Rule("wte", ("transformer.wte.weight",)),
-        Rule("wpe", ("transformer.wpe.weight",)),
-        Rule("blocks.{i}.norm_1", (f"{layer}ln_1.weight",), "always"),
-        Rule("blocks.{i}.attn.Wqkv", (f"{layer}attn.c_attn.weight",), "always", transposed),
-        Rule("blocks.{i}.attn.out_proj", (f"{layer}attn.c_proj.weight",), "always", transposed),
-        Rule("blocks.{i}.norm_2", (f"{layer}ln_2.weight",), "always"),
-        Rule("blocks.{i}.ffn.up_proj", (f"{layer}mlp.c_fc.weight",), "always", transposed),
-        Rule("blocks.{i}.ffn.down_proj", (f"{layer}mlp.c_proj.weight",), "always", transposed),
-        Rule("norm_f", ("transformer.ln_f.weight",), "always"),
-        Rule("lm_head", ("lm_head.weight",)),
+        NameRule("wte", ("transformer.wte.weight",)),
+        NameRule("wpe", ("transformer.wpe.weight",)),
+        NameRule("blocks.{i}.norm_1", (f"{layer}ln_1.weight",), "always"),
+        NameRule("blocks.{i}.attn.Wqkv", (f"{layer}attn.c_attn.weight",), "always", transposed),
+        NameRule("blocks.{i}.attn.out_proj", (f"{layer}attn.c_proj.weight",), "always", transposed),
+        NameRule("blocks.{i}.norm_2", (f"{layer}ln_2.weight",), "always"),
+        NameRule("blocks.{i}.ffn.up_proj", (f"{layer}mlp.c_fc.weight",), "always", transposed),
+        NameRule("blocks.{i}.ffn.down_proj", (f"{layer}mlp.c_proj.weight",), "always", transposed),
+        NameRule("norm_f", ("transformer.ln_f.weight",), "always"),
+        NameRule("lm_head", ("lm_head.weight",)),
     )
 
 
-def _mosaic_like(norms: str, *ffn: Rule) -> tuple[Rule, ...]:
+def _mosaic_like(norms: str, *ffn: NameRule) -> tuple[NameRule, ...]:
     """Return rules of MPT and DBRX; `norms` is the module that contains attention and norms."""
     layer = "transformer.blocks.{i}."
     return (
-        Rule("wte", ("transformer.wte.weight",)),
-        Rule("blocks.{i}.norm_1", (f"{layer}{norms}norm_1.weight",)),
-        Rule("blocks.{i}.attn.Wqkv", (f"{layer}{norms}attn.Wqkv.weight",)),
-        Rule("blocks.{i}.attn.out_proj", (f"{layer}{norms}attn.out_proj.weight",)),
-        Rule("blocks.{i}.norm_2", (f"{layer}{norms}norm_2.weight",)),
+        NameRule("wte", ("transformer.wte.weight",)),
+        NameRule("blocks.{i}.norm_1", (f"{layer}{norms}norm_1.weight",)),
+        NameRule("blocks.{i}.attn.Wqkv", (f"{layer}{norms}attn.Wqkv.weight",)),
+        NameRule("blocks.{i}.attn.out_proj", (f"{layer}{norms}attn.out_proj.weight",)),
+        NameRule("blocks.{i}.norm_2", (f"{layer}{norms}norm_2.weight",)),
         *ffn,
-        Rule("norm_f", ("transformer.norm_f.weight",)),
-        Rule("lm_head", ("lm_head.weight",)),
+        NameRule("norm_f", ("transformer.norm_f.weight",)),
+        NameRule("lm_head", ("lm_head.weight",)),
     )
 
 
 _GLU = ("gate_proj", "up_proj", "down_proj")
 _MPT_FFN = tuple(
-    Rule(f"blocks.{{i}}.ffn.{name}", (f"transformer.blocks.{{i}}.ffn.{name}.weight",))
+    NameRule(f"blocks.{{i}}.ffn.{name}", (f"transformer.blocks.{{i}}.ffn.{name}.weight",))
     for name in ("up_proj", "down_proj")
 )
 
 
-def _qk_norms(name: str, heads: bool = False) -> tuple[Rule, ...]:
+def _qk_norms(name: str, heads: bool = False) -> tuple[NameRule, ...]:
     """Return rules for the norms of queries and keys; `{part}` in `name` becomes q or k."""
     return tuple(
-        Rule(
+        NameRule(
             f"blocks.{{i}}.attn.{part}_ln",
             ("model.layers.{i}.self_attn." + name.replace("{part}", part),),
             heads=part if heads else "",
@@ -154,12 +156,12 @@ def _qk_norms(name: str, heads: bool = False) -> tuple[Rule, ...]:
     )
 
 
-def _gpt_neo() -> tuple[Rule, ...]:
+def _gpt_neo() -> tuple[NameRule, ...]:
     attn, gpt2 = "transformer.h.{i}.attn.attention.", _gpt2_like(transposed=False)
     return (
         *(rule for rule in gpt2 if ".attn." not in rule.ours),
-        Rule("blocks.{i}.attn.Wqkv", tuple(f"{attn}{part}_proj.weight" for part in "qkv")),
-        Rule("blocks.{i}.attn.out_proj", (f"{attn}out_proj.weight",), "always"),
+        NameRule("blocks.{i}.attn.Wqkv", tuple(f"{attn}{part}_proj.weight" for part in "qkv")),
+        NameRule("blocks.{i}.attn.out_proj", (f"{attn}out_proj.weight",), "always"),
     )
 
 
@@ -281,7 +283,7 @@ def to_theirs(
 
 
 def _part(
-    rule: Rule, config: ResolvedModelConfig, source: str, which: tuple[int, int], read: Read
+    rule: NameRule, config: ResolvedModelConfig, source: str, which: tuple[int, int], read: Read
 ) -> Tensor:
     """One of theirs, (number, of how many), made of our weight."""
     part = _rows(rule, computed(rule, config, read(source)), which[1], config)[which[0]]
@@ -289,7 +291,11 @@ def _part(
 
 
 def _bias_part(
-    rule: Rule, config: ResolvedModelConfig, source: str | int, which: tuple[int, int], read: Read
+    rule: NameRule,
+    config: ResolvedModelConfig,
+    source: str | int,
+    which: tuple[int, int],
+    read: Read,
 ) -> Tensor:
     """The same of our bias, or of so many zeros."""
     bias = torch.zeros(source) if isinstance(source, int) else read(source)
@@ -297,7 +303,7 @@ def _bias_part(
 
 
 def computed(
-    rule: Rule, config: ResolvedModelConfig, weight: Tensor, *, back: bool = False
+    rule: NameRule, config: ResolvedModelConfig, weight: Tensor, *, back: bool = False
 ) -> Tensor:
     """Theirs of our weight, or, `back`, ours of theirs; in fp32 where anything is computed."""
     if rule.less:
@@ -398,14 +404,18 @@ def _ours_of_theirs(
 
 
 def _whole_weight(
-    rule: Rule, config: ResolvedModelConfig, theirs: tuple[str, ...], read: Read
+    rule: NameRule, config: ResolvedModelConfig, theirs: tuple[str, ...], read: Read
 ) -> Tensor:
     parts = [read(name).T if rule.transposed else read(name) for name in theirs]
     return computed(rule, config, _joined(rule, parts, config), back=True)
 
 
 def _whole_bias(
-    rule: Rule, config: ResolvedModelConfig, theirs: tuple[str, ...], there: set[str], read: Read
+    rule: NameRule,
+    config: ResolvedModelConfig,
+    theirs: tuple[str, ...],
+    there: set[str],
+    read: Read,
 ) -> Tensor:
     """Their biases joined, zeros where they have none."""
     parts = []
@@ -459,7 +469,7 @@ def bias_names(
 
 def layers(
     weights: WeightMap, config: ResolvedModelConfig
-) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+) -> Iterator[tuple[NameRule, str, tuple[str, ...]]]:
     """Each rule with our layer and their weights, block by block."""
     heads = {"q": config.n_heads, "k": config.attn_config.kv_n_heads or 1, "": 1}
     for rule in weights.rules:
@@ -470,7 +480,7 @@ def layers(
 
 
 def _rows(
-    rule: Rule, tensor: Tensor, parts: int, config: ResolvedModelConfig
+    rule: NameRule, tensor: Tensor, parts: int, config: ResolvedModelConfig
 ) -> tuple[Tensor, ...]:
     if parts == 1 or rule.heads:
         return (tensor,) * parts
@@ -490,7 +500,7 @@ def _bias_name(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _joined(rule: Rule, parts: list[Tensor], config: ResolvedModelConfig) -> Tensor:
+def _joined(rule: NameRule, parts: list[Tensor], config: ResolvedModelConfig) -> Tensor:
     """What `_rows` takes apart."""
     if len(parts) == 1:
         return parts[0].contiguous()

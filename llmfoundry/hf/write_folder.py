@@ -43,7 +43,7 @@ from llmfoundry.hf.choose_architecture import choose_architecture, remarks, unke
 from llmfoundry.hf.config_keys import write_settings
 from llmfoundry.hf.read_folder import FLOATS as DTYPES
 from llmfoundry.hf.read_folder import SAFETENSORS
-from llmfoundry.hf.safetensors_file import Layout, write_tensor
+from llmfoundry.hf.safetensors_file import FileLayout, write_tensor
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.lazy_tensors import LazyTensor, Read, by_source, lazy, same
@@ -238,7 +238,7 @@ class _Weights:
     dtype: torch.dtype
     tensors: dict[str, LazyTensor]
     files: dict[str, str]
-    layouts: dict[str, Layout]
+    layouts: dict[str, FileLayout]
 
     @classmethod
     def plan(
@@ -258,13 +258,13 @@ class _Weights:
             shards[-1].append(tensor)
             left -= size
         # file names and offsets
-        files, layouts = dict[str, str](), dict[str, Layout]()
+        files, layouts = dict[str, str](), dict[str, FileLayout]()
         for number, shard in enumerate(shards, start=1):
             file = SAFETENSORS
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             files |= {tensor.name: file for tensor in shard}
-            layouts[file] = Layout.of((t.name, _kept(t.dtype, dtype), t.shape) for t in shard)
+            layouts[file] = FileLayout.of((t.name, _kept(t.dtype, dtype), t.shape) for t in shard)
         return cls(dtype, {tensor.name: tensor for tensor in tensors}, files, layouts)
 
     def write(self, folder: Path, journal: Journal) -> None:

@@ -6,7 +6,7 @@ cache while it runs. Each step is one forward pass. Every sequence in the decode
 token. The remaining budget of `chunk` tokens goes to sequences in the prefill phase, in slot order
 (iteration-level scheduling, Yu et al., 2022; chunked prefill, Agrawal et al., 2023). A slot keeps
 its content after a request ends, so that a prompt with the same prefix is prefilled only from the
-first different token. The model is behind the interface `Rows`: see `decoder_rows` for the
+first different token. The model is behind the interface `SlotModel`: see `decoder_slots` for the
 project's decoder.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from llmfoundry.errors import UserError
 from llmfoundry.inference.requests import (
     Alternatives,
-    Emitted,
     Engine,
     Finish,
-    Request,
     Sampler,
+    SequenceRequest,
     TokenLogprob,
+    TokenOutput,
     common_prefix,
     token_logprobs,
 )
@@ -44,7 +44,7 @@ BROKEN = -1  # in place of a token: the logits were not finite
 Agree = Callable[[list[int]], list[int]]
 
 
-class Rows(Protocol):
+class SlotModel(Protocol):
     """A model with a KV cache that has one slot for each sequence.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Sequence:
     """
 
     number: int
-    request: Request
+    request: SequenceRequest
     sampler: Sampler
     tokens: list[int]
     read: int = 0
@@ -116,7 +116,7 @@ class SlotEngine:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: SlotModel,
         *,
         chunk: int = CHUNK,
         agree: Agree | None = None,
@@ -163,7 +163,7 @@ class SlotEngine:
         """See Engine."""
         return bool(self._waiting or self._running)
 
-    def add(self, request: Request) -> int:
+    def add(self, request: SequenceRequest) -> int:
         """See Engine."""
         self._check(request)
         self._numbers += 1
@@ -182,7 +182,7 @@ class SlotEngine:
                 self._release(slot)
                 return
 
-    def step(self) -> list[Emitted]:
+    def step(self) -> list[TokenOutput]:
         """See Engine."""
         self._admit()
         pieces = self._pieces()
@@ -197,7 +197,7 @@ class SlotEngine:
             self._held[piece.slot][piece.past :] = piece.tokens
         return self._finish(pieces, logits)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: SequenceRequest) -> None:
         n, new, problems = len(request.prompt), request.max_new_tokens, []
         known = range(self._rows.n_tokens)
         if not n:
@@ -276,7 +276,7 @@ class SlotEngine:
         sequence.read = common[best]
         return False
 
-    def _finish(self, pieces: Sequence[TokenChunk], logits: Tensor) -> list[Emitted]:
+    def _finish(self, pieces: Sequence[TokenChunk], logits: Tensor) -> list[TokenOutput]:
         """Sample tokens and release the slots of finished requests.
 
         Args:
@@ -341,7 +341,7 @@ class SlotEngine:
 
     def _report(
         self, sequences: Sequence[_Sequence], tokens: Sequence[int], logits: Tensor
-    ) -> list[Emitted]:
+    ) -> list[TokenOutput]:
         """Append the tokens to their sequences and return what the step emits."""
         with_logprobs = [
             i
@@ -361,7 +361,7 @@ class SlotEngine:
 
     def _append(
         self, sequence: _Sequence, token: int, scores: tuple[float, Alternatives] | None
-    ) -> Emitted:
+    ) -> TokenOutput:
         """Append a token to its sequence, unless the sequence ends without it."""
         request, first = sequence.request, sequence.drawn == 0
         judged = tuple(sequence.judged) if first and request.prompt_logprobs else None
@@ -373,12 +373,12 @@ class SlotEngine:
         elif token in request.stop_ids:
             finish = "stop"
         if finish is not None:
-            return Emitted(sequence.number, None, finish, prompt_logprobs=judged)
+            return TokenOutput(sequence.number, None, finish, prompt_logprobs=judged)
         sequence.tokens.append(token)
         sequence.sampler.count(token)
         finish = "length" if sequence.drawn == request.max_new_tokens else None
         logprob, top = scores or (None, ())
-        return Emitted(sequence.number, token, finish, logprob, top, judged)
+        return TokenOutput(sequence.number, token, finish, logprob, top, judged)
 
     def _release(self, slot: int) -> None:
         """Free a slot and close the gap.
@@ -411,7 +411,7 @@ class SlotEngine:
             self._held[slot] = []
 
 
-def stream(engine: Engine, request: Request) -> Iterator[int]:
+def stream(engine: Engine, request: SequenceRequest) -> Iterator[int]:
     """Yield the tokens of one request as they are sampled. The engine must have no other callers.
 
     Raises:
@@ -431,7 +431,7 @@ def stream(engine: Engine, request: Request) -> Iterator[int]:
         engine.cancel(number)
 
 
-def draw_all(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+def draw_all(engine: Engine, requests: Sequence[SequenceRequest]) -> list[list[int]]:
     """Run all requests and return their tokens, in order of the requests.
 
     A request ends without an error when its logits are not finite.

@@ -1,4 +1,4 @@
-"""Interface of the generation engine, in tokens: `Request`, `Emitted`, `Engine` and `Sampler`.
+"""Token-level interface of the generation engine: its requests, outputs and samplers.
 
 `engine` has the implementation. Its callers (`generate`, `chat`, samples during training, the
 gauntlet and `serve`) convert between text and tokens. A request is one sequence: n answers to a
@@ -54,7 +54,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
+class SequenceRequest:
     """One sequence to continue.
 
     Attributes:
@@ -91,7 +91,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Emitted:
+class TokenOutput:
     """Output of one request in one step. An output with a `finish` is the last one.
 
     Attributes:
@@ -135,7 +135,7 @@ class Engine(Protocol):
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
 
-    def add(self, request: Request) -> int:
+    def add(self, request: SequenceRequest) -> int:
         """Queue a request and return its id. Requests get slots in the order of arrival.
 
         Raises:
@@ -145,7 +145,7 @@ class Engine(Protocol):
     def cancel(self, number: int) -> None:
         """Remove a request and free its slot. Ids of finished requests are ignored."""
 
-    def step(self) -> list[Emitted]:
+    def step(self) -> list[TokenOutput]:
         """Admit waiting requests to free slots and run one forward pass."""
 
 

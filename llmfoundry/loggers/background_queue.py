@@ -46,7 +46,7 @@ class MetricPoint:
 
 
 @dataclass(frozen=True)
-class Samples:
+class TextSamples:
     """Texts that the model wrote after `batch` batches: (prompt, continuation) each."""
 
     batch: int
@@ -55,7 +55,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Task:
+class DeferredTask:
     """Any other action in an open session, such as the registration of a model version.
 
     Transient errors are retried.
@@ -107,7 +107,7 @@ class Session(Protocol):
     def send(self, points: Sequence[MetricPoint]) -> None:
         """Write metrics, all or none."""
 
-    def samples(self, samples: Samples) -> None:
+    def samples(self, samples: TextSamples) -> None:
         """Store texts that the model generated."""
 
     def upload(self, path: Path) -> None:
@@ -179,7 +179,7 @@ _PERMANENT = (
     UnicodeError,
     TypeError,
 )
-Item = MetricPoint | Samples | Path | Task
+Item = MetricPoint | TextSamples | Path | DeferredTask
 KINDS = ("metric values", "samples")  # lost items that are counted; others are reported by name
 
 
@@ -242,13 +242,13 @@ class BackgroundWriter:
 
     def samples(self, batch: int, texts: Sequence[tuple[str, str]]) -> None:
         """Queue texts that the model generated."""
-        self._queue([Samples(batch, milliseconds(), list(texts))])
+        self._queue([TextSamples(batch, milliseconds(), list(texts))])
 
     def file(self, path: Path) -> None:
         """Queue a text file to be stored with the run; it is read when it is sent."""
         self._queue([path])
 
-    def registry(self, task: Task) -> None:
+    def registry(self, task: DeferredTask) -> None:
         """Queue a task for the registry of model versions, if the logger has one."""
         if self._target.has_registry:
             self._queue([task])
@@ -509,9 +509,9 @@ def _request(
 ) -> tuple[Callable[[], None], str]:
     """Return the call that sends `items` (only points, or one other item), and its name."""
     first = items[0]
-    if isinstance(first, Task):
+    if isinstance(first, DeferredTask):
         return partial(first.act, session, note), first.name
-    if isinstance(first, Samples):
+    if isinstance(first, TextSamples):
         return partial(session.samples, first), f"the samples of batch {first.batch}"
     if isinstance(first, Path):
         return partial(session.upload, first), first.name
@@ -533,9 +533,9 @@ def _is_point(item: Item) -> bool:
 
 
 def _kind(item: Item) -> str:
-    if isinstance(item, Path | Task):
+    if isinstance(item, Path | DeferredTask):
         return item.name
-    return KINDS[1] if isinstance(item, Samples) else KINDS[0]
+    return KINDS[1] if isinstance(item, TextSamples) else KINDS[0]
 
 
 def _discard(text: str) -> None:

@@ -32,7 +32,7 @@ from llmfoundry.loggers.background_queue import (
     LogTarget,
     MetricPoint,
     RunFacts,
-    Samples,
+    TextSamples,
     event_tags,
 )
 from llmfoundry.loggers.folder_run import FolderRun
@@ -102,7 +102,7 @@ class MlflowSession:
         if rows:
             self.client.log_batch(self.run_id, metrics=rows)
 
-    def samples(self, samples: Samples) -> None:
+    def samples(self, samples: TextSamples) -> None:
         """Store generated texts as an artifact."""
         text = "\n\n".join(f"> {prompt}{text}" for prompt, text in samples.texts)
         self.client.log_text(self.run_id, text, f"samples/ba{samples.batch:07d}.txt")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.events import is_restart, read_events
-from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples
+from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, TextSamples
 from llmfoundry.loggers.metrics_file import TOKEN
 from llmfoundry.loggers.metrics_server import serve
 from llmfoundry.loggers.pages.titles import title
@@ -191,7 +191,7 @@ class PrometheusSession:
 
             write_to_textfile(self._textfile, self._registry)
 
-    def samples(self, samples: Samples) -> None:
+    def samples(self, samples: TextSamples) -> None:
         """Ignore texts: Prometheus stores numbers only."""
 
     def upload(self, path: Path) -> None:

@@ -32,7 +32,7 @@ from llmfoundry.loggers.background_queue import (
     LogTarget,
     MetricPoint,
     RunFacts,
-    Samples,
+    TextSamples,
     milliseconds,
 )
 from llmfoundry.loggers.console import printable
@@ -85,7 +85,7 @@ class TensorBoardSession:
             records.append(_event(when, batch, summary={"value": values}))
         append(self._file, b"".join(records))
 
-    def samples(self, samples: Samples) -> None:
+    def samples(self, samples: TextSamples) -> None:
         """Append the generated texts of a step."""
         texts = [literal(prompt + text) for prompt, text in samples.texts]
         markdown = "\n\n---\n\n".join(texts)

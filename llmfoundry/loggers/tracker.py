@@ -21,7 +21,12 @@ from typing import Any
 from llmfoundry.errors import UserError
 from llmfoundry.events import NAME, add_event
 from llmfoundry.files import read_json_if_there, write_json
-from llmfoundry.loggers.background_queue import BackgroundWriter, RunFacts, Task, milliseconds
+from llmfoundry.loggers.background_queue import (
+    BackgroundWriter,
+    DeferredTask,
+    RunFacts,
+    milliseconds,
+)
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.environment import environment
 from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, JsonLines, plain, read_metrics
@@ -190,7 +195,7 @@ class Tracker:
             return
         self._write_file(self._folder / "eval" / f"ba{batch:07d}.json", {BATCH: batch, **result})
 
-    def registry(self, task: Task) -> None:
+    def registry(self, task: DeferredTask) -> None:
         """Queue a task for the registry of model versions of each logger; return immediately."""
         for writer in self._writers:
             writer.registry(task)
@@ -350,7 +355,7 @@ class Tracker:
 def send_record(
     recipe: ResolvedTrainRecipe,
     folder: Path,
-    task: Task | None,
+    task: DeferredTask | None,
     *,
     note: Callable[[str], None],
     warn: Callable[[str], None],

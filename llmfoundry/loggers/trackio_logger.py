@@ -28,7 +28,7 @@ from llmfoundry.loggers.background_queue import (
     LogTarget,
     MetricPoint,
     RunFacts,
-    Samples,
+    TextSamples,
     milliseconds,
 )
 from llmfoundry.loggers.folder_run import FolderRun
@@ -76,7 +76,7 @@ class TrackioSession:
         for point in new:
             self.known.setdefault(_name(point.name), set()).add(point.batch)
 
-    def samples(self, samples: Samples) -> None:
+    def samples(self, samples: TextSamples) -> None:
         """Write the generated texts of a step."""
         texts = [literal(prompt + text) for prompt, text in samples.texts]
         markdown = _markdown("\n\n---\n\n".join(texts))

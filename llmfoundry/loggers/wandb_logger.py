@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.loggers.background_queue import LogTarget, MetricPoint, RunFacts, Samples, describe
+from llmfoundry.loggers.background_queue import (
+    LogTarget,
+    MetricPoint,
+    RunFacts,
+    TextSamples,
+    describe,
+)
 from llmfoundry.loggers.folder_run import FolderRun
 from llmfoundry.loggers.metrics_file import BATCH
 from llmfoundry.recipe.logger import LoggerConfig
@@ -88,7 +94,7 @@ class WandbSession:
                 self._run.log({BATCH: batch, **values}, step=batch)
         self._check_server()
 
-    def samples(self, samples: Samples) -> None:
+    def samples(self, samples: TextSamples) -> None:
         """Log generated texts as an HTML page; a W&B table would need several requests."""
         import wandb
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from llmfoundry.loggers.background_queue import (
     PATIENCE,
     BackgroundWriter,
+    DeferredTask,
     LogTarget,
     RunFacts,
-    Task,
     milliseconds,
 )
 from llmfoundry.loggers.environment import environment
@@ -74,7 +74,7 @@ def close_all(
         writer.close()
 
 
-class Evaluation(Protocol):
+class LoggedEvaluation(Protocol):
     """Results of an evaluation, as `log_evaluation` needs them.
 
     Attributes:
@@ -89,11 +89,11 @@ class Evaluation(Protocol):
     folder: Path
     results: dict[str, Any]
     batch: int
-    link: Task | None
+    link: DeferredTask | None
 
 
 def log_evaluation(
-    evaluation: Evaluation,
+    evaluation: LoggedEvaluation,
     config: LoggerConfig,
     *,
     note: Callable[[str], None],

@@ -17,7 +17,7 @@ from typing import Any
 from llmfoundry.recipe.unknown_keys import OtherToolKey, rank_of
 
 
-class Verdict(Enum):
+class MigrationStatus(Enum):
     """What became of a setting."""
 
     KEPT = "kept"
@@ -28,7 +28,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Taken:
+class MigratedSetting:
     """A setting of theirs, in ours.
 
     Attributes:
@@ -39,30 +39,34 @@ class Taken:
 
     values: dict[str, Any] = field(default_factory=dict)
     why: str = ""
-    verdict: Verdict | None = None
+    verdict: MigrationStatus | None = None
 
 
-def changed(why: str, **values: Any) -> Taken:
+def changed(why: str, **values: Any) -> MigratedSetting:
     """Values that are not quite what theirs are; `__` in a name stands for the dot."""
-    return Taken({name.replace("__", "."): value for name, value in values.items()}, why, CHANGED)
+    return MigratedSetting(
+        {name.replace("__", "."): value for name, value in values.items()}, why, CHANGED
+    )
 
 
-def idle(why: str) -> Taken:
+def idle(why: str) -> MigratedSetting:
     """Nothing to write."""
-    return Taken({}, why, Verdict.IDLE)
+    return MigratedSetting({}, why, MigrationStatus.IDLE)
 
 
-def refused(why: str, **values: Any) -> Taken:
+def refused(why: str, **values: Any) -> MigratedSetting:
     """What there is not here; `values` may mark what the user has to fill in."""
-    return Taken({k.replace("__", "."): v for k, v in values.items()}, why, Verdict.REFUSED)
+    return MigratedSetting(
+        {k.replace("__", "."): v for k, v in values.items()}, why, MigrationStatus.REFUSED
+    )
 
 
-CHANGED = Verdict.CHANGED
+CHANGED = MigrationStatus.CHANGED
 MISSING = "???"
 """A value that a recipe cannot be loaded without, as OmegaConf writes it."""
 
 
-class Theirs:
+class ForeignConfig:
     """A whole file of another tool, interpolations resolved."""
 
     def __init__(self, values: dict[str, Any], kind: str, path: Path | None = None) -> None:
@@ -100,14 +104,14 @@ class Theirs:
         return isinstance(section, dict) and name in section
 
 
-Take = Callable[[Any, Theirs], Taken]
+Take = Callable[[Any, ForeignConfig], MigratedSetting]
 ODD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What comes of values of another kind than a setting has."""
 NO_DEFAULT = object()
 
 
 @dataclass(frozen=True)
-class Other(OtherToolKey):
+class FoundryKey(OtherToolKey):
     """Words of LLM Foundry's that mean one thing here, and what becomes of their values."""
 
     take: Take | None = None
@@ -116,24 +120,24 @@ class Other(OtherToolKey):
     """`why` says how the meaning differs, of a whole file's setting without `take`."""
     default: Any = NO_DEFAULT
     """What their tool takes where a file is silent, if we would take another."""
-    when: Callable[[Theirs], bool] | None = None
+    when: Callable[[ForeignConfig], bool] | None = None
     """Of which files `default` is true; unset: of those that have its section."""
 
-    def is_default_of(self, theirs: Theirs, otherwise: bool) -> bool:
+    def is_default_of(self, theirs: ForeignConfig, otherwise: bool) -> bool:
         """Whether `default` is true of a file; without `when` as `otherwise` says."""
         try:
             return otherwise if self.when is None else self.when(theirs)
         except ODD:
             return False
 
-    def taken(self, key: str, value: Any, theirs: Theirs) -> Taken:
+    def taken(self, key: str, value: Any, theirs: ForeignConfig) -> MigratedSetting:
         """What a file's `value` at dotted `key` is here; of a value that cannot be, a refusal."""
         try:
             return self._taken(key, value, theirs)
         except ODD:
             return refused("is no value that it can have; correct it there, or remove it")
 
-    def _taken(self, key: str, value: Any, theirs: Theirs) -> Taken:
+    def _taken(self, key: str, value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if self.take is not None:
             return self.take(value, theirs)
         if not self.write:
@@ -145,7 +149,7 @@ class Other(OtherToolKey):
             return idle("is empty") if value in ({}, []) else refused("has its settings below it")
         values = {self._filled(key): f"{value}{example[1]}" if example[1] else value}
         why, verdict = (self.why, CHANGED) if self.is_changed else ("", None)
-        return Taken(values, why, verdict)
+        return MigratedSetting(values, why, verdict)
 
     def _filled(self, key: str) -> str:
         """`write`'s key, with what the stars of the word stand for in its own stars."""

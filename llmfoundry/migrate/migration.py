@@ -29,9 +29,9 @@ from llmfoundry.migrate.entry import (
     CHANGED,
     MISSING,
     NO_DEFAULT,
-    Taken,
-    Theirs,
-    Verdict,
+    ForeignConfig,
+    MigratedSetting,
+    MigrationStatus,
     idle,
     refused,
 )
@@ -73,7 +73,7 @@ class Leaf:
 
 
 @dataclass
-class Source:
+class ForeignFile:
     """A file, read.
 
     Attributes:
@@ -93,7 +93,7 @@ class Source:
     recipe: Path | None = None
 
 
-def read_theirs(path: Path) -> Source:
+def read_theirs(path: Path) -> ForeignFile:
     """Read and resolve a file.
 
     Raises:
@@ -119,7 +119,7 @@ def read_theirs(path: Path) -> Source:
         for shown, place, value in leaves_of(values)
     ]
     named = {name for text in _texts(raw) for name in _NAMED.findall(text)}
-    return Source(path, kind, values, [*around, *inside], named, recipe)
+    return ForeignFile(path, kind, values, [*around, *inside], named, recipe)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -272,7 +272,7 @@ _WRONG = re.compile(r"([\w.\[\]]+): ")
 
 
 @dataclass
-class Line:
+class SettingReport:
     """What became of one setting.
 
     Attributes:
@@ -286,8 +286,8 @@ class Line:
     leaf: Leaf | None
     key: str
     value: Any
-    taken: Taken
-    verdict: Verdict
+    taken: MigratedSetting
+    verdict: MigrationStatus
 
     @property
     def is_default(self) -> bool:
@@ -307,8 +307,8 @@ class Migration:
         problems: what our checker finds in the result all the same.
     """
 
-    source: Source
-    lines: list[Line] = field(default_factory=list)
+    source: ForeignFile
+    lines: list[SettingReport] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     gauntlet: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -319,7 +319,7 @@ class Migration:
         return RECIPES.get(self.source.kind)
 
 
-def migrate(source: Source, gauntlet: str | None = None) -> Migration:
+def migrate(source: ForeignFile, gauntlet: str | None = None) -> Migration:
     """Take every setting, then what LLM Foundry takes by itself, then ask our checker.
 
     Args:
@@ -327,7 +327,7 @@ def migrate(source: Source, gauntlet: str | None = None) -> Migration:
         gauntlet: the path of the file that its own tasks will be written to.
     """
     kind = source.kind if source.kind in RECIPES else "eval"
-    theirs = Theirs(_one_held_out(source.values), kind, source.recipe or source.path)
+    theirs = ForeignConfig(_one_held_out(source.values), kind, source.recipe or source.path)
     result = Migration(source)
     for leaf in source.leaves:
         _add(result, leaf, leaf.shown, leaf.value, _taken(leaf, source, theirs))
@@ -346,7 +346,9 @@ def _one_held_out(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"eval_loader": loaders[0]} if isinstance(loaders, list) and loaders else values
 
 
-def _add(result: Migration, leaf: Leaf | None, key: str, value: Any, taken: Taken) -> None:
+def _add(
+    result: Migration, leaf: Leaf | None, key: str, value: Any, taken: MigratedSetting
+) -> None:
     """A line, and its values; a default's where no line before has one for the key."""
     schema = None if result.recipe_type is None else Schema.of(result.recipe_type)
     values: dict[str, Any] = {}
@@ -367,11 +369,11 @@ def _add(result: Migration, leaf: Leaf | None, key: str, value: Any, taken: Take
         taken = _not_ours(result.source.kind, value)
     taken = replace(taken, values=values)
     if leaf is not None and leaf.why:
-        taken = replace(taken, why=leaf.why, verdict=CHANGED if values else Verdict.REFUSED)
-    result.lines.append(Line(leaf, key, value, taken, _verdict(key, value, taken)))
+        taken = replace(taken, why=leaf.why, verdict=CHANGED if values else MigrationStatus.REFUSED)
+    result.lines.append(SettingReport(leaf, key, value, taken, _verdict(key, value, taken)))
 
 
-def _not_ours(kind: str, value: Any) -> Taken:
+def _not_ours(kind: str, value: Any) -> MigratedSetting:
     """Of a setting that the recipe has no key for."""
     if kind == "eval":
         return idle("the model decides it, or its run: scripts/eval.py has no such setting")
@@ -390,20 +392,20 @@ def _has(schema: Schema, key: str) -> bool:
     return bool(above) and found is not None and any(get_origin(t) is dict for t in found.types)
 
 
-def _verdict(key: str, value: Any, taken: Taken) -> Verdict:
+def _verdict(key: str, value: Any, taken: MigratedSetting) -> MigrationStatus:
     if taken.verdict is not None:
         return taken.verdict
     plain = _dotted(key.removeprefix("parameters."))
     ours = {_dotted(k.removeprefix("gauntlet.")): v for k, v in taken.values.items()}
     same = {plain: value} == ours
-    return Verdict.KEPT if same else Verdict.RENAMED
+    return MigrationStatus.KEPT if same else MigrationStatus.RENAMED
 
 
 def _dotted(key: str) -> str:
     return re.sub(r"\[(\d+)\]", r".\1", key)
 
 
-def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
+def _taken(leaf: Leaf, source: ForeignFile, theirs: ForeignConfig) -> MigratedSetting:
     """What a leaf is here: by the table, by its own name, or nothing."""
     head = leaf.key.partition(".")[0]
     if head == "variables":
@@ -424,7 +426,7 @@ def _taken(leaf: Leaf, source: Source, theirs: Theirs) -> Taken:
         return found[0].taken(key, leaf.value, theirs)
     shown = leaf.shown.removeprefix("parameters.")
     if _has(schema, shown):
-        return idle("has no value") if leaf.value is None else Taken({shown: leaf.value})
+        return idle("has no value") if leaf.value is None else MigratedSetting({shown: leaf.value})
     if leaf.key in source.named or head in source.named:
         return idle("stands where it was named; LLM Foundry wants it below variables")
     if source.kind == "eval" and Schema.of(TrainRecipe).find(key) is not None:
@@ -445,7 +447,7 @@ def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
     return (values if isinstance(values, dict) else {}), index
 
 
-def _defaults(theirs: Theirs) -> Iterator[tuple[str, Any, Taken]]:
+def _defaults(theirs: ForeignConfig) -> Iterator[tuple[str, Any, MigratedSetting]]:
     """What LLM Foundry takes by itself, where we would take another; or what it cannot do without.
 
     Ours has a default for everything, which nobody meant.
@@ -453,7 +455,11 @@ def _defaults(theirs: Theirs) -> Iterator[tuple[str, Any, Taken]]:
     for key in _REQUIRED if theirs.trains else ():
         if theirs.get(key) is None:
             ours = key.replace("scheduler", "schedule")
-            yield key, None, Taken({ours: MISSING}, "LLM Foundry needs it", Verdict.REFUSED)
+            yield (
+                key,
+                None,
+                MigratedSetting({ours: MISSING}, "LLM Foundry needs it", MigrationStatus.REFUSED),
+            )
     for other in LLM_FOUNDRY:
         word = other.words.split()[0]
         if other.default is NO_DEFAULT or theirs.get(word) is not None:
@@ -464,7 +470,7 @@ def _defaults(theirs: Theirs) -> Iterator[tuple[str, Any, Taken]]:
             taken = (
                 other.taken(word, other.default, theirs)
                 if other.write or other.take
-                else (Taken({word: other.default}))
+                else (MigratedSetting({word: other.default}))
             )
             if taken.values:
                 yield word, other.default, taken
@@ -490,8 +496,8 @@ def _check(result: Migration) -> None:
         line = next((li for li in result.lines if key and key[1] in li.taken.values), None)
         if line is None or key is None:
             continue
-        if line.verdict is not Verdict.REFUSED:
-            line.verdict = Verdict.REFUSED
+        if line.verdict is not MigrationStatus.REFUSED:
+            line.verdict = MigrationStatus.REFUSED
             line.taken = replace(line.taken, why=problem.partition(": ")[2])
         elif not line.is_default:  # the checker only knows that the value is missing
             result.problems[number] = f"{key[1]}: {line.taken.why}"
@@ -512,7 +518,7 @@ def _drop(result: Migration, key: str, why: str) -> None:
         if not values and line.is_default:
             result.lines.remove(line)
         elif not values:
-            line.verdict = Verdict.IDLE
+            line.verdict = MigrationStatus.IDLE
 
 
 def _problems(result: Migration) -> tuple[list[str], list[str]]:
@@ -561,7 +567,7 @@ def recipe_text(result: Migration, name: str) -> str:
     plain = _sorted(nested_values(result), Schema.of(result.recipe_type))
     for section, value in plain.items():
         lines += _lines(section, value, section, comments, "")
-    left = [line for line in result.lines if line.verdict is Verdict.REFUSED]
+    left = [line for line in result.lines if line.verdict is MigrationStatus.REFUSED]
     if left:
         lines += ["", "# Not possible here:"]
         for line in left:
@@ -602,11 +608,15 @@ def _comments(result: Migration) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in result.lines:
         key = next(iter(line.taken.values), "")
-        if key and line.is_default and line.verdict not in (Verdict.CHANGED, Verdict.REFUSED):
+        if (
+            key
+            and line.is_default
+            and line.verdict not in (MigrationStatus.CHANGED, MigrationStatus.REFUSED)
+        ):
             found.setdefault(key, []).append("LLM Foundry's own default")
-        elif key and line.verdict in (Verdict.CHANGED, Verdict.REFUSED):
+        elif key and line.verdict in (MigrationStatus.CHANGED, MigrationStatus.REFUSED):
             found.setdefault(key, []).append(f"{line.key}: {line.taken.why}")
-        elif line.verdict is Verdict.CHANGED:
+        elif line.verdict is MigrationStatus.CHANGED:
             found.setdefault("", []).append(f"{line.key}: {line.taken.why}")
     return found
 
@@ -638,22 +648,22 @@ def _wrapped(text: str, indent: str) -> list[str]:
 def report(result: Migration) -> Iterator[str]:
     """A line for each setting, and how many there are of each kind."""
     for line in result.lines:
-        is_written = line.is_default and line.verdict is not Verdict.REFUSED
+        is_written = line.is_default and line.verdict is not MigrationStatus.REFUSED
         word = WRITTEN_OUT if is_written else line.verdict.value
         yield f"{word:<15} {_said(line)}"
     counts = Counter(line.verdict for line in result.lines if not line.is_default)
     added = sum(line.is_default for line in result.lines)
-    parts = [f"{counts[verdict]} {verdict.value}" for verdict in Verdict]
+    parts = [f"{counts[verdict]} {verdict.value}" for verdict in MigrationStatus]
     yield f"{sum(counts.values())} settings: {', '.join(parts)}; {added} {WRITTEN_OUT}"
 
 
-def _said(line: Line) -> str:
+def _said(line: SettingReport) -> str:
     ours = ", ".join(f"{key}: {_short(value)}" for key, value in line.taken.values.items())
     why = f" ({line.taken.why})" if line.taken.why and ours else line.taken.why
     if line.is_default:
         return f"{ours}{why or f' (their default of {line.key})'}"
     said = f"{line.key}: {_short(line.value)}"
-    if line.verdict is Verdict.KEPT:
+    if line.verdict is MigrationStatus.KEPT:
         return said + why
     return f"{said} -> {ours}{why}" if ours else f"{said}: {why}"
 

@@ -1,7 +1,8 @@
 """What a value of LLM Foundry's is here, of text, tokenizers, tasks, models and commands.
 
-`values.py` has those of all else. Each gets the value and the whole file, and answers a `Taken`.
-The commands are LLM Foundry's scripts, as a shell calls them: what an MCLI file's `command` does.
+`values.py` has those of all else. Each gets the value and the whole file, and answers a
+`MigratedSetting`. The commands are LLM Foundry's scripts, as a shell calls them: what an MCLI
+file's `command` does.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from llmfoundry.errors import UserError
 from llmfoundry.migrate.entry import (
     CHANGED,
     MISSING,
+    ForeignConfig,
+    MigratedSetting,
     Take,
-    Taken,
-    Theirs,
     changed,
     idle,
     refused,
@@ -95,10 +96,10 @@ ROWS = "prompt_response"
 _LOOK = "is for rows of prompt and response; write chat if they have messages"
 
 
-def loader_name(value: Any, theirs: Theirs) -> Taken:
+def loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """What rows are."""
     if value == "text":
-        return Taken({"data.name": _source(theirs, "train_loader")})
+        return MigratedSetting({"data.name": _source(theirs, "train_loader")})
     if value != "finetuning":
         return refused(f"{value}: such rows are not trained on here; keep LLM Foundry for it")
     source, form = _source(theirs, "train_loader"), _format(theirs, "train_loader")
@@ -108,17 +109,17 @@ def loader_name(value: Any, theirs: Theirs) -> Taken:
     else:
         values["data.format"] = form
     if str(theirs.get("train_loader.dataset.hf_name")) in FORMATS:
-        return Taken(values)
-    return Taken(values, f"data.format: {form} {_LOOK}", CHANGED)
+        return MigratedSetting(values)
+    return MigratedSetting(values, f"data.format: {form} {_LOOK}", CHANGED)
 
 
-def _format(theirs: Theirs, loader: str) -> str:
+def _format(theirs: ForeignConfig, loader: str) -> str:
     if theirs.get(f"{loader}.dataset.preprocessing_fn"):
         return ROWS
     return FORMATS.get(str(theirs.get(f"{loader}.dataset.hf_name")), ROWS)
 
 
-def eval_loader_name(value: Any, theirs: Theirs) -> Taken:
+def eval_loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Held-out text of its own."""
     if value != theirs.get("train_loader.name", value):
         return refused("held-out rows are of the kind that is trained on; write data.validation")
@@ -127,15 +128,15 @@ def eval_loader_name(value: Any, theirs: Theirs) -> Taken:
     if value == "finetuning":
         values["data.validation.format"] = _format(theirs, "eval_loader")
     if len(names) > 1:
-        return Taken(values, f"held-out text is of one stream here, {names[-1]}", CHANGED)
-    return Taken(values)
+        return MigratedSetting(values, f"held-out text is of one stream here, {names[-1]}", CHANGED)
+    return MigratedSetting(values)
 
 
-def _streams(theirs: Theirs, loader: str) -> dict[str, Any]:
+def _streams(theirs: ForeignConfig, loader: str) -> dict[str, Any]:
     return theirs.get(f"{loader}.dataset.streams", {})
 
 
-def _source(theirs: Theirs, loader: str) -> str:
+def _source(theirs: ForeignConfig, loader: str) -> str:
     """The name of our source."""
     dataset = theirs.get(f"{loader}.dataset", {})
     if dataset.get("streams"):
@@ -154,10 +155,10 @@ def hf_name(loader: str) -> Take:
     """A hub id, or a folder with a file of each split's name."""
     data = "data" if loader == "train_loader" else "data.validation"
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         name, split = str(value), theirs.get(f"{loader}.dataset.split", "train")
         if not _is_file(name):
-            return Taken({f"{data}.dataset": name})
+            return MigratedSetting({f"{data}.dataset": name})
         kwargs = theirs.get(f"{loader}.dataset.hf_kwargs", {})
         if name in ("json", "csv", "parquet", "text"):
             has_files = "data_files" in kwargs or "data_dir" in kwargs
@@ -167,7 +168,7 @@ def hf_name(loader: str) -> Take:
         ends = "jsonl" if "://" in name else "*"
         joint = "." if "://" in name else ""
         path = f"{name.rstrip('/')}/{split}{joint}{ends}"
-        return Taken({f"{data}.paths": [path]}, "the split's file in the folder", CHANGED)
+        return MigratedSetting({f"{data}.paths": [path]}, "the split's file in the folder", CHANGED)
 
     return take
 
@@ -176,13 +177,15 @@ def data_dir(loader: str) -> Take:
     """`datasets` takes the files in it whose names say the split."""
     data = "data" if loader == "train_loader" else "data.validation"
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if not _is_file(theirs.get(f"{loader}.dataset.hf_name", "")):
             why = f"a folder of a data set: copy it, and write {data}.paths"
             return refused(why) if value else idle("has no value")
         split = theirs.get(f"{loader}.dataset.split", "train")
         paths = [f"{str(value).rstrip('/')}/{split}*"]
-        return Taken({f"{data}.paths": paths}, f"files whose names begin with {split}", CHANGED)
+        return MigratedSetting(
+            {f"{data}.paths": paths}, f"files whose names begin with {split}", CHANGED
+        )
 
     return take
 
@@ -191,8 +194,8 @@ def data_files(loader: str) -> Take:
     """A file, a list, or files by split."""
     data = "data" if loader == "train_loader" else "data.validation"
 
-    def take(value: Any, theirs: Theirs) -> Taken:
-        return Taken({f"{data}.paths": value if isinstance(value, list) else [value]})
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
+        return MigratedSetting({f"{data}.paths": value if isinstance(value, list) else [value]})
 
     return take
 
@@ -201,7 +204,7 @@ def files_of_split(loader: str) -> Take:
     """Files by split: those of the one that is read."""
     take = data_files(loader)
 
-    def of_split(value: Any, theirs: Theirs) -> Taken:
+    def of_split(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if theirs.name != theirs.get(f"{loader}.dataset.split", "train"):
             return idle("is of another split")
         return take(value, theirs)
@@ -213,15 +216,15 @@ def split(loader: str) -> Take:
     """A split of the hub, or the folder of shards; of files it is in their names."""
     data = "data" if loader == "train_loader" else "data.validation"
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         source = _source(theirs, loader)
         if value is None or source == "files":
             return idle("is in data.paths" if value else "has no value")
         if source == "mixture":
             names = _streams(theirs, loader)
             unset = [name for name, stream in names.items() if not stream.get("split")]
-            return Taken({f"{data}.streams.{name}.split": value for name in unset})
-        return Taken({f"{data}.split": value})
+            return MigratedSetting({f"{data}.streams.{name}.split": value for name in unset})
+        return MigratedSetting({f"{data}.split": value})
 
     return take
 
@@ -230,56 +233,56 @@ def preprocess(loader: str) -> Take:
     """A function, or the columns that are prompt and response."""
     data = "data" if loader == "train_loader" else "data.validation"
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if value is None:
             return idle("has no value")
         if ":" not in str(value):
             why = f"{value} is registered in LLM Foundry; write module:function or file.py:function"
             return refused(why, **{keyword(f"{data}.preprocess"): MISSING})
-        return Taken({f"{data}.preprocess": value})
+        return MigratedSetting({f"{data}.preprocess": value})
 
     return take
 
 
-def packing(value: Any, theirs: Theirs) -> Taken:
+def packing(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """How many rows share one, or none do."""
     key = "data__supervised__packing"
     if not is_supervised(theirs):
         return idle("text is packed when it is prepared")
     if value is None or value == 1:
-        return Taken({"data.supervised.packing": "off"})
+        return MigratedSetting({"data.supervised.packing": "off"})
     why = "as many rows as fit share one, apart from each other; none is left over"
     return changed(why, **{key: "best_fit"})
 
 
-def command(value: Any, theirs: Theirs) -> Taken:
+def command(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """What a shell does there, and here."""
-    return Taken({}, commands_of(str(value)), CHANGED)
+    return MigratedSetting({}, commands_of(str(value)), CHANGED)
 
 
-def shuffle_seed(value: Any, theirs: Theirs) -> Taken:
+def shuffle_seed(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """The order follows from the recipe's."""
     if value == theirs.get("seed", 17):
         return idle("the order follows from seed, which is the same")
     return changed(f"the order follows from seed ({theirs.get('seed', 17)})")
 
 
-def row_length(value: Any, theirs: Theirs) -> Taken:
+def row_length(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """The recipe's max_seq_len, everywhere."""
     if value is None or value == theirs.get("max_seq_len", value):
         return idle("is max_seq_len")
     return changed(f"is max_seq_len here ({theirs.get('max_seq_len')}), not {value}")
 
 
-def batching(value: Any, theirs: Theirs) -> Taken:
+def batching(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """There is no batch that is random."""
     if value in ("stratified", "per_stream"):
-        return Taken({"data.batching_method": value})
+        return MigratedSetting({"data.batching_method": value})
     why = f"{value}: every batch has every stream's part here"
     return changed(why, data__batching_method="stratified")
 
 
-def drops_last(value: Any, theirs: Theirs) -> Taken:
+def drops_last(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Steps are whole here."""
     if value:
         return idle("a last step that is not whole is left out")
@@ -291,21 +294,21 @@ def size(key: str) -> Take:
     return lambda value, theirs: (
         idle("has no value")
         if value is None
-        else Taken({key: f"{value}b" if isinstance(value, int) else str(value).lower()})
+        else MigratedSetting({key: f"{value}b" if isinstance(value, int) else str(value).lower()})
     )
 
 
-def validates(value: Any, theirs: Theirs) -> Taken:
+def validates(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """The index says which hash there is."""
-    return Taken({"data.validate_hash": bool(value)})
+    return MigratedSetting({"data.validate_hash": bool(value)})
 
 
-def held_out(value: Any, theirs: Theirs) -> Taken:
+def held_out(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Without an `eval_loader` all rows train, and none is measured."""
     values: dict[str, Any] = {"eval.validation": False}
     if _source(theirs, "train_loader") in ("files", "huggingface") or is_supervised(theirs):
         values["data.validation_fraction"] = 0.0
-    return Taken(values, "without eval_loader no row is held out")
+    return MigratedSetting(values, "without eval_loader no row is held out")
 
 
 # What is measured and recorded
@@ -323,7 +326,7 @@ GAUNTLETS = {
 of categories that it has."""
 
 
-def _shipped_gauntlet(theirs: Theirs) -> str | None:
+def _shipped_gauntlet(theirs: ForeignConfig) -> str | None:
     """Our gauntlet of the tasks and categories that a file names."""
     tasks, categories = theirs.get("icl_tasks"), theirs.get("eval_gauntlet")
     if not isinstance(tasks, str) or not isinstance(categories, str | None):
@@ -336,11 +339,11 @@ def _shipped_gauntlet(theirs: Theirs) -> str | None:
 def gauntlet_file(key: str) -> Take:
     """A list of tasks, or of categories, in a file of its own."""
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if not value:
             return idle("is empty")
         if (ours := _shipped_gauntlet(theirs)) is not None:
-            return Taken(
+            return MigratedSetting(
                 {"eval.gauntlet": ours},
                 "the same tasks; rows are fetched by scripts/fetch_eval_data.py",
             )
@@ -358,7 +361,7 @@ def gauntlet_file(key: str) -> Take:
             raise ValueError(f"{found} is no YAML ({error})") from error
         if not isinstance(inside, dict):
             raise TypeError(f"{found} holds no keys")
-        return Taken(
+        return MigratedSetting(
             {f"gauntlet.{key}": inside.get(key)},
             f"is in the gauntlet's file, from {value}",
             CHANGED,
@@ -367,15 +370,15 @@ def gauntlet_file(key: str) -> Take:
     return take
 
 
-def rows_of_task(value: Any, theirs: Theirs) -> Taken:
+def rows_of_task(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Where a task's rows are; ours are found by the label."""
     if value is None:
         why = "names no rows; those of the label in eval/tasks/foundry.yaml are taken"
         return changed(why, gauntlet__definitions="eval/tasks/foundry.yaml")
-    return Taken({f"gauntlet.icl_tasks.{theirs.index}.dataset_uri": value})
+    return MigratedSetting({f"gauntlet.icl_tasks.{theirs.index}.dataset_uri": value})
 
 
-def evaluated(value: Any, theirs: Theirs) -> Taken:
+def evaluated(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """A model of the hub, or a folder."""
     if theirs.here.get("pretrained") is False:
         return refused("pretrained: false has no weights to evaluate")
@@ -385,10 +388,10 @@ def evaluated(value: Any, theirs: Theirs) -> Taken:
     of_model = models[theirs.index] if isinstance(models, list) else theirs.values
     if of_model.get("load_path"):
         return idle("its weights are those of load_path")
-    return Taken({"models": [f"hf:{value}"]})
+    return MigratedSetting({"models": [f"hf:{value}"]})
 
 
-def evaluated_checkpoint(value: Any, theirs: Theirs) -> Taken:
+def evaluated_checkpoint(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Composer's checkpoint of an MPT model."""
     why = (
         "write the run, converted by LLM Foundry's scripts/inference/convert_composer_to_hf.py and"
@@ -399,68 +402,72 @@ def evaluated_checkpoint(value: Any, theirs: Theirs) -> Taken:
     return changed(f"is Composer's checkpoint: {why}", models=[str(value)])
 
 
-def evaluated_server(value: Any, theirs: Theirs) -> Taken:
+def evaluated_server(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """A model behind an OpenAI-compatible address."""
     kind = SERVERS.get(str(theirs.here.get("name")))
     if kind is None:
         return refused("is no model that is known here; write models: [hf:OWNER/NAME]")
     base = theirs.here.get("base_url") or "https://api.openai.com/v1"
-    return Taken({"models": [f"{kind}{base}#{value}"]}, "its key is OPENAI_API_KEY, as there")
+    return MigratedSetting(
+        {"models": [f"{kind}{base}#{value}"]}, "its key is OPENAI_API_KEY, as there"
+    )
 
 
 def switched_on(key: str) -> Take:
     """A section that may be empty, `lr_monitor: {}`."""
-    return lambda value, theirs: Taken({key: True})
+    return lambda value, theirs: MigratedSetting({key: True})
 
 
-def log_interval(value: Any, theirs: Theirs) -> Taken:
+def log_interval(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Lines and metrics have one interval."""
     taken = duration("log_interval")(value, theirs)
     is_each = taken.values.get("log_interval") == "1ba"
     if is_each or not taken.values:
         return taken
-    return Taken(taken.values, "is of metrics too, whose loss is the mean since the last", CHANGED)
+    return MigratedSetting(
+        taken.values, "is of metrics too, whose loss is the mean since the last", CHANGED
+    )
 
 
-def early_mode(value: Any, theirs: Theirs) -> Taken:
+def early_mode(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Which way is better."""
     modes = {"less": "min", "lt": "min", "greater": "max", "gt": "max"}
     return (
         idle("has no value")
         if value is None
-        else Taken({"callbacks.early_stopper.mode": modes[str(value).lower()]})
+        else MigratedSetting({"callbacks.early_stopper.mode": modes[str(value).lower()]})
     )
 
 
-def early_metric(value: Any, theirs: Theirs) -> Taken:
+def early_metric(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Composer has the loader's label beside it."""
     label = theirs.get("callbacks.early_stopper.dataloader_label", "eval")
     metric = "loss/train/total" if label == "train" else f"metrics/eval/{value}"
-    return Taken({"callbacks.early_stopper.metric": metric})
+    return MigratedSetting({"callbacks.early_stopper.metric": metric})
 
 
 # The tokenizer
 
 
-def tokenizer_name(value: Any, theirs: Theirs) -> Taken:
+def tokenizer_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """tiktoken, the model's own, or one of the hub."""
     if theirs.kind == "eval":
         return idle("a model is evaluated with its own tokenizer")
     if value == "tiktoken":
-        return Taken({"tokenizer.name": "tiktoken"})
+        return MigratedSetting({"tokenizer.name": "tiktoken"})
     if theirs.kind == "finetune" and value == theirs.get("model.pretrained_model_name_or_path"):
-        return Taken({"tokenizer.name": "pretrained"}, "the model's own")
-    return Taken({"tokenizer.name": "huggingface", "tokenizer.path": value})
+        return MigratedSetting({"tokenizer.name": "pretrained"}, "the model's own")
+    return MigratedSetting({"tokenizer.name": "huggingface", "tokenizer.path": value})
 
 
-def encoding(value: Any, theirs: Theirs) -> Taken:
+def encoding(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Of tiktoken alone."""
     if theirs.kind == "eval":
         return idle("a model is evaluated with its own tokenizer")
-    return Taken({"tokenizer.encoding": value})
+    return MigratedSetting({"tokenizer.encoding": value})
 
 
-def template(value: Any, theirs: Theirs) -> Taken:
+def template(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """A template's text, which is a file here."""
     if value is None:
         return idle("has no value")

@@ -1,7 +1,7 @@
 """What a value of LLM Foundry's is here, where it is not simply the same: the table's `take`s.
 
-`llm_foundry.py` names them. Each gets the value and the whole file, and answers with a `Taken`.
-Semantics are those of LLM Foundry 0.22 and Composer 0.32.
+`llm_foundry.py` names them. Each gets the value and the whole file, and answers with a
+`MigratedSetting`. Semantics are those of LLM Foundry 0.22 and Composer 0.32.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from llmfoundry.migrate.entry import (
     CHANGED,
     MISSING,
+    ForeignConfig,
+    MigratedSetting,
     Take,
-    Taken,
-    Theirs,
     changed,
     idle,
     refused,
@@ -36,7 +36,7 @@ def as_is(key: str, why: str = "") -> Take:
     return lambda value, theirs: (
         idle("has no value")
         if value is None
-        else Taken({key: value}, why, CHANGED if why else None)
+        else MigratedSetting({key: value}, why, CHANGED if why else None)
     )
 
 
@@ -51,8 +51,8 @@ def only(same: Any, why: str, otherwise: str, **values: Any) -> Take:
 def of_text(key: str, otherwise: str) -> Take:
     """For runs on text the value of `key`; for those on answers without effect, and why."""
 
-    def take(value: Any, t: Theirs) -> Taken:
-        return Taken({key: value}) if is_text(t) else idle(otherwise)
+    def take(value: Any, t: ForeignConfig) -> MigratedSetting:
+        return MigratedSetting({key: value}) if is_text(t) else idle(otherwise)
 
     return take
 
@@ -60,7 +60,7 @@ def of_text(key: str, otherwise: str) -> Take:
 def unknown(section: str, why: str) -> Take:
     """What a section holds that is not here; a section that is empty asks for nothing."""
 
-    def take(value: Any, t: Theirs) -> Taken:
+    def take(value: Any, t: ForeignConfig) -> MigratedSetting:
         return idle("is empty") if t.name == section and not value else refused(why)
 
     return take
@@ -74,7 +74,7 @@ def never(why: str) -> Take:
 def duration(key: str) -> Take:
     """A duration; a bare number is epochs, as Composer reads it."""
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if value is None:
             return idle("has no value")
         text = str(value).strip()
@@ -85,11 +85,11 @@ def duration(key: str) -> Take:
             if int(text) == 0 and key != "max_duration":
                 return changed("0 is never; here the end of the run", **{keyword(key): "0ba"})
             why = "a bare number is epochs there"
-            return Taken({key: f"{text}ep"}, why)
+            return MigratedSetting({key: f"{text}ep"}, why)
         if not text.endswith(UNITS):
             why = f"{text}: the unit is none of {', '.join(UNITS)}; write {key} in one of them"
             return refused(why, **{keyword(key): MISSING})
-        return Taken({key: text})
+        return MigratedSetting({key: text})
 
     return take
 
@@ -99,12 +99,12 @@ def keyword(key: str) -> str:
     return key.replace(".", "__")
 
 
-def is_supervised(theirs: Theirs) -> bool:
+def is_supervised(theirs: ForeignConfig) -> bool:
     """Whether the loader is the one of prompts and answers."""
     return theirs.get("train_loader.name") == "finetuning"
 
 
-def is_text(theirs: Theirs) -> bool:
+def is_text(theirs: ForeignConfig) -> bool:
     """Whether the loader is the one of documents."""
     return theirs.get("train_loader.name") == "text"
 
@@ -112,22 +112,22 @@ def is_text(theirs: Theirs) -> bool:
 # The run
 
 
-def trains(theirs: Theirs) -> bool:
+def trains(theirs: ForeignConfig) -> bool:
     """Whether the result is for train.py or finetune.py."""
     return theirs.trains
 
 
-def precision(value: Any, theirs: Theirs) -> Taken:
+def precision(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """amp_fp16 is the only one that is not here."""
     if value == "amp_fp16":
         return changed("there is no fp16 here; bf16 has its range of fp32", precision="amp_bf16")
     if value == "amp_fp8":
         why = "fp8 by torchao in place of Transformer Engine; with compile"
         return changed(why, precision="amp_fp8", compile=True)
-    return Taken({"precision": value})
+    return MigratedSetting({"precision": value})
 
 
-def save_folder(value: Any, theirs: Theirs) -> Taken:
+def save_folder(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """The folder of checkpoints; ours is that of the run, which has checkpoints/ in it."""
     if value is None:
         return idle("has no value: runs/ and the run's name are taken; nothing is saved there")
@@ -140,7 +140,7 @@ def save_folder(value: Any, theirs: Theirs) -> Taken:
     )
 
 
-def load_path(value: Any, theirs: Theirs) -> Taken:
+def load_path(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Composer's checkpoint, which is converted once."""
     if value is None:
         return idle("has no value")
@@ -157,7 +157,7 @@ def load_path(value: Any, theirs: Theirs) -> Taken:
 def rows_of_batches(key: str, batch: str) -> Take:
     """A number of batches as rows: times those of a batch."""
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if value is None or value == -1:
             return idle("all rows, which is what is taken unless written")
         size = theirs.get(batch)
@@ -169,20 +169,20 @@ def rows_of_batches(key: str, batch: str) -> Take:
     return take
 
 
-def compiled(value: Any, theirs: Theirs) -> Taken:
+def compiled(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """`compile_config: {}` alone switches it on."""
-    return idle("has no value") if value is None else Taken({"compile": True})
+    return idle("has no value") if value is None else MigratedSetting({"compile": True})
 
 
 # The model
 
 
-def model_name(value: Any, theirs: Theirs) -> Taken:
+def model_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Whose class the model is."""
     if value == "mpt_causal_lm":
         if theirs.kind == "eval":
             return idle("the checkpoint knows its own shape")
-        return Taken({"model.name": value})
+        return MigratedSetting({"model.name": value})
     if theirs.kind == "eval" and value in SERVERS:
         return idle("the address in models says it")
     if value != "hf_causal_lm":
@@ -218,14 +218,14 @@ def _beside_shape(name: str) -> dict[str, Any]:
     return _DROPOUT if "llama" not in name else {}
 
 
-def pretrained_name(value: Any, theirs: Theirs) -> Taken:
+def pretrained_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Where the weights, or the shape alone, come from."""
     if theirs.kind == "finetune":
-        return Taken({"model.pretrained": value})
+        return MigratedSetting({"model.pretrained": value})
     if value in SHAPES:
         why = "pretrained: false takes the shape alone, which is a choice of model/ here"
         more = {f"model.{key}": number for key, number in _beside_shape(value).items()}
-        return Taken({"defaults.model": SHAPES[value], **more}, why, CHANGED)
+        return MigratedSetting({"defaults.model": SHAPES[value], **more}, why, CHANGED)
     why = (
         f"pretrained: false takes only the shape of {value}, which is not a choice of model/; copy"
         " d_model, n_layers, n_heads and the rest from its config.json below model, choose a near"
@@ -238,145 +238,149 @@ def pretrained_name(value: Any, theirs: Theirs) -> Taken:
 def of_mpt(why: str) -> Take:
     """MPT's own keys in `config_overrides`; on other models they stop LLM Foundry itself."""
 
-    def take(value: Any, theirs: Theirs) -> Taken:
+    def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if "mpt" not in str(theirs.get("model.pretrained_model_name_or_path")).lower():
             return refused("is MPT's key: the model has none, and LLM Foundry refuses the file")
-        return idle(why) if why else Taken({theirs.key: value})
+        return idle(why) if why else MigratedSetting({theirs.key: value})
 
     return take
 
 
-def overridden(value: Any, theirs: Theirs) -> Taken:
+def overridden(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Keys of config.json; of a shape alone, its length."""
     if theirs.kind == "finetune":
-        return Taken({theirs.key: value})
+        return MigratedSetting({theirs.key: value})
     if theirs.name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        return Taken({"model.max_seq_len": value})
+        return MigratedSetting({"model.max_seq_len": value})
     return refused(f"is a key of config.json; write model's own for {theirs.name}")
 
 
-def norm_type(value: Any, theirs: Theirs) -> Taken:
+def norm_type(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Flash-attention's kernel is one more name of RMSNorm."""
     if value == "triton_rmsnorm":
-        return Taken({"model.norm_type": "rmsnorm"}, "the same norm by another kernel")
-    return Taken({"model.norm_type": value})
+        return MigratedSetting({"model.norm_type": "rmsnorm"}, "the same norm by another kernel")
+    return MigratedSetting({"model.norm_type": value})
 
 
-def attn_impl(value: Any, theirs: Theirs) -> Taken:
+def attn_impl(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """The fastest kernel is chosen here; the numbers are those of any."""
     if theirs.kind == "finetune":
-        return Taken({"model.attn_impl": "auto"}, "the fastest of the device")
-    return Taken({"model.attn_config.attn_impl": "auto"}, "the fastest of the device")
+        return MigratedSetting({"model.attn_impl": "auto"}, "the fastest of the device")
+    return MigratedSetting({"model.attn_config.attn_impl": "auto"}, "the fastest of the device")
 
 
-def sequence_id(value: Any, theirs: Theirs) -> Taken:
+def sequence_id(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Whether packed documents see each other."""
     if is_supervised(theirs):
         if value or not theirs.get("train_loader.dataset.packing_ratio"):
             return idle("rows that are packed together never see each other here")
         return changed("rows that are packed together see each other there, and never here")
-    return Taken({"data.attend_across_documents": not value})
+    return MigratedSetting({"data.attend_across_documents": not value})
 
 
-def ffn_type(value: Any, theirs: Theirs) -> Taken:
+def ffn_type(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Three mixtures are one here."""
     key = "model__ffn_config__ffn_type"
     if value == "torch_dmoe":
         why = "has no balancing loss there, so that experts may collapse; none is added"
         return changed(why, **{key: "dmoe", "model__ffn_config__moe_balancing": "none"})
     if value == "mb_dmoe":
-        return Taken({"model.ffn_config.ffn_type": "dmoe"}, "megablocks' mixture, by grouped_mm")
+        return MigratedSetting(
+            {"model.ffn_config.ffn_type": "dmoe"}, "megablocks' mixture, by grouped_mm"
+        )
     if value == "mb_moe":
         return changed("drops tokens over the capacity there, and none here", **{key: "dmoe"})
     if value == "te_ln_mlp":
         why = "Transformer Engine's kernel of the same layer; its norm is the block's"
         return changed(why, **{key: "mptmlp"})
-    return Taken({"model.ffn_config.ffn_type": value})
+    return MigratedSetting({"model.ffn_config.ffn_type": value})
 
 
-def jitter(value: Any, theirs: Theirs) -> Taken:
+def jitter(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """0 is none."""
     if not value:
         return idle("no noise")
-    return Taken({"model.ffn_config.moe_jitter_eps": value})
+    return MigratedSetting({"model.ffn_config.moe_jitter_eps": value})
 
 
-def lbl_scope(value: Any, theirs: Theirs) -> Taken:
+def lbl_scope(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Over whose tokens loads are counted."""
     key = "model.ffn_config.moe_lbl_scope"
     if value is None:
-        return Taken({key: "microbatch"})
+        return MigratedSetting({key: "microbatch"})
     if value == "global_group":
-        return Taken({key: "global"})
+        return MigratedSetting({key: "global"})
     return changed(
         f"{value}: there is no group of some processes; global is all", **{keyword(key): "global"}
     )
 
 
-def loss_weight(value: Any, theirs: Theirs) -> Taken:
+def loss_weight(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """torch_dmoe reads none."""
     if theirs.get("model.ffn_config.ffn_type") == "torch_dmoe":
         return idle("torch_dmoe has no balancing loss")
-    return Taken({"model.ffn_config.moe_loss_weight": value})
+    return MigratedSetting({"model.ffn_config.moe_loss_weight": value})
 
 
-def kept_positions(value: Any, theirs: Theirs) -> Taken:
+def kept_positions(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """ALiBi and RoPE switch learned positions off there without a word."""
     if value and any(theirs.get(f"model.attn_config.{name}") for name in ("alibi", "rope")):
-        return Taken({"model.learned_pos_emb": False}, "as LLM Foundry takes it with alibi or rope")
-    return Taken({"model.learned_pos_emb": value})
+        return MigratedSetting(
+            {"model.learned_pos_emb": False}, "as LLM Foundry takes it with alibi or rope"
+        )
+    return MigratedSetting({"model.learned_pos_emb": value})
 
 
-def master_dtype(value: Any, theirs: Theirs) -> Taken:
+def master_dtype(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Weights, gradients and moments in 16 bits."""
     if value in (None, "float32", "fp32"):
         return idle("fp32, as here")
     if value in ("bfloat16", "bf16"):
-        return Taken({"precision": "bf16"}, "weights, gradients and optimizer in bf16")
+        return MigratedSetting({"precision": "bf16"}, "weights, gradients and optimizer in bf16")
     return refused("there are no fp16 weights; bf16 are precision: bf16")
 
 
-def rope_factor(value: Any, theirs: Theirs) -> Taken:
+def rope_factor(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """no_scaling has none."""
     if theirs.get("model.attn_config.rope_hf_config.type", "no_scaling") == "no_scaling":
         return idle("no_scaling stretches nothing")
-    return Taken({"model.attn_config.rope_hf_config.factor": value})
+    return MigratedSetting({"model.attn_config.rope_hf_config.factor": value})
 
 
-def eight_bit(value: Any, theirs: Theirs) -> Taken:
+def eight_bit(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Only 4 bits, below an adapter."""
     if not value:
         return idle(OFF)
     if theirs.kind == "eval":
         why = "models are evaluated in 16 or 32 bits here, which needs more memory and is exact"
-        return Taken({}, why, CHANGED)
+        return MigratedSetting({}, why, CHANGED)
     return refused("there are no 8-bit weights; model.quantize: nf4 with an adapter is 4 bits")
 
 
 # Adapters
 
 
-def peft_type(value: Any, theirs: Theirs) -> Taken:
+def peft_type(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """LoRA alone, there as here."""
     if str(value).upper() == "LORA":
-        return Taken({"adapter.name": "lora"})
+        return MigratedSetting({"adapter.name": "lora"})
     return refused(f"{value}: adapters are lora here", adapter__name="lora")
 
 
-def adapter_pretrained(value: Any, theirs: Theirs) -> Taken:
+def adapter_pretrained(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """An adapter to begin with, or to evaluate."""
     if value is None:
         return idle("has no value")
     if theirs.kind == "eval":
         why = f"an adapter's folder is a model here; one of the hub first: `hf download {value}`"
         return changed(f"{why}, and the folder that it prints", models=[str(value)])
-    return Taken({"adapter.pretrained": value, "adapter.name": "lora"})
+    return MigratedSetting({"adapter.pretrained": value, "adapter.name": "lora"})
 
 
 # The optimizer
 
 
-def optimizer_name(value: Any, theirs: Theirs) -> Taken:
+def optimizer_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Two of five, and what comes near."""
     near = {"adalr_lion": "decoupled_lionw", "clip_lion": "decoupled_lionw"}
     if value in near:
@@ -384,13 +388,13 @@ def optimizer_name(value: Any, theirs: Theirs) -> Taken:
         return changed(why, optimizer__name=near[value])
     if value == "no_op":
         return refused("no_op: nothing would train; remove the run", optimizer__name=MISSING)
-    return Taken({"optimizer.name": value})
+    return MigratedSetting({"optimizer.name": value})
 
 
 def by_name(what: str) -> Take:
     """A regular expression of parameters' names, which are others here."""
     return lambda value, theirs: (
-        Taken(
+        MigratedSetting(
             {what: [value] if isinstance(value, str) else value},
             "names are ours, blocks.0.attn.Wqkv.weight, without model.transformer in front",
             CHANGED,
@@ -403,7 +407,7 @@ def by_name(what: str) -> Take:
 # Over processes
 
 
-def sharding(value: Any, theirs: Theirs) -> Taken:
+def sharding(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """FSDP's strategies as degrees."""
     shard, copies = (
         "parallel__data_parallel_shard_degree",
@@ -414,7 +418,7 @@ def sharding(value: Any, theirs: Theirs) -> Taken:
     if theirs.kind == "eval":
         return idle("a model is evaluated by the layout that its run names")
     if value == "NO_SHARD":
-        return Taken({"parallel.data_parallel_shard_degree": 1})
+        return MigratedSetting({"parallel.data_parallel_shard_degree": 1})
     if str(value).startswith(("HYBRID", "_HYBRID")):
         why = "a copy of the model in every 8 processes; write the GPUs of your nodes"
         keeps = {"parallel__reshard_after_forward": False} if "ZERO2" in str(value) else {}
@@ -423,16 +427,16 @@ def sharding(value: Any, theirs: Theirs) -> Taken:
     values = {key.replace("__", "."): number for key, number in degrees.items()}
     if value == "SHARD_GRAD_OP":
         values["parallel.reshard_after_forward"] = False
-    return Taken(values, "FSDP2")
+    return MigratedSetting(values, "FSDP2")
 
 
-def shard_degree(value: Any, theirs: Theirs) -> Taken:
+def shard_degree(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """With as many copies as processes are left for."""
     if value is None or theirs.kind == "eval":
         return idle(
             "a model is evaluated by the layout that its run names" if value else "no value"
         )
-    return Taken(
+    return MigratedSetting(
         {
             "parallel.data_parallel_shard_degree": value,
             "parallel.data_parallel_replicate_degree": theirs.get(
@@ -442,7 +446,7 @@ def shard_degree(value: Any, theirs: Theirs) -> Taken:
     )
 
 
-def reduced(value: Any, theirs: Theirs) -> Taken:
+def reduced(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """In what FSDP computes and adds up."""
     if theirs.kind == "eval" or theirs.get("precision") == "fp32":
         return idle("numbers are those of precision")
@@ -453,16 +457,16 @@ def reduced(value: Any, theirs: Theirs) -> Taken:
     return idle("weights and sums are fp32, products bf16, as here")
 
 
-def recomputed(value: Any, theirs: Theirs) -> Taken:
+def recomputed(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Whole blocks, or nothing."""
     if theirs.kind == "eval":
         return idle("nothing is trained")
-    return Taken({"parallel.activation_checkpointing": "whole" if value else "none"})
+    return MigratedSetting({"parallel.activation_checkpointing": "whole" if value else "none"})
 
 
-def recomputed_parts(value: Any, theirs: Theirs) -> Taken:
+def recomputed_parts(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """The grammar is the same; it has an effect where there is recomputation."""
     if not value or not theirs.get("fsdp_config.activation_checkpointing"):
         return idle("without fsdp_config.activation_checkpointing: true")
     ours = theirs.key.removeprefix("model.") or "activation_checkpointing_target"
-    return Taken({f"parallel.{ours}": value})
+    return MigratedSetting({f"parallel.{ours}": value})

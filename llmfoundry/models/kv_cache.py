@@ -1,6 +1,6 @@
 """KV cache with one slot per sequence, and attention over it (continuous batching).
 
-Entry point: `SlotCache`, which `inference/decoder_rows.py` uses. A forward pass takes the new
+Entry point: `SlotCache`, which `inference/decoder_slots.py` uses. A forward pass takes the new
 tokens of all sequences concatenated into one sequence, so that no matmul processes padding. Only
 attention looks at slots separately. Adjacent slots with one new token each attend in one call, with
 a mask where their lengths differ. Each longer chunk of a prompt attends in a call of its own.

@@ -21,7 +21,7 @@ FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-class Quantized(NamedTuple):
+class BlockwiseTensor(NamedTuple):
     """n values in 8 bits.
 
     Attributes:
@@ -33,7 +33,7 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def quantize(x: Tensor, kind: torch.dtype) -> Quantized:
+def quantize(x: Tensor, kind: torch.dtype) -> BlockwiseTensor:
     """Values of x (n,), contiguous; a block with NaN or inf in it becomes NaN as a whole."""
     n, most = x.shape[0], LARGEST[kind]
     blocks = F.pad(x, (0, -n % BLOCK)).view(-1, BLOCK).float()
@@ -45,10 +45,10 @@ def quantize(x: Tensor, kind: torch.dtype) -> Quantized:
     if kind == torch.int8:
         quotients.round_()
     values = quotients.clamp_(-most, most).to(kind).flatten()
-    return Quantized(values if n % BLOCK == 0 else values[:n].clone(), scales)
+    return BlockwiseTensor(values if n % BLOCK == 0 else values[:n].clone(), scales)
 
 
-def dequantize(packed: Quantized, dtype: torch.dtype) -> Tensor:
+def dequantize(packed: BlockwiseTensor, dtype: torch.dtype) -> Tensor:
     """The (n,) values of what `quantize` made."""
     n = packed.values.shape[0]
     values = packed.values.float()

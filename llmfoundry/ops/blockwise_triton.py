@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmfoundry.ops.blockwise import BLOCK, LARGEST, Quantized
+from llmfoundry.ops.blockwise import BLOCK, LARGEST, BlockwiseTensor
 
 WIDTH = 2048  # values of a program
 WARPS = 4
@@ -69,16 +69,16 @@ def dequantize_kernel(
     tl.store(out + at, value * scale, mask=mask)
 
 
-def quantize(x: Tensor, kind: torch.dtype) -> Quantized:
+def quantize(x: Tensor, kind: torch.dtype) -> BlockwiseTensor:
     """`blockwise.quantize`."""
     n = x.shape[0]
     scales = x.new_empty(triton.cdiv(n, BLOCK), dtype=torch.bfloat16)
-    packed = Quantized(torch.empty_like(x, dtype=kind), scales)
+    packed = BlockwiseTensor(torch.empty_like(x, dtype=kind), scales)
     _launch(quantize_kernel, n, x, *packed, n, LARGEST=LARGEST[kind])
     return packed
 
 
-def dequantize(packed: Quantized, dtype: torch.dtype) -> Tensor:
+def dequantize(packed: BlockwiseTensor, dtype: torch.dtype) -> Tensor:
     """`blockwise.dequantize`."""
     out, n = torch.empty_like(packed.values, dtype=dtype), packed.values.shape[0]
     _launch(dequantize_kernel, n, *packed, out, n)

@@ -29,7 +29,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from llmfoundry.ops import blockwise
-from llmfoundry.ops.blockwise import BLOCK, FORMATS, Quantized
+from llmfoundry.ops.blockwise import BLOCK, FORMATS, BlockwiseTensor
 from llmfoundry.ops.torch_private import storage_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
@@ -44,7 +44,7 @@ class _Kept:
     The first of them to ask restores the values, which stay until the last has asked.
     """
 
-    def __init__(self, packed: Quantized, dtype: torch.dtype) -> None:
+    def __init__(self, packed: BlockwiseTensor, dtype: torch.dtype) -> None:
         self.packed, self.dtype = packed, dtype
         self.waiting = 0
         self.restored: Tensor | None = None
@@ -164,7 +164,7 @@ class Compressor:
         kept = None if known is None else known()
         if kept is None:
             packed = torch.ops.llmfoundry.quantize(values.reshape(-1), self.kind)
-            kept = _Kept(Quantized(*packed), tensor.dtype)
+            kept = _Kept(BlockwiseTensor(*packed), tensor.dtype)
             self._kept[key] = weakref.ref(kept)
         kept.waiting += 1
         return Compressed(kept, tuple(values.shape), places)
@@ -208,7 +208,7 @@ def _(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     schema="(Tensor values, Tensor scales, ScalarType dtype) -> Tensor",
 )
 def _dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return _steps(values.device.type).dequantize(Quantized(values, scales), dtype)
+    return _steps(values.device.type).dequantize(BlockwiseTensor(values, scales), dtype)
 
 
 @_dequantize.register_fake

@@ -30,7 +30,7 @@ times slower than in fp32."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedDevice:
     """What fake tensors stand for while `plan/count.py` counts: they are on a CPU in any case.
 
     Attributes:
@@ -49,16 +49,18 @@ class Planned:
         return sent, [round(self.load * n) for n in sent]
 
 
-_now: list[Planned] = []  # a plain list: the compiler reads it, a context variable would stop it
+_now: list[
+    PlannedDevice
+] = []  # a plain list: the compiler reads it, a context variable would stop it
 
 
-def planned() -> Planned | None:
+def planned() -> PlannedDevice | None:
     """What the tensors at hand stand for; None: themselves."""
     return _now[-1] if _now else None
 
 
 @contextmanager
-def planned_for(what: Planned) -> Iterator[None]:
+def planned_for(what: PlannedDevice) -> Iterator[None]:
     """A context in which CPU tensors, all of them fake, stand for those of another device."""
     _now.append(what)
     try:

@@ -36,7 +36,7 @@ STEP = 1 << 18  # values that a CPU turns at a time: they stay in its cache
 DEVICE_STEP = 1 << 26  # the same elsewhere: a step's fp32 values take 256 MiB
 
 
-class Quantized(NamedTuple):
+class Nf4Tensor(NamedTuple):
     """A tensor of n values in the parts that bitsandbytes has.
 
     Attributes:
@@ -77,15 +77,15 @@ class Nf4Layout:
         """Of the whole, a multiple of 16: experts' lie one after another, and are read as fp32."""
         return -(-sum(self.sizes) // 16) * 16
 
-    def split(self, data: Tensor) -> Quantized:
+    def split(self, data: Tensor) -> Nf4Tensor:
         """The parts of `data` (nbytes,), which share its memory."""
         blocks = -(-self.values // BLOCK)
         parts = data[: sum(self.sizes)].split(self.sizes)
         coarse, offset, scales, packed = parts
         if not self.double:
-            return Quantized(packed, scales.view(torch.float32), *(coarse, offset))
+            return Nf4Tensor(packed, scales.view(torch.float32), *(coarse, offset))
         coarse = coarse.view(torch.float32)[: -(-blocks // SCALE_BLOCK)]
-        return Quantized(packed, scales, coarse, offset.view(torch.float32)[:1])
+        return Nf4Tensor(packed, scales, coarse, offset.view(torch.float32)[:1])
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def quantize(values: Tensor, *, double: bool = True) -> Tensor:
     return data
 
 
-def _quantize_scales(scales: Tensor, parts: Quantized) -> None:
+def _quantize_scales(scales: Tensor, parts: Nf4Tensor) -> None:
     """To the nearest of the 256 values that `_scale_code` lists, 256 scales by their largest."""
     rows = F.pad(scales, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
     parts.coarse.copy_(rows.abs().amax(1))
@@ -152,7 +152,7 @@ def dequantize(data: Tensor, shape: Sequence[int], dtype: torch.dtype, *, double
     return out.view(*shape)
 
 
-def _scales(parts: Quantized) -> Tensor:
+def _scales(parts: Nf4Tensor) -> Tensor:
     """The fp32 scales (blocks,) of scales that were quantized again."""
     code = _scale_code(parts.scales.device).index_select(0, parts.scales.int())
     each = parts.coarse.repeat_interleave(SCALE_BLOCK, output_size=len(parts.coarse) * SCALE_BLOCK)

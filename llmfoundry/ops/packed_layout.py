@@ -180,7 +180,7 @@ IGNORE = -100  # a label that counts neither in the loss nor in its denominator
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerDocuments:
     """Documents to compare. D: the most documents of a row; a row of fewer is filled up with 0.
 
     The two of a pair are adjacent in their row, the chosen one first. The document that a token
@@ -205,14 +205,14 @@ class Answers:
     mismatched: Tensor | None = None
     baseline: Tensor | None = None
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Answers:
+    def map(self, change: Callable[[Tensor], Tensor]) -> AnswerDocuments:
         """The same with each tensor changed."""
         known = (self.reference, self.mismatched, self.baseline)
-        return Answers(
+        return AnswerDocuments(
             change(self.side), self.begins, *(None if t is None else change(t) for t in known)
         )
 
-    def rows(self, start: int, stop: int) -> Answers:
+    def rows(self, start: int, stop: int) -> AnswerDocuments:
         """Those of rows start..stop, for microbatches."""
         part = self.map(lambda tensor: tensor[start:stop])
         return replace(part, begins=self.begins[start:stop])
@@ -234,7 +234,7 @@ class Batch:
     labels: Tensor
     layout: PackedLayout | None
     weights: Tensor | None = None
-    answers: Answers | None = None
+    answers: AnswerDocuments | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""

@@ -24,7 +24,13 @@ from functools import cache
 from typing import NamedTuple
 
 from llmfoundry.plan.memory import GIB
-from llmfoundry.plan.parameter_shards import REDUCED, Shares, seen_by_tokens, shares, tokens_of_row
+from llmfoundry.plan.parameter_shards import (
+    REDUCED,
+    ParameterShards,
+    seen_by_tokens,
+    shares,
+    tokens_of_row,
+)
 from llmfoundry.recipe.hardware import GPUS, Gpu
 from llmfoundry.recipe.parallel import NODE, Degrees, context_method, recomputation
 from llmfoundry.recipe.train import ResolvedTrainRecipe
@@ -42,7 +48,7 @@ WAITED_FOR = ("tokens", "activations", "heads", "keys and values")
 of the tokens. Weights and gradients travel beside other blocks' products."""
 
 
-class Messages(NamedTuple):
+class CollectiveTraffic(NamedTuple):
     """What a process sends in a step by one kind of collective.
 
     Attributes:
@@ -83,7 +89,7 @@ class Messages(NamedTuple):
 
 def communication(
     recipe: ResolvedTrainRecipe, world_size: int, microbatch: int, node: int = NODE
-) -> list[Messages]:
+) -> list[CollectiveTraffic]:
     """All that a process sends in a step of a filled recipe.
 
     Args:
@@ -109,7 +115,7 @@ def communication(
     ]
 
 
-def between_nodes(messages: Messages, world_size: int, node: int) -> float:
+def between_nodes(messages: CollectiveTraffic, world_size: int, node: int) -> float:
     """The share of messages that leaves a node of so many adjacent ranks.
 
     Groups are ranks `apart` from each other, and all of a run's groups together are its processes.
@@ -133,7 +139,7 @@ def _leaving(p: int, apart: int, at_once: bool, world_size: int, node: int) -> f
     return crossing / world_size
 
 
-def waited_for(found: Iterable[Messages], gpu: Gpu) -> float:
+def waited_for(found: Iterable[CollectiveTraffic], gpu: Gpu) -> float:
     """Seconds of a step in which nothing is computed: of what the next products need."""
     return sum(each.seconds(gpu) for each in found if each.what in WAITED_FOR)
 
@@ -178,16 +184,16 @@ _SPANNING = {
 }
 
 
-def data_parallel(held: Shares, degrees: Degrees) -> Iterator[Messages]:
+def data_parallel(held: ParameterShards, degrees: Degrees) -> Iterator[CollectiveTraffic]:
     """DDP: gradients, all-reduced once a step: 2 (p - 1) / p * 4 W."""
     p = degrees.replicate
     sent = 2 * (p - 1) * REDUCED * held.all.shard // p
-    yield Messages("gradients", "all_reduce", p, 1, sent, calls=-(-sent // BUCKET))
+    yield CollectiveTraffic("gradients", "all_reduce", p, 1, sent, calls=-(-sent // BUCKET))
 
 
 def fully_sharded(
-    recipe: ResolvedTrainRecipe, held: Shares, degrees: Degrees, microbatches: int
-) -> Iterator[Messages]:
+    recipe: ResolvedTrainRecipe, held: ParameterShards, degrees: Degrees, microbatches: int
+) -> Iterator[CollectiveTraffic]:
     """FSDP2 and HSDP: weights gathered, gradients reduce-scattered, those of shards all-reduced.
 
     Of each microbatch (p - 1) / p * low * 2 W of the blocks, once for the forward and once for the
@@ -205,16 +211,18 @@ def fully_sharded(
     for p, apart, own, gathers, units in [ends, *parts]:
         gathers *= microbatches
         sent, reduced = (p - 1) * gathers * _low(recipe) * own, REDUCED * own
-        yield Messages("weights", "all_gather", p, apart, sent, calls=gathers * units)
+        yield CollectiveTraffic("weights", "all_gather", p, apart, sent, calls=gathers * units)
         sent = (p - 1) * scattered * reduced
-        yield Messages("gradients", "reduce_scatter", p, apart, sent, calls=scattered * units)
+        yield CollectiveTraffic(
+            "gradients", "reduce_scatter", p, apart, sent, calls=scattered * units
+        )
         sent = 2 * (r - 1) * reduced // r
-        yield Messages("gradients", "all_reduce", r, degrees.copy_size, sent, calls=units)
+        yield CollectiveTraffic("gradients", "all_reduce", r, degrees.copy_size, sent, calls=units)
 
 
 def tensor_parallel(
     recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
-) -> Iterator[Messages]:
+) -> Iterator[CollectiveTraffic]:
     """Tensor parallelism with sequence-sharded norms (Korthikanti et al., 2022).
 
     Each passage between a process's tokens and all tokens sends g = (p - 1) / p * d values of each
@@ -234,17 +242,19 @@ def tensor_parallel(
     values = low * (p - 1) * tokens * model.d_model // p
     gathered, scattered = n * (2 * gathers + repeated) + 2, n * (2 * gathers + scatters) + 2
     calls = microbatches * gathered, microbatches * scattered
-    yield Messages("activations", "all_gather", p, 1, gathered * values, calls=calls[0])
-    yield Messages("activations", "reduce_scatter", p, 1, scattered * values, calls=calls[1])
+    yield CollectiveTraffic("activations", "all_gather", p, 1, gathered * values, calls=calls[0])
+    yield CollectiveTraffic(
+        "activations", "reduce_scatter", p, 1, scattered * values, calls=calls[1]
+    )
     of_tokens = microbatches * low * seen_by_tokens(model)
-    yield Messages("gradients", "all_reduce", p, 1, 2 * (p - 1) * of_tokens // p)
+    yield CollectiveTraffic("gradients", "all_reduce", p, 1, 2 * (p - 1) * of_tokens // p)
     of_losses = 2 * 4 * rows * tokens_of_row(recipe, degrees)
-    yield Messages("losses", "all_gather", p, 1, (p - 1) * of_losses)
+    yield CollectiveTraffic("losses", "all_gather", p, 1, (p - 1) * of_losses)
 
 
 def context_parallel(
     recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
-) -> Iterator[Messages]:
+) -> Iterator[CollectiveTraffic]:
     """Either method, of h heads and k heads of keys and values of width w on a process.
 
     Ulysses (Jacobs et al., 2023): (p - 1) / p * (2 h + 2 l) w values of each of the process's
@@ -263,20 +273,20 @@ def context_parallel(
         values = (p - 1) * tokens * each * width // p
         passes = 3 if again == "whole" else 2
         sent, calls = passes * _low(recipe) * values, 4 * passes * microbatches * model.n_layers
-        yield Messages("heads", "all_to_all", p, degrees.tensor, sent, calls=calls)
+        yield CollectiveTraffic("heads", "all_to_all", p, degrees.tensor, sent, calls=calls)
     else:
         values = (p - 1) * tokens * 2 * kv * width * makers
         passes = 1 if again == "none" else 2
         values *= _low(recipe)
         what, calls = "keys and values", 2 * microbatches * makers
         sent = passes * values
-        yield Messages(what, "all_gather", p, degrees.tensor, sent, calls=passes * calls)
-        yield Messages(what, "reduce_scatter", p, degrees.tensor, values, calls=calls)
+        yield CollectiveTraffic(what, "all_gather", p, degrees.tensor, sent, calls=passes * calls)
+        yield CollectiveTraffic(what, "reduce_scatter", p, degrees.tensor, values, calls=calls)
 
 
 def expert_parallel(
     recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
-) -> Iterator[Messages]:
+) -> Iterator[CollectiveTraffic]:
     """Rows to the experts and back, forward and backward: 4 (p - 1) / p * top_k * d of each token.
 
     Of evenly loaded experts; a process whose experts have a times the mean load receives a times
@@ -292,7 +302,7 @@ def expert_parallel(
     whole = recomputation(recipe.parallel.activation_checkpointing) == "whole"
     times = (6 if whole else 4) * model.n_layers
     sent, calls = times * _low(recipe) * values, 2 * times * microbatches  # their numbers go first
-    yield Messages("tokens", "all_to_all", p, 1, sent, calls=calls)
+    yield CollectiveTraffic("tokens", "all_to_all", p, 1, sent, calls=calls)
 
 
 def _low(recipe: ResolvedTrainRecipe) -> int:

@@ -28,10 +28,10 @@ from llmfoundry.distributed.mesh import imagined
 from llmfoundry.distributed.process_group import World
 from llmfoundry.distributed.tensor import apply_tensor_parallel
 from llmfoundry.models.decoder import Block, Decoder, Root
-from llmfoundry.ops.devices import Planned, planned_for
+from llmfoundry.ops.devices import PlannedDevice, planned_for
 from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.ops.torch_private import unwatched_shapes
-from llmfoundry.plan.meter import Amounts, GpuKernels, Meter, Pass, Reading, Recorded, Work
+from llmfoundry.plan.meter import Amounts, GpuKernels, Meter, Pass, PassRecording, Reading, Work
 from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import HFModelConfig, ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.parallel import ActivationMemory, Degrees, ParallelConfig, recomputation
@@ -424,7 +424,7 @@ class _Counter:
 
     @contextmanager
     def _counting(self, load: float = 1.0) -> Iterator[None]:
-        what = Planned(self._kind, self._meter.kernel, load)
+        what = PlannedDevice(self._kind, self._meter.kernel, load)
         with ExitStack() as stack:
             stack.enter_context(planned_for(what))
             if self._kind == "cuda":
@@ -447,7 +447,7 @@ class _Counter:
         """Of each kind of block."""
         blocks = list(self._root.model.blocks)
         cases = [(FEW, 1.0), (FEW + 1, 1.0), *((FEW, load) for load in self._loads[1:])]
-        runs: dict[int, list[tuple[int, Recorded]]] = {kind.place: [] for kind in kinds}
+        runs: dict[int, list[tuple[int, PassRecording]]] = {kind.place: [] for kind in kinds}
         for rows, load in cases:
             with self._counting(load):
                 given = self._inputs(rows, blocks)
@@ -475,7 +475,7 @@ class _Counter:
 
     def _run(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_reached: bool
-    ) -> tuple[int, Recorded]:
+    ) -> tuple[int, PassRecording]:
         """Bytes that it keeps, and all that it did."""
         meter, (x, *others) = self._meter, args
 
@@ -503,7 +503,7 @@ class _Counter:
 
     def ends(self) -> EndsCount:
         """Of what is around the blocks."""
-        model, runs = self._root.model, list[Recorded]()
+        model, runs = self._root.model, list[PassRecording]()
         hook = None
         if self._trains:  # blocks that are not here would have a gradient go on
             hook = _embedding(model).register_forward_hook(
@@ -541,7 +541,7 @@ def _tensors(made: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(made) if isinstance(t, Tensor)]
 
 
-def _block_count(number: int, runs: Sequence[tuple[int, Recorded]]) -> BlockCount:
+def _block_count(number: int, runs: Sequence[tuple[int, PassRecording]]) -> BlockCount:
     """Of runs of FEW rows, of one more, and where processes share experts under twice the load."""
     kept = _bytes([Reading(kept, 0) for kept, _ in runs])
     records = [recorded for _, recorded in runs]
@@ -558,7 +558,7 @@ def _block_count(number: int, runs: Sequence[tuple[int, Recorded]]) -> BlockCoun
     )
 
 
-def _passes(records: Sequence[Recorded]) -> dict[str, Pass]:
+def _passes(records: Sequence[PassRecording]) -> dict[str, Pass]:
     """Of runs of FEW rows and of one row more."""
     few, more = (
         {name: Work(**done) for name, done in recorded.work.items()} for recorded in records[:2]
@@ -567,7 +567,7 @@ def _passes(records: Sequence[Recorded]) -> dict[str, Pass]:
     return {name: Pass(few[name].plus(row[name].times(-FEW)), row[name]) for name in few}
 
 
-def _ends_count(runs: Sequence[Recorded]) -> EndsCount:
+def _ends_count(runs: Sequence[PassRecording]) -> EndsCount:
     marked, passes = runs[0].embedding, _passes(runs)
     backward = [run.readings["backward"] for run in runs]
     return EndsCount(

@@ -14,7 +14,7 @@ import torch
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.loss import chunk_tokens
-from llmfoundry.plan.memory import weigh
+from llmfoundry.plan.memory import count_weight_bytes
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 FP32 = 4  # bytes of an activation, also where matmuls are in 16 bits
@@ -62,7 +62,7 @@ def inference_memory(
         device: device of the ranks.
     """
     degrees = recipe.parallel.degrees(world_size)
-    held = weigh(model, device, degrees)
+    held = count_weight_bytes(model, device, degrees)
     config, ffn = recipe.model, recipe.model.ffn_config
     assert config.attn_config.kv_n_heads and ffn.ffn_hidden_size and config.vocab_size, "resolved"
 

@@ -49,7 +49,7 @@ MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Setting:
+class Cluster:
     """GPUs of one kind, and what they are known to reach.
 
     Attributes:
@@ -64,7 +64,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """A way to compute a recipe.
 
     Attributes:
@@ -148,13 +148,13 @@ class Ranking:
         estimated: of how many the memory was estimated.
     """
 
-    best: list[Layout]
-    nearest: Layout | None
+    best: list[ParallelLayout]
+    nearest: ParallelLayout | None
     looked_at: int
     estimated: int
 
 
-def own_layout(recipe: ResolvedTrainRecipe, setting: Setting) -> Layout:
+def own_layout(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
     """The recipe's own, `auto` decided as a run would.
 
     Raises:
@@ -167,7 +167,7 @@ def own_layout(recipe: ResolvedTrainRecipe, setting: Setting) -> Layout:
     return _layout(chosen, setting, fit.need)
 
 
-def rank(recipe: ResolvedTrainRecipe, setting: Setting, most: int) -> Ranking:
+def rank(recipe: ResolvedTrainRecipe, setting: Cluster, most: int) -> Ranking:
     """The `most` best kinds of layout that fit, of each the best degrees of replicas and shards.
 
     Args:
@@ -177,8 +177,8 @@ def rank(recipe: ResolvedTrainRecipe, setting: Setting, most: int) -> Ranking:
     """
     found = enumerate(_all(recipe, setting))
     looked = [(_bound(one, setting), number, one) for number, one in found]
-    best: dict[Any, Layout] = {}
-    nearest: Layout | None = None
+    best: dict[Any, ParallelLayout] = {}
+    nearest: ParallelLayout | None = None
     estimated = 0
     for bound, _, candidate in sorted(looked, key=lambda one: one[:2]):
         worst = sorted(one.cost for one in best.values())[most - 1 :]
@@ -200,7 +200,7 @@ def rank(recipe: ResolvedTrainRecipe, setting: Setting, most: int) -> Ranking:
     return Ranking(sorted(ranked, key=lambda one: one.cost), nearest, len(looked), estimated)
 
 
-def _exactly(layout: Layout, setting: Setting) -> Layout:
+def _exactly(layout: ParallelLayout, setting: Cluster) -> ParallelLayout:
     """With its own memory traffic."""
     step = step_seconds(layout.recipe, setting.gpus, layout.microbatch, setting.reached)
     return dataclasses.replace(layout, step=step)
@@ -219,7 +219,7 @@ def _kind(recipe: ResolvedTrainRecipe) -> tuple[Any, ...]:
     )
 
 
-def why(first: Layout, other: Layout) -> str:
+def why(first: ParallelLayout, other: ParallelLayout) -> str:
     """What makes the first better, in a clause: the parts that differ most, and memory."""
     mine, theirs = first.step.split(), other.step.split()
     total = other.step.total - first.step.total
@@ -236,12 +236,12 @@ def why(first: Layout, other: Layout) -> str:
 
 
 def _layout(
-    recipe: ResolvedTrainRecipe, setting: Setting, need: MemoryEstimate, *, roughly: bool = False
-) -> Layout:
+    recipe: ResolvedTrainRecipe, setting: Cluster, need: MemoryEstimate, *, roughly: bool = False
+) -> ParallelLayout:
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
     step = step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=roughly)
-    return Layout(recipe, step, need, int(USABLE * setting.available))
+    return ParallelLayout(recipe, step, need, int(USABLE * setting.available))
 
 
 def _written(recipe: ResolvedTrainRecipe, world: int, microbatch: int) -> ResolvedTrainRecipe:
@@ -251,7 +251,7 @@ def _written(recipe: ResolvedTrainRecipe, world: int, microbatch: int) -> Resolv
     return dataclasses.replace(recipe, parallel=parallel, device_train_microbatch_size=microbatch)
 
 
-def _all(recipe: ResolvedTrainRecipe, setting: Setting) -> Iterator[ResolvedTrainRecipe]:
+def _all(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[ResolvedTrainRecipe]:
     """Every sensible layout with every recomputation, all rows of a process at a time."""
     for degrees in layouts(recipe, setting):
         parallel = _with(recipe.parallel, degrees)
@@ -295,7 +295,7 @@ def _keys(degrees: Degrees) -> dict[str, Any]:
     return dict(zip((*AXES, EXPERT), dataclasses.astuple(degrees), strict=True))
 
 
-def layouts(recipe: ResolvedTrainRecipe, setting: Setting) -> Iterator[Degrees]:
+def layouts(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[Degrees]:
     """Degrees that the processes and the batch allow.
 
     Tensor and expert parallelism stay inside a node, whose links they wait for; a copy of the model
@@ -325,14 +325,14 @@ def _is_even(copy: int, node: int, world: int) -> bool:
     return copy == world or node % copy == 0 or (rest == 0 and nodes & (nodes - 1) == 0)
 
 
-def _bound(recipe: ResolvedTrainRecipe, setting: Setting) -> float:
+def _bound(recipe: ResolvedTrainRecipe, setting: Cluster) -> float:
     """Seconds with as many rows at a time as there are; fewer are not faster."""
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
     return step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=True).total
 
 
-def _fitting(recipe: ResolvedTrainRecipe, setting: Setting) -> Layout:
+def _fitting(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
     """With as many rows as fit; with one where none does."""
     need = estimate(recipe, setting.gpus, device=CUDA)
     room = int(USABLE * setting.available)
@@ -345,7 +345,7 @@ def _fitting(recipe: ResolvedTrainRecipe, setting: Setting) -> Layout:
     )
 
 
-def too_large(layout: Layout) -> str:
+def too_large(layout: ParallelLayout) -> str:
     """By how much a layout does not fit."""
     return (
         f"{layout.bytes / GIB:.1f} GiB of {layout.room / GIB:.1f},"

@@ -1,7 +1,7 @@
 """Memory estimate of a run, before it is built: weights, optimizer state and activations.
 
 Entry point: `estimate`. `fit.py` calls it to choose the microbatch size `auto`. A step uses most
-memory at one of a few points (`Moment`); the estimate is the maximum over these points.
+memory at one of a few points (`PeakPoint`); the estimate is the maximum over these points.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ difference, and freed memory is not returned (`ops/devices.py`). Measured by
 FRAMEWORK = GIB // 2  # bytes of PyTorch and other imports, before a model is built
 
 
-class Moment(NamedTuple):
+class PeakPoint(NamedTuple):
     """Point of a step at which the memory of a rank may peak.
 
     Attributes:
@@ -76,7 +76,7 @@ class MemoryEstimate:
     parameter_bytes: int
     gradient_bytes: int
     moment_bytes: int
-    moments: tuple[Moment, ...]
+    moments: tuple[PeakPoint, ...]
     chunk_rows: float
     accumulated: int
     step_rows: int
@@ -131,13 +131,13 @@ class MemoryEstimate:
         ]
         return min(loads, default=math.inf)
 
-    def _at(self, moment: Moment, rows: int, load: float) -> int:
+    def _at(self, moment: PeakPoint, rows: int, load: float) -> int:
         stay = self.weights + self.gradients(rows) + self.fixed + moment.whole
         own = moment.rows
         each = own.row + (load - 1) * own.load
         return int(stay + own.fixed + rows * each) + self._logits(moment, rows)
 
-    def _logits(self, moment: Moment, rows: int) -> int:
+    def _logits(self, moment: PeakPoint, rows: int) -> int:
         return int(min(rows, self.chunk_rows) * moment.rows.logits)
 
 
@@ -158,7 +158,11 @@ def estimate(
         device: device type of the run.
     """
     degrees = recipe.parallel.degrees(world_size)
-    held = _weights(recipe, degrees) if meta_model is None else weigh(meta_model, device, degrees)
+    held = (
+        _weights(recipe, degrees)
+        if meta_model is None
+        else count_weight_bytes(meta_model, device, degrees)
+    )
     low, width = 4 if recipe.precision == "fp32" else 2, 2 if recipe.precision == "bf16" else 4
     whole = _whole(recipe, held, low)
     counted = count(recipe, degrees, device=device, meta_model=meta_model)
@@ -171,7 +175,7 @@ def estimate(
         gradient_bytes=held.trained.shard,
         moment_bytes=round(recipe.optimizer.moment_bytes(width) * held.trained.shard / width),
         moments=tuple(
-            Moment(moment.whole + dequantized, _times(moment.rows, heap)) for moment in moments
+            PeakPoint(moment.whole + dequantized, _times(moment.rows, heap)) for moment in moments
         ),
         chunk_rows=_chunk_rows(recipe, degrees, device),
         accumulated=accumulated_bytes(recipe, degrees, *reversed(held.trained)),
@@ -200,7 +204,7 @@ def _chunk_rows(recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.dev
     return chunk / -(-recipe.max_seq_len // degrees.context)
 
 
-class Whole(NamedTuple):
+class GatheredBytes(NamedTuple):
     """Bytes of weights as they are gathered, and of gradients on their way to shards.
 
     Attributes:
@@ -225,7 +229,7 @@ class Whole(NamedTuple):
     reduced_ends: int
 
 
-def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> Whole:
+def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> GatheredBytes:
     """FSDP gathers fp32 weights in bf16 under amp_bf16, and adds gradients up in fp32."""
     width = 2 if recipe.precision == "bf16" else 4
     narrow = width // low
@@ -236,7 +240,7 @@ def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> Whole:
     def reduced(trained: int) -> int:
         return trained * REDUCED // width
 
-    return Whole(
+    return GatheredBytes(
         ends=gathered(held.ends, held.trained_ends),
         block=gathered(held.block, held.trained_block),
         apart=gathered(held.apart, held.trained_apart),
@@ -249,8 +253,8 @@ def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> Whole:
 
 
 def _moments(
-    recipe: ResolvedTrainRecipe, degrees: Degrees, whole: Whole, counted: ModelCount
-) -> list[Moment]:
+    recipe: ResolvedTrainRecipe, degrees: Degrees, whole: GatheredBytes, counted: ModelCount
+) -> list[PeakPoint]:
     """All at which a step may need most.
 
     Under FSDP the ends are there whole all the time. At the head the buffer of what was gathered
@@ -266,8 +270,10 @@ def _moments(
         at_blocks = [
             rows for block in counted.blocks for rows in (*block.at_backward, *block.behind_experts)
         ]
-        there = [Moment(0, kept.plus(rows)) for rows in (*ends.at_loss, *ends.at_head, *at_blocks)]
-        return [*there, *(Moment(0, rows) for rows in ends.behind)]
+        there = [
+            PeakPoint(0, kept.plus(rows)) for rows in (*ends.at_loss, *ends.at_head, *at_blocks)
+        ]
+        return [*there, *(PeakPoint(0, rows) for rows in ends.behind)]
     at_loss, at_head = whole.apart or whole.block, whole.block  # the last that was gathered
     if recipe.parallel.reshard_after_forward is False:
         at_loss = at_head = recipe.model.n_layers * (whole.block + whole.apart)
@@ -275,22 +281,27 @@ def _moments(
     others = [*counted.blocks[:-1], *([last] if last.blocks > 1 else [])]
     kept_by_others = kept.plus(last.kept.times(-1))
     return [
-        *(Moment(whole.ends + at_loss, kept.plus(rows)) for rows in ends.at_loss),
-        *(Moment(whole.ends + at_head, kept.plus(rows)) for rows in ends.at_head),
+        *(PeakPoint(whole.ends + at_loss, kept.plus(rows)) for rows in ends.at_loss),
+        *(PeakPoint(whole.ends + at_head, kept.plus(rows)) for rows in ends.at_head),
         *_at_block(recipe, whole, last, kept, on_its_way=0),
         *(
             moment
             for block in others
             for moment in _at_block(recipe, whole, block, kept_by_others, on_its_way=whole.reduced)
         ),
-        *(Moment(whole.ends + whole.reduced, rows) for rows in ends.behind),
-        Moment(whole.reduced_ends, Bytes()),
+        *(PeakPoint(whole.ends + whole.reduced, rows) for rows in ends.behind),
+        PeakPoint(whole.reduced_ends, Bytes()),
     ]
 
 
 def _at_block(
-    recipe: ResolvedTrainRecipe, whole: Whole, block: BlockCount, kept: Bytes, *, on_its_way: int
-) -> Iterator[Moment]:
+    recipe: ResolvedTrainRecipe,
+    whole: GatheredBytes,
+    block: BlockCount,
+    kept: Bytes,
+    *,
+    on_its_way: int,
+) -> Iterator[PeakPoint]:
     """Moments of a block's backward pass under FSDP.
 
     Args:
@@ -305,15 +316,15 @@ def _at_block(
         gathered = recipe.model.n_layers * (whole.block + whole.apart)
     stay = whole.ends + whole.head + gathered
     for rows in block.at_backward:
-        yield Moment(stay + on_its_way, kept.plus(rows))
+        yield PeakPoint(stay + on_its_way, kept.plus(rows))
     sent = on_its_way
     if whole.apart:  # the experts' weights are freed, and their gradients cast, then sent
         sent = whole.reduced_apart - whole.apart
         if block.experts_done is not None:
-            yield Moment(stay + sent, kept.plus(block.experts_done))
+            yield PeakPoint(stay + sent, kept.plus(block.experts_done))
         sent -= whole.grads_apart
     for rows in block.behind_experts:
-        yield Moment(stay + sent, kept.plus(rows))
+        yield PeakPoint(stay + sent, kept.plus(rows))
 
 
 def _weights(recipe: ResolvedTrainRecipe, degrees: Degrees) -> WeightBytes:
@@ -389,7 +400,7 @@ class WeightBytes:
     dequantized: int
 
 
-def weigh(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightBytes:
+def count_weight_bytes(model: nn.Module, device: torch.device, degrees: Degrees) -> WeightBytes:
     """Return the bytes of a model's parameters on one rank; the model has a list `blocks`."""
 
     def held(module: nn.Module, *, trained: bool) -> dict[str, Values]:

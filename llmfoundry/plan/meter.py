@@ -232,7 +232,7 @@ class Reading:
 
 
 @dataclass
-class Recorded:
+class PassRecording:
     """All that one pass forward and back did.
 
     Attributes:
@@ -265,7 +265,7 @@ class Meter(LiveBytes):
         self._vocabulary, self._pass = vocabulary, "forward"
         self._logits: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._base = 0
-        self.recorded = Recorded()
+        self.recorded = PassRecording()
         self._group: Counter[str] = Counter()  # the work that the compiler's kernel is of
         self._read: dict[int, int] = {}  # by the running group of the compiler, from outside
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -278,12 +278,12 @@ class Meter(LiveBytes):
     def begin(self) -> None:
         """Count from here: what is alive now is not of what follows."""
         self._end_group()
-        self.recorded, self._base, self._pass = Recorded(), self.now(), "forward"
+        self.recorded, self._base, self._pass = PassRecording(), self.now(), "forward"
 
-    def end(self) -> Recorded:
+    def end(self) -> PassRecording:
         """All since `begin`; what follows is of no interest."""
         self._end_group()
-        recorded, self.recorded = self.recorded, Recorded()
+        recorded, self.recorded = self.recorded, PassRecording()
         return recorded
 
     @contextmanager

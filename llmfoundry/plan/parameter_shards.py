@@ -74,7 +74,7 @@ class Unit(NamedTuple):
     block: Values
 
 
-class Shares(NamedTuple):
+class ParameterShards(NamedTuple):
     """What one process has of a model.
 
     Attributes:
@@ -98,7 +98,7 @@ class Shares(NamedTuple):
         return self.ends.plus(self.blocks)
 
 
-def shares(model: ResolvedModelConfig, degrees: Degrees) -> Shares:
+def shares(model: ResolvedModelConfig, degrees: Degrees) -> ParameterShards:
     """What a process has of a filled model."""
     (bare, _), *blocks = parts(model)
     each = [(by_unit(block.named_parameters(), degrees), count) for block, count in blocks]
@@ -114,7 +114,7 @@ def shares(model: ResolvedModelConfig, degrees: Degrees) -> Shares:
     )
     head = bare.head_weight
     assert isinstance(head, Tensor)
-    return Shares(
+    return ParameterShards(
         ends=total(values_of(name, p.shape, degrees) for name, p in bare.named_parameters()),
         head=values_of("lm_head.weight", head.shape, degrees),
         units=units,

@@ -25,7 +25,7 @@ from torch import nn
 from llmfoundry.loggers.console import percent, short_count
 from llmfoundry.models.counts import EXPERTS, flops_per_token, parts
 from llmfoundry.models.tensor_parallel import tensor_parallel_dim
-from llmfoundry.plan.communication import WAITED_FOR, Messages, communication
+from llmfoundry.plan.communication import WAITED_FOR, CollectiveTraffic, communication
 from llmfoundry.plan.count import count
 from llmfoundry.plan.meter import BACKWARD_OF_FORWARD, Amounts, Pass
 from llmfoundry.plan.parameter_shards import BLOCK, shares, tokens_of_row, unit_of
@@ -169,7 +169,7 @@ def in_seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Spent(Amounts):
+class GpuTime(Amounts):
     """Seconds of a GPU, launches and FLOPs of a pass over some part of the model.
 
     Attributes:
@@ -191,9 +191,9 @@ class Spent(Amounts):
         """Of all kinds."""
         return self.products + self.attention + self.memory
 
-    def only_products(self) -> Spent:
+    def only_products(self) -> GpuTime:
         """Without all else; FLOPs are those of products in any case that asks."""
-        return Spent(products=self.products, flops=self.flops)
+        return GpuTime(products=self.products, flops=self.flops)
 
 
 @dataclass(frozen=True)
@@ -207,10 +207,10 @@ class Computation:
         ends: of embedding, final norm, head and loss, both ways.
     """
 
-    forward: Spent
-    backward: Spent
-    again: Spent
-    ends: Spent
+    forward: GpuTime
+    backward: GpuTime
+    again: GpuTime
+    ends: GpuTime
 
 
 def step_seconds(
@@ -220,7 +220,7 @@ def step_seconds(
     reached: Speeds,
     *,
     roughly: bool = False,
-    sent: Iterable[Messages] | None = None,
+    sent: Iterable[CollectiveTraffic] | None = None,
 ) -> StepSeconds:
     """What a step takes on each of `world_size` GPUs.
 
@@ -281,7 +281,7 @@ def _work(
         narrow = recipe.fp8_recipe is not None and reached.fp8 > 0
         forward = forward.plus(_multiplied(first, reached, narrow=narrow).times(n))
         backward = backward.plus(_multiplied(back, reached, narrow=narrow).times(n))
-    attention = Spent()
+    attention = GpuTime()
     for layer in model.layers():
         attention = attention.plus(_attention(recipe, degrees, microbatch, layer.window, reached))
     again = moved["again"]
@@ -307,20 +307,20 @@ def _over(part: float, whole: float) -> float:
 
 def _moved(
     recipe: ResolvedTrainRecipe, passes: Iterable[tuple[Pass, int]], rows: float, reached: Speeds
-) -> Spent:
+) -> GpuTime:
     """Operations bound by memory, each a kernel, or fused where the recipe is compiled."""
-    spent = Spent()
+    spent = GpuTime()
     for one, n in passes:
         moved = one.fixed.moved + rows * one.row.moved
         launches = one.fixed.launches + rows * one.row.launches
         if recipe.compile:
             moved = one.fixed.fused + rows * one.row.fused
             launches = one.fixed.fused_launches + rows * one.row.fused_launches
-        spent = spent.plus(Spent(memory=moved / reached.memory, launches=launches).times(n))
+        spent = spent.plus(GpuTime(memory=moved / reached.memory, launches=launches).times(n))
     return spent
 
 
-def _multiplied(found: list[Product], reached: Speeds, *, narrow: bool = False) -> Spent:
+def _multiplied(found: list[Matmul], reached: Speeds, *, narrow: bool = False) -> GpuTime:
     """Products; `narrow`: those of dense layers in 8 bits, to which both operands are cast."""
     seconds = cast = 0.0
     for one in found:
@@ -329,12 +329,12 @@ def _multiplied(found: list[Product], reached: Speeds, *, narrow: bool = False) 
         seconds += one.seconds(reached.gpu, flops=flops, moved=reached.memory)
         cast += CAST * (one.rows + one.columns) * one.inner * is_narrow
     flops = sum(one.flops for one in found)
-    return Spent(products=seconds, memory=cast / reached.memory, flops=flops)
+    return GpuTime(products=seconds, memory=cast / reached.memory, flops=flops)
 
 
 def _attention(
     recipe: ResolvedTrainRecipe, degrees: Degrees, microbatch: int, window: int, reached: Speeds
-) -> Spent:
+) -> GpuTime:
     """A layer's, forward: of whole rows, of which a token sees half, or its window."""
     model, length = recipe.model, recipe.max_seq_len
     seen = length / 2 if window < 0 else min(length / 2, window + 1)
@@ -345,7 +345,7 @@ def _attention(
         queries = -(-length // degrees.context)
     narrow = min(1.0, 0.5 + model.head_dim / 256)  # 64 numbers a head: three quarters
     ramp = queries / (queries + SHORT)
-    return Spent(attention=flops / (reached.attention * ramp * narrow), flops=flops)
+    return GpuTime(attention=flops / (reached.attention * ramp * narrow), flops=flops)
 
 
 def _optimizer(recipe: ResolvedTrainRecipe, degrees: Degrees, reached: Speeds) -> float:
@@ -358,7 +358,7 @@ def _optimizer(recipe: ResolvedTrainRecipe, degrees: Degrees, reached: Speeds) -
 
 def _waiting(
     recipe: ResolvedTrainRecipe,
-    found: list[Messages],
+    found: list[CollectiveTraffic],
     work: Computation,
     microbatches: float,
     gpu: Gpu,
@@ -403,7 +403,7 @@ TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 smaller ones read more for each product (NVIDIA, Matrix Multiplication Background)."""
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """(rows, inner) times (inner, columns), so often side by side.
 
     Attributes:
@@ -435,15 +435,15 @@ class Product(NamedTuple):
         waves = math.ceil(tiles / gpu.multiprocessors)
         return waves * gpu.multiprocessors * height * width / share
 
-    def backward(self) -> tuple[Product, Product]:
+    def backward(self) -> tuple[Matmul, Matmul]:
         """What gives the gradients of the first matrix and of the second."""
         rows, columns, inner, groups = self
-        return Product(rows, inner, columns, groups), Product(inner, columns, rows, groups)
+        return Matmul(rows, inner, columns, groups), Matmul(inner, columns, rows, groups)
 
 
 def products(
     module: nn.Module, model: ResolvedModelConfig, degrees: Degrees, tokens: float
-) -> Iterator[Product]:
+) -> Iterator[Matmul]:
     """Those of a block, or of the head, on one process in a forward pass over so many tokens.
 
     Args:
@@ -461,27 +461,27 @@ def products(
             yield _expert(name, outputs, inputs, model, degrees, tokens)
             continue
         if unit_of(name, degrees) != BLOCK:  # beside experts each process has its own tokens
-            yield Product(tokens / degrees.tensor, outputs, inputs)
+            yield Matmul(tokens / degrees.tensor, outputs, inputs)
             continue
         if tensor_parallel_dim(name) == 0:
             outputs = -(-outputs // degrees.tensor)
         elif tensor_parallel_dim(name) == 1:
             inputs = -(-inputs // degrees.tensor)
-        yield Product(tokens, outputs, inputs)
+        yield Matmul(tokens, outputs, inputs)
 
 
 def _expert(
     name: str, height: int, width: int, model: ResolvedModelConfig, degrees: Degrees, tokens: float
-) -> Product:
+) -> Matmul:
     """Of a stack of experts (experts * hidden, d), each with its share of evenly loaded rows."""
     ffn = model.ffn_config
     experts = ffn.moe_num_experts // degrees.expert
     rows = tokens / degrees.tensor * ffn.moe_top_k / experts
     hidden = height // ffn.moe_num_experts
     outputs, inputs = (width, hidden) if name.endswith("w2") else (hidden, width)
-    return Product(rows, outputs, inputs, experts)
+    return Matmul(rows, outputs, inputs, experts)
 
 
-def head(model: ResolvedModelConfig, degrees: Degrees, tokens: float) -> Product:
+def head(model: ResolvedModelConfig, degrees: Degrees, tokens: float) -> Matmul:
     """The output head's, tied or not."""
-    return Product(tokens, -(-model.vocab_size // degrees.tensor), model.d_model)
+    return Matmul(tokens, -(-model.vocab_size // degrees.tensor), model.d_model)

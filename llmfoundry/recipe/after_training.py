@@ -175,7 +175,7 @@ class ConvertRecipe:
 
 
 @dataclass
-class DrawRecipe:
+class SamplingRecipe:
     """Settings of text generation, for continuing a text and for answering."""
 
     FOLDER_KEY: ClassVar[str] = "checkpoint"
@@ -217,7 +217,7 @@ class DrawRecipe:
 
 
 @dataclass
-class GenerateRecipe(DrawRecipe):
+class GenerateRecipe(SamplingRecipe):
     """Continuation of a prompt with a model, or the answer to a message."""
 
     prompt: Annotated[str, Unless("message")] = ""
@@ -237,7 +237,7 @@ class GenerateRecipe(DrawRecipe):
 
 
 @dataclass
-class ChatRecipe(DrawRecipe):
+class ChatRecipe(SamplingRecipe):
     """Conversation with a model on a terminal, or by lines of standard input."""
 
     max_new_tokens: Annotated[int, NEW_TOKENS] = 512

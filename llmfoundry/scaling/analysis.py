@@ -19,8 +19,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.scaling.law import (
     LEAST_POINTS,
     Array,
-    Cost,
     Law,
+    TokenCost,
     bootstrap,
     determines_law,
     fit_law,
@@ -50,7 +50,7 @@ class FamilyFit:
     points: list[Point]
     law: Law
     laws: list[Law]
-    cost: Cost
+    cost: TokenCost
 
     @cached_property
     def most_flops(self) -> float:
@@ -140,7 +140,9 @@ def fit_families(points: Sequence[Point], rounds: int, *, key: str = "sizes") ->
         of = f" of {family}" if family else ""
         refuse_few([*zip(n, d, strict=True)], f"{key}: the runs{of} with a finite loss")
         laws = bootstrap(n, d, loss, rounds=rounds)
-        fits.append(FamilyFit(family, runs, fit_law(n, d, loss), laws, Cost.counted(n, flops / d)))
+        fits.append(
+            FamilyFit(family, runs, fit_law(n, d, loss), laws, TokenCost.counted(n, flops / d))
+        )
     return fits
 
 

@@ -55,7 +55,7 @@ class Law:
         size, data = np.asarray(n, dtype=float), np.asarray(d, dtype=float)
         return np.asarray(self.e + self.a * size**-self.alpha + self.b * data**-self.beta)
 
-    def best_size(self, flops: float | Array, cost: Cost) -> Array:
+    def best_size(self, flops: float | Array, cost: TokenCost) -> Array:
         """Parameters with which `flops` give the least loss.
 
         With D = C / (k N^g) the derivative over N is zero at N^(alpha + g beta) = alpha A / (g
@@ -66,7 +66,7 @@ class Law:
         spent = np.asarray(flops, dtype=float) / cost.factor
         return np.asarray((ratio * spent**self.beta) ** (1 / power))
 
-    def flops_for(self, loss: float, cost: Cost) -> float:
+    def flops_for(self, loss: float, cost: TokenCost) -> float:
         """Compute with which the best size reaches a loss; infinite where none does."""
         low, high = 0.0, 80.0  # of log10
         if loss <= self.e:
@@ -82,7 +82,7 @@ class Law:
         """Whether both size and data matter, so that one is traded for the other."""
         return self.a > 0 and self.b > 0
 
-    def best(self, flops: float, cost: Cost) -> tuple[float, float, float]:
+    def best(self, flops: float, cost: TokenCost) -> tuple[float, float, float]:
         """Size, tokens and loss of a budget; NaN where there is no optimum."""
         if not self.has_optimum:
             return math.nan, math.nan, math.nan
@@ -90,7 +90,7 @@ class Law:
         d = float(cost.tokens(flops, n))
         return n, d, float(self.loss(n, d))
 
-    def size_exponent(self, cost: Cost) -> float:
+    def size_exponent(self, cost: TokenCost) -> float:
         """The power of compute with which the best size grows; NaN where there is none."""
         return self.beta / (self.alpha + cost.growth * self.beta) if self.has_optimum else math.nan
 
@@ -123,7 +123,7 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Cost:
+class TokenCost:
     """FLOPs of a token as a function of size, factor N^growth: of large models 6 N.
 
     Small ones spend more on the head and on attention, which `counted` takes from the points.
@@ -137,7 +137,7 @@ class Cost:
         return np.asarray(np.asarray(flops, float) / (self.factor * np.asarray(n) ** self.growth))
 
     @classmethod
-    def counted(cls, n: Array, flops_per_token: Array) -> Cost:
+    def counted(cls, n: Array, flops_per_token: Array) -> TokenCost:
         """The line through the logarithms of points; of one size alone proportional to it."""
         if np.ptp(np.log(n)) < 1e-9:
             return cls(float(np.mean(flops_per_token / n)))

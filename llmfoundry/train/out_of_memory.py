@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from llmfoundry.errors import StartAgain, UserError, what_was_asked
+from llmfoundry.errors import RestartNeeded, UserError, requested_memory
 from llmfoundry.events import add_event
 from llmfoundry.files import read_json, write_json
 from llmfoundry.ops.devices import give_back_memory
@@ -101,7 +101,7 @@ class MicrobatchLimit:
             StartAgain: the new size is stored and the run can restart.
             UserError: the microbatch cannot be smaller, or the run's folder cannot be written.
         """
-        reason = what_was_asked(error)
+        reason = requested_memory(error)
         half = self._half(microbatch, step, reason)
         if self.folder is None or self._remember(microbatch, half, step):
             raise UserError(self.line(microbatch, step, reason))
@@ -112,7 +112,7 @@ class MicrobatchLimit:
             add_event(
                 self.folder, KIND, seen, step=step, rank=self.rank, action="start_again", **more
             )
-        raise StartAgain(f"{KEY}: {seen}; {done}")
+        raise RestartNeeded(f"{KEY}: {seen}; {done}")
 
     def _half(self, microbatch: int, step: int, reason: str) -> int:
         if microbatch == 1 or self.is_fixed:

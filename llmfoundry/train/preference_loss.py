@@ -2,9 +2,9 @@
 
 `builders/preference.py` makes an objective by `build_preference`, `train_step` minimizes it, the
 evaluation measures by it. The idea: every method is a sum over pairs, or over single answers, of a
-function of log-probabilities (`Compared`), divided by their number in the global batch. So nothing
-depends on microbatches, accumulation or processes, and two numbers for each document are all that
-an evaluation has to keep.
+function of log-probabilities (`AnswerMeasures`), divided by their number in the global batch. So
+nothing depends on microbatches, accumulation or processes, and two numbers for each document are
+all that an evaluation has to keep.
 
 "tokens" below are an answer's learned tokens, and a mean over them is the same whatever the prompt.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.ops.packed_layout import IGNORE, Answers, Batch, PackedLayout
+from llmfoundry.ops.packed_layout import IGNORE, AnswerDocuments, Batch, PackedLayout
 from llmfoundry.recipe.preference import ResolvedPreferenceConfig
 from llmfoundry.train.objective import Finish, Look, sum_over_processes
 
@@ -30,7 +30,7 @@ ALMOST_CERTAIN = -1e-6  # largest mean log-probability that odds are taken of; b
 
 
 @dataclass(frozen=True)
-class Compared:
+class AnswerMeasures:
     """What the documents of some rows are compared by, each (B, D) but for the last.
 
     Attributes:
@@ -38,7 +38,7 @@ class Compared:
         log_probs: fp32, of each answer: the sum over its tokens.
         tokens: fp32, their number.
         reference: fp32, what the reference model gives for `log_probs`; None: there is none.
-        baseline: (B,) fp32, as in `Answers`.
+        baseline: (B,) fp32, as in `AnswerDocuments`.
     """
 
     side: Tensor
@@ -59,17 +59,19 @@ class Compared:
         return self.log_probs / self.tokens.clamp(min=1)
 
 
-def compare(model: Decoder, hidden: Tensor, batch: Batch) -> Compared:
+def compare(model: Decoder, hidden: Tensor, batch: Batch) -> AnswerMeasures:
     """What the documents of a batch are compared by, given its hidden states (B, T, D)."""
     answers, layout = batch.answers, batch.layout
     of_tokens = model.log_probs(hidden, batch.labels)
     if answers is None or layout is None:  # a batch that could not be had
         nothing = of_tokens.sum(1, keepdim=True)
-        return Compared(torch.zeros_like(nothing).long(), nothing, nothing, nothing, nothing[:, 0])
+        return AnswerMeasures(
+            torch.zeros_like(nothing).long(), nothing, nothing, nothing, nothing[:, 0]
+        )
     documents = layout.documents.long()
     empty = of_tokens.new_zeros(answers.side.shape)
     learned = (batch.labels != IGNORE).to(empty.dtype)
-    return Compared(
+    return AnswerMeasures(
         answers.side,
         empty.scatter_add(1, documents, of_tokens),
         empty.scatter_add(1, documents, learned),
@@ -83,7 +85,7 @@ def answer_log_probs(batch: Batch) -> Callable[[Decoder, Tensor], Tensor]:
     return lambda model, hidden: compare(model, hidden, batch).log_probs
 
 
-PairLoss = Callable[[Compared, Compared], Tensor]
+PairLoss = Callable[[AnswerMeasures, AnswerMeasures], Tensor]
 """Of chosen and rejected answers, all (B, D - 1), what each pair adds."""
 
 
@@ -99,14 +101,14 @@ def dpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
     """
     beta, smoothing = config.beta, config.label_smoothing
 
-    def sigmoid(chosen: Compared, rejected: Compared) -> Tensor:
+    def sigmoid(chosen: AnswerMeasures, rejected: AnswerMeasures) -> Tensor:
         h = beta * (chosen.ratio - rejected.ratio)
         return -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
 
-    def hinge(chosen: Compared, rejected: Compared) -> Tensor:
+    def hinge(chosen: AnswerMeasures, rejected: AnswerMeasures) -> Tensor:
         return torch.relu(1 - beta * (chosen.ratio - rejected.ratio))
 
-    def ipo(chosen: Compared, rejected: Compared) -> Tensor:
+    def ipo(chosen: AnswerMeasures, rejected: AnswerMeasures) -> Tensor:
         chosen_mean, rejected_mean = (s.ratio / s.tokens.clamp(min=1) for s in (chosen, rejected))
         return (chosen_mean - rejected_mean - 1 / (2 * beta)).square()
 
@@ -122,7 +124,7 @@ def orpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
     """
     beta = config.beta
 
-    def log_odds(side: Compared) -> Tensor:
+    def log_odds(side: AnswerMeasures) -> Tensor:
         mean = torch.where(side.tokens > 0, side.mean, -1.0).clamp(max=ALMOST_CERTAIN)
         return mean - torch.log(-torch.expm1(mean))
 
@@ -178,7 +180,7 @@ class Pairs:
         """The sums of a microbatch."""
         return lambda model, hidden: self.sums(compare(model, hidden, batch))
 
-    def sums(self, compared: Compared) -> tuple[Tensor, dict[str, Tensor]]:
+    def sums(self, compared: AnswerMeasures) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss over all pairs, and what is reported of them."""
         pair = is_pair(compared.side)
         chosen, rejected = (
@@ -200,7 +202,7 @@ class Pairs:
         sums = {name: (value.detach() * pair).float().sum() for name, value in reported.items()}
         return torch.where(pair, losses, 0).sum(), sums
 
-    def reward(self, side: Compared) -> Tensor:
+    def reward(self, side: AnswerMeasures) -> Tensor:
         """Beta times the log-ratio; without a reference, times the mean log-probability."""
         return self.beta * (side.ratio if self.by_sum else side.mean)
 
@@ -279,7 +281,7 @@ class KTO:
         """The sums of a microbatch."""
         return lambda model, hidden: self.sums(compare(model, hidden, batch))
 
-    def sums(self, compared: Compared) -> tuple[Tensor, dict[str, Tensor]]:
+    def sums(self, compared: AnswerMeasures) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss over all answers, and what is reported of them."""
         side, ratio, baseline = compared.side, compared.ratio, compared.baseline
         assert baseline is not None, "prepare finds it"
@@ -350,10 +352,10 @@ def with_reference(batch: Batch, look: Look, switched_off: Context | None) -> Ba
     return replace(batch, answers=replace(batch.answers, reference=reference))
 
 
-def _part(compared: Compared, part: slice, pair: Tensor) -> Compared:
+def _part(compared: AnswerMeasures, part: slice, pair: Tensor) -> AnswerMeasures:
     """One side of the pairs, (B, D - 1); where there is no pair, numbers that do no harm."""
     reference = compared.reference
-    return Compared(
+    return AnswerMeasures(
         compared.side[:, part],
         torch.where(pair, compared.log_probs[:, part], -1.0),
         torch.where(pair, compared.tokens[:, part], 1.0),
@@ -384,7 +386,7 @@ def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
     labels = torch.full_like(own, IGNORE)
     labels[:, :-1] = own.gather(1, order)[:, 1:]
     moved = PackedLayout.from_lengths(lengths, layout.padding).to(device, non_blocking=True)
-    sides = Answers(answers.side, begins)
+    sides = AnswerDocuments(answers.side, begins)
     tokens = batch.tokens.gather(1, order)
     is_compared = changed.to(device, non_blocking=True) & (answers.side != 0)
     return Batch(tokens, labels, moved, answers=sides), is_compared

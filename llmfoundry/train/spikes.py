@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmfoundry.errors import GivenUp
+from llmfoundry.errors import NoRestart
 from llmfoundry.recipe.resilience import ResolvedWatchConfig, WatchConfig
 
 KINDS = ("not_finite", "loss_spike", "gradient_spike")
@@ -364,14 +364,14 @@ class SpikeHandler:
                 raise RollBack(decision)  # logged once the target step is known
             self._log(decision)
             if decision.action == "stop":
-                raise GivenUp(f"{decision.seen}; {decision.done}; what was saved before is sound")
+                raise NoRestart(f"{decision.seen}; {decision.done}; what was saved before is sound")
 
     def _log(self, why: SpikeDecision) -> None:
         self._report(why.kind, why.seen, why.done, step=why.batch + 1, action=why.action)
 
 
 @dataclass(frozen=True)
-class Return:
+class ResumeStep:
     """Step at which a run resumes after a roll-back.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from llmfoundry.distributed.failures import failed_collective
-from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
+from llmfoundry.errors import UserError, is_out_of_memory, requested_memory
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.router import Routing, move_biases
 from llmfoundry.ops.packed_layout import Batch
@@ -204,7 +204,7 @@ def _accumulate(
     except (MemoryError, RuntimeError) as error:
         if not (hooks.can_redo and is_out_of_memory(error)) or failed_collective(error):
             raise
-        shortage = what_was_asked(error)
+        shortage = requested_memory(error)
     if shortage:  # the handled error is freed, and with it the tensors that its frames held
         del sums
         release(module)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.distributed.process_group import World
-from llmfoundry.errors import UserError, is_out_of_memory, what_was_asked
+from llmfoundry.errors import UserError, is_out_of_memory, requested_memory
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.devices import seed_of
 from llmfoundry.ops.packed_layout import IGNORE, Batch
@@ -38,7 +38,7 @@ from llmfoundry.telemetry import beat, in_callback, span
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
 from llmfoundry.train.signals import StopSignal
-from llmfoundry.train.spikes import Return, RollBack, SpikeHandler
+from llmfoundry.train.spikes import ResumeStep, RollBack, SpikeHandler
 from llmfoundry.train.step import StepHooks, StepResult, StepSettings, not_a_step, train_step
 from llmfoundry.train.step_metrics import LoggedStep, LossWindow, routing_metrics
 
@@ -192,7 +192,7 @@ class Trainer:
     """UTF-8 bytes per token of the training text."""
     tracker: TrainingLog
     checkpointer: Checkpoints
-    roll_back: Callable[[Trainer, int], Return]
+    roll_back: Callable[[Trainer, int], ResumeStep]
     """Loads a checkpoint from before a spike, and skips the batches read since then."""
     evaluate: Callable[[int], dict[str, float]]
     """Evaluates the model after this many batches; a collective operation."""
@@ -414,7 +414,7 @@ class Trainer:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = what_was_asked(error)
+                reason = requested_memory(error)
                 if self._is_updating:
                     raise UserError(_no_room_for_update(step, reason)) from error
                 why = OutOfMemory({self.world.rank: reason})

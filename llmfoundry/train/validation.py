@@ -21,7 +21,7 @@ from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.train.objective import Look
 from llmfoundry.train.preference_loss import (
     KTO,
-    Compared,
+    AnswerMeasures,
     Preference,
     answer_log_probs,
     baseline_of,
@@ -212,7 +212,7 @@ def _rewards(found: _Answers, objective: Preference) -> dict[str, float]:
     if objective.has_reference and found.reference[found.side != 0].isnan().any():
         return {}
     baseline = baseline_of(found.moved.sum(), found.others.sum())
-    compared = Compared(
+    compared = AnswerMeasures(
         found.side.long(),
         found.log_probs,
         found.tokens,

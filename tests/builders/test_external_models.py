@@ -13,7 +13,7 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
-from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.gauntlet.questions import GenerationPrompt
 from llmfoundry.recipe.after_training import EvalRecipe
 from tests.gauntlet.hugging_face_models import (
     plain_continuation,
@@ -93,7 +93,10 @@ def test_a_hugging_face_model_is_computed_by_the_decoder_where_that_expresses_it
         assert score.logprob == pytest.approx(float(logprobs.gather(1, targets).sum()), abs=1e-4)
         assert score.best_logprob == pytest.approx(float(logprobs.amax(1).sum()), abs=1e-4)
         assert score.greedy == (logprobs.argmax(1).tolist() == list(request.targets))
-    asked = [Prompt(request.tokens[: 3 + 5 * n], "", (), 12) for n, request in enumerate(requests)]
+    asked = [
+        GenerationPrompt(request.tokens[: 3 + 5 * n], "", (), 12)
+        for n, request in enumerate(requests)
+    ]
     for prompt, text in zip(asked[:6], evaluated.generate(asked[:6]), strict=True):
         expected = plain_continuation(model, prompt.tokens, 12, {0, 17, tokenizer.eos_id})
         assert text == tokenizer.decode(expected)

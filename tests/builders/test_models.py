@@ -16,7 +16,7 @@ from llmfoundry.builders.open_model import LoadedModel, OpenedModel, check_model
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.inference.engine import draw_all
-from llmfoundry.inference.requests import Request
+from llmfoundry.inference.requests import SequenceRequest
 from llmfoundry.models import kv_cache
 from llmfoundry.recipe.after_training import GenerateRecipe
 from tests.gauntlet.hugging_face_models import plain_continuation, random_model, save_model
@@ -27,7 +27,7 @@ def opened(name: object, **options: Any) -> OpenedModel:
 
 
 def greedy(model: LoadedModel, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    requests = [Request(prompt, 8, stop_ids=model.end_ids) for prompt in prompts]
+    requests = [SequenceRequest(prompt, 8, stop_ids=model.end_ids) for prompt in prompts]
     return draw_all(model.engine(slots=2, length=30), requests)
 
 

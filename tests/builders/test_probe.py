@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmfoundry.builders import microbatch
-from llmfoundry.builders.microbatch import SHORT, Measured, ProbeRequest, probe_fit
+from llmfoundry.builders.microbatch import SHORT, ProbeRequest, ProbeResults, probe_fit
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.plan.fit import Fit
@@ -163,7 +163,7 @@ def test_a_request_can_be_sent(place: Path) -> None:
 
 
 def test_sizes_that_are_settled_are_not_tried_again() -> None:
-    known = Measured({2: 200}, {2: 1.0}, {8: 500})
+    known = ProbeResults({2: 200}, {2: 1.0}, {8: 500})
     assert known.next_sizes([1, 2, 4, 8], 2, 500) == [4]
     assert known.next_sizes([1, 2, 4, 8], 2, 1000) == [4, 8]
     assert known.next_sizes([1, 2, 4, 8], 8, 500) == []  # 2 fits, which is enough to go on with

@@ -16,7 +16,7 @@ import pytest
 from llmfoundry.builders import registry
 from llmfoundry.builders.registry import (
     Tag,
-    Weights,
+    VersionSource,
     best_saved,
     find_address,
     fingerprint,
@@ -350,7 +350,7 @@ def test_an_export_that_was_uploaded_is_in_mlflow_where_it_is_gone(
     (export / "config.json").write_text("{}")
     (export / "deeper" / "x.bin").write_bytes(b"1234")
     known = str(fingerprint(export))
-    weights = Weights("hf", str(export), known, {}, is_uploaded=True)
+    weights = VersionSource("hf", str(export), known, {}, is_uploaded=True)
     experiment = find_experiment(run.client, store, "tests")
     made = [register(run.client, run.name, weights, None, experiment) for _ in range(2)]
     assert [str(v.version) for v in (*made, *versions(run.client, run.name))] == ["1", "1", "1"]

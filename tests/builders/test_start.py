@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from llmfoundry.builders.checkpoint import load_checkpoint, model_identity
-from llmfoundry.builders.resume import Start, _changes, fill_weights, find_start, run_identity
+from llmfoundry.builders.resume import StartPoint, _changes, fill_weights, find_start, run_identity
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.process_group import World
@@ -47,7 +47,7 @@ def saved(place: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(place / "runs" / "saved", tmp_path / "saved"))
 
 
-def start(folder: Path, *words: str, reported: list[str] | None = None) -> Start:
+def start(folder: Path, *words: str, reported: list[str] | None = None) -> StartPoint:
     recipe = checked(TrainRecipe, "tiny.yaml", [f"save_folder={folder}", *words])
     recipe = recipe.resolve()
     run, note = Storage(folder), [].append if reported is None else reported.append
@@ -61,25 +61,25 @@ def checkpoints(run: Path) -> list[Path]:
 def test_a_run_resumes_from_its_own_newest_whole_checkpoint(saved: Path, tmp_path: Path) -> None:
     older, newest = checkpoints(saved)
     assert (older.name, newest.name) == ("ba0000001", "ba0000002")
-    assert start(saved) == Start(Checkpoint.at(newest))
-    assert start(saved, "load_path=" + str(older)) == Start(
+    assert start(saved) == StartPoint(Checkpoint.at(newest))
+    assert start(saved, "load_path=" + str(older)) == StartPoint(
         Checkpoint.at(newest)
     )  # only where it has none
-    assert start(saved, "save_overwrite=true") == Start()
-    assert start(tmp_path / "new") == Start()
+    assert start(saved, "save_overwrite=true") == StartPoint()
+    assert start(tmp_path / "new") == StartPoint()
     largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     reported: list[str] = []
-    assert start(saved, reported=reported) == Start(Checkpoint.at(older))
+    assert start(saved, reported=reported) == StartPoint(Checkpoint.at(older))
     assert len(reported) == 1 and newest.name in reported[0]
 
 
 def test_another_run_is_begun_from_by_its_path(saved: Path, tmp_path: Path) -> None:
     older, newest = checkpoints(saved)
     new = tmp_path / "new"
-    assert start(new, f"load_path={saved}") == Start(Checkpoint.at(newest))
+    assert start(new, f"load_path={saved}") == StartPoint(Checkpoint.at(newest))
     weights = [f"load_path={older}", "load_weights_only=true"]
-    assert start(new, *weights) == Start(Checkpoint.at(older), weights_only=True)
+    assert start(new, *weights) == StartPoint(Checkpoint.at(older), weights_only=True)
 
 
 def test_what_cannot_be_gone_on_with_says_what_to_write(saved: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def job(recipe: TrainRecipe, fingerprint: str) -> Any:
 
 def refused(folder: Path, this: Any, *, weights_only: bool = False) -> list[str]:
     """Keys that a resume of `this` from a checkpoint is refused for."""
-    found, nothing = Start(Checkpoint.at(folder), weights_only), cast(Any, None)
+    found, nothing = StartPoint(Checkpoint.at(folder), weights_only), cast(Any, None)
     with pytest.raises(UserError) as error:
         fill_weights(this, found, nothing, run_identity(this), nothing, total=9)
     assert all("was trained with" in line for line in error.value.lines())

@@ -14,7 +14,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.checkpoint import verify
 from llmfoundry.checkpoint.retention import prune
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, remove_unpinned
-from llmfoundry.checkpoint.verify import Sums, find_checkpoint
+from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.files import try_lock
@@ -128,7 +128,7 @@ def test_where_the_only_checkpoint_vanishes_the_newer_one_is_read(
     first = run.checkpoint("ba0000001")
     damage = verify.find_damage
 
-    def pruned_meanwhile(at: Checkpoint, *, sums: Sums, world: World) -> str | None:
+    def pruned_meanwhile(at: Checkpoint, *, sums: ChecksumSelection, world: World) -> str | None:
         if at == first:
             at.folder.rename(folder / "checkpoints/ba0000002")
         return damage(at, sums=sums, world=world)

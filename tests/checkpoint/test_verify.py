@@ -25,7 +25,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint
 from llmfoundry.builders.pretrained import open_pretrained
 from llmfoundry.builders.resume import find_start
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.checkpoint.verify import Sums, find_damage
+from llmfoundry.checkpoint.verify import ChecksumSelection, find_damage
 from llmfoundry.distributed.process_group import World, set_group_timeouts
 from llmfoundry.errors import RunFailure
 from llmfoundry.recipe.adapter import PretrainedConfig
@@ -222,5 +222,5 @@ def test_without_a_sound_optimizer_a_model_answers_and_a_run_resumes_from_before
 
 def test_a_record_is_read_without_tensors(place: Path, read: Counter[str]) -> None:
     checkpoint = Checkpoint.at(Path("runs/whole/checkpoints/ba0000002"))
-    assert find_damage(checkpoint, sums=Sums.RECORD) is None
+    assert find_damage(checkpoint, sums=ChecksumSelection.RECORD) is None
     assert "state.json" in read and not any(name.endswith(".distcp") for name in read)

@@ -19,7 +19,7 @@ from llmfoundry.data.order import Order
 from llmfoundry.data.shard_cache import shard_folder
 from llmfoundry.data.shard_cache.shard_folder import COPIES, FetchOptions, ShardFolder, some_of
 from llmfoundry.data.shard_index import read_index, with_sample
-from llmfoundry.data.sources import MDSTokens, OrderedStream, RowOptions, open_source
+from llmfoundry.data.sources import MDSTokens, OrderedStream, SequenceOptions, open_source
 from llmfoundry.data.store_address import without_secrets
 from llmfoundry.errors import UserError
 from tests.data.s3_server import BUCKET, FaultyS3, s3_server
@@ -48,7 +48,7 @@ def opened(
     options = FetchOptions(cache_folder=str(cache), **{"retry": 0, "timeout": 5.0, **how})
     folder = ShardFolder.open(str(remote), None if local is None else str(local), options)
     index = with_sample(folder, read_index(folder, str(cache)))
-    source = open_source("data", "data", folder, index, RowOptions(LENGTH, ""))
+    source = open_source("data", "data", folder, index, SequenceOptions(LENGTH, ""))
     assert isinstance(source, MDSTokens)
     return folder, source
 

@@ -20,14 +20,14 @@ import pytest
 import torch
 
 from llmfoundry.data.held_out import validation_batches
-from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
+from llmfoundry.data.loader import BatchPrefetcher, Loader, SequenceFormat
 from llmfoundry.data.order import Mixture, Order, Phase
 from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import (
     MDSTexts,
     OrderedStream,
-    RowOptions,
+    SequenceOptions,
     TokenSource,
     check_length,
     open_source,
@@ -46,7 +46,7 @@ TOKENIZER = bytes_tokenizer()
 
 def opened(folder: Path, name: str = "data", *, seq_len: int = T, **order: Any) -> OrderedStream:
     shards = ShardFolder.open(None, str(folder), FetchOptions())
-    reading = RowOptions(seq_len, TOKENIZER.fingerprint, eos_id=EOS)
+    reading = SequenceOptions(seq_len, TOKENIZER.fingerprint, eos_id=EOS)
     source = open_source(name, name, shards, read_index(shards), reading)
     assert not isinstance(source, MDSTexts)
     if isinstance(source, TokenSource):  # as builders/data.py does
@@ -70,7 +70,7 @@ def loader(
         key: settings.pop(key) for key in (*form, "attend_across_documents") if key in settings
     }
     mixture = Mixture(names, phases, batch_size=batch_size)
-    return Loader(streams, mixture, RowFormat(seq_len, **form), **settings)
+    return Loader(streams, mixture, SequenceFormat(seq_len, **form), **settings)
 
 
 def dataset(stream: OrderedStream) -> TokenDataset:

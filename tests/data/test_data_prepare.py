@@ -20,7 +20,7 @@ from llmfoundry.data.preparation.partition import (
     tail_start,
     training_sample,
 )
-from llmfoundry.data.preparation.prepare import Prepared, prepare_corpus
+from llmfoundry.data.preparation.prepare import PreparedCorpus, prepare_corpus
 from llmfoundry.data.preparation.write_part import cuts_at_lines, split_text
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend, train_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -272,7 +272,7 @@ def test_splits_that_leave_nothing_are_errors(
 def test_damaged_caches_are_named(tmp_path: Path, plain: Tokenizer) -> None:
     config = write(tmp_path, documents())
 
-    def again() -> Prepared:
+    def again() -> PreparedCorpus:
         return prepare_corpus(config, plain, progress=False, shard_bytes=4096)
 
     def last_row() -> None:

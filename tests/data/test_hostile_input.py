@@ -24,11 +24,11 @@ import zstandard
 
 from llmfoundry.data.preparation import prepare
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.input_files import Input, InputFile
+from llmfoundry.data.preparation.input_files import InputFile, InputRange
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.preparation.write_part import make_part
 from llmfoundry.data.store import Store
-from llmfoundry.data.store_clients import Entry
+from llmfoundry.data.store_clients import ListedObject
 from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -253,7 +253,7 @@ def test_a_file_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
     known = InputFile.here(file)
     corpus = Corpus(DataConfig(name="files", paths=[str(file)]))
     file.unlink()
-    for read in (lambda: list(corpus), lambda: list(Input(known).chunks())):
+    for read in (lambda: list(corpus), lambda: list(InputRange(known).chunks())):
         with pytest.raises(UserError, match=r"a\.jsonl: cannot be read: No such file"):
             read()
 
@@ -286,7 +286,7 @@ def test_a_file_of_unknown_length_at_a_url_is_not_taken_for_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As servers that make a page when it is asked for."""
-    entry = {"https://host/a.txt": Entry("https://host/a.txt")}
+    entry = {"https://host/a.txt": ListedObject("https://host/a.txt")}
     monkeypatch.setattr(Store, "find", lambda store: (True, entry))
     assert "does not say how long https://host/a.txt is" in refused("https://host/a.txt")
 

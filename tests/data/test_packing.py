@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data.loader import BatchPrefetcher, Loader, RowFormat
+from llmfoundry.data.loader import BatchPrefetcher, Loader, SequenceFormat
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.order import Mixture, Order, Phase
 from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import MDSTexts, RowOptions, open_source
+from llmfoundry.data.sources import MDSTexts, SequenceOptions, open_source
 from llmfoundry.data.text_packing import (
     PackedStream,
     PackingRatio,
@@ -46,7 +46,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> MDSTexts:
         for text in draw(150):
             writer.write({"text": text})
     shards = ShardFolder.open(None, str(folder), FetchOptions())
-    reading = RowOptions(T, TOKENIZER.fingerprint)
+    reading = SequenceOptions(T, TOKENIZER.fingerprint)
     source = open_source("data", "data", shards, read_index(shards), reading)
     assert isinstance(source, MDSTexts)
     return source
@@ -60,7 +60,7 @@ def stream(texts: MDSTexts, packing: PackingRatio, **settings: Any) -> PackedStr
 def loader(texts: MDSTexts, packing: PackingRatio, batch_size: int = 8, **settings: Any) -> Loader:
     mixture = Mixture(["data"], [Phase(0, (1.0,))], batch_size=batch_size)
     packed = stream(texts, packing)
-    return Loader([packed], mixture, RowFormat(T, EOS, 257), **settings)
+    return Loader([packed], mixture, SequenceFormat(T, EOS, 257), **settings)
 
 
 @pytest.mark.parametrize("n_documents", [0, 1, 2, 5, 9, 40])

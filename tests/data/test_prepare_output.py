@@ -310,7 +310,7 @@ def test_a_preparation_to_a_url_is_gone_on_with(
     store.rm("/bucket", recursive=True)
     made: list[str] = []
 
-    def stop(job: write_part.PartSettings, task: partition.Task, *rest: object) -> object:
+    def stop(job: write_part.PartSettings, task: partition.PartitionTask, *rest: object) -> object:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(task.part)

@@ -17,7 +17,7 @@ import pytest
 
 from llmfoundry.data.preparation import partition
 from llmfoundry.data.preparation.corpus import Corpus
-from llmfoundry.data.preparation.input_files import Input
+from llmfoundry.data.preparation.input_files import InputRange
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.partition import content_hash, cut_tasks
 from llmfoundry.data.preparation.prepare import ExecutionOptions, prepare_corpus, prepare_to
@@ -101,7 +101,9 @@ def test_a_part_is_read_without_what_is_before_it(
     rows = "".join(json.dumps({"text": text}) + "\n" for text in documents(50))
     (tmp_path / "a.jsonl").write_text(rows)
     corpus = Corpus(config_of(tmp_path / "a.jsonl", text_column=column))
-    monkeypatch.setattr(Input, "lines_before", lambda _: pytest.fail("read from its beginning"))
+    monkeypatch.setattr(
+        InputRange, "lines_before", lambda _: pytest.fail("read from its beginning")
+    )
     assert len(corpus.spans(300)) > 5
     assert len([d.text for span in corpus.spans(300) for d in corpus.read(span)]) == 50
 
@@ -161,7 +163,7 @@ def test_an_error_in_a_process_is_the_line_and_finished_parts_stay(
     os.utime(last, ns=(times.st_atime_ns, times.st_mtime_ns))
     made: list[str] = []
 
-    def spy(job: PartSettings, task: partition.Task, *rest: object) -> object:
+    def spy(job: PartSettings, task: partition.PartitionTask, *rest: object) -> object:
         made.append(task.part)
         return make_part(job, task)
 
@@ -224,7 +226,7 @@ def test_a_killed_cache_is_gone_on_with(tmp_path: Path, plain: Tokenizer) -> Non
     made.rename(made.with_name("aside"))
     stopped: list[int] = []
 
-    def stop(job: PartSettings, task: partition.Task, *rest: object) -> object:
+    def stop(job: PartSettings, task: partition.PartitionTask, *rest: object) -> object:
         if task.number == 3:
             raise KeyboardInterrupt
         stopped.append(task.number)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.builders.data import Data, open_data
+from llmfoundry.builders.data import RunData, open_data
 from llmfoundry.cli.commands.inspect_data import ALONE
 from llmfoundry.data import shard_index
-from llmfoundry.data.batch import Rows
-from llmfoundry.data.first_look import look_at
+from llmfoundry.data.batch import SequenceBatch
+from llmfoundry.data.first_look import inspect_samples
 from llmfoundry.data.held_out import (
     Chain,
     MDSDocuments,
@@ -31,7 +31,7 @@ from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.mds.shard import MDSWriter
 from llmfoundry.data.shard_cache.shard_folder import FetchOptions, FileSpec, ShardFolder
 from llmfoundry.data.shard_index import read_index
-from llmfoundry.data.sources import MDSTokens, RowOptions, TokenSource, open_source
+from llmfoundry.data.sources import MDSTokens, SequenceOptions, TokenSource, open_source
 from llmfoundry.data.token_shards import StreamIndex, TokenWriter
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
@@ -48,7 +48,7 @@ TOKENIZER = bytes_tokenizer()
 
 def opened(folder: Path, **reading: Any) -> Any:
     shards = ShardFolder.open(None, str(folder), FetchOptions())
-    how = replace(RowOptions(T, TOKENIZER.fingerprint, eos_id=EOS), **reading)
+    how = replace(SequenceOptions(T, TOKENIZER.fingerprint, eos_id=EOS), **reading)
     return open_source("data", "data", shards, read_index(shards), how)
 
 
@@ -95,7 +95,7 @@ def test_rows_of_an_mds_column(
     write(tmp_path, encoding, [s.tobytes() if encoding == "bytes" else s for s in given])
     source = opened(tmp_path, eos_id=marks.get("eos"), bos_id=marks.get("bos"), dtype=dtype)
     assert source.n_rows == len(given) and source.sizes.sum() == len(given)
-    filled = Rows.fill([source.row(n) for n in range(len(given))], T, EOS)
+    filled = SequenceBatch.fill([source.row(n) for n in range(len(given))], T, EOS)
     batch = filled.batch(with_layout=True)
     assert batch.layout is not None
     for n, sample in enumerate(given):
@@ -132,11 +132,11 @@ def test_what_the_rows_lose_is_known_before_training(
     write(tmp_path / "data", encoding, [r.tobytes() if encoding == "bytes" else r for r in rows])
     local = None if where == "here" else str(tmp_path / "copies")
     shards = ShardFolder.open(str(tmp_path / "data"), local, FetchOptions())
-    how = RowOptions(T, TOKENIZER.fingerprint, eos_id=EOS, dtype="int32")
+    how = SequenceOptions(T, TOKENIZER.fingerprint, eos_id=EOS, dtype="int32")
     source = open_source("data", "data", shards, read_index(shards), how)
     assert isinstance(source, MDSTokens) and len(source.sizes) > 2
     shard = 1
-    cut = look_at(source, shard, TOKENIZER.token_bytes(), key="data", seq_len=T).cut
+    cut = inspect_samples(source, shard, TOKENIZER.token_bytes(), key="data", seq_len=T).cut
     begin, size = source.sizes[:shard].sum(), source.sizes[shard]
     known = lengths if is_exact else lengths[begin : begin + size]
     assert sum(source.row(n).dropped for n in range(source.n_rows)) == sum(
@@ -163,7 +163,7 @@ def test_bytes_of_integers_of_another_width_are_refused(
     source = opened(tmp_path, dtype=read)
 
     def look() -> None:
-        look_at(source, 0, np.ones(VOCABULARY, np.int64), key="data", seq_len=T)
+        inspect_samples(source, 0, np.ones(VOCABULARY, np.int64), key="data", seq_len=T)
 
     if np.array_equal(np.concatenate(rows), np.concatenate(rows).view(read)):
         look()
@@ -178,7 +178,9 @@ def test_bytes_that_show_no_width_are_read_as_asked(tmp_path: Path) -> None:
     for number, row in enumerate(([0] * 64, [5, 0, 5, 0])):
         write(tmp_path / str(number), "bytes", [np.array(row, np.uint16).tobytes()])
         source = opened(tmp_path / str(number), dtype="uint16")
-        assert look_at(source, 0, TOKENIZER.token_bytes(), key="data", seq_len=T).bytes_per_token
+        assert inspect_samples(
+            source, 0, TOKENIZER.token_bytes(), key="data", seq_len=T
+        ).bytes_per_token
 
 
 def test_rows_of_token_shards(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_held_out_text_of_each_kind(tmp_path: Path) -> None:
     assert chain.texts() == documents * 2
 
 
-def run_data(folder: Path, **data: Any) -> Data:
+def run_data(folder: Path, **data: Any) -> RunData:
     config = DataConfig(name="shards", cache_folder=str(folder / "cache"), **data)
     recipe = TrainRecipe(max_seq_len=T, global_train_batch_size=2, data=config)
     return open_data(recipe, TOKENIZER, ALONE)

@@ -253,13 +253,13 @@ def test_token_shards_of_the_other_reading_are_refused(
     saved: dict[str, Path], source: Path
 ) -> None:
     from llmfoundry.data.shard_index import read_index
-    from llmfoundry.data.sources import RowOptions, open_source
+    from llmfoundry.data.sources import SequenceOptions, open_source
 
     choose = ("tokenizer=huggingface", f"tokenizer.path={saved['Llama 3']}")
     prepare_data(recipe(source, *choose).resolve())
     files = folder(source.parent / "out/train")
     read = Tokenizer.load(saved["Llama 3"])
-    open_source("a", "data", files, read_index(files), RowOptions(16, read.fingerprint))
+    open_source("a", "data", files, read_index(files), SequenceOptions(16, read.fingerprint))
     read.split_special_tokens = False
     with pytest.raises(UserError, match=r"data: its tokens were made with another tokenizer"):
-        open_source("a", "data", files, read_index(files), RowOptions(16, read.fingerprint))
+        open_source("a", "data", files, read_index(files), SequenceOptions(16, read.fingerprint))

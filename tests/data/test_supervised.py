@@ -22,9 +22,9 @@ import torch
 import transformers
 
 from llmfoundry import bounded
-from llmfoundry.builders.data import Data, open_data
+from llmfoundry.builders.data import RunData, open_data
 from llmfoundry.builders.trainer import build_loader
-from llmfoundry.data.batch import Row
+from llmfoundry.data.batch import TrainingSequence
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.loader import BatchPrefetcher, Loader
 from llmfoundry.data.mds.shard import MDSWriter
@@ -86,16 +86,16 @@ def tokenizer_of(template: str | None = "chatml") -> Tokenizer:
 
 def opened(
     folder: Path, config: dict[str, Any], *, template: str | None = "chatml", **more: Any
-) -> Data:
+) -> RunData:
     return open_data(recipe_of(folder, config, **more), tokenizer_of(template), ALONE)
 
 
-def rows_of(data: Data) -> list[Row]:
+def rows_of(data: RunData) -> list[TrainingSequence]:
     source = data.streams[0].source  # type: ignore[attr-defined]
     return [source.row(n) for n in range(source.n_rows)]
 
 
-def learned(rows: list[Row]) -> list[str]:
+def learned(rows: list[TrainingSequence]) -> list[str]:
     """What is learned of each document."""
     tokenizer, found = tokenizer_of(), []
     for row in rows:
@@ -108,7 +108,7 @@ def learned(rows: list[Row]) -> list[str]:
     return found
 
 
-def documents(rows: list[Row]) -> Counter[bytes]:
+def documents(rows: list[TrainingSequence]) -> Counter[bytes]:
     found: Counter[bytes] = Counter()
     for row in rows:
         ends = np.cumsum(row.lengths)[:-1]
@@ -404,7 +404,7 @@ def test_each_sequence_weighs_one(tmp_path):
 
 
 def build(
-    data: Data, folder: Path, config: dict[str, Any], world: World = ALONE, **more: Any
+    data: RunData, folder: Path, config: dict[str, Any], world: World = ALONE, **more: Any
 ) -> Loader:
     recipe = recipe_of(folder, dict(config), **more)
     clock = Clock(

@@ -17,7 +17,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from llmfoundry.data.supervised.formats import example_of
-from llmfoundry.data.supervised.loss_mask import Encoded, Encoder, ExampleOptions, Segment
+from llmfoundry.data.supervised.loss_mask import EncodedDocument, Encoder, ExampleOptions, Segment
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.recipe.data import SupervisedConfig
@@ -61,7 +61,7 @@ def encoded(
     responses: str,
     *,
     always_eos: bool = False,
-) -> Encoded:
+) -> EncodedDocument:
     shortest = SupervisedConfig(target_prompts=prompts).shortest_target_prompt
     chat = tokenizer.chat if tokenizer.has_chat else None
     options = ExampleOptions(chat, responses == "last", bool(np.isfinite(shortest)))

@@ -21,7 +21,7 @@ from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.distributed.process_group import World
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
-from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.gauntlet.questions import GenerationPrompt
 from llmfoundry.models.adapter import add_adapter, base_sample, init_adapter
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
@@ -343,8 +343,12 @@ def test_routers_see_fp32_weights_under_fsdp_as_one_process_does(found: Found) -
 
 def texts(root: Root, world: World) -> list[list[str]]:
     """Continuations of three prompts, of one prompt alone, and of one longer than the others."""
-    prompts = [Prompt((n, 7, 2), "", (), 6) for n in range(1, 4)]
-    uneven = [Prompt((1, 2, 3), "", (), 9), Prompt((4, 5), "", (), 1), Prompt((6, 5), "", (), 1)]
+    prompts = [GenerationPrompt((n, 7, 2), "", (), 6) for n in range(1, 4)]
+    uneven = [
+        GenerationPrompt((1, 2, 3), "", (), 9),
+        GenerationPrompt((4, 5), "", (), 1),
+        GenerationPrompt((6, 5), "", (), 1),
+    ]
     model = OwnModel(
         root,
         LETTERS,

@@ -23,7 +23,7 @@ from llmfoundry.builders.evaluation import build_evaluated, build_validation
 from llmfoundry.builders.trainer import build_loader
 from llmfoundry.distributed.mesh import build_mesh, with_mesh
 from llmfoundry.distributed.process_group import World
-from llmfoundry.gauntlet.questions import Prompt, Request
+from llmfoundry.gauntlet.questions import GenerationPrompt, ScoreRequest
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -31,7 +31,7 @@ from tests.distributed.layouts import ROUTINE, SLOW
 from tests.distributed.matrix import Found, compare, run_all
 from tests.train.test_preference_reference import Run
 
-REQUESTS = [Request((n, 5, 9, 7), (7, n), "a") for n in range(1, 8)]
+REQUESTS = [ScoreRequest((n, 5, 9, 7), (7, n), "a") for n in range(1, 8)]
 GLOO_ON_GPUS = {  # what gloo has for tensors on GPUs, by PyTorch's ProcessGroupGloo.cpp
     *(f"c10d::{name}_" for name in ("broadcast", "allreduce", "allgather", "_allgather_base")),
     *(f"c10d::{name}_" for name in ("_reduce_scatter_base", "alltoall_base")),
@@ -65,7 +65,7 @@ def measured(world: World, folder: Path) -> dict[str, Any]:
             if not name.startswith("rewards/")
         },
         "scores": [score.logprob for score in subject.score(REQUESTS)],
-        "texts": subject.generate([Prompt((n, 7), "", (), 4) for n in range(1, 6)]),
+        "texts": subject.generate([GenerationPrompt((n, 7), "", (), 4) for n in range(1, 6)]),
     }
     recipe.preference.name = "none"
     return found | {"language": build_validation(job, config, 1)()}

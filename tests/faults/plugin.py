@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from llmfoundry.builders.run_context import Job
-from llmfoundry.data.batch import Row
+from llmfoundry.builders.run_context import RunContext
+from llmfoundry.data.batch import TrainingSequence
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType
@@ -32,7 +32,7 @@ STEPS, INJECTED = "steps.txt", "injected.txt"
 class Pace(Callback):
     """Makes steps `seconds` longer on every process, long enough for a fault, and notes each."""
 
-    def __init__(self, job: Job, *, seconds: float) -> None:
+    def __init__(self, job: RunContext, *, seconds: float) -> None:
         self._seconds, self._is_main = seconds, job.world.is_main
         self._path: Path = job.run.folder / STEPS
 
@@ -46,7 +46,7 @@ class Pace(Callback):
 class _Fault(Callback):
     """Of one process, from a step (from 1) on."""
 
-    def __init__(self, job: Job, *, rank: int, step: int) -> None:
+    def __init__(self, job: RunContext, *, rank: int, step: int) -> None:
         self._path: Path = job.run.folder / INJECTED
         self._is_here, self._step = job.world.rank == rank, step
 
@@ -91,7 +91,7 @@ class Stuck(_Fault):
 class BadWeights(Callback):
     """Makes the weights NaN after a step (from 1) of the first attempt, before they are saved."""
 
-    def __init__(self, job: Job, *, step: int) -> None:
+    def __init__(self, job: RunContext, *, step: int) -> None:
         self._step, self._is_main = step, job.world.is_main
         self._path: Path = job.run.folder / INJECTED
 
@@ -132,7 +132,7 @@ class SlowRank(_Fault):
 class BadRows(Callback):
     """Replaces the rows of `steps` steps from `step` (from 1) on by noise, unlike the text."""
 
-    def __init__(self, job: Job, *, step: int, steps: int) -> None:
+    def __init__(self, job: RunContext, *, step: int, steps: int) -> None:
         self._steps = range(step - 1, step - 1 + steps)
 
     def on_start(self, trainer: Trainer) -> None:
@@ -143,11 +143,11 @@ class BadRows(Callback):
         setattr(OrderedStream, "read", reading_noise(places))  # noqa: B010
 
 
-def reading_noise(places: Container[int]) -> Callable[[OrderedStream, int], Row]:
+def reading_noise(places: Container[int]) -> Callable[[OrderedStream, int], TrainingSequence]:
     """What reads as `OrderedStream.read` does now, but noise for these rows of the source."""
     read = OrderedStream.read
 
-    def spoilt(stream: OrderedStream, place: int) -> Row:
+    def spoilt(stream: OrderedStream, place: int) -> TrainingSequence:
         row = read(stream, place)
         if place not in places:
             return row
@@ -160,7 +160,7 @@ def reading_noise(places: Container[int]) -> Callable[[OrderedStream, int], Row]
 class WithoutRows(Callback):
     """Leaves out the batches of `steps` steps from `step` (from 1) on, as if never there."""
 
-    def __init__(self, job: Job, *, step: int, steps: int) -> None:
+    def __init__(self, job: RunContext, *, step: int, steps: int) -> None:
         rows = Loader.rows
 
         def later(loader: Loader, n: int) -> Any:
@@ -175,7 +175,7 @@ class FakeGpus(Callback):
     What watches a GPU starts where PyTorch trains on one; here each rank trains on a CPU.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RunContext) -> None:
         from llmfoundry.resilience.check.nvml import GpuReader
         from llmfoundry.resilience.watch.watch import Watch
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmfoundry.data.text.bpe import END_OF_TEXT, train_backend
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
-from llmfoundry.gauntlet.questions import Request
+from llmfoundry.gauntlet.questions import ScoreRequest
 from llmfoundry.hf.open_class import HuggingFaceTokenizer, open_hugging_face
 
 TEXT = [
@@ -117,26 +117,26 @@ def save_model(folder: Path, kind: str, *, bos: bool = False, **settings: Any) -
     return folder
 
 
-def random_requests(seed: int = 0, *, longest: int = 60) -> list[Request]:
+def random_requests(seed: int = 0, *, longest: int = 60) -> list[ScoreRequest]:
     """Questions of three choices after worked examples that some share; one much longer."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(n: int) -> list[int]:
         return torch.randint(1, N_TOKENS - 2, (n,), generator=generator).tolist()
 
-    examples, requests = draw(20), list[Request]()
+    examples, requests = draw(20), list[ScoreRequest]()
     for question in range(10):
         context = draw(longest) if question == 0 else [*examples, *draw(3 + question % 4)]
         for _ in range(3):
             answer = draw(1 + question % 3)
             whole = (*context, *answer)
-            requests.append(Request(whole[:-1], tuple(answer), "answer"))
+            requests.append(ScoreRequest(whole[:-1], tuple(answer), "answer"))
     requests.append(requests[-1])  # the same once more
-    requests.append(Request(tuple(examples), (5,), "the start of others"))
+    requests.append(ScoreRequest(tuple(examples), (5,), "the start of others"))
     return requests
 
 
-def plain_logprobs(model: Any, request: Request) -> Tensor:
+def plain_logprobs(model: Any, request: ScoreRequest) -> Tensor:
     """(n, V) float64 at the places that predict the targets, of the request all on its own."""
     with torch.no_grad():
         logits = model(torch.tensor([request.tokens]), use_cache=False).logits[0]

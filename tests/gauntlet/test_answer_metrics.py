@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry.gauntlet.aggregate import measure_task
 from llmfoundry.gauntlet.answer_metrics import (
-    Answer,
+    AnsweredQuestion,
     answers_of,
     bits_per_byte,
     calibration_error,
@@ -22,7 +22,14 @@ from llmfoundry.gauntlet.answer_metrics import (
     share_right,
     wilson,
 )
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    GenerationPrompt,
+    Question,
+    Score,
+    ScoreRequest,
+    TaskConfig,
+    TaskRow,
+)
 from llmfoundry.gauntlet.task_types import judge_answer
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
@@ -35,8 +42,8 @@ def task(kind: str = "multiple_choice", **keys: Any) -> TaskConfig:
     return TaskConfig("words", "words.jsonl", kind, [0], **keys)
 
 
-def request(text: str, n_tokens: int = 1) -> Request:
-    return Request((7,) * n_tokens, (9,) * n_tokens, text)
+def request(text: str, n_tokens: int = 1) -> ScoreRequest:
+    return ScoreRequest((7,) * n_tokens, (9,) * n_tokens, text)
 
 
 def choice(
@@ -46,29 +53,35 @@ def choice(
     texts: Sequence[str] = (),
     tokens: Sequence[int] = (),
     category: str | None = None,
-) -> Answer:
+) -> AnsweredQuestion:
     """An answer to a question with an option for each log-probability."""
     texts, tokens = texts or ["ab"] * len(logprobs), tokens or [1] * len(logprobs)
     row = TaskRow(("q",), tuple(texts), gold, "words.jsonl:1", category)
     requests = tuple(map(request, texts, tokens))
     scores = [Score(lp, greedy=False, tied=False, best_logprob=-0.1) for lp in logprobs]
-    return Answer(Question(row, requests), scores)
+    return AnsweredQuestion(Question(row, requests), scores)
 
 
-def written(logprob: float, *, greedy: bool, best: float, text: str = "ab", n: int = 1) -> Answer:
+def written(
+    logprob: float, *, greedy: bool, best: float, text: str = "ab", n: int = 1
+) -> AnsweredQuestion:
     """A language_modeling answer."""
     question = Question(TaskRow(("q",), (text,), 0, "w:1"), (request(text, n),))
-    return Answer(question, [Score(logprob, greedy=greedy, tied=False, best_logprob=best)])
+    return AnsweredQuestion(
+        question, [Score(logprob, greedy=greedy, tied=False, best_logprob=best)]
+    )
 
 
-def generated(text: str | None, answer: str = "12", *, greedy: bool | None = None) -> Answer:
+def generated(
+    text: str | None, answer: str = "12", *, greedy: bool | None = None
+) -> AnsweredQuestion:
     row = TaskRow(("q",), (answer,), 0, "w:1", aliases=(answer, "twelve"))
-    question = Question(row, (request(answer, 2),), Prompt((1,), "q", (), 4))
+    question = Question(row, (request(answer, 2),), GenerationPrompt((1,), "q", (), 4))
     scores = [] if greedy is None else [Score(-2.0, greedy, tied=False, best_logprob=-1.0)]
-    return Answer(question, scores, text)
+    return AnsweredQuestion(question, scores, text)
 
 
-def values(task: TaskConfig, answers: list[Answer]) -> dict[str, float]:
+def values(task: TaskConfig, answers: list[AnsweredQuestion]) -> dict[str, float]:
     return {name: e.value for name, e in measure_task(task, answers).estimates.items()}
 
 
@@ -108,7 +121,7 @@ def test_schema_compares_one_continuation_after_several_contexts() -> None:
     row = TaskRow(("she went", "he went"), ("home",), 1, "s:1")
     requests = (request("home", 2), request("home", 2))
     scores = [Score(lp, greedy=False, tied=False, best_logprob=-1.0) for lp in (-4.0, -3.0)]
-    found = values(task("schema"), [Answer(Question(row, requests), scores)])
+    found = values(task("schema"), [AnsweredQuestion(Question(row, requests), scores)])
     assert found[MC] == found["acc_norm"] == 1
     assert found["gold_bits_per_byte"] == pytest.approx(3.0 / math.log(2) / 4)
 
@@ -135,7 +148,9 @@ def test_a_tie_below_the_best_does_not_count() -> None:
 
 def test_a_written_answer_is_right_where_it_alone_is_greedy() -> None:
     answers = [written(-0.1, greedy=True, best=-0.1)] * 3 + [written(-2, greedy=False, best=-0.1)]
-    tied = Answer(answers[0].question, [Score(-0.7, greedy=False, tied=True, best_logprob=-0.7)])
+    tied = AnsweredQuestion(
+        answers[0].question, [Score(-0.7, greedy=False, tied=True, best_logprob=-0.7)]
+    )
     measured = measure_task(task("language_modeling"), [*answers, tied])
     assert measured.estimates[LM].value == 3 / 5
     assert measured.ties == 1
@@ -240,7 +255,7 @@ def test_bits_per_byte_are_of_all_bytes_together() -> None:
 def test_the_standard_error_of_bits_per_byte_is_the_spread_over_repeated_samples() -> None:
     draw = random.Random(2)
 
-    def sample() -> list[Answer]:
+    def sample() -> list[AnsweredQuestion]:
         lengths = [draw.randint(1, 20) for _ in range(60)]
         return [
             choice([-draw.gauss(2.0, 0.4) * n - draw.uniform(0, 3)], texts=["x" * n])
@@ -307,7 +322,7 @@ def test_the_standard_error_of_one_row_is_not_known_nor_is_that_of_a_mean_with_i
 
 def test_a_refused_question_counts_as_wrong_and_only_where_right_ones_are_counted() -> None:
     taken = [choice([-1.0, -2.0], 0), choice([-1.0, -3.0], 1)]
-    refused = Answer(taken[0].question, (), None, "too long")
+    refused = AnsweredQuestion(taken[0].question, (), None, "too long")
     alone, measured = measure_task(task(), taken), measure_task(task(), [*taken, refused])
     for name in (MC, "acc", "acc_norm", "acc_byte"):
         assert measured.estimates[name].value == pytest.approx(alone.estimates[name].value * 2 / 3)

@@ -18,7 +18,7 @@ from llmfoundry.api.examine import evaluate, open_outside
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint
-from llmfoundry.gauntlet.questions import Prompt, Refusal
+from llmfoundry.gauntlet.questions import GenerationPrompt, Refusal
 from llmfoundry.gauntlet.task_rows import chat_rows
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.eval import EvalConfig
@@ -110,8 +110,8 @@ def endpoint(server: Server, **options: Any) -> Endpoint:
     return made
 
 
-def prompt(text: str = "2 + 2 =", *stops: str) -> Prompt:
-    return Prompt((1, 2), text, stops, 7)
+def prompt(text: str = "2 + 2 =", *stops: str) -> GenerationPrompt:
+    return GenerationPrompt((1, 2), text, stops, 7)
 
 
 def refused(server: Server, **options: Any) -> str:

@@ -24,7 +24,7 @@ from llmfoundry.data.text.bpe import END_OF_TEXT, byte_alphabet, bytes_backend
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.gauntlet.models.echo import read_score
 from llmfoundry.gauntlet.models.endpoint import Endpoint
-from llmfoundry.gauntlet.questions import Refusal, Request, Score
+from llmfoundry.gauntlet.questions import Refusal, Score, ScoreRequest
 from tests.gauntlet.hugging_face_models import random_model, save_tokenizer
 from tests.tiny import ENV, ROOT, command
 
@@ -170,9 +170,9 @@ def endpoint(server: ModelServer, tokenizer: Tokenizer) -> Endpoint:
     return Endpoint(server.url, "m", spell=spell)
 
 
-def as_request(tokenizer: Tokenizer, context: str, target: str) -> Request:
+def as_request(tokenizer: Tokenizer, context: str, target: str) -> ScoreRequest:
     read, wanted = tokenizer.encode(context), tokenizer.encode(target)
-    return Request((EOS, *read, *wanted[:-1]), tuple(wanted), target)
+    return ScoreRequest((EOS, *read, *wanted[:-1]), tuple(wanted), target)
 
 
 def expected(server: ModelServer, context: str, target: str) -> tuple[int, float, float, bool]:

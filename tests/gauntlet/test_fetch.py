@@ -20,8 +20,8 @@ from llmfoundry.cli.script import run
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch import (
     DataFile,
-    Fetched,
     FetchError,
+    FileProvenance,
     HubSource,
     fetch,
     from_foundry,
@@ -221,13 +221,13 @@ def test_a_stopped_run_is_completed_by_the_next(tmp_path: Path) -> None:
     asked: list[str] = []
     stop_at = ["b.jsonl"]
 
-    def route(file: DataFile, target: Path) -> Fetched:
+    def route(file: DataFile, target: Path) -> FileProvenance:
         asked.append(file.file)
         target.write_text(jsonl(COPA[:1]))
         if file.file in stop_at:
             raise KeyboardInterrupt
         target.write_text(jsonl(COPA))
-        return Fetched("somewhere")
+        return FileProvenance("somewhere")
 
     files = [DataFile(name, rows=2) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     with pytest.raises(KeyboardInterrupt):
@@ -258,7 +258,7 @@ def test_a_file_that_changed_or_vanished_is_noticed_and_never_overwritten(tmp_pa
 
 
 def test_a_file_that_a_user_put_there_is_checked_and_kept(tmp_path: Path) -> None:
-    def route(file: DataFile, target: Path) -> Fetched:
+    def route(file: DataFile, target: Path) -> FileProvenance:
         raise FetchError("not asked for a file that is there")
 
     (tmp_path / "a.jsonl").write_text(jsonl(COPA))

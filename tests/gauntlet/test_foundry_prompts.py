@@ -16,7 +16,7 @@ from prompt_tokenizers import (
 
 from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer
 from llmfoundry.gauntlet.prompts.foundry import sample_examples
-from llmfoundry.gauntlet.questions import Question, Request, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import Question, ScoreRequest, TaskConfig, TaskRow
 
 BYTES = byte_tokenizer()
 BOS = SpecialTokens(start=(), before=(300,), after=(), prefix=300)
@@ -140,7 +140,7 @@ def rule_texts(rows: list[TaskRow], index: int, config: TaskConfig, shots: int) 
 
 def rule_request(
     preamble: str, context: str, answer: str, tokenizer: Tokenizer, seq_len: int
-) -> Request:
+) -> ScoreRequest:
     """R5, R6, R7."""
     space = " " if len(tokenizer.encode(" a")) == 1 and answer[0] != " " else ""
     after = tokenizer.encode(space + answer)
@@ -148,7 +148,7 @@ def rule_request(
     while len(before) + len(after) > seq_len:
         before = before[1:]
     whole = before + after
-    return Request(tuple(whole[:-1]), tuple(after), answer)
+    return ScoreRequest(tuple(whole[:-1]), tuple(after), answer)
 
 
 def rule_first(preamble: str, tokenizer: Tokenizer) -> list[int]:

@@ -18,7 +18,13 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Gauntlet, check_sources
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
-from llmfoundry.gauntlet.questions import Prompt, PromptSettings, Request, Score, TaskRow
+from llmfoundry.gauntlet.questions import (
+    GenerationPrompt,
+    PromptSettings,
+    Score,
+    ScoreRequest,
+    TaskRow,
+)
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.gauntlet.task_rows import part_of, row_order
 from llmfoundry.models.decoder import Decoder, Root
@@ -322,10 +328,10 @@ def test_a_model_that_cannot_score_writes_though_answers_were_only_to_be_scored(
     class Writer:
         can_score, tokens_computed = False, 0
 
-        def score(self, requests: Sequence[Request]) -> list[Score]:
+        def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
             raise AssertionError
 
-        def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+        def generate(self, prompts: Sequence[GenerationPrompt]) -> list[str]:
             return [prompt.text.split()[-1] for prompt in prompts]
 
     def only(file: dict[str, Any]) -> None:

@@ -23,7 +23,14 @@ from transformers import PreTrainedTokenizerFast
 from llmfoundry.data.text.tokenizer import SpecialTokens, Tokenizer, special_tokens
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    GenerationPrompt,
+    Question,
+    Score,
+    ScoreRequest,
+    TaskConfig,
+    TaskRow,
+)
 
 BYTES = byte_tokenizer()
 EOS = BYTES.eos_id
@@ -65,11 +72,11 @@ def choice_rows(n: int) -> list[TaskRow]:
     ]
 
 
-def requests_of(asked: list[Question]) -> list[Request]:
+def requests_of(asked: list[Question]) -> list[ScoreRequest]:
     return [request for question in asked for request in question.requests]
 
 
-def shown(request: Request) -> tuple[str, str]:
+def shown(request: ScoreRequest) -> tuple[str, str]:
     """A byte request as (what precedes the targets after <eos>, the targets)."""
     assert request.tokens[0] == EOS
     n = len(request.targets)
@@ -374,13 +381,13 @@ class Listener:
     """A subject that keeps what it is asked."""
 
     can_score, tokens_computed = True, 0
-    heard: Sequence[Request]
+    heard: Sequence[ScoreRequest]
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         self.heard = requests
         return [Score(0.0, True, False, 0.0) for _ in requests]
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+    def generate(self, prompts: Sequence[GenerationPrompt]) -> list[str]:
         raise NotImplementedError
 
 

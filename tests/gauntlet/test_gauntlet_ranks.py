@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from llmfoundry.gauntlet.models.own_decoder import score_requests
-from llmfoundry.gauntlet.questions import Request
+from llmfoundry.gauntlet.questions import ScoreRequest
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.model import ModelConfig
 from tests.warm_scripts import on_ranks
 
 
-def requests() -> list[Request]:
+def requests() -> list[ScoreRequest]:
     """70 questions of three choices after a shared beginning, 2,000 tokens and more."""
     rng = random.Random(0)
     found = []
@@ -30,7 +30,7 @@ def requests() -> list[Request]:
         question = (0, 1, 2, 3, *(rng.randrange(257) for _ in range(rng.randint(5, 30))))
         for _ in range(3):
             answer = tuple(rng.randrange(257) for _ in range(rng.randint(1, 6)))
-            found.append(Request((*question, *answer[:-1]), answer, ""))
+            found.append(ScoreRequest((*question, *answer[:-1]), answer, ""))
     return found
 
 

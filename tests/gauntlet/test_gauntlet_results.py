@@ -26,8 +26,8 @@ from llmfoundry.gauntlet.gauntlet_file import (
     EvalGauntlet,
     TaskConfig,
 )
-from llmfoundry.gauntlet.questions import Prompt, Question, Request, Score, TaskRow
-from llmfoundry.gauntlet.results import Cost, GauntletResult, TaskResult, rows_lines
+from llmfoundry.gauntlet.questions import GenerationPrompt, Question, Score, ScoreRequest, TaskRow
+from llmfoundry.gauntlet.results import EvaluationCost, GauntletResult, TaskResult, rows_lines
 
 LM, MC = "InContextLearningLMAccuracy", "InContextLearningMultipleChoiceAccuracy"
 GENERATION = "InContextLearningGenerationExactMatchAccuracy"
@@ -105,7 +105,7 @@ def table_gauntlet(**settings: Any) -> EvalGauntlet:
 
 def question(gold: int, place: str, texts: Sequence[str] = ("ab", "cde"), **keys: Any) -> Question:
     row = TaskRow(("q",), tuple(texts), gold, place, **keys)
-    return Question(row, tuple(Request((1, 2), (3,) * len(t), t) for t in texts))
+    return Question(row, tuple(ScoreRequest((1, 2), (3,) * len(t), t) for t in texts))
 
 
 def choose(*logprobs: float) -> list[Score]:
@@ -361,7 +361,7 @@ def test_a_number_that_is_not_finite_fails_the_task_by_name(broken: float) -> No
     assert result.failure == "a log-probability at w.jsonl:2 is not a finite number"
     assert (result.accuracy, result.stderr, result.metrics) == (None, None, {})
     best = [Score(-1.0, greedy=False, tied=False, best_logprob=broken)]
-    row = [Question(TaskRow(("q",), ("a",), 0, "w.jsonl:3"), (Request((1,), (2,), "a"),))]
+    row = [Question(TaskRow(("q",), ("a",), 0, "w.jsonl:3"), (ScoreRequest((1,), (2,), "a"),))]
     failed = grade(blank(1), config("language_modeling"), row, [best])
     assert failed.failure and "w.jsonl:3" in failed.failure
 
@@ -387,10 +387,10 @@ def test_categories_of_rows_have_metrics_of_their_own() -> None:
 
 
 def generation() -> tuple[TaskConfig, list[Question]]:
-    prompt = Prompt((1,), "q", (), 4)
+    prompt = GenerationPrompt((1,), "q", (), 4)
     questions = [
         Question(
-            TaskRow(("q",), (a,), 0, f"g:{a}", aliases=(a,)), (Request((1,), (2,), a),), prompt
+            TaskRow(("q",), (a,), 0, f"g:{a}", aliases=(a,)), (ScoreRequest((1,), (2,), a),), prompt
         )
         for a in ("12", "7")
     ]
@@ -437,7 +437,7 @@ def test_the_table_shows_every_number_and_every_gap() -> None:
 
 def test_json_holds_everything_and_null_for_what_does_not_exist() -> None:
     tasks = [task("a", 0.5, metrics={MC: 0.5, "acc": 0.25}), task("b", None, stderr=None)]
-    cost = Cost(tokens_computed=1024, tokens_unshared=4096, seconds=1.5)
+    cost = EvaluationCost(tokens_computed=1024, tokens_unshared=4096, seconds=1.5)
     result = combine_tasks(tasks, gauntlet(one=["a"], two=["b"]), [], cost=cost)
     saved = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert saved["average"] is None and saved["averages"] == {"default_average": None}
@@ -449,7 +449,7 @@ def test_json_holds_everything_and_null_for_what_does_not_exist() -> None:
     read = GauntletResult(
         [TaskResult(**entry) for entry in saved.pop("tasks")],
         **{name: value for name, value in saved.items() if name not in ("average", "cost")},
-        cost=Cost(**saved["cost"]),
+        cost=EvaluationCost(**saved["cost"]),
     )
     assert read == result
 

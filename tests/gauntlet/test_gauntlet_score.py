@@ -17,7 +17,7 @@ from llmfoundry.gauntlet.models import own_decoder as score
 from llmfoundry.gauntlet.models import tree
 from llmfoundry.gauntlet.models.own_decoder import deal, score_requests
 from llmfoundry.gauntlet.models.tree import TreeRow, grow
-from llmfoundry.gauntlet.questions import Request, Score
+from llmfoundry.gauntlet.questions import Score, ScoreRequest
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.model import ModelConfig
 
@@ -25,11 +25,11 @@ VOCAB = 64
 CPU = torch.device("cpu")
 
 
-def request(tokens: tuple[int, ...], targets: tuple[int, ...]) -> Request:
-    return Request(tokens, targets, "")
+def request(tokens: tuple[int, ...], targets: tuple[int, ...]) -> ScoreRequest:
+    return ScoreRequest(tokens, targets, "")
 
 
-def some_requests(n: int = 40, longest: int = 30, seed: int = 0) -> list[Request]:
+def some_requests(n: int = 40, longest: int = 30, seed: int = 0) -> list[ScoreRequest]:
     """Questions of several choices after shared worked examples, and texts that share nothing."""
     rng = random.Random(seed)
 
@@ -47,7 +47,7 @@ def some_requests(n: int = 40, longest: int = 30, seed: int = 0) -> list[Request
     return requests[:n]
 
 
-def run(root: nn.Module, requests: list[Request], **keys: Any) -> list[Score]:
+def run(root: nn.Module, requests: list[ScoreRequest], **keys: Any) -> list[Score]:
     keys = {"seq_len": 32, "batch_tokens": 256, "autocast": nullcontext, **keys}
     return score_requests(root, requests, eos_id=0, device=CPU, **keys)
 
@@ -128,7 +128,9 @@ def test_scores_do_not_depend_on_where_rows_end(
     check(run(root, requests), expected)
 
 
-def on_ranks(world_size: int, requests: list[Request], **keys: Any) -> tuple[list[Any], list[Any]]:
+def on_ranks(
+    world_size: int, requests: list[ScoreRequest], **keys: Any
+) -> tuple[list[Any], list[Any]]:
     """Roots and scores of processes that are threads here and add what they have by a board."""
     board: list[Any] = [None] * world_size
     barrier = threading.Barrier(world_size, timeout=60)

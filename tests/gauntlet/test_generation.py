@@ -23,11 +23,11 @@ from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models import own_decoder
-from llmfoundry.gauntlet.models.own_decoder import OwnModel, Ranks, generate_texts
-from llmfoundry.gauntlet.questions import Prompt
-from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
+from llmfoundry.gauntlet.models.own_decoder import OwnModel, RankGroup, generate_texts
+from llmfoundry.gauntlet.questions import GenerationPrompt
+from llmfoundry.inference.decoder_slots import DecoderSlots, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.requests import Request
+from llmfoundry.inference.requests import SequenceRequest
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -71,12 +71,14 @@ def model(name: str, **settings: Any) -> Root:
     return Root(decoder)
 
 
-def one_by_one(root: Root, prompts: Sequence[Prompt], tokenizer: Any = LETTERS) -> list[str]:
+def one_by_one(
+    root: Root, prompts: Sequence[GenerationPrompt], tokenizer: Any = LETTERS
+) -> list[str]:
     """What stream_tokens draws after each prompt on its own, all of it, then cut by hand."""
     texts = []
     root.eval()
     for prompt in prompts:
-        request = Request(
+        request = SequenceRequest(
             prompt.tokens, prompt.max_new_tokens, stop_ids=frozenset({tokenizer.eos_id})
         )
         tokens = stream_tokens(
@@ -90,18 +92,22 @@ def one_by_one(root: Root, prompts: Sequence[Prompt], tokenizer: Any = LETTERS) 
 
 
 def generated(
-    root: nn.Module, prompts: Sequence[Prompt], *, tokenizer: Any = LETTERS, **options: Any
+    root: nn.Module,
+    prompts: Sequence[GenerationPrompt],
+    *,
+    tokenizer: Any = LETTERS,
+    **options: Any,
 ) -> list[str]:
     defaults = {"seq_len": 64, "device": CPU, "batch_tokens": 150, "autocast": nullcontext}
     return OwnModel(root, tokenizer, **(defaults | options)).generate(prompts)
 
 
-def random_prompt(generator: torch.Generator, length: int, new: int) -> Prompt:
+def random_prompt(generator: torch.Generator, length: int, new: int) -> GenerationPrompt:
     tokens = torch.randint(1, 60, (length,), generator=generator).tolist()
-    return Prompt(tuple(tokens), "", (), new)
+    return GenerationPrompt(tuple(tokens), "", (), new)
 
 
-def mixed_prompts() -> list[Prompt]:
+def mixed_prompts() -> list[GenerationPrompt]:
     """25 of 1 to 20 tokens, most of which begin alike, with 1 to 12 new ones."""
     generator = torch.Generator().manual_seed(6)
     beginning = random_prompt(generator, 10, 1).tokens
@@ -109,17 +115,17 @@ def mixed_prompts() -> list[Prompt]:
     for i in range(25):
         prompt = random_prompt(generator, 1 + i * 7 % 20, 1 + i * 5 % 12)
         if i % 3:
-            prompt = Prompt(beginning + prompt.tokens[:10], "", (), prompt.max_new_tokens)
+            prompt = GenerationPrompt(beginning + prompt.tokens[:10], "", (), prompt.max_new_tokens)
         prompts.append(prompt)
     return prompts
 
 
-def with_stops(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Prompt]:
+def with_stops(prompts: Sequence[GenerationPrompt], texts: Sequence[str]) -> list[GenerationPrompt]:
     """Every other prompt stops before two characters that it would write."""
     changed = []
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         stops = ("never", text[3:5], "\x00") if i % 2 and len(text) > 5 else ()
-        changed.append(Prompt(prompt.tokens, "", stops, prompt.max_new_tokens))
+        changed.append(GenerationPrompt(prompt.tokens, "", stops, prompt.max_new_tokens))
     return changed
 
 
@@ -150,7 +156,7 @@ def test_batch_size_changes_no_text(batch_tokens: int) -> None:
     assert generated(root, prompts, batch_tokens=batch_tokens) == one_by_one(root, prompts)
 
 
-def calls(root: Root, prompts: Sequence[Prompt], **options: Any) -> list[int]:
+def calls(root: Root, prompts: Sequence[GenerationPrompt], **options: Any) -> list[int]:
     """Tokens of each forward pass."""
     seen = []
     handle = root.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
@@ -172,7 +178,7 @@ def test_a_beginning_that_most_prompts_share_is_read_once() -> None:
     shots = random_prompt(generator, 30, 1).tokens
     ends = [random_prompt(generator, 6, 3) for _ in range(12)]
     alone = random_prompt(generator, 36, 3)  # a worked example's own question has other examples
-    prompts = [*(Prompt(shots + end.tokens, "", (), 3) for end in ends), alone]
+    prompts = [*(GenerationPrompt(shots + end.tokens, "", (), 3) for end in ends), alone]
     read = 36 + 30 + 12 * 6  # and what any two of the ends begin with
     assert (
         read + 13 * 2 - 12
@@ -184,7 +190,7 @@ def test_a_beginning_that_most_prompts_share_is_read_once() -> None:
 
 def test_equal_prompts_and_one_that_others_begin_with_have_tokens_left_to_read() -> None:
     shots = random_prompt(torch.Generator().manual_seed(1), 20, 4)
-    longer = Prompt((*shots.tokens, 7, 8), "", (), 4)
+    longer = GenerationPrompt((*shots.tokens, 7, 8), "", (), 4)
     prompts = [shots] * 10 + [longer] * 3
     assert generated(model("rope"), prompts) == one_by_one(model("rope"), prompts)
 
@@ -200,13 +206,13 @@ def test_slots_hold_no_more_tokens_than_asked_for(size: int) -> None:
     def make_engine(slots: int, length: int) -> SlotEngine:
         assert not alive, "the last one's memory is free"
         made.append((slots, length))
-        rows = DecoderRows(
+        rows = DecoderSlots(
             root, slots=slots, length=length, n_tokens=60, device=CPU, autocast=nullcontext
         )
         alive.add(engine := SlotEngine(rows))
         return engine
 
-    ranks = Ranks(0, size)
+    ranks = RankGroup(0, size)
     how: dict[str, Any] = {"tokenizer": LETTERS, "end_ids": {0}, "batch_tokens": 100}
     if size == 1:
         generate_texts(prompts, make_engine, ranks=ranks, **how)
@@ -222,7 +228,9 @@ def test_special_tokens_are_not_in_the_text_but_may_end_it() -> None:
     tokenizer = marking_tokenizer("ours", "<s>")
     theirs = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(tokenizer._backend.to_str()))
     ids = tokenizer.encode_chat("the<s> author</s> of<sep> this<sep>")
-    answer = own_decoder._Answer(Prompt((0,), "", ("of<sep>", "<sep>", "x"), 9), tokenizer)
+    answer = own_decoder._Answer(
+        GenerationPrompt((0,), "", ("of<sep>", "<sep>", "x"), 9), tokenizer
+    )
     ends = [answer.take(token) for token in ids]
     assert ends.index(True) == ids.index(tokenizer._backend.token_to_id("<sep>"))
     assert answer.text == theirs.decode(ids, skip_special_tokens=True) == "the author of this"
@@ -236,12 +244,12 @@ def test_a_stop_may_end_within_a_character_of_many_bytes_and_span_tokens() -> No
     root = recites(tokenizer, tokenizer.encode(text))
     prompt = (tokenizer.eos_id,)
     stops: list[tuple[str, ...]] = [(), ("\n\n",), ("é",), ("—", "\n"), ("stop", "\n\nQ"), ("Q",)]
-    prompts = [Prompt(prompt, "", each, 40) for each in stops]
+    prompts = [GenerationPrompt(prompt, "", each, 40) for each in stops]
     expected = [text, "ab — né", "ab — n", "ab ", "ab — né", "ab — né\n\n"]
     assert generated(root, prompts, tokenizer=tokenizer) == expected
-    stopped = [Prompt(prompt, "", ("né\n",), 40)]  # five tokens of text.encode()
+    stopped = [GenerationPrompt(prompt, "", ("né\n",), 40)]  # five tokens of text.encode()
     assert len(calls(root, stopped, tokenizer=tokenizer)) == len("ab — né\n".encode())
-    cut_short = generated(root, [Prompt(prompt, "", (), 5)], tokenizer=tokenizer)
+    cut_short = generated(root, [GenerationPrompt(prompt, "", (), 5)], tokenizer=tokenizer)
     assert cut_short == ["ab \ufffd"]  # two of a dash's three bytes
 
 
@@ -342,10 +350,13 @@ def _generate_on(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def work_for_ranks() -> list[list[Prompt]]:
+def work_for_ranks() -> list[list[GenerationPrompt]]:
     """Many; fewer than ranks; one that writes 12 tokens beside ones that write a single one."""
     prompts = mixed_prompts()
-    uneven = [Prompt((1, 2, 3), "", (), 12), *[Prompt((4, 5, i), "", (), 1) for i in range(1, 6)]]
+    uneven = [
+        GenerationPrompt((1, 2, 3), "", (), 12),
+        *[GenerationPrompt((4, 5, i), "", (), 1) for i in range(1, 6)],
+    ]
     return [prompts, prompts[:1], uneven]
 
 

@@ -24,7 +24,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel, HarnessResult, HarnessTasks
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
-from llmfoundry.gauntlet.questions import RefusedError, Request
+from llmfoundry.gauntlet.questions import RefusedError, ScoreRequest
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.eval import EvalConfig
 from tests.gauntlet.hugging_face_models import load_hugging_face
@@ -399,7 +399,7 @@ def test_context_and_continuation_are_one_text_and_spaces_between_belong_to_the_
     tokens = tokenizer.encode(context + continuation)
     if n_context == 0:  # then the end of text comes before
         n_context, tokens = 1, [tokenizer.eos_id, *tokens]
-    request = Request(tuple(tokens[:-1]), tuple(tokens[n_context:]), continuation)
+    request = ScoreRequest(tuple(tokens[:-1]), tuple(tokens[n_context:]), continuation)
     logprobs = plain_logprobs(subject.model, request)
     expected = logprobs.gather(1, torch.tensor(request.targets)[:, None]).sum()
     model = HarnessModel(subject, tokenizer, seq_len=64)
@@ -465,7 +465,7 @@ def test_a_text_too_long_loses_its_start_and_is_counted(
     tokens = tokenizer.encode("The man turned on the faucet, because it was dirty.")
     assert len(tokens) > 11
     asked = instance(tokenizer.decode(tokens[:-2]), tokenizer.decode(tokens[-2:]))
-    request = Request(tuple(tokens[-9:-1]), tuple(tokens[-2:]), "")
+    request = ScoreRequest(tuple(tokens[-9:-1]), tuple(tokens[-2:]), "")
     logprobs = plain_logprobs(subject.model, request)
     expected = logprobs.gather(1, torch.tensor(request.targets)[:, None]).sum()
     assert model.loglikelihood([asked])[0][0] == pytest.approx(float(expected), abs=1e-4)

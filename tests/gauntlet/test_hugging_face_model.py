@@ -27,7 +27,7 @@ from hugging_face_models import (
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
-from llmfoundry.gauntlet.questions import Prompt
+from llmfoundry.gauntlet.questions import GenerationPrompt
 from llmfoundry.hf.open_class import HuggingFaceTokenizer
 from tests.gauntlet.hugging_face_models import load_hugging_face
 
@@ -102,13 +102,13 @@ def test_a_model_that_outputs_nan_is_neither_greedy_nor_tied(tokenizer: Tokenize
         assert math.isnan(score.logprob)
         assert not (score.greedy or score.tied)
     with pytest.raises(FloatingPointError, match="1 of 1 prompts"):
-        subject.generate([Prompt((1, 2), "", (), 3)])
+        subject.generate([GenerationPrompt((1, 2), "", (), 3)])
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[GenerationPrompt]:
     """Of several lengths, to be continued by several lengths."""
     tokens = [request.tokens[: 3 + 5 * n] for n, request in enumerate(random_requests()[:6])]
-    return [Prompt(each, "", (), 5 + n % 3) for n, each in enumerate(tokens)]
+    return [GenerationPrompt(each, "", (), 5 + n % 3) for n, each in enumerate(tokens)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "mamba"])
@@ -129,15 +129,15 @@ def test_a_continuation_ends_before_its_stop_and_its_length_is_its_own(
 ) -> None:
     model = random_model("llama")
     subject = subject_of(model, tokenizer)
-    (whole,) = subject.generate([Prompt((7, 8, 9), "", (), 30)])
+    (whole,) = subject.generate([GenerationPrompt((7, 8, 9), "", (), 30)])
     assert len(whole) > 20
     stop = whole[10:13]
     before = whole[: whole.index(stop)]
     asked = [
-        Prompt((7, 8, 9), "", ("never there", stop), 30),
-        Prompt((7, 8, 9), "", (), 2),
-        Prompt((7, 8, 9), "", (), 0),
-        Prompt((7, 8, 9), "", (), 30),
+        GenerationPrompt((7, 8, 9), "", ("never there", stop), 30),
+        GenerationPrompt((7, 8, 9), "", (), 2),
+        GenerationPrompt((7, 8, 9), "", (), 0),
+        GenerationPrompt((7, 8, 9), "", (), 30),
     ]
     assert subject.generate(asked)[::2] == [before, ""]
     assert subject.generate(asked)[3] == whole
@@ -149,7 +149,7 @@ def test_a_prompt_is_continued_up_to_the_models_window(tokenizer: Tokenizer) -> 
     model = random_model("gpt2")  # its positions end: one token more would be an error
     subject = subject_of(model, tokenizer)
     tokens = tuple(range(1, SEQ_LEN - 2))
-    (text,) = subject.generate([Prompt(tokens, "", (), 100)])
+    (text,) = subject.generate([GenerationPrompt(tokens, "", (), 100)])
     assert text == tokenizer.decode(plain_continuation(model, tokens, 3, {0, tokenizer.eos_id}))
 
 
@@ -161,7 +161,7 @@ def test_a_folders_settings_do_not_make_generation_random(tmp_path: Path) -> Non
     )
     for prompt in prompts():
         expected = plain_continuation(subject.model, prompt.tokens, 12, {0, 17, tokenizer.eos_id})
-        asked = Prompt(prompt.tokens, "", (), 12)
+        asked = GenerationPrompt(prompt.tokens, "", (), 12)
         assert subject.generate([asked]) == [tokenizer.decode(expected)]
 
 

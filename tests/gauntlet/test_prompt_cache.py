@@ -20,10 +20,10 @@ from llmfoundry.gauntlet.prompts.question_cache import (
     save_questions,
 )
 from llmfoundry.gauntlet.questions import (
-    Prompt,
+    GenerationPrompt,
     PromptSettings,
     Question,
-    Request,
+    ScoreRequest,
     TaskConfig,
     TaskRow,
 )
@@ -99,9 +99,9 @@ def test_what_is_saved_is_loaded_whatever_the_tokens(tmp_path: Path) -> None:
         for n in draw.choices([1, 2, 9], k=draw.randint(1, 4)):
             targets = tokens(n)
             requests.append(
-                Request((*tokens(draw.randint(1, 30)), *targets[:-1]), targets, "\u00e9\n")
+                ScoreRequest((*tokens(draw.randint(1, 30)), *targets[:-1]), targets, "\u00e9\n")
             )
-        prompt = Prompt(tokens(5), "p\ud83d", ("\n",), 3) if i % 3 else None
+        prompt = GenerationPrompt(tokens(5), "p\ud83d", ("\n",), 3) if i % 3 else None
         row = TaskRow((str(i),), ("a",), 0, "f:1")
         asked.append(Question(row, tuple(requests), prompt, i % 5, bool(i % 2)))
     save_questions(tmp_path / "q.npz", asked)

@@ -9,15 +9,15 @@ import pytest
 
 from llmfoundry.gauntlet.models import tree
 from llmfoundry.gauntlet.models.tree import Forest, grow, split_into_rows, widths, write_row
-from llmfoundry.gauntlet.questions import Request
+from llmfoundry.gauntlet.questions import ScoreRequest
 from llmfoundry.ops.packed_layout import PackedLayout
 
 
-def request(*tokens: int, n: int = 1) -> Request:
-    return Request(tokens, tuple(range(n)), "")
+def request(*tokens: int, n: int = 1) -> ScoreRequest:
+    return ScoreRequest(tokens, tuple(range(n)), "")
 
 
-def random_requests(seed: int, n: int = 60, longest: int = 40) -> list[Request]:
+def random_requests(seed: int, n: int = 60, longest: int = 40) -> list[ScoreRequest]:
     """Inputs that continue the beginnings of others, of a vocabulary that large tokens are in."""
     rng = random.Random(seed)
     texts: list[tuple[int, ...]] = [(0,)]
@@ -28,12 +28,12 @@ def random_requests(seed: int, n: int = 60, longest: int = 40) -> list[Request]:
     return [request(*text, n=rng.randint(1, len(text))) for text in texts]
 
 
-def trie_nodes(requests: list[Request]) -> int:
+def trie_nodes(requests: list[ScoreRequest]) -> int:
     """Distinct beginnings: what a tree has to compute at least."""
     return len({r.tokens[:n] for r in requests for n in range(1, len(r.tokens) + 1)})
 
 
-def paths(forest: Forest, row: int, requests: list[Request]) -> dict[int, list[int]]:
+def paths(forest: Forest, row: int, requests: list[ScoreRequest]) -> dict[int, list[int]]:
     """By request: the tokens that are seen from the last of its places, read off the layout."""
     written = write_row(forest, forest.rows[row], requests)
     found = {}

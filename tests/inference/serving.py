@@ -19,9 +19,9 @@ from llmfoundry.data.text.bpe import END_OF_TEXT, bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.inference.requests import Emitted, Request, TokenLogprob
+from llmfoundry.inference.requests import SequenceRequest, TokenLogprob, TokenOutput
 from llmfoundry.inference.serve.app import Limits, Server
-from llmfoundry.inference.serve.request_fields import Served
+from llmfoundry.inference.serve.request_fields import ServedModel
 from llmfoundry.inference.serve.worker import EngineWorker
 
 EOS = 256  # of the tokenizer of bytes
@@ -29,7 +29,7 @@ EOS = 256  # of the tokenizer of bytes
 
 @dataclass
 class _Running:
-    request: Request
+    request: SequenceRequest
     text: list[int]
     drawn: int = 0
 
@@ -55,7 +55,7 @@ class ScriptedEngine:
     def busy(self) -> bool:
         return bool(self._open)
 
-    def add(self, request: Request) -> int:
+    def add(self, request: SequenceRequest) -> int:
         prompt = bytes(i for i in request.prompt if i < EOS)
         if b"refuse" in prompt:
             raise UserError("prompt: asks to be refused")
@@ -66,7 +66,7 @@ class ScriptedEngine:
     def cancel(self, number: int) -> None:
         self._open.pop(number, None)
 
-    def step(self) -> list[Emitted]:
+    def step(self) -> list[TokenOutput]:
         time.sleep(self.delay)
         if self.fails is not None:
             raise self.fails
@@ -76,18 +76,18 @@ class ScriptedEngine:
                 del self._open[one.request]
         return news
 
-    def _next(self, number: int, running: _Running) -> Emitted:
+    def _next(self, number: int, running: _Running) -> TokenOutput:
         request, token = running.request, running.text[min(running.drawn, len(running.text) - 1)]
         judged = None
         if request.prompt_logprobs and running.drawn == 0:
             judged = tuple(_judged(n, token) for n, token in enumerate(request.prompt))
         if token in request.stop_ids or request.max_new_tokens == 0:
             finish = "stop" if token in request.stop_ids else "length"
-            return Emitted(number, None, finish, prompt_logprobs=judged)
+            return TokenOutput(number, None, finish, prompt_logprobs=judged)
         running.drawn += 1
         is_last = running.drawn == request.max_new_tokens
         top = ((token, -0.5), (ord("z"), -1.5))[: request.logprobs or 0]
-        return Emitted(number, token, "length" if is_last else None, -0.5, top, judged)
+        return TokenOutput(number, token, "length" if is_last else None, -0.5, top, judged)
 
 
 def _judged(place: int, token: int) -> TokenLogprob:
@@ -104,10 +104,10 @@ TEMPLATE = """{% for m in messages %}{% if m.role == 'king' %}{{ raise_exception
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
 
-def served_bytes(engine: Any, **settings: Any) -> Served:
+def served_bytes(engine: Any, **settings: Any) -> ServedModel:
     tokenizer = Tokenizer(bytes_backend(), END_OF_TEXT)
     template = ChatTemplate(TEMPLATE, {}, is_trusted=True)
-    known = Served(
+    known = ServedModel(
         "m",
         tokenizer,
         template,
@@ -174,7 +174,7 @@ class Running:
 def running(
     engine: Any,
     *,
-    served: Served | None = None,
+    served: ServedModel | None = None,
     key: str | None = None,
     body: int = 100_000,
     waiting: int = 64,

@@ -15,9 +15,9 @@ import torch
 
 from llmfoundry.errors import UserError
 from llmfoundry.inference import engine as engine_module
-from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
+from llmfoundry.inference.decoder_slots import DecoderSlots, stream_tokens
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.requests import Emitted, Request, Sampler, Sampling
+from llmfoundry.inference.requests import Sampler, Sampling, SequenceRequest, TokenOutput
 from llmfoundry.models import kv_cache
 from llmfoundry.models.decoder import Root
 from tests.gauntlet.test_generation import KINDS, model
@@ -31,32 +31,32 @@ EOS = 0
 def engine_of(
     root: Root, *, slots: int = 4, length: int = 64, chunk: int = 512, **options: Any
 ) -> SlotEngine:
-    rows = DecoderRows(
+    rows = DecoderSlots(
         root, slots=slots, length=length, n_tokens=TOKENS, device=CPU, autocast=nullcontext
     )
     return SlotEngine(rows, chunk=chunk, **options)
 
 
-def run(engine: SlotEngine, requests: Sequence[Request]) -> list[list[Emitted]]:
+def run(engine: SlotEngine, requests: Sequence[SequenceRequest]) -> list[list[TokenOutput]]:
     """All news of each request."""
-    news: dict[int, list[Emitted]] = {engine.add(request): [] for request in requests}
+    news: dict[int, list[TokenOutput]] = {engine.add(request): [] for request in requests}
     while engine.busy:
         for one in engine.step():
             news[one.request].append(one)
     return list(news.values())
 
 
-def tokens_of(news: Sequence[Emitted]) -> list[int]:
+def tokens_of(news: Sequence[TokenOutput]) -> list[int]:
     return [one.token for one in news if one.token is not None]
 
 
-def alone(root: Root, request: Request) -> list[int]:
+def alone(root: Root, request: SequenceRequest) -> list[int]:
     """What `stream_tokens` draws, which computes the whole row anew for every token."""
     given: dict[str, Any] = {"device": CPU, "autocast": nullcontext, "n_tokens": TOKENS}
     return list(stream_tokens(root, request, **given))
 
 
-def mixed_requests(count: int = 20, *, seed: int = 1) -> list[Request]:
+def mixed_requests(count: int = 20, *, seed: int = 1) -> list[SequenceRequest]:
     """Prompts of 1 to 40 tokens, half of which begin alike, greedy and drawn."""
     draw = random.Random(seed)
     beginning = [draw.randrange(1, TOKENS) for _ in range(24)]
@@ -66,7 +66,7 @@ def mixed_requests(count: int = 20, *, seed: int = 1) -> list[Request]:
         if i % 2:
             prompt = beginning + prompt[:15]
         how = Sampling() if i % 3 else Sampling(temperature=1.0, top_p=0.9, seed=i)
-        requests.append(Request(tuple(prompt), draw.randint(1, 20), how, frozenset({EOS})))
+        requests.append(SequenceRequest(tuple(prompt), draw.randint(1, 20), how, frozenset({EOS})))
     return requests
 
 
@@ -134,7 +134,7 @@ def shapes(root: Root, work: Callable[[], object]) -> list[int]:
 
 def test_a_step_is_one_pass_over_the_new_tokens_of_all() -> None:
     root = model("rope").eval()
-    requests = [Request((7, 8, i), 4, Sampling()) for i in range(1, 4)]
+    requests = [SequenceRequest((7, 8, i), 4, Sampling()) for i in range(1, 4)]
     engine = engine_of(root, slots=2)
     assert shapes(root, lambda: run(engine, requests)) == [6, 2, 2, 2, 3, 1, 1, 1]
 
@@ -142,7 +142,7 @@ def test_a_step_is_one_pass_over_the_new_tokens_of_all() -> None:
 def test_a_slot_that_is_free_is_taken_in_the_next_step() -> None:
     root = model("rope").eval()
     engine = engine_of(root, slots=2)
-    first, second, third = (engine.add(Request((5, 6), 30)) for _ in range(3))
+    first, second, third = (engine.add(SequenceRequest((5, 6), 30)) for _ in range(3))
     engine.step()
     assert (engine.running, engine.waiting) == (2, 1)
     engine.cancel(first)
@@ -156,10 +156,10 @@ def test_a_slot_that_is_free_is_taken_in_the_next_step() -> None:
 def test_a_beginning_is_read_once_however_many_share_it() -> None:
     root, draw = model("rope").eval(), random.Random(2)
     shots = tuple(draw.randrange(1, TOKENS) for _ in range(40))
-    requests = [Request((*shots, i, i + 1), 3, Sampling()) for i in range(1, 13)]
+    requests = [SequenceRequest((*shots, i, i + 1), 3, Sampling()) for i in range(1, 13)]
     expected = [alone(root, request) for request in requests]
     engine = engine_of(root, slots=4)
-    found: list[list[Emitted]] = []
+    found: list[list[TokenOutput]] = []
     passes = shapes(root, lambda: found.extend(run(engine, requests)))
     assert sum(passes) == 42 + 11 * 2 + 12 * 2
     assert [tokens_of(news) for news in found] == expected
@@ -168,9 +168,9 @@ def test_a_beginning_is_read_once_however_many_share_it() -> None:
 def test_short_requests_do_not_wait_for_a_long_prompt_to_be_read() -> None:
     root = model("rope").eval()
     engine = engine_of(root, slots=2, chunk=4)
-    quick = engine.add(Request((3,), 12))
+    quick = engine.add(SequenceRequest((3,), 12))
     engine.step()
-    engine.add(Request(tuple(range(1, 41)), 1))
+    engine.add(SequenceRequest(tuple(range(1, 41)), 1))
     for _ in range(9):
         assert [one.request for one in engine.step()] == [quick]
 
@@ -213,7 +213,7 @@ def test_log_probabilities_are_the_models_own(chunk: int) -> None:
 
 
 def test_a_prompt_is_judged_without_an_answer() -> None:
-    request = Request((4, 5, 6), 0, logprobs=0, prompt_logprobs=True)
+    request = SequenceRequest((4, 5, 6), 0, logprobs=0, prompt_logprobs=True)
     (news,) = run(engine_of(model("rope").eval()), [request])
     assert [(one.token, one.finish) for one in news] == [(None, "length")]
     assert news[0].prompt_logprobs is not None and len(news[0].prompt_logprobs) == 3
@@ -249,11 +249,11 @@ def test_penalties_are_those_that_openai_defines(frequency: float, presence: flo
 
 def test_the_end_of_an_answer_says_why() -> None:
     root, prompt = model("rope").eval(), (3, 4, 5)
-    (whole,) = run(engine_of(root), [Request(prompt, 9)])
+    (whole,) = run(engine_of(root), [SequenceRequest(prompt, 9)])
     assert [one.finish for one in whole] == [None] * 8 + ["length"]
     tokens = tokens_of(whole)
     end = next(i for i in range(2, 9) if tokens[i] not in tokens[:i])
-    (cut,) = run(engine_of(root), [Request(prompt, 9, stop_ids=frozenset({tokens[end]}))])
+    (cut,) = run(engine_of(root), [SequenceRequest(prompt, 9, stop_ids=frozenset({tokens[end]}))])
     assert tokens_of(cut) == tokens[:end]
     assert (cut[-1].token, cut[-1].finish) == (None, "stop")
 
@@ -261,12 +261,12 @@ def test_the_end_of_an_answer_says_why() -> None:
 def test_a_request_of_broken_numbers_ends_alone() -> None:
     """Token 9 makes its own sequence not a number; its slot is used again."""
     root = model("rope").eval()
-    healthy = [Request((3, i), 8, Sampling()) for i in range(10, 18)]
+    healthy = [SequenceRequest((3, i), 8, Sampling()) for i in range(10, 18)]
     expected = [alone(root, request) for request in healthy]
     assert all(9 not in tokens for tokens in expected)
     with torch.no_grad():
         root.model.wte.weight[9] = math.nan
-    broken = Request((*range(20, 40), 9, 5), 8)
+    broken = SequenceRequest((*range(20, 40), 9, 5), 8)
     found = run(engine_of(root, slots=3), [healthy[0], broken, *healthy[1:]])
     assert [(one.token, one.finish) for one in found.pop(1)] == [(None, "error")]
     assert [tokens_of(news) for news in found] == expected
@@ -274,17 +274,17 @@ def test_a_request_of_broken_numbers_ends_alone() -> None:
 
 def test_broken_numbers_of_a_prompt_that_was_read_in_part_stay_nowhere() -> None:
     root = model("rope").eval()
-    healthy = [Request((3, i), 12, Sampling()) for i in range(10, 18)]
-    long = Request((*range(10, 50), 3), 12, Sampling())
+    healthy = [SequenceRequest((3, i), 12, Sampling()) for i in range(10, 18)]
+    long = SequenceRequest((*range(10, 50), 3), 12, Sampling())
     expected = [alone(root, request) for request in (*healthy, long)]
     assert all(9 not in tokens for tokens in expected)
     with torch.no_grad():
         root.model.wte.weight[9] = math.nan
     engine = engine_of(root, slots=4, chunk=3)
-    news: dict[int, list[Emitted]] = {engine.add(long): []}
+    news: dict[int, list[TokenOutput]] = {engine.add(long): []}
     while not any(news.values()):
         news = {number: engine.step() for number in news}
-    broken = [engine.add(Request((8, 9, *range(20, 50)), 8)) for _ in range(3)]
+    broken = [engine.add(SequenceRequest((8, 9, *range(20, 50)), 8)) for _ in range(3)]
     for number in broken:  # each leaves in the middle of its prompt
         engine.step()
         engine.step()
@@ -308,7 +308,7 @@ def test_slots_that_the_host_has_no_memory_for_are_refused(monkeypatch: pytest.M
 
 def test_minus_infinity_is_a_token_that_is_never_drawn() -> None:
     root = model("rope").eval()
-    (likeliest,) = alone(root, Request((1, 2, 3), 1))
+    (likeliest,) = alone(root, SequenceRequest((1, 2, 3), 1))
     head = root.model.head
 
     def masked(hidden: torch.Tensor) -> torch.Tensor:
@@ -317,7 +317,7 @@ def test_minus_infinity_is_a_token_that_is_never_drawn() -> None:
         return logits
 
     root.model.head = masked  # type: ignore[method-assign]
-    (news,) = run(engine_of(root), [Request((1, 2, 3), 1, logprobs=TOKENS)])
+    (news,) = run(engine_of(root), [SequenceRequest((1, 2, 3), 1, logprobs=TOKENS)])
     assert news[0].finish == "length" and news[0].token != likeliest
     assert dict(news[0].top)[likeliest] == -math.inf
 
@@ -344,14 +344,14 @@ def test_minus_infinity_is_a_token_that_is_never_drawn() -> None:
 def test_what_can_never_run_is_refused(change: dict[str, Any], problem: str) -> None:
     engine = engine_of(model("rope").eval())
     with pytest.raises(UserError, match=problem):
-        engine.add(replace(Request((1, 2, 3), 5), **change))
+        engine.add(replace(SequenceRequest((1, 2, 3), 5), **change))
     assert not engine.busy
 
 
 def test_a_full_slot_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "SHARED", 1)
     root = model("alibi").eval()
-    requests = [Request((1, 2, 3), 62), Request((*range(1, 60), *range(1, 6)), 1)]
+    requests = [SequenceRequest((1, 2, 3), 62), SequenceRequest((*range(1, 60), *range(1, 6)), 1)]
     found = run(engine_of(root), [*requests, *requests])
     expected = [alone(root, request) for request in requests]
     assert [tokens_of(news) for news in found] == [*expected, *expected]

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
-from llmfoundry.inference.decoder_rows import DecoderRows, stream_tokens
+from llmfoundry.inference.decoder_slots import DecoderSlots, stream_tokens
 from llmfoundry.inference.engine import SlotEngine, stream
-from llmfoundry.inference.requests import Request, Sampling, draw_probabilities
+from llmfoundry.inference.requests import Sampling, SequenceRequest, draw_probabilities
 from llmfoundry.inference.text import stream_text
 from llmfoundry.models.decoder import Decoder, Root
 from tests.hf.random_models import (
@@ -54,12 +54,12 @@ def continued(
 ) -> list[int]:
     """What the engine draws, or without a cache `stream_tokens`."""
     sampling = Sampling(**({"seed": 1} | how))
-    request = Request(tuple(prompt), max_new_tokens, sampling, frozenset({eos}))
+    request = SequenceRequest(tuple(prompt), max_new_tokens, sampling, frozenset({eos}))
     root, given = Root(model), {"device": CPU, "autocast": autocast, "n_tokens": n_tokens}
     if not kv_cache:
         return list(stream_tokens(root, request, **given))
     length = len(prompt) + max_new_tokens
-    return list(stream(SlotEngine(DecoderRows(root, slots=1, length=length, **given)), request))
+    return list(stream(SlotEngine(DecoderSlots(root, slots=1, length=length, **given)), request))
 
 
 def make(kind: str, kv_heads: int = HEADS, **top: Any) -> Decoder:
@@ -239,19 +239,19 @@ def test_under_autocast_the_cache_changes_little(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kv_cache", [True, False])
 def test_gradients_stay_on_for_whoever_reads_the_stream(kv_cache: bool) -> None:
-    root, request = Root(make("rope")), Request(tuple(PROMPT), 3)
-    rows = DecoderRows(root, slots=1, length=9, n_tokens=None, device=CPU, autocast=nullcontext)
+    root, request = Root(make("rope")), SequenceRequest(tuple(PROMPT), 3)
+    rows = DecoderSlots(root, slots=1, length=9, n_tokens=None, device=CPU, autocast=nullcontext)
     cached = stream(SlotEngine(rows), request)
     for _ in cached if kv_cache else stream_tokens(root, request, device=CPU, autocast=nullcontext):
         assert torch.is_grad_enabled()
 
 
 def test_a_stream_that_is_left_frees_its_slot() -> None:
-    rows = DecoderRows(
+    rows = DecoderSlots(
         Root(make("rope")), slots=1, length=30, n_tokens=None, device=CPU, autocast=nullcontext
     )
     engine = SlotEngine(rows)
-    tokens = stream(engine, Request(tuple(PROMPT), 20))
+    tokens = stream(engine, SequenceRequest(tuple(PROMPT), 20))
     next(tokens)
     assert engine.running == 1
     tokens.close()  # type: ignore[attr-defined]

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from llmfoundry.distributed.fsdp import apply_ddp, materialize
 from llmfoundry.distributed.mesh import build_mesh
 from llmfoundry.distributed.process_group import World
-from llmfoundry.inference.decoder_rows import DecoderRows, first_process, stream_tokens
+from llmfoundry.inference.decoder_slots import DecoderSlots, first_process, stream_tokens
 from llmfoundry.inference.engine import SlotEngine, draw_all
-from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.recipe.parallel import ParallelConfig
 from tests.hf.random_models import EOS, ROPE, settings
@@ -25,9 +25,9 @@ from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
 REQUESTS = [
-    Request((EOS, 3, 4), 12, Sampling(temperature=1.0, seed=4)),
-    Request((EOS, 5, 6, 7, 8), 9),
-    Request((EOS,), 5, Sampling(temperature=1.0, seed=5)),
+    SequenceRequest((EOS, 3, 4), 12, Sampling(temperature=1.0, seed=4)),
+    SequenceRequest((EOS, 5, 6, 7, 8), 9),
+    SequenceRequest((EOS,), 5, Sampling(temperature=1.0, seed=5)),
 ]
 
 
@@ -35,7 +35,7 @@ def continued(module: torch.nn.Module, *, kv_cache: bool) -> list[list[int]]:
     given: dict[str, Any] = {"device": CPU, "autocast": nullcontext, "n_tokens": None}
     if not kv_cache:
         return [list(stream_tokens(module, request, **given)) for request in REQUESTS]
-    rows = DecoderRows(module, slots=2, length=20, **given)
+    rows = DecoderSlots(module, slots=2, length=20, **given)
     return draw_all(SlotEngine(rows, agree=first_process(CPU)), REQUESTS)
 
 

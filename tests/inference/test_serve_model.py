@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llmfoundry.gauntlet.models.endpoint import Endpoint
-from llmfoundry.gauntlet.questions import Prompt, Request, Score
-from llmfoundry.inference.decoder_rows import DecoderRows
+from llmfoundry.gauntlet.questions import GenerationPrompt, Score, ScoreRequest
+from llmfoundry.inference.decoder_slots import DecoderSlots
 from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.models.decoder import Decoder, Root
 from tests.hf.random_models import ALIBI, decoder, settings
@@ -31,7 +31,7 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def server(model: Decoder) -> Iterator[Running]:
-    rows = DecoderRows(
+    rows = DecoderSlots(
         Root(model), slots=5, length=256, n_tokens=N_TOKENS, device=CPU, autocast=nullcontext
     )
     with running(SlotEngine(rows, chunk=40)) as found:
@@ -135,7 +135,7 @@ def test_the_gauntlet_scores_the_server_as_it_scores_the_model(
     asked = [(EOS, *context.encode()) for context, _ in pairs]
     wanted = [target.encode() for _, target in pairs]
     requests = [
-        Request((*ids, *target[:-1]), tuple(target), target.decode())
+        ScoreRequest((*ids, *target[:-1]), tuple(target), target.decode())
         for ids, target in zip(asked, wanted, strict=True)
     ]
     for score, ids, target in zip(endpoint.score(requests), asked, wanted, strict=True):
@@ -145,7 +145,7 @@ def test_the_gauntlet_scores_the_server_as_it_scores_the_model(
         assert score.logprob == pytest.approx(own.sum().item(), abs=1e-3)
         assert score.best_logprob == pytest.approx(rows.amax(1).sum().item(), abs=1e-3)
         assert score.greedy == bool((own == rows.amax(1)).all())
-    prompt = Prompt((EOS, *b"once"), "once", ("\n",), 8)
+    prompt = GenerationPrompt((EOS, *b"once"), "once", ("\n",), 8)
     (said,) = endpoint.generate([prompt])
     text = bytes(greedy(model, [EOS, *b"once"], 8)).decode(errors="replace")
     assert said == text.partition("\n")[0]

@@ -22,7 +22,7 @@ import pytest
 from llmfoundry.cli.commands.track import track
 from llmfoundry.errors import UserError
 from llmfoundry.loggers import background_queue as writer_module
-from llmfoundry.loggers.background_queue import BackgroundWriter, LogTarget, RunFacts, Task
+from llmfoundry.loggers.background_queue import BackgroundWriter, DeferredTask, LogTarget, RunFacts
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.metrics_file import BATCH, TOKEN, WALL, read_metrics
 from llmfoundry.loggers.tracker import Tracker
@@ -256,7 +256,7 @@ def test_a_file_that_cannot_be_read_is_no_outage_of_the_place(tmp_path: Path) ->
         has_registry=True,
     )
     writer = BackgroundWriter(target, note=said.append, warn=said.append)
-    writer.registry(Task("versions of m", lambda session, note: tmp_path.open()))  # type: ignore[arg-type, return-value]
+    writer.registry(DeferredTask("versions of m", lambda session, note: tmp_path.open()))  # type: ignore[arg-type, return-value]
     writer.log(1, {"loss": 1.0})
     began = time.monotonic()
     writer.start(RunFacts("r", tmp_path, 0, 0, {}, {}))

@@ -18,7 +18,7 @@ from llmfoundry.loggers.pages.charts import (
     LEVELS,
     MAX_COLUMNS,
     Chart,
-    Line,
+    ChartLine,
     level,
     line_chart,
     load_maps,
@@ -30,7 +30,7 @@ from tests.loggers.test_report import Page, numbers
 SCRIPT = Path(__file__).parents[2] / "llmfoundry/loggers/pages/templates/charts.js"
 
 
-def drawn(*lines: Line, x_end: float = 1.0, **settings: Any) -> str:
+def drawn(*lines: ChartLine, x_end: float = 1.0, **settings: Any) -> str:
     return line_chart(Chart("t", {}, **settings), lines, x_end=x_end)
 
 
@@ -66,43 +66,43 @@ def test_stretches_keep_the_extremes_and_the_mean() -> None:
 def test_an_axis_is_logarithmic_where_positive_values_span_more_than_a_factor_of_30(
     values: list[float], zero: bool, log: bool
 ) -> None:
-    figure = drawn(Line("a", list(enumerate(values))), x_end=2.0, from_zero=zero)
+    figure = drawn(ChartLine("a", list(enumerate(values))), x_end=2.0, from_zero=zero)
     assert numbers(figure)["log"] == log and numbers(figure)["zero"] == zero
 
 
 def test_what_lies_before_the_frame_makes_no_axis_logarithmic() -> None:
     points = [(float(x), 1000.0 if x < 5 else 3.0) for x in range(1000)]
-    assert not numbers(drawn(Line("a", points), x_end=999.0, steep=True))["log"]
-    assert numbers(drawn(Line("a", points), x_end=999.0))["log"]
+    assert not numbers(drawn(ChartLine("a", points), x_end=999.0, steep=True))["log"]
+    assert numbers(drawn(ChartLine("a", points), x_end=999.0))["log"]
 
 
 def test_values_that_are_not_finite_break_the_line_and_are_counted() -> None:
     values = [3.0, 2.5, math.nan, math.inf, 2.0, 1.5]
-    figure = drawn(Line("loss", list(enumerate(values))), x_end=5.0)
+    figure = drawn(ChartLine("loss", list(enumerate(values))), x_end=5.0)
     assert "2 not finite" in figure
     assert '"y":[3,2.5,null,null,2,1.5]' in figure
 
 
 def test_a_series_without_any_finite_value_draws_nothing() -> None:
-    assert drawn(Line("loss", [(1.0, math.nan)])) == ""
+    assert drawn(ChartLine("loss", [(1.0, math.nan)])) == ""
     assert drawn() == ""
 
 
 @pytest.mark.parametrize("values", [[0.0], [5.0], [5.0, 5.0], [-3.0, -3.0], [0.0, 0.0]])
 def test_constant_and_single_values_have_a_chart(values: list[float]) -> None:
-    (line,) = numbers(drawn(Line("a", list(enumerate(values)))))["lines"]
+    (line,) = numbers(drawn(ChartLine("a", list(enumerate(values)))))["lines"]
     assert line["y"] == values
 
 
 def test_texts_are_escaped() -> None:
     chart = Chart("<b>&", {}, note="<u>")
-    figure = line_chart(chart, [Line("<i>", [(1.0, 2.0), (2.0, 3.0)], "'\"<x>")], x_end=2.0)
+    figure = line_chart(chart, [ChartLine("<i>", [(1.0, 2.0), (2.0, 3.0)], "'\"<x>")], x_end=2.0)
     Page(figure)
     assert not re.search(r"<(u|x)>|<i>", figure) and "&lt;i&gt;" in figure
 
 
 def test_more_series_than_colors_are_distinguished() -> None:
-    lines = [Line(str(i), [(0.0, float(i)), (1.0, i + 1.0)]) for i in range(20)]
+    lines = [ChartLine(str(i), [(0.0, float(i)), (1.0, i + 1.0)]) for i in range(20)]
     styles = re.findall(r'class="key" style="([^"]+)"', drawn(*lines))
     assert len(set(styles)) == len(styles) == 20
 

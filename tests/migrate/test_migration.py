@@ -13,7 +13,7 @@ import yaml
 from llmfoundry.cli.commands.migrate import migrate_file
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
-from llmfoundry.migrate.entry import Verdict
+from llmfoundry.migrate.entry import MigrationStatus
 from llmfoundry.migrate.migration import RECIPES, leaves_of, migrate, put, read_theirs, report
 from llmfoundry.recipe.before_training import MigrateRecipe
 from llmfoundry.recipe.load import checked
@@ -291,7 +291,9 @@ def test_what_is_not_here_is_refused_with_what_to_do(
         with pytest.raises(UserError, match=line):
             migrate_file(MigrateRecipe(theirs=str(theirs), output=str(tmp_path / "o.yaml")))
         assert not (tmp_path / "o.yaml").exists()
-    refused = [li for li in migrate(read_theirs(theirs)).lines if li.verdict is Verdict.REFUSED]
+    refused = [
+        li for li in migrate(read_theirs(theirs)).lines if li.verdict is MigrationStatus.REFUSED
+    ]
     assert refused and all(li.taken.why for li in refused)
 
 
@@ -413,7 +415,9 @@ def test_what_another_value_decides_is_no_traceback_where_that_is_odd(
 ) -> None:
     (tmp_path / "theirs.txt").write_text(": : [")
     lines = with_value(tmp_path, text, key, value).lines
-    assert any(line.key.startswith(key) and line.verdict is Verdict.REFUSED for line in lines)
+    assert any(
+        line.key.startswith(key) and line.verdict is MigrationStatus.REFUSED for line in lines
+    )
 
 
 def test_a_file_that_is_there_stays_unless_it_may_go(tmp_path: Path) -> None:
@@ -504,7 +508,7 @@ def test_a_setting_that_is_lost_is_never_said_to_be_without_effect(
     found = with_value(tmp_path, text, key, value).lines
     lines = [line for line in found if line.key.startswith(key)]
     assert lines
-    assert {line.verdict for line in lines} <= {Verdict.REFUSED, Verdict.CHANGED}
+    assert {line.verdict for line in lines} <= {MigrationStatus.REFUSED, MigrationStatus.CHANGED}
 
 
 @pytest.mark.parametrize("script", ["train", "finetune", "eval"])

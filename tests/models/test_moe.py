@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.gauntlet.models.own_decoder import score_requests
-from llmfoundry.gauntlet.questions import Request
+from llmfoundry.gauntlet.questions import ScoreRequest
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import move_biases
@@ -184,7 +184,7 @@ def test_what_fills_a_row_of_the_gauntlet_reaches_no_router() -> None:
     seen: list[int] = []
     router = model.blocks[0].ffn.router
     router.register_forward_hook(lambda m, i, out: seen.append(len(out)))
-    requests = [Request(tuple(range(n, 2 * n - 1)), (n,), "") for n in (4, 7, 12, 5)]
+    requests = [ScoreRequest(tuple(range(n, 2 * n - 1)), (n,), "") for n in (4, 7, 12, 5)]
     scores = score_requests(
         Root(model),
         requests,

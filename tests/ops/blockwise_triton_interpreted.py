@@ -18,7 +18,7 @@ import math
 import torch
 
 from llmfoundry.ops import blockwise, blockwise_triton
-from llmfoundry.ops.blockwise import BLOCK, FORMATS, LARGEST, Quantized
+from llmfoundry.ops.blockwise import BLOCK, FORMATS, LARGEST, BlockwiseTensor
 
 SIZES = (40, 3 * BLOCK, 20 * BLOCK + 7)  # the last is more than one program
 
@@ -72,8 +72,8 @@ def compare(
             same = torch.ones_like(quotients, dtype=torch.bool)
         gaps = (mine.values.double()[fine] - quotients).abs() / half
         found["value"] = max(found["value"], float(gaps[same].max()))
-        again = blockwise_triton.dequantize(Quantized(*mine), dtype)
-        expected = blockwise.dequantize(Quantized(*mine), dtype)
+        again = blockwise_triton.dequantize(BlockwiseTensor(*mine), dtype)
+        expected = blockwise.dequantize(BlockwiseTensor(*mine), dtype)
         found["lost"] += float((again.isnan() != expected.isnan()).sum())
         gaps = (again - expected).double().abs() / expected.double().abs().clamp_min(1e-30)
         found["restored"] = max(found["restored"], float(gaps[expected.isfinite()].max()))

@@ -17,7 +17,7 @@ import pytest
 from llmfoundry.events import read_events
 from llmfoundry.recipe.resilience import HangConfig
 from llmfoundry.resilience.hang.collect import RECORDERS
-from llmfoundry.resilience.hang.monitor import Settings
+from llmfoundry.resilience.hang.monitor import MonitorSettings
 from llmfoundry.telemetry import RECORDER, read_heartbeats
 from tests.tiny import ENV, ROOT
 
@@ -90,7 +90,7 @@ class Group:
         env = ENV | {"PYTHONPATH": str(ROOT)} | ({RECORDER: str(self.recorder)} if recorder else {})
         self.run.mkdir()
         config = asdict(replace(LIMITS, action="end" if ends else "report"))
-        facts = Settings(str(self.beats), str(self.run), "here", RANKS, config)
+        facts = MonitorSettings(str(self.beats), str(self.run), "here", RANKS, config)
         words = ["-m", "llmfoundry.resilience.hang.monitor", json.dumps(asdict(facts))]
         commands = [["-c", RANK, str(self.beats), str(r), str(RANKS), asleep] for r in range(RANKS)]
         for command in [*commands, words]:

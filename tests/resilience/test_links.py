@@ -17,7 +17,7 @@ import pytest
 from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND
 from llmfoundry.resilience.check.links import (
-    Blame,
+    PairFault,
     PairRates,
     blame,
     bus_bandwidth,
@@ -63,23 +63,24 @@ def network(n: int, slower: Slower, *, sigma: float, seed: int) -> dict[tuple[in
     }
 
 
-FAULTS: dict[str, tuple[int, Slower, Blame]] = {  # by name: units, what is slow, who is to blame
-    "one pair": (8, lambda a, b: 0.5 if (a, b) == (2, 5) else 1.0, Blame("pair", (2, 5))),
-    "one node": (8, lambda a, b: 0.6 if 3 in (a, b) else 1.0, Blame("unit", (3,))),
-    "one node of four": (4, lambda a, b: 0.6 if 3 in (a, b) else 1.0, Blame("unit", (3,))),
-    "two nodes": (16, lambda a, b: 0.6 if {3, 9} & {a, b} else 1.0, Blame("unit", (3,))),
+FAULTS: dict[str, tuple[int, Slower, PairFault]] = {  # units, what is slow, its cause
+    "one pair": (8, lambda a, b: 0.5 if (a, b) == (2, 5) else 1.0, PairFault("pair", (2, 5))),
+    "one node": (8, lambda a, b: 0.6 if 3 in (a, b) else 1.0, PairFault("unit", (3,))),
+    "one node of four": (4, lambda a, b: 0.6 if 3 in (a, b) else 1.0, PairFault("unit", (3,))),
+    "two nodes": (16, lambda a, b: 0.6 if {3, 9} & {a, b} else 1.0, PairFault("unit", (3,))),
     "a switch between halves": (
         8, lambda a, b: 0.5 if (a < 4) != (b < 4) else 1.0,
-        Blame("between", (0, 1, 2, 3), (4, 5, 6, 7))),
+        PairFault("between", (0, 1, 2, 3), (4, 5, 6, 7))),
     "a switch between halves of four": (
-        4, lambda a, b: 0.5 if (a < 2) != (b < 2) else 1.0, Blame("between", (0, 1), (2, 3))),
+        4, lambda a, b: 0.5 if (a < 2) != (b < 2) else 1.0, PairFault("between", (0, 1), (2, 3))),
     "a switch between odd and even": (
-        8, lambda a, b: 0.5 if (a + b) % 2 else 1.0, Blame("between", (0, 2, 4, 6), (1, 3, 5, 7))),
+        8, lambda a, b: 0.5 if (a + b) % 2 else 1.0,
+        PairFault("between", (0, 2, 4, 6), (1, 3, 5, 7))),
     "a leaf of three of twelve": (
         12, lambda a, b: 0.5 if (a < 3) != (b < 3) else 1.0,
-        Blame("between", (0, 1, 2), (3, 4, 5, 6, 7, 8, 9, 10, 11))),
+        PairFault("between", (0, 1, 2), (3, 4, 5, 6, 7, 8, 9, 10, 11))),
     "a half that is slow in itself": (
-        8, lambda a, b: 0.5 if b > 3 else 1.0, Blame("units", (4, 5, 6, 7))),
+        8, lambda a, b: 0.5 if b > 3 else 1.0, PairFault("units", (4, 5, 6, 7))),
 }  # fmt: skip
 
 

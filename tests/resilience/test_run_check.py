@@ -31,7 +31,7 @@ from llmfoundry.resilience.check.findings import BAD, Finding, Report
 from llmfoundry.resilience.check.host import NamedPath
 from llmfoundry.resilience.check.links import Pair
 from llmfoundry.resilience.check.run_check import Tools, run_check
-from llmfoundry.retry import Late
+from llmfoundry.retry import DeadlineExceeded
 from tests.tiny import ENV, command
 from tests.warm_scripts import on_ranks
 
@@ -105,7 +105,7 @@ def hangs_in(part: str) -> Tools:
     """A device, a driver or a link that does not answer in time, as `within` says of it."""
 
     def hang(*_: Any) -> Any:
-        raise Late("no answer within 60 s")
+        raise DeadlineExceeded("no answer within 60 s")
 
     if part == "NVML":
         return Tools(read_gpus=hang)

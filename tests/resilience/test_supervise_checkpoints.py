@@ -13,7 +13,7 @@ from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.store import Store
 from llmfoundry.distributed.process_group import ALONE
-from llmfoundry.errors import GivenUp
+from llmfoundry.errors import NoRestart
 from llmfoundry.exit_status import FAILED, GIVE_UP, ResumeLimits
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.recipe.train import TrainRecipe
@@ -142,15 +142,15 @@ def test_a_run_that_finds_less_than_its_supervisor_knows_does_not_begin(
     recipe, run = TrainRecipe(save_folder=str(tmp_path / "run")), Storage(tmp_path / "run")
     for name, value in ResumeLimits(saved=20).environment().items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(GivenUp, match=r"ba0000020 of this run has vanished .*: there is none"):
+    with pytest.raises(NoRestart, match=r"ba0000020 of this run has vanished .*: there is none"):
         find_start(recipe, run, ALONE, print)
     make(tmp_path / "run", 10)
-    with pytest.raises(GivenUp, match="its newest is ba0000010"):
+    with pytest.raises(NoRestart, match="its newest is ba0000010"):
         find_start(recipe, run, ALONE, print)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the run may have gone back meanwhile
     for name, value in ResumeLimits(saved=20, before=10).environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     make(tmp_path / "run", 20)
-    with pytest.raises(GivenUp, match="no complete checkpoint from before batch 10"):
+    with pytest.raises(NoRestart, match="no complete checkpoint from before batch 10"):
         find_start(recipe, run, ALONE, print)

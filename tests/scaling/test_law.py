@@ -7,10 +7,18 @@ import itertools
 import numpy as np
 import pytest
 
-from llmfoundry.scaling.law import Cost, Law, _project, bootstrap, determines_law, fit_law, huber
+from llmfoundry.scaling.law import (
+    Law,
+    TokenCost,
+    _project,
+    bootstrap,
+    determines_law,
+    fit_law,
+    huber,
+)
 
 CHINCHILLA = Law(1.69, 406.4, 410.7, 0.34, 0.28)  # as published, Hoffmann et al., 2022
-COST = Cost()
+COST = TokenCost()
 
 
 def isoflop(noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -101,7 +109,7 @@ def test_projection_is_the_non_negative_least_squares_of_scipy() -> None:
 
 
 def test_best_size_is_the_lowest_place_of_the_isoflop_curve() -> None:
-    for cost in (COST, Cost(30.0, 0.9)):
+    for cost in (COST, TokenCost(30.0, 0.9)):
         sizes = np.geomspace(1e7, 1e12, 200_001)
         lowest = sizes[np.argmin(CHINCHILLA.loss(sizes, cost.tokens(1e21, sizes)))]
         assert float(CHINCHILLA.best_size(1e21, cost)) == pytest.approx(lowest, rel=1e-4)
@@ -116,6 +124,6 @@ def test_compute_for_a_loss_is_the_inverse_of_the_frontier() -> None:
 
 def test_counted_cost_is_the_power_through_the_points() -> None:
     n = np.array([1e6, 4e6, 9e6])
-    found = Cost.counted(n, 9.0 * n**0.95)
+    found = TokenCost.counted(n, 9.0 * n**0.95)
     assert (found.factor, found.growth) == pytest.approx((9.0, 0.95))
-    assert Cost.counted(np.full(3, 1e6), np.full(3, 7e6)) == Cost(7.0)
+    assert TokenCost.counted(np.full(3, 1e6), np.full(3, 7e6)) == TokenCost(7.0)

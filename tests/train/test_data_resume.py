@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry.builders.data import Data, learning_corpus, open_data
+from llmfoundry.builders.data import RunData, learning_corpus, open_data
 from llmfoundry.builders.trainer import build_clock, build_loader, mixture_lines
 from llmfoundry.data.loader import Loader
 from llmfoundry.distributed.process_group import World
@@ -56,7 +56,7 @@ def stop_at(run_folder: Path, batch: int) -> dict[str, Any]:
     return json.loads(state.read_text())["order"]
 
 
-def opened(folder: Path, **changes: Any) -> tuple[TrainRecipe, Data, Loader]:
+def opened(folder: Path, **changes: Any) -> tuple[TrainRecipe, RunData, Loader]:
     """What build_trainer makes of mix.yaml's data."""
     write(folder, **changes)
     recipe = load(TrainRecipe, folder / "mix.yaml").resolve()

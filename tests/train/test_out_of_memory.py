@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llmfoundry.builders.microbatch import memory_facts
 from llmfoundry.distributed.process_group import ALONE
-from llmfoundry.errors import StartAgain, UserError, is_out_of_memory
+from llmfoundry.errors import RestartNeeded, UserError, is_out_of_memory
 from llmfoundry.events import read_events
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
@@ -166,7 +166,9 @@ def test_shards_start_again_with_half_which_the_folder_remembers(place: Path) ->
 def test_a_record_counts_for_what_it_was_made_of(tmp_path: Path) -> None:
     limit = MicrobatchLimit(tmp_path, {"max_seq_len": 64, "parallel": {"shard": 2}}, rows=8)
     assert remembered(tmp_path, limit.facts) == (None, [])
-    with pytest.raises(StartAgain, match="start again with 4: a step has 2 microbatches in place"):
+    with pytest.raises(
+        RestartNeeded, match="start again with 4: a step has 2 microbatches in place"
+    ):
         limit.start_again(8, MemoryError(), step=5)
     assert remembered(tmp_path, limit.facts) == (4, [])
     changed = {"max_seq_len": 32, "parallel": {"shard": 2}, "precision": "fp32"}

@@ -17,9 +17,9 @@ from llmfoundry.builders.model import build_root
 from llmfoundry.builders.open_model import of_run
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
-from llmfoundry.inference.decoder_rows import stream_tokens
+from llmfoundry.inference.decoder_slots import stream_tokens
 from llmfoundry.inference.engine import stream
-from llmfoundry.inference.requests import Request
+from llmfoundry.inference.requests import SequenceRequest
 from llmfoundry.recipe.after_training import ConvertRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
@@ -131,7 +131,7 @@ def test_evaluation_may_ask_for_wider_weights(place: Path) -> None:
 def test_it_generates_with_and_without_a_cache(place: Path) -> None:
     loaded = load_checkpoint("runs/whole", ALONE, note=print)
     prompt = (loaded.tokenizer.eos_id, *loaded.tokenizer.encode("line"))
-    request = Request(prompt, 12, stop_ids=frozenset({loaded.tokenizer.eos_id}))
+    request = SequenceRequest(prompt, 12, stop_ids=frozenset({loaded.tokenizer.eos_id}))
     anew = stream_tokens(loaded.root, request, device=ALONE.device, autocast=nullcontext)
     engine = of_run(loaded, ALONE).engine(slots=1, length=100)
     texts = [[*anew], [*stream(engine, request)]]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry.data.batch import Row, Rows
+from llmfoundry.data.batch import SequenceBatch, TrainingSequence
 from llmfoundry.hf.read_folder import from_hf
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch
@@ -23,7 +23,7 @@ from llmfoundry.recipe.preference import PreferenceConfig
 from llmfoundry.train.optim.optimizers import new_optimizer
 from llmfoundry.train.preference_loss import (
     ALMOST_CERTAIN,
-    Compared,
+    AnswerMeasures,
     Preference,
     answer_log_probs,
     build_preference,
@@ -61,12 +61,12 @@ def decoder(folder: Path) -> Decoder:
     return model
 
 
-def row(documents: list[Document]) -> Row:
+def row(documents: list[Document]) -> TrainingSequence:
     ids = [i for prompt, answer, _ in documents for i in prompt + answer]
     weights = [w for prompt, answer, _ in documents for w in [0] * len(prompt) + [1] * len(answer)]
     lengths = [len(prompt) + len(answer) for prompt, answer, _ in documents]
     sides = [side for *_, side in documents]
-    return Row(np.array(ids), lengths, 0, np.array(weights, np.float32), sides)
+    return TrainingSequence(np.array(ids), lengths, 0, np.array(weights, np.float32), sides)
 
 
 def documents_of(case: str) -> list[Document]:
@@ -77,7 +77,7 @@ def documents_of(case: str) -> list[Document]:
 
 
 def batch_of(rows: list[list[Document]], reference: Decoder | None) -> Batch:
-    batch = Rows.fill([row(documents) for documents in rows], T, 0).batch(with_layout=True)
+    batch = SequenceBatch.fill([row(documents) for documents in rows], T, 0).batch(with_layout=True)
     assert batch.answers is not None
     if reference is None:
         return batch
@@ -234,7 +234,7 @@ def test_mismatched_rows_give_each_prompt_the_answer_before_it() -> None:
 def test_an_answer_that_is_certain_keeps_orpo_finite() -> None:
     side = torch.tensor([[1, -1]])
     certain = torch.tensor([[0.0, -3.0]], requires_grad=True)
-    compared = Compared(side, certain, torch.tensor([[4.0, 2.0]]))
+    compared = AnswerMeasures(side, certain, torch.tensor([[4.0, 2.0]]))
     loss, _ = objective_of("orpo").sums(compared)
     (gradient,) = torch.autograd.grad(loss, certain)
     assert torch.isfinite(loss) and torch.isfinite(gradient).all()

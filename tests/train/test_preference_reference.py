@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from llmfoundry.builders import preference
-from llmfoundry.builders.data import Data
+from llmfoundry.builders.data import RunData
 from llmfoundry.builders.preference import WEIGHTS, identity_of, open_reference, with_places
-from llmfoundry.builders.resume import Start
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.resume import StartPoint
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.data.batch import Row, Rows
+from llmfoundry.data.batch import SequenceBatch, TrainingSequence
 from llmfoundry.data.held_out import validation_batches
 from llmfoundry.data.order import Order
 from llmfoundry.data.sources import OrderedStream
@@ -33,7 +33,7 @@ T, ROWS, EOS = 24, 11, 0
 CPU = torch.device("cpu")
 
 
-def made_row(number: int) -> Row:
+def made_row(number: int) -> TrainingSequence:
     """Two pairs, or one, of lengths that differ from row to row."""
     random = np.random.default_rng(number)
     ids, weights, sides, lengths = [], [], [], []
@@ -43,7 +43,7 @@ def made_row(number: int) -> Row:
         weights += [0.0] * prompt + [1.0] * answer
         sides.append(side)
         lengths.append(int(prompt + answer))
-    return Row(np.array(ids), lengths, 0, np.array(weights, np.float32), sides)
+    return TrainingSequence(np.array(ids), lengths, 0, np.array(weights, np.float32), sides)
 
 
 class Source:
@@ -55,7 +55,7 @@ class Source:
     def __init__(self) -> None:
         self.read: list[int] = []
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> TrainingSequence:
         self.read.append(row)
         return made_row(row)
 
@@ -75,7 +75,7 @@ class Held:
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
         return 3
 
-    def row(self, row: int, seq_len: int) -> Row:
+    def row(self, row: int, seq_len: int) -> TrainingSequence:
         return made_row(100 + row)
 
     def texts(self) -> list[str]:
@@ -95,25 +95,25 @@ class Run:
         self.pretrained = make_model(config).state_dict()
         self.source, self.notes, self.filled = Source(), [], 0
         order = Order(self.source.sizes, seed=1, shuffle=False, block_size=64)
-        data = Data((OrderedStream(self.source, order),), (1.0,), ROWS, Held(), 1.0, "")
+        data = RunData((OrderedStream(self.source, order),), (1.0,), ROWS, Held(), 1.0, "")
         self.data = with_places(data, recipe)
         world, root = World(0, 1, 0, CPU), Root(Decoder(config))
         run, tokenizer = Storage(Path()), bytes_tokenizer()
-        self.job = Job(recipe, world, tokenizer, self.data, root, 2, self.notes.append, run)
+        self.job = RunContext(recipe, world, tokenizer, self.data, root, 2, self.notes.append, run)
         self.identity: dict[str, str] = {}
 
     def fill(self, model: Decoder) -> None:
         self.filled += 1
         model.load_state_dict(self.pretrained)
 
-    def begin(self, start: Start = Start()) -> None:  # noqa: B008
+    def begin(self, start: StartPoint = StartPoint()) -> None:  # noqa: B008
         found = open_reference(self.job, self.data, start, self.fill)
         if start.checkpoint is None:
             self.fill(self.job.root.model)
         self.identity = found.begin()
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrainingSequence]:
         stream = self.data.streams[0]
         return [stream.read(n) for n in range(ROWS)]
 
@@ -130,7 +130,7 @@ def plain(model: Decoder, ids: list[int], begin: int) -> float:
     return sum(log_shares[0, n - 1, ids[n]].item() for n in range(begin, len(ids)))
 
 
-def documents(row: Row) -> list[tuple[list[int], int]]:
+def documents(row: TrainingSequence) -> list[tuple[list[int], int]]:
     """Ids of each document, and where its answer begins."""
     assert row.weights is not None
     found, begin = [], 0
@@ -146,11 +146,11 @@ def test_rows_bring_what_the_pretrained_model_says_of_each_document(tmp_path: Pa
     run = Run(tmp_path, "kto")
     run.begin()
     model = run.job.root.model
-    for row in [*run.rows, Row(*run.data.validation.row(1, T))]:
+    for row in [*run.rows, TrainingSequence(*run.data.validation.row(1, T))]:
         assert row.references is not None
         own = [plain(model, *document) for document in documents(row)]
         assert row.references[0, : len(own)].tolist() == pytest.approx(own, abs=1e-4)
-        batch = Rows.fill([row], T, EOS).batch(with_layout=True)
+        batch = SequenceBatch.fill([row], T, EOS).batch(with_layout=True)
         moved, _ = mismatched(batch)
         assert moved.layout is not None and moved.answers is not None
         begin = 0
@@ -195,11 +195,11 @@ def test_nothing_is_asked_twice_and_a_killed_pass_resumes(
     assert fourth.source.read == [4, 5, 6, 7]
 
 
-def checkpoint(folder: Path, weights: str | None) -> Start:
+def checkpoint(folder: Path, weights: str | None) -> StartPoint:
     folder.mkdir()
     identity = {} if weights is None else {WEIGHTS: weights}
     write_json(folder / "state.json", {"batch": 4, "identity": identity})
-    return Start(Checkpoint.at(folder))
+    return StartPoint(Checkpoint.at(folder))
 
 
 def test_a_resumed_run_never_asks_the_weights_that_it_resumes_from(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_held_out_pairs_are_measured_by_the_definition(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.begin()
     policy, root = Run(tmp_path / "other"), run.job.root
-    known = {n: documents(Row(*run.data.validation.row(n, T))) for n in range(3)}
+    known = {n: documents(TrainingSequence(*run.data.validation.row(n, T))) for n in range(3)}
     before = {n: [plain(root.model, *d) for d in row] for n, row in known.items()}
     generator = torch.Generator().manual_seed(4)
     for parameter in root.model.parameters():

@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from llmfoundry.data.batch import Row, Rows
+from llmfoundry.data.batch import SequenceBatch, TrainingSequence
 from llmfoundry.ops.packed_layout import IGNORE
 
 T = 10
 
 
-def row(documents: list[tuple[list[int], list[int], int]], known: list[list[float]] | None) -> Row:
+def row(
+    documents: list[tuple[list[int], list[int], int]], known: list[list[float]] | None
+) -> TrainingSequence:
     """Prompt, answer and side of each document."""
     ids = [i for prompt, answer, _ in documents for i in prompt + answer]
     weights = [w for prompt, answer, _ in documents for w in [0] * len(prompt) + [1] * len(answer)]
-    return Row(
+    return TrainingSequence(
         np.array(ids),
         [len(prompt) + len(answer) for prompt, answer, _ in documents],
         weights=np.array(weights, np.float32),
@@ -27,12 +29,12 @@ def row(documents: list[tuple[list[int], list[int], int]], known: list[list[floa
 ROWS = [
     row([([1, 2], [3], 1), ([1, 2], [4, 5], -1)], [[-1, -2]]),
     row([([6], [7, 8], 1), ([6], [9], -1), ([1], [2], 1), ([1], [3, 4], -1)], [[-3, -4, -5, -6]]),
-    Row(np.array([5, 6, 7]), [3], weights=np.zeros(3, np.float32)),
+    TrainingSequence(np.array([5, 6, 7]), [3], weights=np.zeros(3, np.float32)),
 ]
 
 
 def test_a_batch_has_the_sides_and_the_begins_of_its_answers() -> None:
-    batch = Rows.fill(ROWS, T, 0).batch(with_layout=True)
+    batch = SequenceBatch.fill(ROWS, T, 0).batch(with_layout=True)
     answers = batch.answers
     assert answers is not None and batch.layout is not None
     assert answers.side.tolist() == [[1, -1, 0, 0], [1, -1, 1, -1], [0, 0, 0, 0]]
@@ -49,7 +51,7 @@ def test_a_batch_has_the_sides_and_the_begins_of_its_answers() -> None:
 def test_microbatches_have_their_rows_answers() -> None:
     known = [r._replace(references=None) for r in ROWS]
     known[1] = known[1]._replace(references=np.arange(8, dtype=np.float32).reshape(2, 4))
-    parts = list(Rows.fill(known, T, 0).batch(with_layout=True).split(2))
+    parts = list(SequenceBatch.fill(known, T, 0).batch(with_layout=True).split(2))
     first, second = (part.answers for part in parts)
     assert first is not None and second is not None
     assert first.begins + second.begins == ((2, 5, 10), (1, 4, 6, 8), (3, 10))
@@ -60,5 +62,5 @@ def test_microbatches_have_their_rows_answers() -> None:
 
 
 def test_rows_without_sides_have_no_answers() -> None:
-    batch = Rows.fill([ROWS[2]], T, 0).batch(with_layout=True)
+    batch = SequenceBatch.fill([ROWS[2]], T, 0).batch(with_layout=True)
     assert batch.answers is None and batch.to(torch.device("cpu")).answers is None

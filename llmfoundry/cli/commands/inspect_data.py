@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmfoundry.builders.data import Data, open_data
+from llmfoundry.builders.data import RunData, open_data
 from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.trainer import build_clock, build_loader, build_phases, make_tokenizer
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Storage
-from llmfoundry.checkpoint.verify import Sums, find_checkpoint
-from llmfoundry.data.batch import Row
+from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
+from llmfoundry.data.batch import TrainingSequence
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ _SHOWN = 80  # characters of a row's text
 
 
 @dataclass(frozen=True)
-class PartFacts:
+class SegmentFacts:
     """Tokens of a document that weigh alike.
 
     Attributes:
@@ -64,7 +64,7 @@ class PartFacts:
 
 
 @dataclass(frozen=True)
-class RowFacts:
+class SequenceFacts:
     """A row of the step.
 
     Attributes:
@@ -87,7 +87,7 @@ class RowFacts:
     where: str
     documents: list[int]
     text: str
-    parts: list[PartFacts] = field(default_factory=list)
+    parts: list[SegmentFacts] = field(default_factory=list)
     padding: int = 0
 
 
@@ -187,7 +187,7 @@ def _go_on(recipe: ResolvedTrainRecipe, loader: Loader, step: int) -> list[str]:
         return []
     at, options = recipe.save_folder, FetchOptions.from_config(recipe.data)
     run = find_run(at, "save_folder", options=options) if is_url(at) else Storage(Path(at))
-    found = find_checkpoint(run, note=lambda line: None, sums=Sums.RECORD, until=step)
+    found = find_checkpoint(run, note=lambda line: None, sums=ChecksumSelection.RECORD, until=step)
     if found is None:
         return []
     state = read_state(found)
@@ -195,7 +195,9 @@ def _go_on(recipe: ResolvedTrainRecipe, loader: Loader, step: int) -> list[str]:
     return [f"resuming from {found}"]
 
 
-def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int) -> list[RowFacts]:
+def _rows(
+    loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int
+) -> list[SequenceFacts]:
     """The first `n` rows of the step."""
     sources, samples = loader.mixture.plan(step, 0, min(n, loader.mixture.batch_size))
     found = []
@@ -204,7 +206,7 @@ def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int)
         place = int(stream.locate(samples[slot : slot + 1])[0])
         row = stream.read(place)
         found.append(
-            RowFacts(
+            SequenceFacts(
                 slot=slot,
                 stream=stream.name,
                 sample=sample,
@@ -219,7 +221,7 @@ def _rows(loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int)
     return found
 
 
-def _parts(tokenizer: Tokenizer, row: Row) -> list[PartFacts]:
+def _parts(tokenizer: Tokenizer, row: TrainingSequence) -> list[SegmentFacts]:
     """The documents of a supervised row, cut where learned tokens begin and end."""
     if row.weights is None:
         return []
@@ -232,7 +234,7 @@ def _parts(tokenizer: Tokenizer, row: Row) -> list[PartFacts]:
             side = row.sides[number] if row.sides is not None else 0
             is_other = row.sides is not None and not side  # that KTO compares with
             weight = 0.0 if is_other else round(float(weights[start]), 6)
-            found.append(PartFacts(number, side, weight, stop - start, _text(tokenizer, ids)))
+            found.append(SegmentFacts(number, side, weight, stop - start, _text(tokenizer, ids)))
         begin += length
     return found
 
@@ -260,7 +262,9 @@ def _streams(loader: Loader, step: int, clock: Clock, seq_len: int) -> list[Stre
     ]
 
 
-def _phases(recipe: ResolvedTrainRecipe, data: Data, clock: Clock, step: int) -> list[PhaseFacts]:
+def _phases(
+    recipe: ResolvedTrainRecipe, data: RunData, clock: Clock, step: int
+) -> list[PhaseFacts]:
     names = [stream.name for stream in data.streams]
     times = ["0ba", *(phase.at for phase in recipe.data.phases)]
     phases = build_phases(recipe, data, clock)
@@ -275,7 +279,7 @@ def _phases(recipe: ResolvedTrainRecipe, data: Data, clock: Clock, step: int) ->
 def _page(
     clock: Clock,
     step: int,
-    rows: Sequence[RowFacts],
+    rows: Sequence[SequenceFacts],
     streams: Sequence[StreamFacts],
     phases: Sequence[PhaseFacts],
 ) -> list[str]:
@@ -314,7 +318,7 @@ def _page(
 _SIDES = {0: "", 1: ", chosen", -1: ", rejected"}
 
 
-def learned_lines(row: RowFacts, *, color: bool) -> list[str]:
+def learned_lines(row: SequenceFacts, *, color: bool) -> list[str]:
     """The text of a supervised row, what is learned of it marked, its documents apart.
 
     Args:
@@ -337,7 +341,7 @@ def learned_lines(row: RowFacts, *, color: bool) -> list[str]:
     return lines
 
 
-def _marked(part: PartFacts, *, color: bool) -> str:
+def _marked(part: SegmentFacts, *, color: bool) -> str:
     text = "\n".join(printable(line) for line in part.text.split("\n"))
     if color:
         code = "32" if part.weight else "90"

@@ -8,7 +8,7 @@ from llmfoundry.command_text import as_called
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, read_guarded
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
-from llmfoundry.migrate.entry import Verdict
+from llmfoundry.migrate.entry import MigrationStatus
 from llmfoundry.migrate.migration import (
     GAUNTLET,
     Migration,
@@ -34,7 +34,7 @@ def migrate_file(recipe: MigrateRecipe) -> None:
     for text in report(result):
         print(as_called(public(text)))
     for line in result.lines:
-        if line.key.endswith("model.name") and line.verdict is Verdict.REFUSED:
+        if line.key.endswith("model.name") and line.verdict is MigrationStatus.REFUSED:
             raise UserError(f"{recipe.theirs}: {line.key}: {line.taken.why}; nothing was written")
     if not result.source.kind:
         raise UserError(

@@ -28,9 +28,9 @@ from llmfoundry.plan.communication import communication
 from llmfoundry.plan.fit import parts_text, with_guessed_vocabulary
 from llmfoundry.plan.layouts import (
     TAKEN,
-    Layout,
+    Cluster,
+    ParallelLayout,
     Ranking,
-    Setting,
     own_layout,
     rank,
     too_large,
@@ -54,7 +54,7 @@ detected, replaced, started, loaded."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class RunCost:
     """What a whole run takes.
 
     Attributes:
@@ -103,7 +103,7 @@ def plan(recipe: ResolvedTrainRecipe) -> None:
     if recipe.fp8_recipe is not None and not hardware.gpu.fp8_tflops:
         raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
     reached, source = measured_speeds(hardware, recipe, user_recipe.gpu_check)
-    setting = Setting(hardware.gpus, reached, hardware.memory - TAKEN)
+    setting = Cluster(hardware.gpus, reached, hardware.memory - TAKEN)
     own, refused = _own(recipe, setting)
     ranking = (
         rank(recipe, setting, user_recipe.layouts)
@@ -130,7 +130,7 @@ def plan(recipe: ResolvedTrainRecipe) -> None:
         console.table("\n".join(_table(ranking.best, setting)))
 
 
-def _own(recipe: ResolvedTrainRecipe, setting: Setting) -> tuple[Layout | None, list[str]]:
+def _own(recipe: ResolvedTrainRecipe, setting: Cluster) -> tuple[ParallelLayout | None, list[str]]:
     """The recipe's own layout, or why it cannot be."""
     try:
         return own_layout(recipe, setting), []
@@ -147,7 +147,7 @@ def _model(recipe: ResolvedTrainRecipe) -> str:
     return f"{text}, {short_count(flops)}FLOPs a token at {recipe.max_seq_len:,} tokens a row"
 
 
-def describe(layout: Layout, setting: Setting) -> Rows:
+def describe(layout: ParallelLayout, setting: Cluster) -> Rows:
     """Memory, messages and seconds of a layout."""
     rows, gpu = layout.microbatch, setting.reached.gpu
     room = f"{layout.room / GIB:.1f} GiB may be used"
@@ -166,7 +166,7 @@ def describe(layout: Layout, setting: Setting) -> Rows:
     yield "speed", speed_line(layout.step, layout.recipe, setting.gpus, gpu)
 
 
-def costs(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> Costs:
+def costs(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> RunCost:
     """Of the whole run."""
     recipe = layout.recipe
     step = recipe.global_train_batch_size * recipe.max_seq_len
@@ -179,10 +179,10 @@ def costs(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> Costs:
     if user_recipe.failures is not None:
         between = user_recipe.failures / setting.gpus * 3600
         goodput = between / (between + RESTART + _interval(recipe, layout) / 2)
-    return Costs(tokens, seconds, goodput, setting.gpus, user_recipe.price)
+    return RunCost(tokens, seconds, goodput, setting.gpus, user_recipe.price)
 
 
-def _interval(recipe: ResolvedTrainRecipe, layout: Layout) -> float:
+def _interval(recipe: ResolvedTrainRecipe, layout: ParallelLayout) -> float:
     """Seconds between saves; 0 where that is not known."""
     rows = recipe.global_train_batch_size
     every = Duration.parse(recipe.save_interval)
@@ -191,7 +191,7 @@ def _interval(recipe: ResolvedTrainRecipe, layout: Layout) -> float:
     return Clock(rows, rows * recipe.max_seq_len, 1.0, every).total * layout.step.total
 
 
-def _run(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> Rows:
+def _run(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> Rows:
     """Days, GPU-hours, money; what a checkpoint holds."""
     found = costs(layout, user_recipe, setting)
     if found.seconds is None or found.gpu_hours is None or found.tokens is None:
@@ -207,14 +207,14 @@ def _run(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> Rows:
     yield "checkpoint", f"about {format_gib(checkpoint_bytes(layout) / GIB)}"
 
 
-def checkpoint_bytes(layout: Layout) -> int:
+def checkpoint_bytes(layout: ParallelLayout) -> int:
     """Of weights and moments."""
     recipe = layout.recipe
     width = 2 if recipe.precision == "bf16" else 4
     return round((width + recipe.optimizer.moment_bytes(width)) * layout.need.parameters)
 
 
-def _ranked(user_recipe: PlanRecipe, own: Layout | None, ranking: Ranking) -> Rows:
+def _ranked(user_recipe: PlanRecipe, own: ParallelLayout | None, ranking: Ranking) -> Rows:
     """The fastest, and why it is."""
     first, *others = ranking.best
     words = first.overrides(user_recipe)
@@ -239,7 +239,7 @@ def _nearest(ranking: Ranking) -> Iterator[str]:
         yield f"the fastest of those: {near.name()}, {seconds}: {too_large(near)}"
 
 
-def _table(found: list[Layout], setting: Setting) -> list[str]:
+def _table(found: list[ParallelLayout], setting: Cluster) -> list[str]:
     """Layouts, a line each."""
     gpu = setting.reached.gpu
     rows = [
@@ -260,9 +260,9 @@ def _table(found: list[Layout], setting: Setting) -> list[str]:
 def _as_json(
     user_recipe: PlanRecipe,
     recipe: ResolvedTrainRecipe,
-    own: Layout | None,
+    own: ParallelLayout | None,
     ranking: Ranking,
-    setting: Setting,
+    setting: Cluster,
 ) -> dict[str, Any]:
     near = ranking.nearest
     return {
@@ -278,7 +278,9 @@ def _as_json(
     }
 
 
-def _layout_json(layout: Layout, user_recipe: PlanRecipe, setting: Setting) -> dict[str, Any]:
+def _layout_json(
+    layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster
+) -> dict[str, Any]:
     recipe, step, gpu = layout.recipe, layout.step, setting.reached.gpu
     found = costs(layout, user_recipe, setting)
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total / setting.gpus

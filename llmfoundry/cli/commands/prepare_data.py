@@ -15,7 +15,7 @@ from llmfoundry.data.preparation.prepare import (
     prepare_corpus,
     prepare_to,
 )
-from llmfoundry.data.preparation.write_part import Output, token_output
+from llmfoundry.data.preparation.write_part import OutputFormat, token_output
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import (
@@ -35,11 +35,11 @@ def prepare_data(recipe: ResolvedPrepareRecipe) -> None:
         _write(recipe, recipe.prepare, recipe.prepare.output)
 
 
-def build_output(config: ResolvedPrepareConfig, tokenizer: Tokenizer) -> Output:
+def build_output(config: ResolvedPrepareConfig, tokenizer: Tokenizer) -> OutputFormat:
     """What the resolved `prepare` section asks for."""
     if config.format == "tokens":
         return token_output(tokenizer, shard_bytes=config.size_limit, hashes=tuple(config.hashes))
-    output = Output(
+    output = OutputFormat(
         kind="mds-columns" if config.columns else f"mds-{config.column}",
         dtype="str",
         columns=tuple(config.columns.items()),

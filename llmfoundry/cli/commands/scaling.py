@@ -22,7 +22,7 @@ from llmfoundry.files import atomic_write, one_at_a_time, read_json_if_there, wr
 from llmfoundry.loggers.console import Console, duration, short_count
 from llmfoundry.loggers.pages.scaling_page import told, write_scaling_page
 from llmfoundry.plan.fit import with_guessed_vocabulary
-from llmfoundry.plan.layouts import TAKEN, Setting, own_layout, rank
+from llmfoundry.plan.layouts import TAKEN, Cluster, own_layout, rank
 from llmfoundry.recipe.before_training import PlanRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import checked
@@ -149,7 +149,7 @@ def _planned(recipe: ScalingRecipe, one: GridPoint) -> float | None:
     hardware = Hardware.parse(written.hardware, "hardware")
     filled = with_guessed_vocabulary(written.resolve())
     reached, _ = measured_speeds(hardware, filled, None)
-    setting = Setting(hardware.gpus, reached, hardware.memory - TAKEN)
+    setting = Cluster(hardware.gpus, reached, hardware.memory - TAKEN)
     try:
         layout = own_layout(filled, setting)
     except UserError:

@@ -48,7 +48,7 @@ class GridPoint:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A family's model of one width.
 
     Attributes:
@@ -83,7 +83,7 @@ def grid(recipe: ScalingRecipe) -> list[GridPoint]:
     keys = dict.fromkeys((family, width) for family, width, _, _ in wanted)
     shapes = {key: shape_of(recipe, key[0], bases[key[0]], key[1]) for key in keys}
 
-    def tokens_of(shape: Shape, aim: float, is_held: bool) -> float:
+    def tokens_of(shape: ModelShape, aim: float, is_held: bool) -> float:
         return aim if is_held or recipe.tokens else aim / shape.flops
 
     fitted = [(shapes[f, width], aim) for f, width, aim, is_held in wanted if not is_held]
@@ -139,7 +139,9 @@ def _refuse_unlike(bases: dict[str, ResolvedTrainRecipe]) -> None:
                 )
 
 
-def shape_of(recipe: ScalingRecipe, family: str, base: ResolvedTrainRecipe, width: int) -> Shape:
+def shape_of(
+    recipe: ScalingRecipe, family: str, base: ResolvedTrainRecipe, width: int
+) -> ModelShape:
     """The family's model of a width, by the rules.
 
     Raises:
@@ -173,13 +175,15 @@ def shape_of(recipe: ScalingRecipe, family: str, base: ResolvedTrainRecipe, widt
     active = active_parameter_count(shaped)
     counts = {"total": parameter_count(shaped), "active": active}
     counts["non_embedding"] = active - embedded
-    return Shape(family, width, own, filled, counts, flops_per_token(shaped, filled.max_seq_len))
+    return ModelShape(
+        family, width, own, filled, counts, flops_per_token(shaped, filled.max_seq_len)
+    )
 
 
 def _settle_rules(
     recipe: ScalingRecipe,
     bases: dict[str, ResolvedTrainRecipe],
-    aims: Sequence[tuple[Shape, float]],
+    aims: Sequence[tuple[ModelShape, float]],
 ) -> None:
     """Write in place where a rule has its base's number, and which that is."""
     recipe.fill()
@@ -190,13 +194,13 @@ def _settle_rules(
         rule.at = rule.at or min(_quantity(rule, *aim) for aim in aims)
 
 
-def _quantity(rule: PowerRule, shape: Shape, tokens: float) -> float:
+def _quantity(rule: PowerRule, shape: ModelShape, tokens: float) -> float:
     known = {"compute": shape.flops * tokens, "parameters": shape.counts["active"]}
     return float((known | {"tokens": tokens, "width": shape.width})[rule.by])
 
 
 def point_of(
-    recipe: ScalingRecipe, shape: Shape, tokens: float, factors: tuple[float, float], seed: int
+    recipe: ScalingRecipe, shape: ModelShape, tokens: float, factors: tuple[float, float], seed: int
 ) -> GridPoint:
     """A run by the settled rules, tokens rounded to whole steps."""
     rules, length = recipe.rules, shape.recipe.max_seq_len
@@ -234,7 +238,7 @@ def point_of(
 
 
 def _name(
-    recipe: ScalingRecipe, shape: Shape, tokens: int, lr: float, rows: int, seed: int
+    recipe: ScalingRecipe, shape: ModelShape, tokens: int, lr: float, rows: int, seed: int
 ) -> Iterator[str]:
     """What tells a run from the others of the grid."""
     if shape.family:
@@ -249,7 +253,7 @@ def _name(
         yield f"seed={seed}"
 
 
-def shape_near(recipe: ScalingRecipe, family: str, parameters: float) -> Shape:
+def shape_near(recipe: ScalingRecipe, family: str, parameters: float) -> ModelShape:
     """The family's model, by the rules, whose parameters come nearest to a number."""
     base = base_of(recipe, family)
     head = recipe.rules.head_dim or base.model.head_dim

@@ -101,7 +101,7 @@ def refuse_changed(made: Sequence[GridPoint]) -> None:
 
 
 @dataclass
-class Process:
+class RunProcess:
     """A run in a process of this one; its output goes into a file."""
 
     process: subprocess.Popen[Any]
@@ -118,7 +118,7 @@ class Process:
 
 
 @dataclass
-class Launched:
+class LaunchedRun:
     """A run that its target, or another process, brings to its end."""
 
     folder: Path
@@ -152,8 +152,8 @@ def run_all(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) 
         RunFailure: some failed; the others were run all the same.
     """
     left = {one.point.name: one for one in made if not is_done(one.folder)}
-    runs: dict[str, Process | Launched] = {
-        name: Launched(one.folder) for name, one in left.items() if _is_under_way(one.folder)
+    runs: dict[str, RunProcess | LaunchedRun] = {
+        name: LaunchedRun(one.folder) for name, one in left.items() if _is_under_way(one.folder)
     }
     waiting, failed = [name for name in left if name not in runs], list[str]()
     most = recipe.workers or (len(left) if recipe.target in QUEUES else 1)
@@ -182,7 +182,7 @@ def _is_under_way(folder: Path) -> bool:
     return run.state in UNDER_WAY or (run.state == NOT_KNOWN and bool(run.job))
 
 
-def _start(recipe: ScalingRecipe, one: GridPoint) -> Process | Launched:
+def _start(recipe: ScalingRecipe, one: GridPoint) -> RunProcess | LaunchedRun:
     """A run as its command line has it."""
     if recipe.launch is not None:
         return _launch(recipe, one)
@@ -195,10 +195,10 @@ def _start(recipe: ScalingRecipe, one: GridPoint) -> Process | Launched:
             "llmfoundry", "train", str(recipe.base), *one.words,
             env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    return Process(process, log)
+    return RunProcess(process, log)
 
 
-def _launch(recipe: ScalingRecipe, one: GridPoint) -> Launched:
+def _launch(recipe: ScalingRecipe, one: GridPoint) -> LaunchedRun:
     """A run given to its target, which has the point's folder by the same path."""
     words = [*one.words, f"save_folder={one.folder.absolute()}"]
     made = checked(LaunchRecipe, recipe.base, words)
@@ -208,7 +208,7 @@ def _launch(recipe: ScalingRecipe, one: GridPoint) -> Launched:
         raise UserError(*problems)
     job = make_job(made, given=str(recipe.base), overrides=one.words)
     submit(replace(job, folder=one.folder))
-    return Launched(one.folder)
+    return LaunchedRun(one.folder)
 
 
 def _failure(one: GridPoint, how: str, console: Console) -> list[str]:
@@ -223,15 +223,15 @@ def _failure(one: GridPoint, how: str, console: Console) -> list[str]:
     return [line]
 
 
-def _leave(runs: Mapping[str, Process | Launched], console: Console) -> None:
+def _leave(runs: Mapping[str, RunProcess | LaunchedRun], console: Console) -> None:
     """End this process's runs, each saved; say how those that others have are found again."""
-    own = [run.process for run in runs.values() if isinstance(run, Process)]
+    own = [run.process for run in runs.values() if isinstance(run, RunProcess)]
     for process in own:
         process.terminate()
     for process in own:
         process.wait()
     if len(own) < len(runs):
-        points = next(run.folder for run in runs.values() if isinstance(run, Launched)).parent
+        points = next(run.folder for run in runs.values() if isinstance(run, LaunchedRun)).parent
         listed = command_line("runs", "list", f"folder={points}")
         count = len(runs) - len(own)
         console.note(f"launched runs that go on: {count} ({listed}); the same command waits")

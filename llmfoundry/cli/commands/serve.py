@@ -13,7 +13,7 @@ from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import join
 from llmfoundry.errors import UserError, enough_memory, import_optional
-from llmfoundry.inference.serve.request_fields import Served
+from llmfoundry.inference.serve.request_fields import ServedModel
 from llmfoundry.inference.serve.worker import EngineWorker
 from llmfoundry.recipe.after_training import ServeRecipe
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -40,7 +40,7 @@ def serve(recipe: ServeRecipe) -> None:
         loaded = opened.load()
         for line in loaded.notes:
             _to_stderr(line)
-        served = Served(
+        served = ServedModel(
             recipe.model_name or public(recipe.checkpoint),
             opened.tokenizer,
             template,
@@ -92,7 +92,7 @@ def _length(recipe: ServeRecipe, opened: OpenedModel, loaded: LoadedModel) -> in
 
 def run_server(
     recipe: ServeRecipe,
-    served: Served,
+    served: ServedModel,
     worker: EngineWorker,
     listener: socket.socket,
     key: str | None,

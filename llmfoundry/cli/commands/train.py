@@ -10,7 +10,7 @@ from itertools import islice
 from llmfoundry.builders.callbacks import MAKERS
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.pretrained import open_base
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.open_run import hold_run, run_storage
@@ -107,7 +107,7 @@ def _train(recipe: ResolvedTrainRecipe, world: World, run: Storage) -> str:
     return stopped_by
 
 
-def _write_recipe(job: Job) -> None:
+def _write_recipe(job: RunContext) -> None:
     """Write what the user asked for, and the tokenizer, to the run's folder."""
     try:
         atomic_write(job.run.folder / "recipe.yaml", to_yaml(job.recipe.user_recipe))
@@ -119,7 +119,7 @@ def _write_recipe(job: Job) -> None:
         ) from error
 
 
-def _results(trainer: Trainer, job: Job, tracker: Tracker) -> list[tuple[str, str]]:
+def _results(trainer: Trainer, job: RunContext, tracker: Tracker) -> list[tuple[str, str]]:
     """The last words: what came out, where it is, and what to do with it."""
     rows = []
     if trainer.first_batch == trainer.batch:
@@ -147,14 +147,14 @@ def _results(trainer: Trainer, job: Job, tracker: Tracker) -> list[tuple[str, st
     ]
 
 
-def _try_it(job: Job, name: str) -> list[str]:
+def _try_it(job: RunContext, name: str) -> list[str]:
     """How to see what the model writes."""
     if job.tokenizer.has_chat:
         return ["chat", name]
     return ["generate", name, f"prompt={_beginning(job)}"]
 
 
-def _beginning(job: Job) -> str:
+def _beginning(job: RunContext) -> str:
     """A prompt like the text: of held-out text, where it is quickly read, the first words."""
     validation = job.prepared.validation
     texts = validation.texts() if validation.n_bytes <= GZIP_LIMIT else []
@@ -165,7 +165,7 @@ def _beginning(job: Job) -> str:
     return " ".join(islice(words, 3)) or "The"
 
 
-def _beside_gzip(job: Job) -> str:
+def _beside_gzip(job: RunContext) -> str:
     """What gzip -9 needs for the same text in one piece, as a yardstick."""
     if any(form != TEXT for _, form in job.recipe.data.formats()):
         return ""  # of supervised rows only answers are measured

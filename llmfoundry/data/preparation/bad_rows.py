@@ -70,7 +70,7 @@ def shortened(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-class NotOfFormat(ValueError):
+class WrongFormatError(ValueError):
     """A row that is not of its format, for a reason that names what the row holds.
 
     Attributes:
@@ -87,7 +87,7 @@ class NotOfFormat(ValueError):
 
 def bad_row(where: object, error: ValueError) -> BadRow:
     """A row of which `error` says what is wrong."""
-    return BadRow(where, str(error), error.kind if isinstance(error, NotOfFormat) else None)
+    return BadRow(where, str(error), error.kind if isinstance(error, WrongFormatError) else None)
 
 
 class BadRowsError(UserError):
@@ -95,7 +95,7 @@ class BadRowsError(UserError):
 
 
 @dataclass
-class BadKind:
+class BadRowGroup:
     """Rows with the same mistake.
 
     Attributes:
@@ -122,7 +122,7 @@ class BadRows:
         kinds: by what is wrong, numbers left out.
     """
 
-    kinds: dict[str, BadKind] = field(default_factory=dict)
+    kinds: dict[str, BadRowGroup] = field(default_factory=dict)
 
     def __call__(self, error: BadRow) -> None:
         """Count a row."""
@@ -162,16 +162,16 @@ class BadRows:
             rows = "1 row" if kind.count == 1 else f"{kind.count:,} rows"
             yield f"{rows} dropped: {kind.why} (the first: {', '.join(_shortened(kind.places))})"
 
-    def _by_count(self) -> list[BadKind]:
+    def _by_count(self) -> list[BadRowGroup]:
         return sorted(self.kinds.values(), key=lambda kind: -kind.count)
 
     def _count(self, name: str, why: str, count: int, places: list[str]) -> None:
         if name not in self.kinds and len(self.kinds) >= _KINDS:
             name, why = OTHER, OTHER
-        self.kinds.setdefault(name, BadKind(why)).add(count, places)
+        self.kinds.setdefault(name, BadRowGroup(why)).add(count, places)
 
 
-def _others(kind: BadKind) -> str:
+def _others(kind: BadRowGroup) -> str:
     if kind.count == 1:
         return ""
     rest = kind.count - len(kind.places)

@@ -13,8 +13,8 @@ from typing import Any
 
 from llmfoundry.data.preparation.bad_rows import (
     BadRow,
-    NotOfFormat,
     OnBadRow,
+    WrongFormatError,
     raise_bad_row,
     shortened,
     text_of_row,
@@ -88,7 +88,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         why = f"an object has the key {shortened(twice)!r} twice; remove one"
-        raise NotOfFormat(why, "an object has a key twice")
+        raise WrongFormatError(why, "an object has a key twice")
     return found
 
 

@@ -84,7 +84,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Input:
+class InputRange:
     """A file to read, or a part of it.
 
     Attributes:
@@ -257,7 +257,7 @@ class _Chunks(io.RawIOBase):
         return len(now)
 
 
-def _gunzip(source: Input) -> Iterator[bytes]:
+def _gunzip(source: InputRange) -> Iterator[bytes]:
     try:
         with as_file(source.chunks()) as packed, gzip.GzipFile(fileobj=packed) as file:
             while chunk := file.read(CHUNK):
@@ -266,7 +266,7 @@ def _gunzip(source: Input) -> Iterator[bytes]:
         raise UserError(f"{source.name}: {_broken('gzip', error)}") from error
 
 
-def _unzstd(source: Input) -> Iterator[bytes]:
+def _unzstd(source: InputRange) -> Iterator[bytes]:
     """Frame by frame: the library's own stream reader takes a truncated file for a complete one.
 
     And in small steps, because it has no bound for what a step makes.
@@ -294,7 +294,7 @@ def _broken(kind: str, why: object) -> str:
     return f"not a complete {kind} file: {why}; copy or download it again"
 
 
-_UNPACK: dict[str, Callable[[Input], Iterator[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}
+_UNPACK: dict[str, Callable[[InputRange], Iterator[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}
 PACKED = ("", *_UNPACK)
 """What may end the name of a text file."""
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from llmfoundry.data.preparation.columns import arrow_texts, check_columns, read_columns
-from llmfoundry.data.preparation.input_files import Input
+from llmfoundry.data.preparation.input_files import InputRange
 from llmfoundry.errors import UserError, import_optional, one_line
 
 _BATCH = 64 << 20  # bytes of rows in memory at a time, about
@@ -21,7 +21,7 @@ _MOST_ROWS = 1024  # read at a time
 _SPARSE = 8  # bytes of Arrow that may be one of text, such as those of the number 1
 
 
-def parquet_rows(source: Input, text_column: str) -> Iterator[tuple[int, str]]:
+def parquet_rows(source: InputRange, text_column: str) -> Iterator[tuple[int, str]]:
     """Yield (row, text) of the row groups start … stop - 1."""
     with _reading(source), source.open() as opened:
         reader = _RowGroups(opened, read_columns(text_column))
@@ -37,7 +37,7 @@ def parquet_rows(source: Input, text_column: str) -> Iterator[tuple[int, str]]:
             source.seen(source.n_bytes // len(groups))
 
 
-def _texts(source: Input, row: int, text_column: str, batch: Any) -> Iterator[str]:
+def _texts(source: InputRange, row: int, text_column: str, batch: Any) -> Iterator[str]:
     """The texts of a batch that begins with number `row`; a row that is too long is not decoded."""
     where, most = f"{source.name}: row", _SPARSE * source.longest
     if batch.nbytes <= most:
@@ -52,7 +52,7 @@ def _texts(source: Input, row: int, text_column: str, batch: Any) -> Iterator[st
             yield from arrow_texts(where, number, text_column, one, source.on_bad_row)
 
 
-def cut_parquet(source: Input, longest: int) -> Iterator[tuple[int, int, int]]:
+def cut_parquet(source: InputRange, longest: int) -> Iterator[tuple[int, int, int]]:
     """Row groups in runs of at most about `longest` bytes, or one each: first, end, and bytes."""
     with _reading(source), source.open() as opened:
         metadata = _RowGroups(opened, None).file.metadata
@@ -67,7 +67,7 @@ def cut_parquet(source: Input, longest: int) -> Iterator[tuple[int, int, int]]:
 
 
 @contextmanager
-def _reading(source: Input) -> Iterator[None]:
+def _reading(source: InputRange) -> Iterator[None]:
     """Pyarrow's errors in a line: what it cannot do, and what is wrong with a file."""
     pyarrow = import_optional("pyarrow", f"{source.name}:", extra="data")
     import_optional("pyarrow.parquet", f"{source.name}:", extra="data")

@@ -31,7 +31,7 @@ _TASKS = 512
 
 
 @dataclass(frozen=True)
-class Split:
+class HoldoutSplit:
     """Holds out the documents whose hash lies below a bound, or the ends of a few documents.
 
     Attributes:
@@ -81,7 +81,7 @@ def tail_start(text: str, fraction: float) -> int:
     return next((start for start in found if start), exact)
 
 
-def make_split(corpus: Corpus) -> Split:
+def make_split(corpus: Corpus) -> HoldoutSplit:
     """The split that data.validation_fraction asks for.
 
     Reads until some documents are held out and another is not. Where a corpus has too few for that,
@@ -91,7 +91,7 @@ def make_split(corpus: Corpus) -> Split:
     fraction = corpus.config.validation_fraction
     bound = int(fraction * 2**64)
     if not bound:
-        return Split(0)
+        return HoldoutSplit(0)
     few = _FewDocuments()
     below: set[int] = set()
     for document in corpus:
@@ -102,9 +102,9 @@ def make_split(corpus: Corpus) -> Split:
         if value < bound:
             below.add(value)
         if len(below) >= FEW and few.largest >= bound:
-            return Split(bound)
+            return HoldoutSplit(bound)
     if not few.n:
-        return Split(bound)
+        return HoldoutSplit(bound)
     if few.longest and not keeps_columns(corpus.config.text_column):  # half of a row is none
         return few.split_ends(fraction)
     return few.split_whole(fraction, bound)
@@ -143,7 +143,7 @@ class _FewDocuments:
             if len(self.longest) > FEW:
                 del self.longest[min(self.longest, key=lambda v: (self.longest[v][0], v))]
 
-    def split_ends(self, fraction: float) -> Split:
+    def split_ends(self, fraction: float) -> HoldoutSplit:
         """Hold out the ends of the longest."""
         cut = sum(length * times for length, times, _ in self.longest.values())
         tail = min(max(_MOST, fraction), fraction * self.size / cut)
@@ -155,20 +155,22 @@ class _FewDocuments:
                 f"{self.n:,} documents are few, so of the longest the last {tail:.2g} was held out:"
                 f" {names}"
             )
-        return Split(0, note, frozenset(self.longest), tail)
+        return HoldoutSplit(0, note, frozenset(self.longest), tail)
 
-    def split_whole(self, fraction: float, bound: int) -> Split:
+    def split_whole(self, fraction: float, bound: int) -> HoldoutSplit:
         """Hold out documents below the bound, or the one of the smallest hash."""
         value, where = self.smallest
         if value == self.largest:
-            return Split(0, f"{where} is the only document, and no end of it could be held out")
+            return HoldoutSplit(
+                0, f"{where} is the only document, and no end of it could be held out"
+            )
         if value < bound:
-            return Split(bound)
+            return HoldoutSplit(bound)
         note = f"no document fell into the held-out {fraction:g}, so one was taken: {where}"
-        return Split(value + 1, note)
+        return HoldoutSplit(value + 1, note)
 
 
-def training_sample(corpus: Corpus, split: Split, n_bytes: int) -> list[str]:
+def training_sample(corpus: Corpus, split: HoldoutSplit, n_bytes: int) -> list[str]:
     """At most `n_bytes` of training text, spread evenly over the corpus, in its order.
 
     Documents are cut into pieces, and the pieces with the smallest hashes stay: one pass, memory
@@ -191,7 +193,7 @@ def training_sample(corpus: Corpus, split: Split, n_bytes: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Task:
+class PartitionTask:
     """Consecutive spans of the corpus.
 
     Attributes:
@@ -223,13 +225,13 @@ class Task:
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
-def cut_tasks(corpus: Corpus) -> list[Task]:
+def cut_tasks(corpus: Corpus) -> list[PartitionTask]:
     """All of a corpus, in order."""
     total = sum(file.size for file in corpus.files)
     # A power of two, so that most tasks stay as they are when a file is corrected.
     longest = min(max(_SMALLEST, 1 << (total // _TASKS).bit_length()), _LARGEST)
     return [
-        Task(number, tuple(spans))
+        PartitionTask(number, tuple(spans))
         for number, spans in enumerate(_runs(corpus.spans(longest), longest))
     ]
 

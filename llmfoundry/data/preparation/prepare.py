@@ -32,16 +32,16 @@ from llmfoundry.data.preparation.engines import ENGINES, Run
 from llmfoundry.data.preparation.filters import deduplicate
 from llmfoundry.data.preparation.input_files import ignore
 from llmfoundry.data.preparation.output_folder import SCRATCH, OutputFolder
-from llmfoundry.data.preparation.partition import Split, Task, cut_tasks, make_split
+from llmfoundry.data.preparation.partition import HoldoutSplit, PartitionTask, cut_tasks, make_split
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.preparation.write_part import (
     REPEAT,
     STREAMS,
     WORK,
-    Output,
-    Part,
+    OutputFormat,
     PartSettings,
+    PreparedPart,
     StreamCounts,
     find_part,
     make_part,
@@ -51,7 +51,7 @@ from llmfoundry.data.preparation.write_part import (
 )
 from llmfoundry.data.shard_cache.shard_folder import FetchOptions, ShardFolder
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.data.token_shards import Shard, StreamIndex, TokenDataset
+from llmfoundry.data.token_shards import StreamIndex, TokenDataset, TokenShard
 from llmfoundry.errors import UserError
 from llmfoundry.files import one_at_a_time, parse_json
 from llmfoundry.processes import cores
@@ -67,7 +67,7 @@ _DROPPED = {"blank": "blank documents", REPEAT: "documents that repeat another"}
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """Token streams of a prepared corpus.
 
     Attributes:
@@ -87,7 +87,7 @@ class Prepared:
 
 def prepare_corpus(
     config: DataConfig, tokenizer: Tokenizer, *, progress: bool, shard_bytes: int = 64 << 20
-) -> Prepared:
+) -> PreparedCorpus:
     """The corpus in tokens, from the cache where it is there."""
     plan = PreparationPlan(
         Corpus(config), tokenizer, token_output(tokenizer, shard_bytes=shard_bytes)
@@ -106,7 +106,7 @@ def prepare_to(
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
-    output: Output,
+    output: OutputFormat,
     execution: ExecutionOptions,
     about: Mapping[str, str],
 ) -> Manifest:
@@ -138,7 +138,7 @@ def _fill_cache(place: OutputFolder, plan: PreparationPlan, execution: Execution
         raise
 
 
-def _open(folder: Path, config: DataConfig) -> Prepared:
+def _open(folder: Path, config: DataConfig) -> PreparedCorpus:
     options = FetchOptions.from_config(config)
     try:
         manifest = Manifest.read(OutputFolder(str(folder)))
@@ -150,7 +150,7 @@ def _open(folder: Path, config: DataConfig) -> Prepared:
         raise UserError(
             f"{folder}: prepared tokens are damaged: {error}; delete it, it will be made again"
         ) from error
-    return Prepared(train, validation, manifest_summary(manifest))
+    return PreparedCorpus(train, validation, manifest_summary(manifest))
 
 
 def _check_free(place: OutputFolder) -> None:
@@ -247,7 +247,7 @@ class PreparationPlan:
 
     corpus: Corpus
     tokenizer: Tokenizer
-    output: Output
+    output: OutputFormat
     about: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -291,8 +291,8 @@ def prepare_folder(
 
 
 def _make_parts(
-    job: PartSettings, tasks: Sequence[Task], execution: ExecutionOptions
-) -> list[Part]:
+    job: PartSettings, tasks: Sequence[PartitionTask], execution: ExecutionOptions
+) -> list[PreparedPart]:
     """Every task's part; those of an earlier call where they are there."""
     names = set(job.place.names_below(WORK))
     for name in names:
@@ -307,8 +307,11 @@ def _make_parts(
 
 
 def _run(
-    job: PartSettings, tasks: Sequence[Task], missing: Sequence[Task], execution: ExecutionOptions
-) -> dict[int, Part]:
+    job: PartSettings,
+    tasks: Sequence[PartitionTask],
+    missing: Sequence[PartitionTask],
+    execution: ExecutionOptions,
+) -> dict[int, PreparedPart]:
     sized = all(task.n_bytes is not None for task in tasks)  # else the bar counts tasks
     amounts = {task.number: (task.n_bytes or 0) if sized else 1 for task in tasks}
     left = sum(amounts[task.number] for task in missing)
@@ -338,11 +341,13 @@ def _run(
     return parts
 
 
-def _make(job: PartSettings, task: Task, seen: Callable[[int], Any] = ignore) -> tuple[int, Part]:
+def _make(
+    job: PartSettings, task: PartitionTask, seen: Callable[[int], Any] = ignore
+) -> tuple[int, PreparedPart]:
     return task.number, make_part(job, task, seen)
 
 
-def _find_repeats(job: PartSettings, tasks: Sequence[Task], run: Run) -> list[Path]:
+def _find_repeats(job: PartSettings, tasks: Sequence[PartitionTask], run: Run) -> list[Path]:
     """Which documents of each task repeat another, if that is asked for."""
     if job.corpus.config.deduplicate == "none":
         return []
@@ -374,7 +379,9 @@ def _check(corpus: Corpus, manifest: Manifest, before: str) -> None:
         )
 
 
-def _write_indices(job: PartSettings, tasks: Sequence[Task], parts: Sequence[Part]) -> None:
+def _write_indices(
+    job: PartSettings, tasks: Sequence[PartitionTask], parts: Sequence[PreparedPart]
+) -> None:
     """Each stream's index, once nothing else is in its folder."""
     for stream in STREAMS:
         shards = [shard for part in parts for shard in part.shards[stream]]
@@ -388,7 +395,7 @@ def _write_indices(job: PartSettings, tasks: Sequence[Task], parts: Sequence[Par
                 dtype=job.output.dtype,
                 eos_id=job.output.eos_id,
                 tokenizer=job.tokenizer.fingerprint,
-                shards=tuple(Shard(**shard) for shard in shards),
+                shards=tuple(TokenShard(**shard) for shard in shards),
                 texts=tuple(texts),
             ).to_dict()
         elif shards:
@@ -455,8 +462,8 @@ class Manifest:
 
 def make_manifest(
     corpus: Corpus,
-    parts: Iterable[Part],
-    split: Split,
+    parts: Iterable[PreparedPart],
+    split: HoldoutSplit,
     *,
     settings: dict[str, Any],
     about: Mapping[str, str],

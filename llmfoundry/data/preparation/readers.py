@@ -27,8 +27,8 @@ from typing import Any, BinaryIO, Protocol
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.preparation.bad_rows import (
     BadRow,
-    NotOfFormat,
     OnBadRow,
+    WrongFormatError,
     bad_row,
     raise_bad_row,
     shortened,
@@ -38,8 +38,8 @@ from llmfoundry.data.preparation.columns import ROW, check_columns, kind_of, pic
 from llmfoundry.data.preparation.input_files import (
     CHUNK,
     PACKED,
-    Input,
     InputFile,
+    InputRange,
     as_file,
     decode,
     file_names,
@@ -157,8 +157,8 @@ class FileReader:
         for row, text in load_code(kind.make)(source, self._column):
             yield source.name, row, text
 
-    def _input(self, span: Span) -> Input:
-        return Input(
+    def _input(self, span: Span) -> InputRange:
+        return InputRange(
             file=self.files[span.source],
             start=span.start,
             stop=span.stop,
@@ -169,7 +169,7 @@ class FileReader:
 
 
 @dataclass
-class FoundFiles:
+class MatchedFiles:
     """What data.paths names.
 
     Attributes:
@@ -183,7 +183,7 @@ class FoundFiles:
     hidden: list[str] = field(default_factory=list)
 
 
-def find_files(config: DataConfig) -> FoundFiles:
+def find_files(config: DataConfig) -> MatchedFiles:
     """Find the files of a corpus."""
     return _stdlib_files() if config.name == "python_stdlib" else _named_files(config)
 
@@ -246,15 +246,15 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
 
 
-def _stdlib_files() -> FoundFiles:
+def _stdlib_files() -> MatchedFiles:
     root = Path(sysconfig.get_path("stdlib"))
     below = files_below(root, leave_out=_NOT_STDLIB)
-    return FoundFiles(
+    return MatchedFiles(
         [InputFile.here(file) for file in below if file.suffix == ".py" and file.is_file()]
     )
 
 
-def _named_files(config: DataConfig) -> FoundFiles:
+def _named_files(config: DataConfig) -> MatchedFiles:
     """Files of data.paths, in the order written, each folder's and glob's sorted."""
     places: dict[str, int] = {}  # by what a link stands for
     files: dict[str, InputFile] = {}
@@ -283,7 +283,7 @@ def _named_files(config: DataConfig) -> FoundFiles:
         raise UserError(f"data.paths: no readable file in {config.paths}; it reads {reads}{more}")
     named = {os.path.realpath(os.path.expanduser(name)) for name in config.paths} | {*config.paths}
     unnamed = {path for path in hidden if path not in named and os.path.realpath(path) not in named}
-    return FoundFiles(list(files.values()), ignored, sorted(map(path_text, unnamed)))
+    return MatchedFiles(list(files.values()), ignored, sorted(map(path_text, unnamed)))
 
 
 def _matches(
@@ -345,7 +345,7 @@ def _keep_cache_out(config: DataConfig, path: Path) -> None:
 class FileRow:
     """A place in a file of rows; counted within the part that is read, shown within the file."""
 
-    source: Input
+    source: InputRange
     number: int
 
     def __str__(self) -> str:
@@ -403,7 +403,7 @@ def readable_kinds(text_column: str | None) -> str:
     return f"{packed} (each also .gz or .zst) {others}"
 
 
-def _text(source: Input, text_column: str) -> Rows:
+def _text(source: InputRange, text_column: str) -> Rows:
     data = source.whole()
     text, head = decode(source.name, data), data[:_HEAD]
     if head.count(0) > len(head) // 4:  # English in UTF-16 is also valid UTF-8
@@ -414,7 +414,7 @@ def _text(source: Input, text_column: str) -> Rows:
     yield None, text
 
 
-def _python(source: Input, text_column: str) -> Rows:
+def _python(source: InputRange, text_column: str) -> Rows:
     """Python sources may declare another encoding in their first two lines (PEP 263)."""
     name, data = source.name, source.whole()
     try:
@@ -425,11 +425,11 @@ def _python(source: Input, text_column: str) -> Rows:
     yield None, decode(name, data, "utf-8" if encoding == "utf-8-sig" else encoding)
 
 
-def _jsonl(source: Input, text_column: str) -> Rows:
+def _jsonl(source: InputRange, text_column: str) -> Rows:
     yield from _line_texts(source, source.lines(), text_column)
 
 
-def _line_texts(source: Input, lines: Iterable[bytes], text_column: str) -> Rows:
+def _line_texts(source: InputRange, lines: Iterable[bytes], text_column: str) -> Rows:
     for number, line in enumerate(lines, start=1):
         row = FileRow(source, number)
         if line.strip():
@@ -439,7 +439,7 @@ def _line_texts(source: Input, lines: Iterable[bytes], text_column: str) -> Rows
             yield row, ""
 
 
-def _cut_lines(source: Input, longest: int) -> Iterator[tuple[int, int, int]]:
+def _cut_lines(source: InputRange, longest: int) -> Iterator[tuple[int, int, int]]:
     """Equal parts of a file of lines: where each begins and ends, and its bytes."""
     size = source.file.size
     parts = -(-size // longest)
@@ -453,7 +453,7 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
         raise BadRow(where, f"{byte} is not UTF-8: {error.reason}", "not UTF-8") from error
-    except NotOfFormat as error:
+    except WrongFormatError as error:
         raise bad_row(where, error) from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # of a long integer: how a program could allow it
@@ -464,7 +464,7 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     return pick(where, text_column, row)
 
 
-def _json(source: Input, text_column: str) -> Rows:
+def _json(source: InputRange, text_column: str) -> Rows:
     """A list of objects, numbered from 1; or lines, which many files of this name hold."""
     data = source.whole().removeprefix(codecs.BOM_UTF8)
     if not data.lstrip().startswith(b"["):
@@ -479,7 +479,7 @@ def _json(source: Input, text_column: str) -> Rows:
     text = decode(source.name, data)
     try:
         rows = json.loads(text, object_pairs_hook=unique_keys)
-    except NotOfFormat as error:
+    except WrongFormatError as error:
         raise UserError(f"{source.name}: {error}") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]
@@ -495,7 +495,7 @@ def _entry_text(where: str, row: Any, text_column: str) -> str:
     return pick(where, text_column, row)
 
 
-def _csv(source: Input, text_column: str) -> Rows:
+def _csv(source: InputRange, text_column: str) -> Rows:
     """RFC 4180, the first line naming the columns; a field may go over several lines."""
     csv.field_size_limit(_LONGEST_FIELD)
     number, size = 1, 0  # of the row that is read
@@ -536,7 +536,7 @@ def _fields_text(where: str, names: list[str], row: list[str], text_column: str)
     return pick(where, text_column, dict(zip(names, row, strict=True)))
 
 
-def _wet(source: Input, text_column: str) -> Rows:
+def _wet(source: InputRange, text_column: str) -> Rows:
     """A page a record, counted from 1."""
     record = 0
     with as_file(source.unpacked()) as file:
@@ -584,7 +584,7 @@ def _length(headers: dict[str, str], where: str) -> int:
     return int(length)
 
 
-Cut = Callable[[Input, int], Iterator[tuple[int, int, int]]]
+Cut = Callable[[InputRange, int], Iterator[tuple[int, int, int]]]
 """Of a file and the most bytes of a part: each part's `Span.start`, `stop` and `n_bytes`."""
 
 

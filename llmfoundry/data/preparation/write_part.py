@@ -30,9 +30,9 @@ from llmfoundry.data.mds.codecs import digest
 from llmfoundry.data.mds.shard import INDEX, MDSWriter
 from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.data.preparation.filters import read_drops, signatures
-from llmfoundry.data.preparation.input_files import Input, ignore
+from llmfoundry.data.preparation.input_files import InputRange, ignore
 from llmfoundry.data.preparation.output_folder import OutputFolder
-from llmfoundry.data.preparation.partition import Split, Task
+from llmfoundry.data.preparation.partition import HoldoutSplit, PartitionTask
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import TokenWriter
 
@@ -64,21 +64,21 @@ class PartSettings:
     """
 
     corpus: Corpus
-    split: Split
+    split: HoldoutSplit
     tokenizer: Tokenizer
-    output: Output
+    output: OutputFormat
     place: OutputFolder
     settings: dict[str, Any]
     threads: int = 1
     repeats: list[Path] = field(default_factory=list)
 
-    def fingerprint(self, task: Task) -> str:
+    def fingerprint(self, task: PartitionTask) -> str:
         """Names what a task makes."""
         return task.fingerprint(self.corpus, **self.settings)
 
 
 @dataclass(frozen=True)
-class Part:
+class PreparedPart:
     """What a task made.
 
     Attributes:
@@ -102,12 +102,14 @@ class Part:
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Part:
+    def from_json(cls, data: bytes) -> PreparedPart:
         """From its file."""
         return msgspec.json.decode(data, type=cls)
 
 
-def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignore) -> Part:
+def make_part(
+    job: PartSettings, task: PartitionTask, seen: Callable[[int], None] = ignore
+) -> PreparedPart:
     """Read, encode and write a task; `seen` gets the bytes of input on the way."""
     with job.place.scratch(WORK) as folder:
         sinks = {name: job.output.sink(folder / name, task.part) for name in STREAMS}
@@ -120,7 +122,7 @@ def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignor
         for name in STREAMS:
             if (folder / name / task.part).is_dir():
                 job.place.put(folder / name / task.part, f"{name}/{task.part}")
-    part = Part(
+    part = PreparedPart(
         task=job.fingerprint(task),
         counts={name: sink.counts for name, sink in sinks.items()},
         shards=shards,
@@ -132,7 +134,7 @@ def make_part(job: PartSettings, task: Task, seen: Callable[[int], None] = ignor
     return part
 
 
-def _place_texts(folder: Path, task: Task) -> list[str]:
+def _place_texts(folder: Path, task: PartitionTask) -> list[str]:
     """The file of held-out texts, if there are any, as the index lists it."""
     if not (folder / TEXTS).stat().st_size:
         return []
@@ -142,14 +144,14 @@ def _place_texts(folder: Path, task: Task) -> list[str]:
     return [f"{task.part}/{TEXTS}"]
 
 
-def find_part(job: PartSettings, task: Task) -> Part | None:
+def find_part(job: PartSettings, task: PartitionTask) -> PreparedPart | None:
     """What a task made earlier, if it would make the same now."""
     data = job.place.read(f"{WORK}/{task.part}.json")
-    part = None if data is None else Part.from_json(data)
+    part = None if data is None else PreparedPart.from_json(data)
     return part if part is not None and part.task == job.fingerprint(task) else None
 
 
-def sign_part(job: PartSettings, folder: Path, task: Task) -> None:
+def sign_part(job: PartSettings, folder: Path, task: PartitionTask) -> None:
     """Write what `deduplicate` compares of a task's documents."""
     target = signature_file(folder, task)
     if not target.exists():
@@ -157,7 +159,7 @@ def sign_part(job: PartSettings, folder: Path, task: Task) -> None:
         signatures(texts, target, method=job.corpus.config.deduplicate)
 
 
-def signature_file(folder: Path, task: Task) -> Path:
+def signature_file(folder: Path, task: PartitionTask) -> Path:
     """Where `sign_part` writes; a folder has those of one corpus as it is."""
     return folder / f"{task.part}.npy"
 
@@ -167,7 +169,7 @@ class _Reader:
     """The documents of a task that stay; counts the others and writes held-out texts to `texts`."""
 
     job: PartSettings
-    task: Task
+    task: PartitionTask
     seen: Callable[[int], None] = ignore
     texts: IO[str] | None = None
     dropped: Counter[str] = field(default_factory=Counter)
@@ -214,12 +216,12 @@ def _encoded(
     return ((piece, []) for piece in pieces)
 
 
-def _checksums(corpus: Corpus, task: Task) -> Iterator[tuple[int, str]]:
+def _checksums(corpus: Corpus, task: PartitionTask) -> Iterator[tuple[int, str]]:
     """Of the files of this machine that the task read whole; it is fast beside encoding them."""
     for span in task.spans if corpus.files else ():
         file = corpus.files[span.source]
         if span.start == 0 and span.stop is None and "://" not in file.name:
-            yield span.source, digest("sha256", Input(file).chunks())
+            yield span.source, digest("sha256", InputRange(file).chunks())
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ def _one_thread_a_call() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputFormat:
     """What files are made of.
 
     Attributes:
@@ -352,18 +354,18 @@ class Output:
         """Whether held-out documents are kept as they are, beside their ids."""
         return self.kind == "tokens"
 
-    def sink(self, folder: Path, part: str) -> Sink:
+    def sink(self, folder: Path, part: str) -> PartWriter:
         """Where a stream's part goes: files below FOLDER/PART."""
         return _SINKS[self.kind](self, folder, part)
 
 
 def token_output(
     tokenizer: Tokenizer, *, shard_bytes: int = 64 << 20, hashes: tuple[str, ...] = ("sha1",)
-) -> Output:
+) -> OutputFormat:
     """Token shards in the narrowest type that holds a tokenizer's ids."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     first, *bos = tokenizer.document_start
-    return Output(
+    return OutputFormat(
         "tokens", dtype, shard_bytes, hashes, first, bos=tuple(bos), eos=tokenizer.document_end
     )
 
@@ -391,10 +393,10 @@ class StreamCounts:
 
 
 @dataclass
-class Sink(ABC):
+class PartWriter(ABC):
     """One stream of one part: takes pieces, then is ended."""
 
-    output: Output
+    output: OutputFormat
     folder: Path
     part: str
     counts: StreamCounts = field(default_factory=StreamCounts)
@@ -414,7 +416,7 @@ class Sink(ABC):
         """Finish the files; their entries in the index of the stream."""
 
 
-class _Tokens(Sink):
+class _Tokens(PartWriter):
     """Token shards."""
 
     @cached_property
@@ -433,7 +435,7 @@ class _Tokens(Sink):
         return [asdict(shard) for shard in self._writer.finish()]
 
 
-class _MDS(Sink):
+class _MDS(PartWriter):
     """MDS. The writer is made for the first sample, as a part may have none."""
 
     column: ClassVar[str]
@@ -524,7 +526,7 @@ class _MDSTokens(_MDS):
         return np.dtype(self.output.dtype.removeprefix("ndarray:"))
 
 
-_SINKS: dict[str, type[Sink]] = {
+_SINKS: dict[str, type[PartWriter]] = {
     "tokens": _Tokens,
     "mds-tokens": _MDSTokens,
     "mds-text": _MDSText,

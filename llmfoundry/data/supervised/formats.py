@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from llmfoundry.bounded import OutOfBounds
-from llmfoundry.data.preparation.bad_rows import NotOfFormat
+from llmfoundry.data.preparation.bad_rows import WrongFormatError
 from llmfoundry.data.supervised.loss_mask import (
     ExampleOptions,
     Messages,
@@ -169,7 +169,9 @@ def _unpaired(row: Mapping[str, Any], options: ExampleOptions) -> Example:
     if isinstance(label, str) and label in ("0", "1"):
         label = int(label)
     if label not in (True, False):  # 1 and 0 too
-        raise NotOfFormat(f"label is {label!r}; write true or false", "label is no truth value")
+        raise WrongFormatError(
+            f"label is {label!r}; write true or false", "label is no truth value"
+        )
     column_of(row, "prompt")
     document = _compared(row, "completion", options)
     key = "".join(piece.text for piece in document.prompt)
@@ -222,7 +224,7 @@ def _prompt_and_answer(
             if not isinstance(value, str):
                 raise ValueError(f"{column} holds {kind(value)}, not text")
             if half := half_a_pair(value):
-                raise NotOfFormat(f"{column} {half}; correct it", "half a surrogate pair")
+                raise WrongFormatError(f"{column} {half}; correct it", "half a surrogate pair")
         return [SegmentedText((Segment(prompt, False), Segment(answer, True)), rendered=False)]
 
     # the answer is messages: prepend the prompt unless the answer begins with it
@@ -274,7 +276,7 @@ def column_of(row: Mapping[str, Any], name: str) -> Any:
     """
     if row.get(name) is None:
         no = f"no column {name!r}"
-        raise NotOfFormat(f"{no}; it has {', '.join(row) or 'none'}", no)
+        raise WrongFormatError(f"{no}; it has {', '.join(row) or 'none'}", no)
     return row[name]
 
 
@@ -523,7 +525,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         )
     if role not in ROLES:
         why = f"{where}.role is {role!r}; roles are {', '.join(ROLES)}"
-        raise NotOfFormat(why, f"{where}.role is not known")
+        raise WrongFormatError(why, f"{where}.role is not known")
     _check_calls(message, where)
     if "content" not in message and "tool_calls" not in message:
         raise ValueError(f"{where} has no content")
@@ -556,7 +558,7 @@ def _check_calls(message: dict[str, Any], where: str) -> None:
             call_arguments(function)
         except ValueError as error:
             no = "the arguments of a tool call are no JSON object"
-            raise NotOfFormat(f"{where}.tool_calls[{n}]: {error}", no) from error
+            raise WrongFormatError(f"{where}.tool_calls[{n}]: {error}", no) from error
     message["tool_calls"] = calls
 
 
@@ -567,10 +569,12 @@ def _check_weight(message: dict[str, Any], where: str) -> None:
     if message["role"] != "assistant":
         raise ValueError(f"{where}.weight is on a message of {message['role']}, never learned")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise NotOfFormat(f"{where}.weight is {weight!r}; write a number", "weight is no number")
+        raise WrongFormatError(
+            f"{where}.weight is {weight!r}; write a number", "weight is no number"
+        )
     if not 0 <= weight <= 1000:  # so it is finite
         why = f"{where}.weight is {str(weight)[:20]}; write a number from 0 to 1000"
-        raise NotOfFormat(why, "weight is out of bounds")
+        raise WrongFormatError(why, "weight is out of bounds")
 
 
 def _content(value: Any, where: str) -> str:

@@ -34,7 +34,7 @@ from llmfoundry.data.text.chat_template import (
     ANSWER_MARK,
     NAMED,
     ChatTemplate,
-    Rendered,
+    RenderedChat,
     own_sources,
 )
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ class _Conversation:
         in_loss = in_loss[-1:] if self._options.last_only else in_loss
         return [self._up_to(n) for n in in_loss]
 
-    def _render(self, n: int, *, prompt: bool = False) -> Rendered:
+    def _render(self, n: int, *, prompt: bool = False) -> RenderedChat:
         """Render the first `n` messages; with `prompt`, also the start of the model's turn."""
         tools, variables = self._inputs.tools, self._inputs.variables
         return self._chat.rendered(
@@ -213,7 +213,7 @@ class _Conversation:
                 return None
         return _split(full.text, spans, list(map(self._weight, self._answers)))
 
-    def _spans(self, rendered: Rendered) -> Spans:
+    def _spans(self, rendered: RenderedChat) -> Spans:
         """Return the marked spans, adjacent ones merged."""
         spans: Spans = []
         for begin, end in rendered.answers:
@@ -290,7 +290,7 @@ def _split(text: str, spans: Spans, weights: list[float]) -> SegmentedText:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDocument:
     """Tokens of a document.
 
     Attributes:
@@ -321,7 +321,7 @@ class Encoder:
         self._always_eos = always_eos
         self.special_tokens = tokenizer.special_tokens
 
-    def __call__(self, documents: Sequence[SegmentedText]) -> list[Encoded]:
+    def __call__(self, documents: Sequence[SegmentedText]) -> list[EncodedDocument]:
         """Tokenize documents.
 
         An EOS token is appended to a document that nothing ends, except to a document with
@@ -408,7 +408,7 @@ class Encoder:
                 return ids[len(mark_ids) :]
         return self._tokenizer.encode_spans(text, chat=chat)[0]
 
-    def _with_weights(self, document: SegmentedText, pieces: list[list[int]]) -> Encoded:
+    def _with_weights(self, document: SegmentedText, pieces: list[list[int]]) -> EncodedDocument:
         """Append the EOS token if it is missing, and compute the loss weights."""
         answers = [ids for piece, ids in zip(document.pieces, pieces, strict=True) if piece.answer]
         is_empty = not answers or not answers[-1]
@@ -421,7 +421,7 @@ class Encoder:
         all_weights = np.concatenate(weights)
         all_weights[:1] = 0  # no token predicts the first id
         all_ids = np.concatenate([np.array(ids, np.uint32) for ids in pieces])
-        return Encoded(all_ids, all_weights, is_empty)
+        return EncodedDocument(all_ids, all_weights, is_empty)
 
     def _lacks_eos(self, document: SegmentedText, last: list[int]) -> bool:
         """Return whether an EOS token must follow the ids `last` of the last piece."""

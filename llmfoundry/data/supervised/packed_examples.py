@@ -1,12 +1,12 @@
 """Packing of supervised examples into sequences, for training and evaluation.
 
-`prepare_rows` writes the tokens of all examples, without truncation, to a `Store`, which every
-process memory-maps. `open_rows` truncates, drops and packs the examples for the max_seq_len of a
-run, and one process writes the result to the cache. The examples are taken in a seeded order and in
-windows. Within a window, the longest example comes first, and each goes to the fullest sequence
-that still has room for it (best fit, decreasing). The packing is therefore a pure function of the
-examples and the seed, so the order, resuming, ranks and mixtures work as with any other source.
-`SupervisedSource` and `SupervisedHeldOut` read the packed sequences.
+`prepare_rows` writes the tokens of all examples, without truncation, to a `ExampleStore`, which
+every process memory-maps. `open_rows` truncates, drops and packs the examples for the max_seq_len
+of a run, and one process writes the result to the cache. The examples are taken in a seeded order
+and in windows. Within a window, the longest example comes first, and each goes to the fullest
+sequence that still has room for it (best fit, decreasing). The packing is therefore a pure function
+of the examples and the seed, so the order, resuming, ranks and mixtures work as with any other
+source. `SupervisedSource` and `SupervisedHeldOut` read the packed sequences.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from llmfoundry.data.batch import Row
+from llmfoundry.data.batch import TrainingSequence
 from llmfoundry.data.order import Order
 from llmfoundry.data.preparation.bad_rows import shortened
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import left_out
 from llmfoundry.data.supervised.formats import KEYS, LACKS_ARGUMENT, SPELLS_CHAT
-from llmfoundry.data.supervised.prepare_rows import SPELLED, SPLIT, Store, StoreFacts
+from llmfoundry.data.supervised.prepare_rows import SPELLED, SPLIT, ExampleStore, ExampleStoreFacts
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.files import write_json
@@ -108,7 +108,7 @@ class PackedExamples:
 
 
 def open_rows(
-    store: Store, options: PackOptions, token_bytes: np.ndarray, cache_folder: str
+    store: ExampleStore, options: PackOptions, token_bytes: np.ndarray, cache_folder: str
 ) -> PackedExamples:
     """Pack the examples of a store, or read the packing from the cache.
 
@@ -204,7 +204,9 @@ def pack_examples(
     return np.array(members, np.int64), np.array(ends, np.int64)
 
 
-def _build(folder: Path, store: Store, options: PackOptions, token_bytes: np.ndarray) -> None:
+def _build(
+    folder: Path, store: ExampleStore, options: PackOptions, token_bytes: np.ndarray
+) -> None:
     """Select, truncate and pack the examples, and write the packing to `folder`."""
     # drop or truncate examples by the recipe's policies
     counts, n = ExampleCounts(), store.facts.per_example
@@ -246,14 +248,14 @@ def _build(folder: Path, store: Store, options: PackOptions, token_bytes: np.nda
     write_json(folder / "counts.json", asdict(counts))
 
 
-def _note(counts: ExampleCounts, store: Store, what: str, examples: np.ndarray) -> None:
+def _note(counts: ExampleCounts, store: ExampleStore, what: str, examples: np.ndarray) -> None:
     if len(examples):
         counts.changed[what] = len(examples)
         counts.first[what] = store.where(int(examples[0]))
 
 
 def _leave_out_repeated(
-    store: Store, options: PackOptions, kept: np.ndarray, counts: ExampleCounts
+    store: ExampleStore, options: PackOptions, kept: np.ndarray, counts: ExampleCounts
 ) -> None:
     _, first = np.unique(store.examples["content"], return_index=True)
     repeated = np.setdiff1d(np.arange(len(kept)), first)
@@ -263,7 +265,11 @@ def _leave_out_repeated(
 
 
 def _handle_too_long(
-    store: Store, options: PackOptions, cut: np.ndarray, kept: np.ndarray, counts: ExampleCounts
+    store: ExampleStore,
+    options: PackOptions,
+    cut: np.ndarray,
+    kept: np.ndarray,
+    counts: ExampleCounts,
 ) -> None:
     n = store.facts.per_example
     long = np.flatnonzero((cut < store.lengths).reshape(-1, n).any(1) & kept)
@@ -283,7 +289,11 @@ def _handle_too_long(
 
 
 def _handle_nothing_learned(
-    store: Store, options: PackOptions, learned: np.ndarray, kept: np.ndarray, counts: ExampleCounts
+    store: ExampleStore,
+    options: PackOptions,
+    learned: np.ndarray,
+    kept: np.ndarray,
+    counts: ExampleCounts,
 ) -> None:
     without = np.flatnonzero((learned == 0).reshape(-1, store.facts.per_example).any(1) & kept)
     if len(without) and options.supervised.nothing_learned == "error":
@@ -298,7 +308,7 @@ def _handle_nothing_learned(
 
 
 def _learned(
-    store: Store, cut: np.ndarray, token_bytes: np.ndarray
+    store: ExampleStore, cut: np.ndarray, token_bytes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count the tokens in the loss of each document.
 
@@ -363,7 +373,7 @@ def _reasons(counts: ExampleCounts) -> str:
 
 
 def packing_summary(
-    key: str, facts: StoreFacts, packed: PackedExamples, options: PackOptions
+    key: str, facts: ExampleStoreFacts, packed: PackedExamples, options: PackOptions
 ) -> list[str]:
     """Return lines to log: counts, and which examples were dropped or changed."""
     counts, rows = packed.counts, packed.counts.rows
@@ -408,7 +418,7 @@ def packing_summary(
     return lines
 
 
-def bad_lines(key: str, facts: StoreFacts) -> list[str]:
+def bad_lines(key: str, facts: ExampleStoreFacts) -> list[str]:
     """Return lines to log about invalid rows, which are skipped, one line per reason."""
     return [f"{key}: {line}" for line in facts.bad.lines()]
 
@@ -419,7 +429,7 @@ _THEN = {
     LACKS_ARGUMENT: "learned so; null in a struct of Arrow (parquet) is a missing key, but"
     " arguments written as a JSON text keep it",
 }
-"""Treatment of the rows that `StoreFacts.told` counts, by its keys."""
+"""Treatment of the rows that `ExampleStoreFacts.told` counts, by its keys."""
 
 
 def _line(key: str, count: int, what: str, then: str, first: str) -> str:
@@ -430,19 +440,21 @@ def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count:,} rows"
 
 
-def lengths_of(store: Store, examples: Sequence[int] | np.ndarray, seq_len: int) -> np.ndarray:
+def lengths_of(
+    store: ExampleStore, examples: Sequence[int] | np.ndarray, seq_len: int
+) -> np.ndarray:
     """Return the truncated lengths (examples,) int64 of these examples."""
     n = store.facts.per_example
     return cut_lengths(store.lengths, n, seq_len).reshape(-1, n).sum(1)[np.asarray(examples)]
 
 
 class SupervisedSource:
-    """Training sequences of packed examples: a `RowSource` with a single shard."""
+    """Training sequences of packed examples: a `SequenceSource` with a single shard."""
 
     def __init__(
         self,
         name: str,
-        store: Store,
+        store: ExampleStore,
         packed: PackedExamples,
         seq_len: int,
         *,
@@ -476,7 +488,7 @@ class SupervisedSource:
         example_sides = self._store.documents["side"].reshape(-1, self._store.facts.per_example)
         return example_sides[self._packed.members].ravel()
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> TrainingSequence:
         """Return sequence number `row`."""
         other = self._members((row - 1) % self.n_rows) if self._with_others else ()
         return self._assemble(self._members(row), other)
@@ -515,7 +527,11 @@ class SupervisedHeldOut:
     """Held-out examples. The evaluation measures the tokens that are in the loss."""
 
     def __init__(
-        self, store: Store, examples: np.ndarray, tokenizer: Tokenizer, config: SupervisedConfig
+        self,
+        store: ExampleStore,
+        examples: np.ndarray,
+        tokenizer: Tokenizer,
+        config: SupervisedConfig,
     ) -> None:
         """Read these examples (n,) int64 of a store, in this order."""
         self._store, self._examples, self._tokenizer = store, examples, tokenizer
@@ -533,7 +549,7 @@ class SupervisedHeldOut:
         """Return the number of sequences. `partial` has no effect, as any may have padding."""
         return len(self._packed(seq_len)[1])
 
-    def row(self, row: int, seq_len: int) -> Row:
+    def row(self, row: int, seq_len: int) -> TrainingSequence:
         """Return sequence number `row`."""
         members, ends = self._packed(seq_len)
         examples = members[_span(ends, row)]
@@ -582,7 +598,7 @@ def _span(ends: np.ndarray, number: int) -> slice:
     return slice(int(ends[number - 1]) if number else 0, int(ends[number]))
 
 
-def brings_others(store: Store, config: SupervisedConfig) -> bool:
+def brings_others(store: ExampleStore, config: SupervisedConfig) -> bool:
     """Return whether each sequence has one answer and needs another one for KTO to compare with."""
     return store.facts.format == "unpaired" and config.packing == "off"
 
@@ -590,12 +606,12 @@ def brings_others(store: Store, config: SupervisedConfig) -> bool:
 class _SequenceAssembler:
     """Concatenates the documents of examples to one sequence."""
 
-    def __init__(self, store: Store, seq_len: int, per_sequence: bool) -> None:
+    def __init__(self, store: ExampleStore, seq_len: int, per_sequence: bool) -> None:
         self._store, self._seq_len, self._per_sequence = store, seq_len, per_sequence
 
     def __call__(
         self, examples: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray = ()
-    ) -> Row:
+    ) -> TrainingSequence:
         """Return the sequence of these examples.
 
         Args:
@@ -626,7 +642,7 @@ class _SequenceAssembler:
                 weights.append(self._loss_weights(store.weights[begin:end]))
                 sides.append(0)
                 lengths.append(end - begin)
-        return Row(
+        return TrainingSequence(
             np.concatenate(ids),
             lengths,
             dropped,

@@ -2,9 +2,9 @@
 
 Entry point: `prepare_rows`, which `builders/data.py` calls on every process. One process per
 machine reads, renders and encodes the rows on all cores while the others wait. The result is a
-`Store` in the cache folder, memory-mapped by every process and reused by later runs. A killed
-process leaves no folder that looks complete. Documents are stored at full length. Truncation and
-packing happen when a run opens the store (`packed_examples.py`).
+`ExampleStore` in the cache folder, memory-mapped by every process and reused by later runs. A
+killed process leaves no folder that looks complete. Documents are stored at full length. Truncation
+and packing happen when a run opens the store (`packed_examples.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from llmfoundry.data.preparation.bad_rows import MOST_NAMES, BadRow, BadRows, On
 from llmfoundry.data.preparation.columns import ROW
 from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.data.preparation.engines import local_engine
-from llmfoundry.data.preparation.partition import Task, content_hash, cut_tasks
+from llmfoundry.data.preparation.partition import PartitionTask, content_hash, cut_tasks
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key
 from llmfoundry.data.preparation.readers import FileRow
 from llmfoundry.data.supervised.formats import EmptyAnswerError, Example, example_or_error, of_each
-from llmfoundry.data.supervised.loss_mask import Encoded, Encoder, ExampleOptions
+from llmfoundry.data.supervised.loss_mask import EncodedDocument, Encoder, ExampleOptions
 from llmfoundry.data.supervised.reader import RowReader
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
@@ -54,7 +54,7 @@ NO_ROW = -1  # row number in a source without row numbers
 SPLIT, SPELLED = "split", "with the text of a special token"
 
 
-def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: int) -> Store:
+def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: int) -> ExampleStore:
     """Return the encoded rows of a source, from the cache if they are there.
 
     Args:
@@ -70,7 +70,7 @@ def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: in
     plan = _Plan(config, key, tokenizer, seed)
     folder = Path(config.cache_folder).expanduser() / "supervised" / cache_key(**plan.facts())
     build_once(folder, plan.build)
-    store = Store(folder)
+    store = ExampleStore(folder)
     if config.supervised.bad_rows == "error":
         store.facts.bad.check(key, store.facts.rows)
     if not len(store.examples):
@@ -127,12 +127,12 @@ class _Plan:
             config = self._config
             generated = _generated(config, self._key, self._seed)
             parts = [work.make(0, lambda on_bad_row: generated)]
-            facts = StoreFacts(self._reader.format, ["instructions"])
+            facts = ExampleStoreFacts(self._reader.format, ["instructions"])
         else:
             work = replace(work, corpus=self._corpus)
             with local_engine(self._config.num_workers) as run:
                 parts = sorted(run(work, cut_tasks(self._corpus)), key=lambda part: part[0])
-            facts = StoreFacts(self._reader.format, work.sources)
+            facts = ExampleStoreFacts(self._reader.format, work.sources)
             facts.ignored, facts.hidden = self._corpus.ignored, self._corpus.hidden
         facts.per_example = 2 if self._reader.format == "preference" else 1
         for _, part in parts:
@@ -162,7 +162,7 @@ class _Work:
     folder: Path
     corpus: Corpus | None = None
 
-    def __call__(self, task: Task) -> tuple[int, StoreFacts]:
+    def __call__(self, task: PartitionTask) -> tuple[int, ExampleStoreFacts]:
         return self.make(task.number, partial(self._rows, task))
 
     @property
@@ -179,7 +179,7 @@ class _Work:
 
     def make(
         self, number: int, rows: Callable[[OnBadRow], Iterator[_Read]]
-    ) -> tuple[int, StoreFacts]:
+    ) -> tuple[int, ExampleStoreFacts]:
         """Convert and write the usable rows of a part.
 
         Args:
@@ -189,7 +189,7 @@ class _Work:
         Returns:
             The number and the counts of the part.
         """
-        facts = StoreFacts(self.reader.format)
+        facts = ExampleStoreFacts(self.reader.format)
 
         def unreadable(error: BadRow) -> None:
             facts.rows += 1
@@ -205,7 +205,7 @@ class _Work:
         _arrays(encoded).write(self.part(number))
         return number, facts
 
-    def _rows(self, task: Task, on_bad_row: OnBadRow) -> Iterator[_Read]:
+    def _rows(self, task: PartitionTask, on_bad_row: OnBadRow) -> Iterator[_Read]:
         """Yield the rows of a task, numbered within their file."""
         assert self.corpus is not None
         for span in task.spans:
@@ -219,7 +219,9 @@ class _Work:
                 values = json.loads(document.text)
                 yield _Read(span.source, number, f"{document.source}:{number}", values)
 
-    def _examples(self, batch: Sequence[_Read], facts: StoreFacts) -> list[tuple[_Read, Example]]:
+    def _examples(
+        self, batch: Sequence[_Read], facts: ExampleStoreFacts
+    ) -> list[tuple[_Read, Example]]:
         """Convert rows; count rows that are bad or dropped instead of returning them."""
         # rename columns and preprocess
         readable: list[tuple[_Read, dict[str, Any]]] = []
@@ -266,7 +268,7 @@ class _Work:
             raise UserError(f"{error} (for {readable[error.index][0].where})") from error
 
     def _usable(
-        self, where: object, outcome: Example | Exception, facts: StoreFacts
+        self, where: object, outcome: Example | Exception, facts: ExampleStoreFacts
     ) -> Example | None:
         """Return a converted row, or count its error and return None."""
         if isinstance(outcome, Example):
@@ -294,7 +296,7 @@ class _Work:
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     def _encode(
-        self, examples: Sequence[tuple[_Read, Example]], facts: StoreFacts
+        self, examples: Sequence[tuple[_Read, Example]], facts: ExampleStoreFacts
     ) -> list[_EncodedRow]:
         """Tokenize examples; drop those with an empty document."""
         # one call of the encoder for all documents
@@ -329,7 +331,7 @@ class _EncodedRow:
     source: int
     row: int
     key: str
-    documents: list[Encoded]
+    documents: list[EncodedDocument]
     sides: list[int]
 
 
@@ -392,7 +394,7 @@ def _generator_hash() -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _why_none(facts: StoreFacts) -> str:
+def _why_none(facts: ExampleStoreFacts) -> str:
     reasons = [f"{count:,} {reason}" for reason, count in facts.dropped.items()]
     if facts.bad.count:
         reasons.append(f"{facts.bad.count:,} that cannot be used")
@@ -400,7 +402,7 @@ def _why_none(facts: StoreFacts) -> str:
 
 
 @dataclass
-class StoreFacts:
+class ExampleStoreFacts:
     """Counts and metadata of a store.
 
     Attributes:
@@ -445,7 +447,7 @@ class StoreFacts:
         self.split, self.parts = self.split + 1, self.parts + parts
         self.first.setdefault(SPLIT, where)
 
-    def add(self, part: StoreFacts) -> None:
+    def add(self, part: ExampleStoreFacts) -> None:
         """Add the counts of the next part of the input."""
         for name in ("dropped", "told", "unread"):
             counts = Counter(getattr(self, name)) + Counter(getattr(part, name))
@@ -456,7 +458,7 @@ class StoreFacts:
         self.bad.add(part.bad)
 
 
-class Store:
+class ExampleStore:
     """Memory-mapped encoded rows of a cache folder.
 
     Attributes:
@@ -472,7 +474,7 @@ class Store:
         self._folder = folder
         try:
             facts = (folder / "facts.json").read_bytes()
-            self.facts = msgspec.json.decode(facts, type=StoreFacts)
+            self.facts = msgspec.json.decode(facts, type=ExampleStoreFacts)
             if len(self.examples) * self.facts.per_example != len(self.documents):
                 raise ValueError("rows and documents do not agree")
             if len(self.ids) != self._n_ids or len(self.weights) != self._n_ids:
@@ -561,7 +563,9 @@ class PartArrays:
             return cls(**{name: arrays[name] for name in arrays.files})
 
 
-def write_store(folder: Path, parts: Sequence[Path], facts: StoreFacts, vocab_size: int) -> None:
+def write_store(
+    folder: Path, parts: Sequence[Path], facts: ExampleStoreFacts, vocab_size: int
+) -> None:
     """Join parts, in order, to a store, and delete the parts.
 
     Args:

@@ -63,7 +63,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedChat:
     """Rendered messages.
 
     Attributes:
@@ -129,7 +129,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Return the text of messages and the {% generation %} blocks in it.
 
         Args:
@@ -289,7 +289,7 @@ def _variables(template: ChatTemplate) -> set[str]:
     return set().union(*(_compiled(text).environment.variables_of(text) for text in texts))
 
 
-def _render(template: ChatTemplate, inputs: Mapping[str, Any]) -> Rendered:
+def _render(template: ChatTemplate, inputs: Mapping[str, Any]) -> RenderedChat:
     """Render the arguments of `ChatTemplate.rendered`; in the bounded child, or here if trusted.
 
     Arguments of tool calls are passed as objects, as transformers documents it, in whichever form
@@ -498,7 +498,7 @@ def _literal(value: Any) -> str:
     raise ValueError(f"{value!r} is not a text, number, list or mapping")
 
 
-def _unmarked(text: str) -> Rendered:
+def _unmarked(text: str) -> RenderedChat:
     """Remove the marks of {% generation %} blocks from a text; return it and the outermost blocks.
 
     Raises:
@@ -510,7 +510,7 @@ def _unmarked(text: str) -> Rendered:
         raise UserError(half)
 
     if BEGIN not in text:
-        return Rendered(text, ())
+        return RenderedChat(text, ())
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     open_blocks: list[int] = []  # starts of nested blocks
@@ -525,7 +525,7 @@ def _unmarked(text: str) -> Rendered:
         elif part != END:
             parts.append(part)
             length += len(part)
-    return Rendered("".join(parts), tuple(spans))
+    return RenderedChat("".join(parts), tuple(spans))
 
 
 def _line(error: Exception) -> str:

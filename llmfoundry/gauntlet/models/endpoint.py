@@ -29,7 +29,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import parse_json
 from llmfoundry.gauntlet.answer_metrics import until_stop
 from llmfoundry.gauntlet.models.echo import ECHO, read_score
-from llmfoundry.gauntlet.questions import Prompt, Refusal, Request, Score
+from llmfoundry.gauntlet.questions import GenerationPrompt, Refusal, Score, ScoreRequest
 from llmfoundry.retry import backoff, retry
 
 ATTEMPTS = 8
@@ -107,7 +107,7 @@ class Endpoint:
             self._was_tried = True
         return self._why_no_scores is None
 
-    def score(self, requests: Sequence[Request]) -> list[Score | Refusal]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score | Refusal]:
         """A score for each request, in order, of the server's own tokens.
 
         Several processes deal the requests among themselves, and all get all scores.
@@ -123,7 +123,7 @@ class Endpoint:
             )
         return self._share([self._texts(request) for request in requests], self._score)
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[str | Refusal]:
+    def generate(self, prompts: Sequence[GenerationPrompt]) -> list[str | Refusal]:
         """The greedy continuation of each prompt, in order, cut before its first stop.
 
         Several processes deal the prompts among themselves, and all get all texts.
@@ -173,7 +173,7 @@ class Endpoint:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _texts(self, request: Request) -> tuple[str, str]:
+    def _texts(self, request: ScoreRequest) -> tuple[str, str]:
         """Context and target of a request."""
         assert self._spell is not None
         whole = (*request.tokens, *request.targets[-1:])
@@ -203,7 +203,7 @@ class Endpoint:
             return "it does not echo a text with logprobs"
         return None
 
-    def _continue(self, prompt: Prompt, given_up: threading.Event) -> str | Refusal:
+    def _continue(self, prompt: GenerationPrompt, given_up: threading.Event) -> str | Refusal:
         body: dict[str, Any] = {"model": self.model, "temperature": 0}
         body["max_tokens"] = prompt.max_new_tokens
         if prompt.stops:

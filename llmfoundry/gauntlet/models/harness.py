@@ -27,10 +27,10 @@ from llmfoundry.gauntlet.prompts.chat import prompt_text
 from llmfoundry.gauntlet.questions import (
     Chat,
     EvaluatedModel,
-    Prompt,
+    GenerationPrompt,
     Refusal,
     RefusedError,
-    Request,
+    ScoreRequest,
     TaskRow,
 )
 from llmfoundry.inference.requests import common_prefix
@@ -374,7 +374,7 @@ class HarnessModel:
             (text,) = request.args
             tokens = self._encode([text])[0]
             for read, predicted in windows(tokens, self._prefix_id, self._seq_len, 1):
-                encoded.append(Request(tuple(read), tuple(predicted), text))
+                encoded.append(ScoreRequest(tuple(read), tuple(predicted), text))
                 request_indices.append(i)
 
         # score all windows, and add up those of each text
@@ -408,14 +408,14 @@ class HarnessModel:
             # an overlong prompt loses its start
             self.truncated[request.task_name] += len(tokens) > room
             last_tokens = tokens[-room:] or [self._prefix_id]
-            prompts.append(Prompt(tuple(last_tokens), request.args[0], stops, n_new))
+            prompts.append(GenerationPrompt(tuple(last_tokens), request.args[0], stops, n_new))
         return _without_refusals(self._model.generate(prompts), _places(requests))
 
     def _eos_text(self) -> str:
         return self._tokenizer.decode([self._tokenizer.eos_id])
 
     def _scores(
-        self, encoded: Sequence[Request], places: Sequence[str]
+        self, encoded: Sequence[ScoreRequest], places: Sequence[str]
     ) -> list[tuple[float, bool]]:
         """Score requests; `places` name their rows in errors."""
         scores = _without_refusals(self._model.score(encoded), places)
@@ -424,7 +424,9 @@ class HarnessModel:
                 raise FloatingPointError(f"a log-probability of {place} is not a finite number")
         return [(score.logprob, score.greedy) for score in scores]
 
-    def _fit(self, request: Any, context: Sequence[int], continuation: Sequence[int]) -> Request:
+    def _fit(
+        self, request: Any, context: Sequence[int], continuation: Sequence[int]
+    ) -> ScoreRequest:
         """Return a request with the last tokens that fit.
 
         seq_len + 1 tokens fit, because the last one is predicted but not read.
@@ -438,7 +440,7 @@ class HarnessModel:
             )
         tokens = [*context, *continuation]
         self.truncated[request.task_name] += len(tokens) > self._seq_len + 1
-        return Request(tuple(tokens[-(self._seq_len + 1) : -1]), tuple(continuation), text)
+        return ScoreRequest(tuple(tokens[-(self._seq_len + 1) : -1]), tuple(continuation), text)
 
     def _encode_requests(self, requests: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
         """Return the tokens of contexts and continuations by the rules of TemplateLM.

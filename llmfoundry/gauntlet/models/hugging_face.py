@@ -16,10 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmfoundry.gauntlet.models.own_decoder import HEAD_CHUNK, Ranks, generate_texts, score_targets
-from llmfoundry.gauntlet.questions import Prompt, Request, Score
+from llmfoundry.gauntlet.models.own_decoder import (
+    HEAD_CHUNK,
+    RankGroup,
+    generate_texts,
+    score_targets,
+)
+from llmfoundry.gauntlet.questions import GenerationPrompt, Score, ScoreRequest
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.hugging_face_rows import HuggingFaceRows, angles_by_length, end_ids
+from llmfoundry.inference.hugging_face_slots import HuggingFaceSlots, angles_by_length, end_ids
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer
@@ -68,7 +73,7 @@ class HuggingFaceModel:
         self._takes_columns = keep is not None and "Tensor" in str(keep.annotation)
         self._pads = not angles_by_length(model.config)
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """A score for each request, in order; the same list on every rank.
 
         Which texts share a forward pass depends on neither rank nor number of ranks.
@@ -89,7 +94,7 @@ class HuggingFaceModel:
         assert len(found) == len(requests), "every request is scored once"
         return [found[i] for i in range(len(requests))]
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+    def generate(self, prompts: Sequence[GenerationPrompt]) -> list[str]:
         """The greedy continuation of each prompt, cut before its first stop; all on every rank.
 
         A text that reaches seq_len ends there.
@@ -114,7 +119,7 @@ class HuggingFaceModel:
         )
 
     def _engine(self, slots: int, length: int) -> SlotEngine:
-        rows = HuggingFaceRows(
+        rows = HuggingFaceSlots(
             self.model, slots=slots, length=length, autocast=self._autocast, way=self._way
         )
         self._way = rows.way
@@ -158,7 +163,7 @@ class HuggingFaceModel:
         self,
         batch: Sequence[tuple[int, ...]],
         asked: Sequence[tuple[int, int]],
-        requests: Sequence[Request],
+        requests: Sequence[ScoreRequest],
     ) -> dict[int, Score]:
         """Scores of requests by their numbers.
 
@@ -208,8 +213,8 @@ def _read(judged: Tensor) -> Score:
     )
 
 
-def _every_process(device: torch.device) -> Ranks:
+def _every_process(device: torch.device) -> RankGroup:
     """All processes, whatever the mesh, not data ranks: each of them has the whole model."""
     if not dist.is_initialized():
-        return Ranks()
-    return Ranks(dist.get_rank(), dist.get_world_size(), None, device)
+        return RankGroup()
+    return RankGroup(dist.get_rank(), dist.get_world_size(), None, device)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.answer_metrics import until_stop
 from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
-from llmfoundry.gauntlet.questions import Prompt, Request, Score
-from llmfoundry.inference.decoder_rows import Autocast, DecoderRows, decoder_of
+from llmfoundry.gauntlet.questions import GenerationPrompt, Score, ScoreRequest
+from llmfoundry.inference.decoder_slots import Autocast, DecoderSlots, decoder_of
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.requests import Request as Wanted
+from llmfoundry.inference.requests import SequenceRequest as Wanted
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.packed_layout import PackedLayout
@@ -81,9 +81,9 @@ class OwnModel:
         self._root, self._tokenizer, self._seq_len = root, tokenizer, seq_len
         self._device, self._batch_tokens, self._autocast = device, batch_tokens, autocast
         self._data_rank, self._data_size, self._data_group = data_rank, data_size, data_group
-        self._grown: tuple[Sequence[Request], Forest] | None = None
+        self._grown: tuple[Sequence[ScoreRequest], Forest] | None = None
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See EvaluatedModel; the trees of the last list of requests are kept for the next time."""
         if self._grown is None or self._grown[0] is not requests:
             self._grown = requests, grow(requests, seq_len=self._seq_len)
@@ -103,7 +103,7 @@ class OwnModel:
             forest=forest,
         )
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+    def generate(self, prompts: Sequence[GenerationPrompt]) -> list[str]:
         """See EvaluatedModel.
 
         Raises:
@@ -117,11 +117,11 @@ class OwnModel:
             tokenizer=self._tokenizer,
             end_ids=self._end_ids,
             batch_tokens=self._batch_tokens,
-            ranks=Ranks(self._data_rank, self._data_size, self._data_group, self._device),
+            ranks=RankGroup(self._data_rank, self._data_size, self._data_group, self._device),
         )
 
     def _engine(self, slots: int, length: int) -> SlotEngine:
-        rows = DecoderRows(
+        rows = DecoderSlots(
             self._root,
             slots=slots,
             length=length,
@@ -132,7 +132,7 @@ class OwnModel:
         return SlotEngine(rows, in_step=True)
 
 
-def check_lengths(longest: int | None, prompts: Sequence[Prompt]) -> None:
+def check_lengths(longest: int | None, prompts: Sequence[GenerationPrompt]) -> None:
     """ALiBi and rotary positions continue beyond max_seq_len, learned ones end at `longest`."""
     if longest is None:
         return
@@ -149,7 +149,7 @@ def check_lengths(longest: int | None, prompts: Sequence[Prompt]) -> None:
 
 def score_requests(
     root: nn.Module,
-    requests: Sequence[Request],
+    requests: Sequence[ScoreRequest],
     *,
     seq_len: int,
     eos_id: int,
@@ -219,7 +219,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank has of a call.
 
     Attributes:
@@ -235,7 +235,9 @@ class Share:
     chunks: int
 
 
-def deal(rows: list[TreeRow], batch_tokens: int, data_rank: int, data_size: int) -> Iterator[Share]:
+def deal(
+    rows: list[TreeRow], batch_tokens: int, data_rank: int, data_size: int
+) -> Iterator[RankShare]:
     """This rank's share of each call; heights and widths agree over ranks.
 
     Widest rows first, those with most attention first among equals, dealt to and fro, so that ranks
@@ -257,7 +259,7 @@ def deal(rows: list[TreeRow], batch_tokens: int, data_rank: int, data_size: int)
             for i, row in enumerate(group):
                 shares[_owner(i, data_size)].append(row)
             most = max(sum(row.targets for row in share) for share in shares)
-            yield Share(shares[data_rank], height, width, max(1, -(-most // HEAD_CHUNK)))
+            yield RankShare(shares[data_rank], height, width, max(1, -(-most // HEAD_CHUNK)))
 
 
 def _owner(index: int, data_size: int) -> int:
@@ -266,7 +268,7 @@ def _owner(index: int, data_size: int) -> int:
     return place if turn % 2 == 0 else data_size - 1 - place
 
 
-def _call(forest: Forest, requests: Sequence[Request], share: Share, eos_id: int) -> _Call:
+def _call(forest: Forest, requests: Sequence[ScoreRequest], share: RankShare, eos_id: int) -> _Call:
     """Write out a share: rows, then the places that are scored, those of several requests once."""
     shape = (share.height, share.width)
     tokens, ends, table = write_rows(forest, share.rows, requests, shape=shape, fill=eos_id)
@@ -280,7 +282,7 @@ def _call(forest: Forest, requests: Sequence[Request], share: Share, eos_id: int
 def write_rows(
     forest: Forest,
     rows: Sequence[TreeRow],
-    requests: Sequence[Request],
+    requests: Sequence[ScoreRequest],
     *,
     shape: tuple[int, int],
     fill: int,
@@ -368,7 +370,7 @@ def _by_request(pending: list[tuple[_Call, Tensor]], n: int) -> Tensor:
     return torch.cat([sums, least[:, None]], dim=1)
 
 
-def _read(numbers: Tensor, requests: Sequence[Request]) -> list[Score]:
+def _read(numbers: Tensor, requests: Sequence[ScoreRequest]) -> list[Score]:
     """Scores from what `_by_request` gives, all ranks together."""
     scores = []
     for request, row in zip(requests, numbers.tolist(), strict=True):
@@ -393,7 +395,7 @@ MakeEngine = Callable[[int, int], SlotEngine]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """The processes that share the prompts among them.
 
     Attributes:
@@ -425,13 +427,13 @@ class Ranks:
         return {number: value for part in parts for number, value in part.items()}
 
 
-ALONE = Ranks()
+ALONE = RankGroup()
 
 
 class _Answer:
     """What is written after one prompt."""
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt: GenerationPrompt, tokenizer: Tokenizer) -> None:
         assert all(prompt.stops), "an empty stop would end every text"
         self._stops, self._tokenizer = prompt.stops, tokenizer
         self._tokens: list[int] = []
@@ -457,13 +459,13 @@ class _Answer:
 
 
 def generate_texts(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[GenerationPrompt],
     make_engine: MakeEngine,
     *,
     tokenizer: Tokenizer,
     end_ids: Collection[int],
     batch_tokens: int,
-    ranks: Ranks = ALONE,
+    ranks: RankGroup = ALONE,
     in_step: bool = True,
 ) -> list[str]:
     """The likeliest continuation of each prompt, token by token; the same list on every rank.
@@ -506,11 +508,11 @@ def generate_texts(
     return [found.get(i) or "" for i in range(len(prompts))]
 
 
-def _request(prompt: Prompt, end_ids: Collection[int]) -> Wanted:
+def _request(prompt: GenerationPrompt, end_ids: Collection[int]) -> Wanted:
     return Wanted(prompt.tokens, prompt.max_new_tokens, stop_ids=frozenset(end_ids))
 
 
-def _classes(prompts: Sequence[Prompt]) -> Iterator[tuple[list[int], int]]:
+def _classes(prompts: Sequence[GenerationPrompt]) -> Iterator[tuple[list[int], int]]:
     """Prompts that share an engine, and the length that its slots need; the longest first.
 
     Slots are at most twice as long as what is in them. Those that begin alike are adjacent, so that

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmfoundry.gauntlet.questions import Request
+from llmfoundry.gauntlet.questions import ScoreRequest
 
 ROW_TOKENS = 4096
 """Tokens of a full row, or seq_len where that is more. A row begins with what all its inputs share:
@@ -74,7 +74,7 @@ class Forest:
         return sum(row.width for row in self.rows)
 
 
-def grow(requests: Sequence[Request], *, seq_len: int) -> Forest:
+def grow(requests: Sequence[ScoreRequest], *, seq_len: int) -> Forest:
     """The forest of these requests, whose inputs have at most seq_len tokens."""
     members: dict[bytes, list[int]] = {}
     for i, request in enumerate(requests):
@@ -155,7 +155,7 @@ class WrittenRow:
     requests: list[int]
 
 
-def write_row(forest: Forest, row: TreeRow, requests: Sequence[Request]) -> WrittenRow:
+def write_row(forest: Forest, row: TreeRow, requests: Sequence[ScoreRequest]) -> WrittenRow:
     """The tokens of a row in preorder, and where its requests' targets are predicted."""
     written = WrittenRow([], [], [], [])
     tokens, ends = written.tokens, written.ends

@@ -13,8 +13,8 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.encode import (
-    Joint,
-    SpecialRead,
+    JointEncoding,
+    SpecialTokenReader,
     encode_joint,
     reasons,
     right_answer,
@@ -56,9 +56,9 @@ def chat_joints(
     rows: Sequence[TaskRow],
     task: TaskConfig,
     examples: Mapping[int, tuple[int, ...]],
-    tokenizer: SpecialRead,
+    tokenizer: SpecialTokenReader,
     chat: Chat,
-) -> Iterator[tuple[int, list[Joint]]]:
+) -> Iterator[tuple[int, list[JointEncoding]]]:
     r"""Each row of `examples` under each of its contexts, in the tokens of the rendered text.
 
     By zephyr: `<|user|>\n3 + 3 is<|endoftext|>\n<|assistant|>|\n6`.
@@ -177,13 +177,15 @@ def _answers(
     return [rest.rstrip() or row.choices[0]]
 
 
-def _written(asked: Sequence[tuple[str, Sequence[str]]], tokenizer: SpecialRead) -> Iterator[Joint]:
+def _written(
+    asked: Sequence[tuple[str, Sequence[str]]], tokenizer: SpecialTokenReader
+) -> Iterator[JointEncoding]:
     """Of prompts that are continued: read to their very end, white space with it."""
     heads = tokenizer.encode_batch([text for text, _ in asked])
     wholes = tokenizer.encode_batch([text + answer for text, (answer,) in asked])
     for (text, _), head, whole in zip(asked, heads, wholes, strict=True):
         border = common_prefix(head, whole)
-        yield Joint(text, head, [whole], border, head[:border])
+        yield JointEncoding(text, head, [whole], border, head[:border])
 
 
 def _say(role: str, content: str) -> Message:

@@ -27,7 +27,7 @@ _AFTER_REASONING = 10  # tokens beyond the longest answer: _MAX_ANSWER_BUFFER_LE
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointEncoding:
     """Tokens of a question, alone and with each of its answers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Joint:
     stripped: list[int]
 
 
-class SpecialRead:
+class SpecialTokenReader:
     """Adapter of a tokenizer that parses special tokens in a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -54,12 +54,12 @@ class SpecialRead:
         self.encode, self.encode_batch = tokenizer.encode_chat, tokenizer.encode_chat_batch
 
 
-Encoder = Tokenizer | SpecialRead
+Encoder = Tokenizer | SpecialTokenReader
 
 
 def encode_joint(
     before: str, questions: Sequence[tuple[str, Sequence[str]]], tokenizer: Encoder
-) -> list[Joint]:
+) -> list[JointEncoding]:
     """Encode questions that follow the same text.
 
     Args:
@@ -99,7 +99,9 @@ def encode_joint(
     return result
 
 
-def _joint(text: str, head: list[int], wholes: list[list[int]], stripped: list[int]) -> Joint:
+def _joint(
+    text: str, head: list[int], wholes: list[list[int]], stripped: list[int]
+) -> JointEncoding:
     r"""Find the border between a question and its answers.
 
     lm-evaluation-harness assigns white space at the end of a question to the answer. If the
@@ -110,7 +112,7 @@ def _joint(text: str, head: list[int], wholes: list[list[int]], stripped: list[i
     tokens.
     """
     border = min(common_prefix(head, whole) for whole in wholes)
-    return Joint(text, head, wholes, border, stripped)
+    return JointEncoding(text, head, wholes, border, stripped)
 
 
 @dataclass(frozen=True)

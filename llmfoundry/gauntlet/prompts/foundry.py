@@ -35,10 +35,10 @@ from llmfoundry.gauntlet.prompts.encode import (
     right_context,
 )
 from llmfoundry.gauntlet.questions import (
-    Prompt,
+    GenerationPrompt,
     PromptSettings,
     Question,
-    Request,
+    ScoreRequest,
     TaskConfig,
     TaskRow,
 )
@@ -172,16 +172,16 @@ def _flat(lists: Iterable[Iterable[str]]) -> Iterable[str]:
     return (text for texts in lists for text in texts)
 
 
-def _request(before: list[int], after: list[int], text: str, seq_len: int) -> Request:
+def _request(before: list[int], after: list[int], text: str, seq_len: int) -> ScoreRequest:
     """R7; there the last answer token takes a place in the window too, though it is not read."""
     kept = before[-(seq_len - len(after)) :]
-    return Request((*kept, *after[:-1]), tuple(after), text)
+    return ScoreRequest((*kept, *after[:-1]), tuple(after), text)
 
 
 def _prompt(
     text: str, tokens: list[int], task: TaskConfig, tokenizer: Tokenizer, seq_len: int, n_new: int
-) -> Prompt:
+) -> GenerationPrompt:
     kept = tokens[-(seq_len - n_new) :]
     if len(kept) < len(tokens):
         text = tokenizer.decode(kept)
-    return Prompt(tuple(kept), text, tuple(task.early_stopping_criteria), n_new)
+    return GenerationPrompt(tuple(kept), text, tuple(task.early_stopping_criteria), n_new)

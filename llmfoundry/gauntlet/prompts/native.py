@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.prompts.chat import chat_joints, chat_messages, check_chat
 from llmfoundry.gauntlet.prompts.encode import (
-    Joint,
-    SpecialRead,
+    JointEncoding,
+    SpecialTokenReader,
     answer_problem,
     encode_joint,
     families,
@@ -35,10 +35,10 @@ from llmfoundry.gauntlet.prompts.encode import (
 from llmfoundry.gauntlet.prompts.foundry import foundry_questions
 from llmfoundry.gauntlet.questions import (
     Chat,
-    Prompt,
+    GenerationPrompt,
     PromptSettings,
     Question,
-    Request,
+    ScoreRequest,
     TaskConfig,
     TaskRow,
 )
@@ -168,7 +168,7 @@ def harness_questions(
 
         # requests to score
         requests = [
-            Request((*context, *answer)[-seq_len - 1 : -1], answer, text)
+            ScoreRequest((*context, *answer)[-seq_len - 1 : -1], answer, text)
             for (context, answer), text in zip(pairs, itertools.cycle(texts), strict=False)
         ]
         too_long = any(len(context) + len(answer) > seq_len + 1 for context, answer in pairs)
@@ -180,13 +180,13 @@ def harness_questions(
             tokens = head[n_new - seq_len :]
             too_long |= len(tokens) < len(head)
             text = joints[0].text if len(tokens) == len(head) else tokenizer.decode(tokens)
-            prompt = Prompt(tokens, text, stops, n_new)
+            prompt = GenerationPrompt(tokens, text, stops, n_new)
         encoded[i] = Question(rows[i], tuple(requests), prompt, 0, too_long)
     return [_with_messages(encoded[i], rows, task, examples[i], chat) for i in keep]
 
 
 def _harness_pairs(
-    joint: Joint, before: tuple[int, ...], prefix: int
+    joint: JointEncoding, before: tuple[int, ...], prefix: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the tokens of question and answer for each answer.
 
@@ -240,7 +240,7 @@ class _Window:
         """
         return self.seq_len - len(self.start) + 1
 
-    def overflow(self, joints: Sequence[Joint]) -> int:
+    def overflow(self, joints: Sequence[JointEncoding]) -> int:
         """Return by how many tokens the longest option or the prompt exceeds the limits."""
         longest = max(len(whole) for joint in joints for whole in joint.wholes)
         excess = longest - self.room
@@ -252,7 +252,7 @@ class _Window:
     def question(
         self,
         row: TaskRow,
-        joints: Sequence[Joint],
+        joints: Sequence[JointEncoding],
         texts: Sequence[str],
         dropped: int,
         tokenizer: Tokenizer,
@@ -280,15 +280,15 @@ class _Window:
             cut = min(excess, joint.border) if is_alone else max(0, len(whole) - self.room)
             first = self.start or (self.prefix,) * (cut == joint.border)
             tokens = (*first, *whole[cut:-1])
-            requests.append(Request(tokens, tuple(whole[joint.border :]), text))
+            requests.append(ScoreRequest(tokens, tuple(whole[joint.border :]), text))
         prompt = self._prompt(joints[0], excess, tokenizer) if self.n_new else None
         return Question(row, tuple(requests), prompt, dropped, excess > 0)
 
-    def _prompt(self, joint: Joint, cut: int, tokenizer: Tokenizer) -> Prompt:
+    def _prompt(self, joint: JointEncoding, cut: int, tokenizer: Tokenizer) -> GenerationPrompt:
         head = joint.head[cut:]
         text = tokenizer.decode(head) if cut else joint.text
         tokens = (*self.start, *head) or (self.prefix,)
-        return Prompt(tokens, text, self.stops, self.n_new)
+        return GenerationPrompt(tokens, text, self.stops, self.n_new)
 
 
 def _stops(task: TaskConfig, chat: Chat | None) -> tuple[str, ...]:
@@ -384,7 +384,7 @@ def _encode(
     chat: Chat | None,
     *,
     reads_special: bool = False,
-) -> Iterator[tuple[int, list[Joint]]]:
+) -> Iterator[tuple[int, list[JointEncoding]]]:
     """Yield each row of `examples` with the tokens of each of its contexts.
 
     Args:
@@ -397,9 +397,9 @@ def _encode(
         reads_special: parse special tokens in texts; those of a template are always parsed.
     """
     if chat is not None:
-        yield from chat_joints(rows, task, examples, SpecialRead(tokenizer), chat)
+        yield from chat_joints(rows, task, examples, SpecialTokenReader(tokenizer), chat)
         return
-    encoder = SpecialRead(tokenizer) if reads_special else tokenizer
+    encoder = SpecialTokenReader(tokenizer) if reads_special else tokenizer
     reasoned = reasons(rows)
 
     # group rows by examples

@@ -19,10 +19,10 @@ import numpy as np
 from llmfoundry.data.preparation.prepared_folder import build_once, cache_key, lock_build
 from llmfoundry.gauntlet.prompts.native import questions, uses_chat
 from llmfoundry.gauntlet.questions import (
-    Prompt,
+    GenerationPrompt,
     PromptSettings,
     Question,
-    Request,
+    ScoreRequest,
     TaskConfig,
     TaskRow,
 )
@@ -179,12 +179,12 @@ def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Ques
         for _ in range(n_requests):
             tokens, (n_targets, last, text) = next(sequences), next(per_request)
             targets = (*tokens[len(tokens) - n_targets + 1 :], last)
-            requests.append(Request(tokens, targets, text))
+            requests.append(ScoreRequest(tokens, targets, text))
         prompt = None
         if n_new:
             text, stops, *spoken = next(prompts)
             said = (tuple(part) for part in spoken)
-            prompt = Prompt(next(sequences), text, tuple(stops), n_new, *said)
+            prompt = GenerationPrompt(next(sequences), text, tuple(stops), n_new, *said)
         result.append(Question(row, tuple(requests), prompt, dropped, bool(truncated), problem))
     return result
 

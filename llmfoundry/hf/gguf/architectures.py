@@ -23,7 +23,7 @@ from llmfoundry.hf.architectures import (
     NORMALIZE,
     SCALE,
     Architecture,
-    Need,
+    Requirement,
     is_mixture,
 )
 from llmfoundry.hf.choose_architecture import choose_architecture
@@ -38,7 +38,7 @@ APPROXIMATED = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class GGUFArchitecture:
     """One architecture of llama.cpp that takes a class of transformers.
 
     Attributes:
@@ -49,14 +49,14 @@ class Shape:
     """
 
     name: str
-    needs: tuple[Need, ...]
+    needs: tuple[Requirement, ...]
     is_interleaved: bool = False
     is_biased: bool = False
 
 
-def _scaling(*types: str) -> Need:
+def _scaling(*types: str) -> Requirement:
     """The ways to stretch rotary frequencies that an architecture reads from the file."""
-    return Need(
+    return Requirement(
         SCALING,
         None,
         lambda c: c.attn_config.rope_hf_config.type in ("no_scaling", *types),
@@ -64,28 +64,30 @@ def _scaling(*types: str) -> Need:
     )
 
 
-SILU = Need(ACTIVATION, "silu")
-GELU = Need(
+SILU = Requirement(ACTIVATION, "silu")
+GELU = Requirement(
     ACTIVATION, None, lambda c: c.ffn_config.ffn_act_fn in ("gelu_tanh", "gelu"), "gelu_tanh"
 )
 LINEAR = _scaling("linear")
-SUM_TO_ONE = Need(
+SUM_TO_ONE = Requirement(
     NORMALIZE, 1.0, lambda c: not is_mixture(c) or c.ffn_config.moe_normalize_expert_weights == 1
 )
-NO_SCALE = Need(SCALE, must="head_dim**-0.5")
-_LLAMA = Shape("llama", (SILU, _scaling("linear", "llama3")), is_interleaved=True)
+NO_SCALE = Requirement(SCALE, must="head_dim**-0.5")
+_LLAMA = GGUFArchitecture("llama", (SILU, _scaling("linear", "llama3")), is_interleaved=True)
 
-SHAPES: dict[str, Shape] = {
-    "MptForCausalLM": Shape("mpt", (GELU, NO_SCALE)),
-    "GPT2LMHeadModel": Shape("gpt2", (GELU,)),
+SHAPES: dict[str, GGUFArchitecture] = {
+    "MptForCausalLM": GGUFArchitecture("mpt", (GELU, NO_SCALE)),
+    "GPT2LMHeadModel": GGUFArchitecture("gpt2", (GELU,)),
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": _LLAMA,
-    "Starcoder2ForCausalLM": Shape("starcoder2", (GELU, LINEAR, HEADS_FILL), is_biased=True),
-    "Qwen2ForCausalLM": Shape("qwen2", (SILU, LINEAR, HEADS_FILL)),
-    "Qwen3ForCausalLM": Shape("qwen3", (SILU, LINEAR, NO_QKV_BIAS)),
-    "Qwen3MoeForCausalLM": Shape("qwen3moe", (SILU, LINEAR, NO_QKV_BIAS, SUM_TO_ONE)),
-    "DbrxForCausalLM": Shape("dbrx", (SILU, LINEAR, SUM_TO_ONE)),
+    "Starcoder2ForCausalLM": GGUFArchitecture(
+        "starcoder2", (GELU, LINEAR, HEADS_FILL), is_biased=True
+    ),
+    "Qwen2ForCausalLM": GGUFArchitecture("qwen2", (SILU, LINEAR, HEADS_FILL)),
+    "Qwen3ForCausalLM": GGUFArchitecture("qwen3", (SILU, LINEAR, NO_QKV_BIAS)),
+    "Qwen3MoeForCausalLM": GGUFArchitecture("qwen3moe", (SILU, LINEAR, NO_QKV_BIAS, SUM_TO_ONE)),
+    "DbrxForCausalLM": GGUFArchitecture("dbrx", (SILU, LINEAR, SUM_TO_ONE)),
 }
 
 

@@ -41,7 +41,7 @@ _ROLES = {
 
 
 @dataclass(frozen=True)
-class Planned:
+class GGUFTensor:
     """A tensor of the file.
 
     Attributes:
@@ -56,7 +56,7 @@ class Planned:
 
 def plan(
     sources: Iterable[LazyTensor], config: ResolvedModelConfig, architecture: str
-) -> list[Planned]:
+) -> list[GGUFTensor]:
     """The file's tensors, in its order.
 
     Args:
@@ -88,10 +88,10 @@ def plan(
         if shape.is_interleaved and _ROTATED.search(theirs):
             half = (config.head_dim or 0) // 2
             read = _then(read, partial(swap_pairs, outer=2, inner=half))
-        planned.append(Planned(theirs, tuple(shape_there), (read,)))
+        planned.append(GGUFTensor(theirs, tuple(shape_there), (read,)))
     planned += [_stacked(name, found, config) for name, found in experts.items()]
     for name, tensor in computed_tensors(config).items():
-        planned.append(Planned(name, tuple(tensor.shape), (partial(torch.clone, tensor),)))
+        planned.append(GGUFTensor(name, tuple(tensor.shape), (partial(torch.clone, tensor),)))
     return planned
 
 
@@ -110,7 +110,7 @@ def _then(read: Make, change: Callable[[Tensor], Tensor]) -> Make:
     return lambda: change(read())
 
 
-def _stacked(name: str, sources: list[LazyTensor], config: ResolvedModelConfig) -> Planned:
+def _stacked(name: str, sources: list[LazyTensor], config: ResolvedModelConfig) -> GGUFTensor:
     """Experts (E, f, D), or (E, D, f) of what is multiplied last."""
     count, hidden, width = config.ffn_config.moe_num_experts, _hidden(config), config.d_model
     is_last = ".ffn_down_exps." in name
@@ -123,14 +123,14 @@ def _stacked(name: str, sources: list[LazyTensor], config: ResolvedModelConfig) 
             return each.transpose(1, 2) if is_last else each
 
         reads = [_then(reads[0], stack)]
-    return Planned(name, shape, tuple(reads))
+    return GGUFTensor(name, shape, tuple(reads))
 
 
 def _hidden(config: ResolvedModelConfig) -> int:
     return config.ffn_config.ffn_hidden_size
 
 
-def tensor_type(tensor: Planned, dtype: str) -> str:
+def tensor_type(tensor: GGUFTensor, dtype: str) -> str:
     """The number format of a tensor, by the name of `gguf.GGMLQuantizationType`.
 
     As llama.cpp's own converter has it: vectors, routers and positions in F32, and F16 where rows
@@ -142,7 +142,7 @@ def tensor_type(tensor: Planned, dtype: str) -> str:
     return "F16" if kind == "Q8_0" and tensor.shape[-1] % 32 else kind
 
 
-def pieces(tensor: Planned, kind: str) -> Iterator[np.ndarray]:
+def pieces(tensor: GGUFTensor, kind: str) -> Iterator[np.ndarray]:
     """Its bytes, some rows at a time.
 
     Raises:

@@ -17,7 +17,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.files import atomic_path
 from llmfoundry.hf.gguf.architectures import SHAPES, add_settings, choose, remarks, settings_of
-from llmfoundry.hf.gguf.tensors import Planned, pieces, plan, tensor_type
+from llmfoundry.hf.gguf.tensors import GGUFTensor, pieces, plan, tensor_type
 from llmfoundry.hf.gguf.tokenizer import add_tokenizer, read_vocabulary, unnamed_ends
 from llmfoundry.hf.tensor_names import MAPS, to_theirs
 from llmfoundry.models.lazy_tensors import Read
@@ -123,7 +123,7 @@ def to_gguf(
     return SHAPES[name].name
 
 
-def _write(gguf: Any, writer: Any, planned: list[Planned], path: Path, dtype: str) -> None:
+def _write(gguf: Any, writer: Any, planned: list[GGUFTensor], path: Path, dtype: str) -> None:
     """The head of the file, then each tensor's bytes, at offsets that are multiples of 32."""
     kinds = [tensor_type(tensor, dtype) for tensor in planned]
     for tensor, kind in zip(planned, kinds, strict=True):

@@ -22,7 +22,7 @@ from llmfoundry.files import read_object
 from llmfoundry.hf.architectures import OWN, is_mixture
 from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.expert_names import ExpertNames
-from llmfoundry.hf.tensor_names import MAPS, Rule, layers, swap_pairs
+from llmfoundry.hf.tensor_names import MAPS, NameRule, layers, swap_pairs
 from llmfoundry.recipe.model import ResolvedModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -115,7 +115,7 @@ def peft_modules(
 
 
 def _linear(
-    rule: Rule, ours: str, theirs: tuple[str, ...], config: ResolvedModelConfig
+    rule: NameRule, ours: str, theirs: tuple[str, ...], config: ResolvedModelConfig
 ) -> Iterator[PeftModule]:
     if rule.ours in ("wte", "wpe"):
         if rule.ours == "wte":

@@ -33,7 +33,7 @@ from llmfoundry.hf.peft.names import (
     peft_modules,
     read_config,
 )
-from llmfoundry.hf.tensor_names import MAPS, Rule, computed, layers
+from llmfoundry.hf.tensor_names import MAPS, NameRule, computed, layers
 from llmfoundry.models.adapter import BASE
 from llmfoundry.models.adapter_targets import check_tied, find_targets
 from llmfoundry.models.decoder import Decoder
@@ -398,7 +398,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Tensor], list[str]]:
     """Modules that were trained whole: values by our parameters' names, and our modules."""
     parameters, config = dict(model.named_parameters()), model.config
-    names: dict[str, tuple[str, Rule | None]] = {f"model.{n}": (n, None) for n in parameters}
+    names: dict[str, tuple[str, NameRule | None]] = {f"model.{n}": (n, None) for n in parameters}
     if architecture in MAPS:
         for rule, ours, theirs in layers(MAPS[architecture], config):
             tied = ours == "lm_head" and config.tie_word_embeddings

@@ -30,17 +30,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmfoundry.errors import UserError
 from llmfoundry.inference.serve.connections import Bounds, bounded_connections, most_pending
 from llmfoundry.inference.serve.request_fields import (
-    Asked,
     ChatFields,
     CompletionFields,
-    Fields,
+    CompletionRequest,
     RequestError,
-    Served,
-    ask_chat,
-    ask_completion,
+    RequestFields,
+    ServedModel,
+    make_chat_request,
+    make_completion_request,
     read_fields,
 )
-from llmfoundry.inference.serve.responses import Part, Writer, added
+from llmfoundry.inference.serve.responses import AnswerDelta, ReplyWriter, added
 from llmfoundry.inference.serve.worker import EngineWorker, Feed, News, ServerMetrics
 from llmfoundry.loopback import REFUSAL, names_loopback
 
@@ -82,7 +82,7 @@ class Server:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         worker: EngineWorker,
         limits: Limits,
         *,
@@ -181,18 +181,21 @@ class Server:
             raise RequestError(401, say, code="invalid_api_key")
 
     async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, CompletionFields, ask_completion)
+        return await self._answer(request, CompletionFields, make_completion_request)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatFields, ask_chat)
+        return await self._answer(request, ChatFields, make_chat_request)
 
     async def _answer(
-        self, request: Request, kind: type[Any], ask: Callable[[Served, Any], Asked]
+        self,
+        request: Request,
+        kind: type[Any],
+        ask: Callable[[ServedModel, Any], CompletionRequest],
     ) -> Response:
         """Read, check, admit; then the reply, whole or as a stream."""
         began = time.monotonic()
         body = await self._read(request)
-        fields: Fields = read_fields(body, kind)
+        fields: RequestFields = read_fields(body, kind)
         self._check_model(fields.model)
         try:
             asked = await to_thread.run_sync(ask, self._served, fields)
@@ -209,7 +212,7 @@ class Server:
         path = request.url.path
         return _Stream(reply, lambda status: self._metrics.replied(path, status))
 
-    def _admit(self, asked: Asked) -> Feed:
+    def _admit(self, asked: CompletionRequest) -> Feed:
         """A place for each of the answers, all or none.
 
         Raises:
@@ -287,10 +290,10 @@ class Server:
 class Reply:
     """One request's answers as the engine writes them."""
 
-    def __init__(self, server: Server, asked: Asked, feed: Feed, began: float) -> None:
+    def __init__(self, server: Server, asked: CompletionRequest, feed: Feed, began: float) -> None:
         """Nothing has come yet; `began`: when the request arrived, on the monotonic clock."""
         self._feed, self._metrics = feed, server._metrics
-        self._writer = Writer(server._served, asked)
+        self._writer = ReplyWriter(server._served, asked)
         self._options = asked.fields
         self._began, self._seconds = began, server._limits.seconds
         late = (
@@ -309,7 +312,7 @@ class Reply:
 
     async def whole(self) -> Response:
         """All answers in one reply."""
-        parts: dict[int, list[Part]] = {n: [] for n in range(len(self._writer.choices))}
+        parts: dict[int, list[AnswerDelta]] = {n: [] for n in range(len(self._writer.choices))}
         try:
             while self._feed.is_open:
                 index, part = self._take(*await self._feed.next())
@@ -347,7 +350,7 @@ class Reply:
         self._timer.cancel()
         self._feed.end_all()
 
-    def _take(self, index: int, news: News) -> tuple[int, Part]:
+    def _take(self, index: int, news: News) -> tuple[int, AnswerDelta]:
         if isinstance(news, RequestError):
             raise news
         if isinstance(news, UserError):

@@ -1,9 +1,9 @@
 """A request's fields, checked, and the sequences for the engine that they ask for.
 
-`app` reads bodies with `read_fields`, and calls `ask_completion` and `ask_chat`; `responses` writes
-what was asked for. The one idea: a field is either obeyed, or refused by name where it would change
-the answer; only what changes nothing (`HARMLESS`, and others' neutral values) is passed over. What
-app and answers need to know of the model is `Served`.
+`app` reads bodies with `read_fields`, and calls `make_completion_request` and `make_chat_request`;
+`responses` writes what was asked for. The one idea: a field is either obeyed, or refused by name
+where it would change the answer; only what changes nothing (`HARMLESS`, and others' neutral values)
+is passed over. What app and answers need to know of the model is `ServedModel`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.inference.text import TextStream
 
 MOST_STOPS = 64
@@ -71,7 +71,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class Fields(msgspec.Struct, kw_only=True):
+class RequestFields(msgspec.Struct, kw_only=True):
     """Fields of both kinds of request; unset ones have OpenAI's defaults."""
 
     model: str | None = None
@@ -122,7 +122,7 @@ class Fields(msgspec.Struct, kw_only=True):
             raise RequestError(400, say, param="stream_options")
 
 
-class CompletionFields(Fields, kw_only=True):
+class CompletionFields(RequestFields, kw_only=True):
     """A body of /v1/completions."""
 
     prompt: str | list[str | Id | list[Id]]
@@ -159,7 +159,7 @@ class CompletionFields(Fields, kw_only=True):
             raise RequestError(400, say, param="max_tokens")
 
 
-class ChatFields(Fields, kw_only=True):
+class ChatFields(RequestFields, kw_only=True):
     """A body of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -251,7 +251,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 """Fields of others that are not obeyed here, and the values that ask for nothing."""
-AnyFields = TypeVar("AnyFields", bound=Fields)
+AnyFields = TypeVar("AnyFields", bound=RequestFields)
 
 
 def read_fields(body: bytes, kind: type[AnyFields]) -> AnyFields:
@@ -274,7 +274,7 @@ def read_fields(body: bytes, kind: type[AnyFields]) -> AnyFields:
     return fields
 
 
-def _refuse_unknown(given: Mapping[str, Any], kind: type[Fields]) -> None:
+def _refuse_unknown(given: Mapping[str, Any], kind: type[RequestFields]) -> None:
     known = {field.name for field in msgspec.structs.fields(kind)}
     for name, value in given.items():
         if name in known or name in HARMLESS or value is None or value in NEUTRAL.get(name, ()):
@@ -298,7 +298,7 @@ _SEEDS = 2**63
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model that is served, and what one request may ask of it.
 
     Attributes:
@@ -331,7 +331,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RequestPrompt:
     """A text to be continued.
 
     Attributes:
@@ -349,7 +349,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """What one HTTP request asks for.
 
     Attributes:
@@ -361,9 +361,9 @@ class Asked:
         hides_special_tokens: answers do not spell them.
     """
 
-    fields: Fields
-    prompts: tuple[Prompt, ...]
-    requests: tuple[Request, ...]
+    fields: RequestFields
+    prompts: tuple[RequestPrompt, ...]
+    requests: tuple[SequenceRequest, ...]
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
     hides_special_tokens: bool
@@ -373,12 +373,12 @@ class Asked:
         """Of all prompts, each counted once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
-    def prompt_of(self, index: int) -> Prompt:
+    def prompt_of(self, index: int) -> RequestPrompt:
         """The prompt of an answer."""
         return self.prompts[index * len(self.prompts) // len(self.requests)]
 
 
-def ask_completion(served: Served, fields: CompletionFields) -> Asked:
+def make_completion_request(served: ServedModel, fields: CompletionFields) -> CompletionRequest:
     """What a body of /v1/completions asks for.
 
     Raises:
@@ -394,7 +394,7 @@ def ask_completion(served: Served, fields: CompletionFields) -> Asked:
     return _asked(served, fields, prompts, most, logprobs=fields.logprobs)
 
 
-def ask_chat(served: Served, fields: ChatFields) -> Asked:
+def make_chat_request(served: ServedModel, fields: ChatFields) -> CompletionRequest:
     """What a body of /v1/chat/completions asks for.
 
     Raises:
@@ -414,18 +414,18 @@ def ask_chat(served: Served, fields: ChatFields) -> Asked:
     room = min(max(1, served.length - len(ids)), served.most_tokens or served.length)
     most = room if fields.max_tokens is None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _asked(served, fields, (Prompt(ids),), [most], logprobs=logprobs, end_of_turn=end)
+    return _asked(served, fields, (RequestPrompt(ids),), [most], logprobs=logprobs, end_of_turn=end)
 
 
 def _asked(
-    served: Served,
-    fields: Fields,
-    prompts: tuple[Prompt, ...],
+    served: ServedModel,
+    fields: RequestFields,
+    prompts: tuple[RequestPrompt, ...],
     most: Sequence[int],
     *,
     logprobs: int | None,
     end_of_turn: str = "",
-) -> Asked:
+) -> CompletionRequest:
     """Sequences for prompts whose answers have `most` tokens at most."""
     n = fields.n or 1
     _check_size(served, fields, prompts, most)
@@ -446,7 +446,7 @@ def _asked(
     answers = [(prompt, room) for prompt, room in zip(prompts, most, strict=True) for _ in range(n)]
     seeds = _seeds(fields.seed, [prompt.ids for prompt, _ in answers])
     requests = tuple(
-        Request(
+        SequenceRequest(
             prompt.ids,
             room,
             fields.sampling(seed),
@@ -458,7 +458,7 @@ def _asked(
         for (prompt, room), seed in zip(answers, seeds, strict=True)
     )
     hides = hides and fields.skip_special_tokens is not False
-    return Asked(fields, prompts, requests, stops, stop_ids, hides)
+    return CompletionRequest(fields, prompts, requests, stops, stop_ids, hides)
 
 
 def _seeds(seed: int | None, prompts: Sequence[tuple[int, ...]]) -> list[int]:
@@ -476,7 +476,9 @@ def _seeds(seed: int | None, prompts: Sequence[tuple[int, ...]]) -> list[int]:
     return seeds
 
 
-def _prompt(served: Served, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
+def _prompt(
+    served: ServedModel, fields: CompletionFields, prompt: str | list[int]
+) -> RequestPrompt:
     """Return the prompt's tokens and its echo.
 
     Raises:
@@ -493,10 +495,10 @@ def _prompt(served: Served, fields: CompletionFields, prompt: str | list[int]) -
         raise RequestError(400, "prompt: holds no tokens; write some", param="prompt")
     is_text = isinstance(prompt, str)
     if not fields.echo:
-        return Prompt(tuple(ids), is_text)
+        return RequestPrompt(tuple(ids), is_text)
     starts = [] if fields.logprobs is None else _starts(served.tokenizer, prompt, len(ids))
     echo = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
-    return Prompt(tuple(ids), is_text, echo, tuple(starts))
+    return RequestPrompt(tuple(ids), is_text, echo, tuple(starts))
 
 
 def _starts(tokenizer: Tokenizer, prompt: str | list[int], n_tokens: int) -> list[int]:
@@ -517,7 +519,7 @@ def _starts(tokenizer: Tokenizer, prompt: str | list[int], n_tokens: int) -> lis
     return starts
 
 
-def _check_count(served: Served, fields: Fields, prompts: int) -> None:
+def _check_count(served: ServedModel, fields: RequestFields, prompts: int) -> None:
     sequences = prompts * (fields.n or 1)
     if sequences > served.most_sequences:
         say = f"n: {sequences} answers in one request; write {served.most_sequences} at most"
@@ -525,7 +527,10 @@ def _check_count(served: Served, fields: Fields, prompts: int) -> None:
 
 
 def _check_size(
-    served: Served, fields: Fields, prompts: Sequence[Prompt], most: Sequence[int]
+    served: ServedModel,
+    fields: RequestFields,
+    prompts: Sequence[RequestPrompt],
+    most: Sequence[int],
 ) -> None:
     for prompt, room in zip(prompts, most, strict=True):
         if served.most_tokens is not None and room > served.most_tokens:

@@ -1,7 +1,7 @@
 """Answers as OpenAI's protocol has them: whole, or in parts as they are written.
 
-`app` makes a `Writer` of each request. The one idea: an answer is a series of `Part`s, and a whole
-answer is its parts added up, so that both kinds of reply are written by the same lines.
+`app` makes a `ReplyWriter` of each request. The one idea: an answer is a series of `AnswerDelta`s,
+and a whole answer is its parts added up, so that both kinds of reply are written by the same lines.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from llmfoundry.inference.requests import Alternatives, Emitted
-from llmfoundry.inference.serve.request_fields import Asked, ChatFields, RequestError, Served
+from llmfoundry.inference.requests import Alternatives, TokenOutput
+from llmfoundry.inference.serve.request_fields import (
+    ChatFields,
+    CompletionRequest,
+    RequestError,
+    ServedModel,
+)
 from llmfoundry.inference.text import TextStream
 
 _LEAST = -9999.0  # a log-probability for what JSON has no number for, as vLLM writes it
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportedToken:
     """A token whose log-probability is reported, and where its text begins in the answer's."""
 
     token: int
@@ -31,18 +36,18 @@ class Shown:
 
 
 @dataclass
-class Part:
+class AnswerDelta:
     """What is new of an answer."""
 
     text: str = ""
-    tokens: list[Shown] = field(default_factory=list)
+    tokens: list[ReportedToken] = field(default_factory=list)
     finish: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.finish)
 
 
-class Choice:
+class AnswerChoice:
     """One answer that is being written.
 
     Attributes:
@@ -50,7 +55,7 @@ class Choice:
         is_done: it has its finish.
     """
 
-    def __init__(self, served: Served, asked: Asked, index: int) -> None:
+    def __init__(self, served: ServedModel, asked: CompletionRequest, index: int) -> None:
         """Nothing is written yet; `index`: its place among the request's answers."""
         prompt, request = asked.prompt_of(index), asked.requests[index]
         self._stop_ids, self._starts = asked.stop_ids, prompt.starts
@@ -63,25 +68,27 @@ class Choice:
         )
         self._echo = prompt.echo[: len(prompt.echo) - self._stream.unfinished]
         self._scores, self._keeps_end = request.logprobs is not None, request.prompt_logprobs
-        self._waiting: list[Emitted] = []  # tokens whose text is not certain yet
+        self._waiting: list[TokenOutput] = []  # tokens whose text is not certain yet
         self._n_certain = 0  # tokens before them
         self._has_begun = not prompt.echo and not request.prompt_logprobs
         self._released = 0
         self.n_tokens, self.is_done = 0, False
 
-    def take(self, news: Emitted) -> Part:
+    def take(self, news: TokenOutput) -> AnswerDelta:
         """What the engine's news adds to the answer.
 
         Raises:
             RequestError: the model gives no numbers.
         """
-        part = Part()
+        part = AnswerDelta()
         if not self._has_begun:
             self._has_begun = True
             part.text = self._echo
             if news.prompt_logprobs is not None:
                 pairs = zip(news.prompt_logprobs, self._starts, strict=True)
-                part.tokens = [Shown(s.token, s.logprob, s.top, start) for s, start in pairs]
+                part.tokens = [
+                    ReportedToken(s.token, s.logprob, s.top, start) for s, start in pairs
+                ]
         if news.finish == "error":
             raise RequestError(500, "the model's logits are not finite numbers")
         text = ""
@@ -98,7 +105,7 @@ class Choice:
         part.tokens += self._certain()
         return part
 
-    def _push(self, news: Emitted, token: int) -> tuple[str, str | None]:
+    def _push(self, news: TokenOutput, token: int) -> tuple[str, str | None]:
         if token in self._stop_ids:
             if self._keeps_end:
                 self._waiting.append(news)
@@ -108,7 +115,7 @@ class Choice:
             self._waiting.append(news)
         return self._stream.push(token), news.finish
 
-    def _certain(self) -> list[Shown]:
+    def _certain(self) -> list[ReportedToken]:
         """Tokens whose text was released, at least in part; at the end all that have any."""
         if not self._waiting:
             return []
@@ -118,7 +125,7 @@ class Choice:
             n = len(self._waiting)
         starts.append(self._released)  # of the token that ended the answer
         found = [
-            Shown(news.token, news.logprob, news.top, len(self._echo) + start)
+            ReportedToken(news.token, news.logprob, news.top, len(self._echo) + start)
             for news, start in zip(self._waiting[:n], starts, strict=False)
             if news.token is not None
         ]
@@ -126,15 +133,15 @@ class Choice:
         return found
 
 
-class Writer:
+class ReplyWriter:
     """One request's reply."""
 
-    def __init__(self, served: Served, asked: Asked) -> None:
+    def __init__(self, served: ServedModel, asked: CompletionRequest) -> None:
         """Nothing is written yet."""
         self._asked, self._bytes = asked, served.spelled
         self._is_chat = isinstance(asked.fields, ChatFields)
         self._scores = asked.requests[0].logprobs is not None
-        self.choices = [Choice(served, asked, n) for n in range(len(asked.requests))]
+        self.choices = [AnswerChoice(served, asked, n) for n in range(len(asked.requests))]
         prefix, kind = (
             ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
         )
@@ -149,7 +156,7 @@ class Writer:
         counts = {"prompt_tokens": read, "completion_tokens": written}
         return counts | {"total_tokens": read + written}
 
-    def whole(self, parts: Mapping[int, Part]) -> dict[str, Any]:
+    def whole(self, parts: Mapping[int, AnswerDelta]) -> dict[str, Any]:
         """The reply, once all answers are there."""
         choices = [self._choice(index, part) for index, part in sorted(parts.items())]
         return {**self._head, "choices": choices, "usage": self.usage()}
@@ -163,7 +170,7 @@ class Writer:
             [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
         )
 
-    def part(self, index: int, part: Part) -> dict[str, Any]:
+    def part(self, index: int, part: AnswerDelta) -> dict[str, Any]:
         """A part of an answer, in a stream."""
         return self._chunk([self._choice(index, part)])
 
@@ -181,7 +188,7 @@ class Writer:
             chunk["usage"] = self.usage() if options.continuous_usage_stats else None
         return chunk
 
-    def _choice(self, index: int, part: Part) -> dict[str, Any]:
+    def _choice(self, index: int, part: AnswerDelta) -> dict[str, Any]:
         scores = None
         if self._scores:
             scores = self._chat_scores(part) if self._is_chat else self._completion_scores(part)
@@ -194,7 +201,7 @@ class Writer:
         message = {"role": "assistant", "content": part.text, "refusal": None}
         return {"index": index, "message": message, **end}
 
-    def _completion_scores(self, part: Part) -> dict[str, Any]:
+    def _completion_scores(self, part: AnswerDelta) -> dict[str, Any]:
         spelled = [self._spelling(shown.token) for shown in part.tokens]
         tops = [
             None
@@ -215,7 +222,7 @@ class Writer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _chat_scores(self, part: Part) -> dict[str, Any]:
+    def _chat_scores(self, part: AnswerDelta) -> dict[str, Any]:
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
             raw = self._bytes(token)
             number = _number(_LEAST if logprob is None else logprob)
@@ -232,9 +239,9 @@ class Writer:
         }
 
 
-def added(parts: Iterable[Part]) -> Part:
+def added(parts: Iterable[AnswerDelta]) -> AnswerDelta:
     """Several parts of an answer as one."""
-    whole = Part()
+    whole = AnswerDelta()
     for part in parts:
         whole.text += part.text
         whole.tokens += part.tokens
@@ -242,7 +249,7 @@ def added(parts: Iterable[Part]) -> Part:
     return whole
 
 
-def _with_own(shown: Shown) -> Alternatives:
+def _with_own(shown: ReportedToken) -> Alternatives:
     """The likeliest tokens, and the one that was drawn if it is none of them."""
     if shown.logprob is None or any(token == shown.token for token, _ in shown.top):
         return shown.top

@@ -21,9 +21,9 @@ from weakref import WeakSet
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from llmfoundry.errors import UserError
-from llmfoundry.inference.requests import Emitted, Engine, Request
+from llmfoundry.inference.requests import Engine, SequenceRequest, TokenOutput
 
-News = Emitted | Exception
+News = TokenOutput | Exception
 """Of one sequence; an exception is its end."""
 LOST = RuntimeError("the engine has failed")
 
@@ -105,7 +105,7 @@ class EngineWorker:
         self.failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._inbox: deque[tuple[_Ticket, Request | None]] = deque()
+        self._inbox: deque[tuple[_Ticket, SequenceRequest | None]] = deque()
         self._wake = threading.Condition()
         self._ending = False
         self._numbers: dict[_Ticket, int] = {}  # the thread's
@@ -125,7 +125,7 @@ class EngineWorker:
         if self._thread is not None:
             self._thread.join()
 
-    def submit(self, requests: Sequence[Request]) -> Feed:
+    def submit(self, requests: Sequence[SequenceRequest]) -> Feed:
         """Queue the sequences of one HTTP request."""
         feed = Feed(self, len(requests))
         self._feeds.add(feed)
@@ -142,7 +142,7 @@ class EngineWorker:
         """Cancel a sequence."""
         self._post([(ticket, None)])
 
-    def _post(self, orders: Sequence[tuple[_Ticket, Request | None]]) -> None:
+    def _post(self, orders: Sequence[tuple[_Ticket, SequenceRequest | None]]) -> None:
         with self._wake:
             self._inbox.extend(orders)
             self._wake.notify()
@@ -189,7 +189,7 @@ class EngineWorker:
         """Hand a step's news to the loop; forget what has ended."""
         addressed = [(ticket, item) for ticket, item in news if ticket is not None]
         for ticket, item in addressed:
-            if isinstance(item, Emitted) and item.finish is not None:
+            if isinstance(item, TokenOutput) and item.finish is not None:
                 self._tickets.pop(self._numbers.pop(ticket), None)
         if addressed:
             self._call(_put_all, addressed)

@@ -211,7 +211,7 @@ def chart_figures(charts: Sequence[Chart], rows: Rows, marks: Marks = ()) -> lis
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A line of a chart.
 
     Attributes:
@@ -227,7 +227,7 @@ class Line:
 
 def line_chart(
     chart: Chart,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     x_end: float,
     marks: Marks = (),
@@ -306,19 +306,19 @@ def _rounded(value: float, digits: int = DIGITS) -> float:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def _lines(chart: Chart, rows: Rows) -> list[Line]:
+def _lines(chart: Chart, rows: Rows) -> list[ChartLine]:
     """Return a line for each of the chart's metrics that was logged."""
     lines = []
     for label, name in chart.metrics.items():
         logged = [row for row in rows if is_number(row.get(name))]
         points = [(float(row[TOKEN]), float(row[name]) * chart.scale) for row in logged]
-        lines += [Line(label, points, name)] if points else []
+        lines += [ChartLine(label, points, name)] if points else []
     if chart.is_one_if_equal and all(line.points == lines[0].points for line in lines):
-        lines = [Line("", line.points, line.key) for line in lines[:1]]
+        lines = [ChartLine("", line.points, line.key) for line in lines[:1]]
     return lines
 
 
-def _legend(lines: Sequence[Line]) -> list[dict[str, str]]:
+def _legend(lines: Sequence[ChartLine]) -> list[dict[str, str]]:
     """Return the legend: labels, and the number of values that are not finite.
 
     A line without either has an empty label. Without any text there is no legend.

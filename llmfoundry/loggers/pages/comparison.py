@@ -36,7 +36,7 @@ from llmfoundry.loggers.pages.charts import (
     TRAIN_BPB,
     TRAIN_LOSS,
     Chart,
-    Line,
+    ChartLine,
     Rows,
     is_number,
     line_chart,
@@ -209,7 +209,7 @@ def _overall_status(n_running: int, *, is_open: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BestRuns:
     """The best runs, and the metric that decides.
 
     Attributes:
@@ -223,7 +223,7 @@ class Verdict:
     lines: Sequence[str]
 
 
-def verdict(runs: Sequence[ComparedRun]) -> Verdict | None:
+def verdict(runs: Sequence[ComparedRun]) -> BestRuns | None:
     """Find the runs with the lowest value of the deciding metric.
 
     Only finished runs are candidates. Without any, the paused runs are (successive halving pauses
@@ -245,7 +245,7 @@ def verdict(runs: Sequence[ComparedRun]) -> Verdict | None:
         if len(known) == len(candidates):
             finite = {n: value for n, value in known.items() if math.isfinite(value)}
             best = [n for n in finite if finite[n] == min(finite.values())]
-            return Verdict(metric, best, list(_sentences(runs, candidates, metric, best)))
+            return BestRuns(metric, best, list(_sentences(runs, candidates, metric, best)))
     return None
 
 
@@ -422,7 +422,7 @@ def _overlaid(chart: Chart, runs: Sequence[ComparedRun]) -> Markup:
     for run in runs:
         rows = [row for row in run.rows if is_number(row.get(metric))]
         points = [(float(row[TOKEN]), float(row[metric]) * chart.scale) for row in rows]
-        lines.append(Line(run.name, points, metric))
+        lines.append(ChartLine(run.name, points, metric))
         axes.append(_axes([rows[end] for end in stretch_ends(len(rows), limit)]))
     ends = _axes([run.rows[-1] for run in runs if run.rows])
     return line_chart(

@@ -124,7 +124,7 @@ def _starting(starts: Rows, rows: Rows) -> Iterator[float]:
 
 
 @dataclass(frozen=True)
-class Part:
+class TimePart:
     """What a part of the run took: seconds in all, and of a usual step, NaN between steps."""
 
     name: str
@@ -132,7 +132,7 @@ class Part:
     usual: float
 
 
-def run_parts(rows: Rows) -> list[Part]:
+def run_parts(rows: Rows) -> list[TimePart]:
     """The parts of a run by time/step/*, in order; empty where nothing has measured them."""
     timed = [row for row in rows if any(name.startswith(PREFIX) for name in row)]
     names = {name.removeprefix(PREFIX) for row in timed for name in row if name.startswith(PREFIX)}
@@ -146,7 +146,7 @@ def run_parts(rows: Rows) -> list[Part]:
         parts["evaluation"] = sum(grown(rows, EVALUATION))
         parts["saving"] = sum(_value(row, SAVING) for row in rows)
     ordered = sorted(parts, key=lambda name: (*_ORDER, name).index(name))
-    found = [Part(name, parts[name], usual.get(name, float("nan"))) for name in ordered]
+    found = [TimePart(name, parts[name], usual.get(name, float("nan"))) for name in ordered]
     return [one for one in found if one.seconds > 0]
 
 
@@ -165,7 +165,7 @@ def time_bar(rows: Rows) -> Markup:
     return bar + part("folded", "In numbers", numbers, "", "group")
 
 
-def _shown(one: Part, whole: float) -> dict[str, Any]:
+def _shown(one: TimePart, whole: float) -> dict[str, Any]:
     """How a part reads; its color is the same in every report."""
     number = _ORDER.index(one.name) if one.name in _ORDER else len(_ORDER)
     return {

@@ -32,7 +32,7 @@ from llmfoundry.loggers.environment import package_versions
 from llmfoundry.recipe.paths import ROOT
 from llmfoundry.recipe.schema import PATH, Schema, leaves
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
-from llmfoundry.retry import Late, within
+from llmfoundry.retry import DeadlineExceeded, within
 
 OPEN_FILES = 4096  # a store of 3,072 ranks, shards and loaders
 SHARED_MEMORY = 1 << 30  # NCCL and the loader's workers; Docker gives 64 MB
@@ -223,7 +223,7 @@ def try_path(named: NamedPath, *, patience: float) -> PathReading:
     """Write 4 KB there and read them again, or only read, within `patience` seconds."""
     try:
         return within(patience, partial(_timed, named))
-    except Late as error:
+    except DeadlineExceeded as error:
         return PathReading(**asdict(named), error=str(error))
 
 

@@ -341,7 +341,7 @@ def _slower_class(rates: Rates, *, effect: float, spread: float) -> dict[Pair, s
 
 
 @dataclass(frozen=True)
-class Blame:
+class PairFault:
     """What some slow pairs have in common.
 
     Attributes:
@@ -360,14 +360,14 @@ class Blame:
 
 def blame(
     slow: Iterable[Pair], measured: Iterable[Pair], *, groups: Sequence[Iterable[int]] = ()
-) -> list[Blame]:
+) -> list[PairFault]:
     """The fewest things that explain the slow pairs; those left over stand for themselves.
 
     `groups`: units that are known to share a switch, each group a candidate.
     """
     bad, seen = set(slow), set(measured)
     if len(bad) > 1 and bad == seen:
-        return [Blame("all", tuple(_units(bad)), pairs=tuple(sorted(bad)))]
+        return [PairFault("all", tuple(_units(bad)), pairs=tuple(sorted(bad)))]
     found = _slow_units(bad, seen)
     gone = {unit for each in found for unit in each.units}
     bad = {pair for pair in bad if not gone & {*pair}}
@@ -375,7 +375,7 @@ def blame(
     if between := _between(bad, seen, groups):
         found.append(between)
         bad -= {*between.pairs}
-    return [*found, *(Blame("pair", pair, pairs=(pair,)) for pair in sorted(bad))]
+    return [*found, *(PairFault("pair", pair, pairs=(pair,)) for pair in sorted(bad))]
 
 
 def _units(pairs: Iterable[Pair]) -> list[int]:
@@ -386,7 +386,7 @@ def _share(pairs: set[Pair], bad: set[Pair]) -> float:
     return len(pairs & bad) / len(pairs) if pairs else 0.0
 
 
-def _slow_units(bad: set[Pair], seen: set[Pair]) -> list[Blame]:
+def _slow_units(bad: set[Pair], seen: set[Pair]) -> list[PairFault]:
     """Units all of whose pairs are slow; several of them are one finding if they are many."""
     everyone = _units(seen)
     own = {unit: {pair for pair in seen if unit in pair} for unit in everyone}
@@ -394,15 +394,15 @@ def _slow_units(bad: set[Pair], seen: set[Pair]) -> list[Blame]:
     if len(slow) == len(everyone):  # all is slow: nothing tells them apart
         return []
     if len(slow) <= max(1, len(everyone) // 4):
-        return [Blame("unit", (unit,), pairs=tuple(sorted(own[unit] & bad))) for unit in slow]
+        return [PairFault("unit", (unit,), pairs=tuple(sorted(own[unit] & bad))) for unit in slow]
     every = {pair for unit in slow for pair in own[unit] & bad}
-    return [Blame("units", tuple(slow), pairs=tuple(sorted(every)))]
+    return [PairFault("units", tuple(slow), pairs=tuple(sorted(every)))]
 
 
-def _between(bad: set[Pair], seen: set[Pair], groups: Sequence[Iterable[int]]) -> Blame | None:
+def _between(bad: set[Pair], seen: set[Pair], groups: Sequence[Iterable[int]]) -> PairFault | None:
     """Two groups within which pairs are sound, and between which they are slow."""
     everyone = {*_units(seen)}
-    best: Blame | None = None
+    best: PairFault | None = None
     for one in _candidates(sorted(everyone), seen - bad, groups):
         other = everyone - one
         across = {pair for pair in seen if (pair[0] in one) != (pair[1] in one)}
@@ -412,7 +412,7 @@ def _between(bad: set[Pair], seen: set[Pair], groups: Sequence[Iterable[int]]) -
         explained = tuple(sorted(across & bad))
         if best is None or len(explained) > len(best.pairs):
             few, many = sorted((sorted(one), sorted(other)), key=lambda g: (len(g), g))
-            best = Blame("between", tuple(few), tuple(many), explained)
+            best = PairFault("between", tuple(few), tuple(many), explained)
     return best
 
 
@@ -434,7 +434,9 @@ def _candidates(
     yield from reached.values()
 
 
-def is_explained(slow: Iterable[Pair], measured: Iterable[Pair], blamed: Sequence[Blame]) -> bool:
+def is_explained(
+    slow: Iterable[Pair], measured: Iterable[Pair], blamed: Sequence[PairFault]
+) -> bool:
     """Whether the slow pairs are a pattern, or few; many without one are two kinds of links."""
     bad, seen = {*slow}, {*measured}
     single = {pair for each in blamed if each.kind == "pair" for pair in each.pairs}
@@ -462,7 +464,7 @@ def judge_pairs(pairs: PairRates, confirmed: Mapping[Pair, str]) -> list[Finding
     return found
 
 
-def _blamed(pairs: PairRates, each: Blame, reasons: Mapping[Pair, str]) -> Finding:
+def _blamed(pairs: PairRates, each: PairFault, reasons: Mapping[Pair, str]) -> Finding:
     names, count = [pairs.label(unit) for unit in each.units], len(each.pairs)
     nodes = tuple(dict.fromkeys(d.node for unit in each.units for d in pairs.units[unit]))
     others = ", ".join(pairs.label(unit) for unit in each.others)

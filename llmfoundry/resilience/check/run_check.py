@@ -37,7 +37,7 @@ from llmfoundry.resilience.check.speeds import (
     judge_speeds,
     slow_devices,
 )
-from llmfoundry.retry import Late, within
+from llmfoundry.retry import DeadlineExceeded, within
 
 _PAYLOADS = {True: ("64kb", "64mb", "1gb"), False: ("4kb", "256kb", "4mb")}  # on a GPU, or not
 _numbers = itertools.count()  # of the checks of this process, which share a store
@@ -193,7 +193,7 @@ class _Check:
         """Of this machine, else why there are none, and whether that is because NVML hangs."""
         try:
             return *within(self.settings.timeout, self.tools.read_gpus), False
-        except Late as error:
+        except DeadlineExceeded as error:
             return [], f"NVML hangs: {error}", True
 
     def _read_machines(self) -> None:

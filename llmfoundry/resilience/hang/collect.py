@@ -28,7 +28,7 @@ RECORDERS = "llmfoundry-recorder-"
 """How the temporary folders of flight recorders begin."""
 
 
-class Ranks:
+class LocalRanks:
     """The processes of a run on this machine."""
 
     def __init__(self, folder: Path, node: str) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from llmfoundry.events import add_event
 from llmfoundry.recipe.resilience import ResolvedHangConfig
-from llmfoundry.resilience.hang.collect import RECORDERS, Ranks
+from llmfoundry.resilience.hang.collect import RECORDERS, LocalRanks
 from llmfoundry.resilience.hang.judge import HangVerdict, RankReading, judge, refine
 from llmfoundry.telemetry import READER
 
@@ -45,7 +45,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class MonitorSettings:
     """What a monitor is started with.
 
     Attributes:
@@ -83,11 +83,11 @@ class HubOrder:
 class Monitor:
     """Watches the processes of this machine until they have ended."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: MonitorSettings) -> None:
         """Nothing is read yet."""
         self._settings = settings
         self._folder = Path(settings.run_folder)
-        self._ranks = Ranks(Path(settings.heartbeats), settings.node)
+        self._ranks = LocalRanks(Path(settings.heartbeats), settings.node)
         config = ResolvedHangConfig(**settings.config)
         self._ends = config.action == "end"
         self._hub = Hub(config, ranks=settings.ranks, is_compiled=settings.is_compiled)
@@ -335,7 +335,7 @@ class HubClient:
 
 def main() -> None:
     """Watch as the first argument sets; prints the hub's address on standard output."""
-    monitor = Monitor(settings := Settings(**json.loads(sys.argv[1])))
+    monitor = Monitor(settings := MonitorSettings(**json.loads(sys.argv[1])))
     print(monitor.listen() if settings.listen else "", flush=True)
     sys.stdout.close()
     monitor.run()

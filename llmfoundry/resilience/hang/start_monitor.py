@@ -27,7 +27,7 @@ from llmfoundry.exit_status import own_node, record_ranks
 from llmfoundry.processes import start_module
 from llmfoundry.recipe.resilience import ResolvedHangConfig
 from llmfoundry.resilience.hang.collect import PIPE, RECORDERS
-from llmfoundry.resilience.hang.monitor import FOLDER, Settings
+from llmfoundry.resilience.hang.monitor import FOLDER, MonitorSettings
 from llmfoundry.telemetry import (
     BEATS,
     FLIGHT,
@@ -79,7 +79,7 @@ def monitored(
     start_heartbeat(heartbeats, world.rank)
     _record_ranks(world)
     if is_on:
-        settings = Settings(
+        settings = MonitorSettings(
             heartbeats=str(heartbeats),
             run_folder=str(folder.absolute()),
             node=own_node(),
@@ -93,7 +93,7 @@ def monitored(
     stop_heartbeat()  # not after an error: others wait for a process that fails alone
 
 
-def _start(settings: Settings, world: World) -> None:
+def _start(settings: MonitorSettings, world: World) -> None:
     others = world.size > 1 and (world.machine is None or world.machine.group is not None)
     here = replace(settings, listen=own_host() if others else "")
     address = on_rank0(world, lambda: _launch(here))
@@ -115,7 +115,7 @@ def _record_ranks(world: World) -> None:
         record_ranks(Path(os.environ[ENDS]), ranks)
 
 
-def _launch(settings: Settings) -> str:
+def _launch(settings: MonitorSettings) -> str:
     """Start a monitor that outlives this process; the address at which it listens."""
     process = start_module(  # in a session of its own: no signal to the run's group ends it
         "llmfoundry.resilience.hang.monitor",

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from llmfoundry.files import parse_json
 from llmfoundry.redaction import public
 from llmfoundry.resilience.supervise.notify import send
-from llmfoundry.retry import Late, within
+from llmfoundry.retry import DeadlineExceeded, within
 
 _CORDON_SECONDS = 60.0  # for all nodes
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -51,7 +51,7 @@ def cordon(nodes: Iterable[str], why: str) -> str:
 
     try:
         within(_CORDON_SECONDS, patch_all)
-    except (OSError, ValueError, http.client.HTTPException, Late) as error:
+    except (OSError, ValueError, http.client.HTTPException, DeadlineExceeded) as error:
         left = ", ".join(name for name in names if name not in done)
         cordoned = f"cordoned {', '.join(done)}; " if done else ""
         return f"{cordoned}not cordoned {left}: {_reason(error, names[len(done)])}"

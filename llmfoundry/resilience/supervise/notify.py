@@ -35,7 +35,7 @@ from llmfoundry.processes import start_module
 from llmfoundry.recipe.logger import LoggerConfig
 from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.redaction import hide, public, public_texts
-from llmfoundry.retry import Late, within
+from llmfoundry.retry import DeadlineExceeded, within
 
 ANSWER_SECONDS, RETRY_SECONDS = 10.0, 3.0  # for an answer; before the second try
 WEBHOOK_SECONDS = 25.0  # for all of it
@@ -109,7 +109,7 @@ def post_to_webhook(webhook: str, form: str | None, text: str, event: Mapping[st
         headers = {"Content-Type": "application/json", "User-Agent": "llmfoundry"}
         request = urllib.request.Request(webhook, data=body, headers=headers)
         within(WEBHOOK_SECONDS, lambda: send(request))
-    except (OSError, ValueError, http.client.HTTPException, Late) as error:
+    except (OSError, ValueError, http.client.HTTPException, DeadlineExceeded) as error:
         return f"supervise.webhook: nobody was notified: {_reason(error)}"
     return ""
 
@@ -167,7 +167,9 @@ def _reason(error: Exception) -> str:
         error = error.reason if isinstance(error.reason, Exception) else error
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error) if isinstance(error, TimeoutError | Late) else type(error).__name__
+    return (
+        str(error) if isinstance(error, TimeoutError | DeadlineExceeded) else type(error).__name__
+    )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry.builders.run_context import Job
+from llmfoundry.builders.run_context import RunContext
 from llmfoundry.distributed.collectives import all_gather_object
 from llmfoundry.errors import RunFailure
 from llmfoundry.exit_status import own_node
@@ -35,7 +35,7 @@ _SAMPLES = 10  # timed steps in a round
 _STRETCHES = 20  # between logs, whose median is the usual one
 
 
-def watch(job: Job) -> Callback:
+def watch(job: RunContext) -> Callback:
     """The callback of a run."""
     recipe, world = job.recipe, job.world
     configuration = {

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 from llmfoundry.cli.command_line import parse
-from llmfoundry.cli.commands.inspect_data import PartFacts, RowFacts, inspect_data, learned_lines
+from llmfoundry.cli.commands.inspect_data import (
+    SegmentFacts,
+    SequenceFacts,
+    inspect_data,
+    learned_lines,
+)
 from llmfoundry.cli.commands.train import train
 from llmfoundry.cli.recipe_types import inspected
-from llmfoundry.data.batch import Rows
+from llmfoundry.data.batch import SequenceBatch
 from llmfoundry.data.loader import Loader
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import InspectFinetuneRecipe, InspectRecipe
@@ -95,10 +100,10 @@ def test_rows_are_those_that_training_reads(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokens(folder / "tokens", "code")
-    read: dict[int, Rows] = {}
+    read: dict[int, SequenceBatch] = {}
     rows = Loader.rows
 
-    def record(loader: Loader, step: int) -> Rows:
+    def record(loader: Loader, step: int) -> SequenceBatch:
         read[step] = rows(loader, step)
         return read[step]
 
@@ -194,8 +199,8 @@ def test_what_is_learned_of_supervised_rows_is_marked(folder: Path, capsys: Any)
     assert "---- document 2 of 3: " in out and " tokens of padding ----" in out
     assert "<|assistant|>\n{+a\nb<|endoftext|>\n+}<|user|>\nq\\x1b[2J<|endoftext|>" in out
     assert "\x1b" not in out
-    parts = [PartFacts(0, 0, 0.0, 1, "q\n"), PartFacts(0, 1, 1.0, 2, "a\x1b")]
-    shown = RowFacts(0, "data", 0, 0, "f:1", [3], "", parts)
+    parts = [SegmentFacts(0, 0, 0.0, 1, "q\n"), SegmentFacts(0, 1, 1.0, 2, "a\x1b")]
+    shown = SequenceFacts(0, "data", 0, 0, "f:1", [3], "", parts)
     lines = ["\x1b[90mq\x1b[0m", "\x1b[90m\x1b[0m\x1b[32ma\\x1b\x1b[0m"]
     assert learned_lines(shown, color=True)[3:] == lines
 

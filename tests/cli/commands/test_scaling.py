@@ -29,7 +29,7 @@ from llmfoundry.launch.states import UNDER_WAY
 from llmfoundry.loggers.console import Console
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan.fit import with_guessed_vocabulary
-from llmfoundry.plan.layouts import Setting, own_layout
+from llmfoundry.plan.layouts import Cluster, own_layout
 from llmfoundry.recipe.before_training import PlanRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import checked
@@ -149,7 +149,7 @@ def test_failed_run_is_named_and_the_others_are_run(
 def test_launched_point_outlives_the_command_and_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(run: scaling_runs.Launched) -> None:
+    def interrupt(run: scaling_runs.LaunchedRun) -> None:
         raise KeyboardInterrupt
 
     slow = [f"plugins=[{ROOT / 'tests/resilience/slow_steps.py'}]", "callbacks.plugins.slow={}"]
@@ -157,7 +157,7 @@ def test_launched_point_outlives_the_command_and_is_waited_for(
     recipe = checked(ScalingRecipe, path, ["launch=local", "launch.env.OMP_NUM_THREADS=1"])
     one, environment = grid(recipe)[1], dict(os.environ)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(scaling_runs.Launched, "ended", interrupt)
+        patch.setattr(scaling_runs.LaunchedRun, "ended", interrupt)
         run_all(recipe, [one], Console())
     assert "launched runs that go on: 1 (python scripts/runs.py list" in capsys.readouterr().out
     assert os.environ == environment  # nothing by which the run would end with this process
@@ -252,7 +252,7 @@ def test_hours_of_a_budget_are_those_that_the_plan_of_its_model_takes(tmp_path: 
     plan = checked(PlanRecipe, recipe.base, [*found["words"], "run_name=x", "hardware=2xh100"])
     hardware = Hardware.parse("2xh100", "hardware")
     filled = with_guessed_vocabulary(plan.resolve())
-    setting = Setting(2, measured_speeds(hardware, filled, None)[0], hardware.memory)
+    setting = Cluster(2, measured_speeds(hardware, filled, None)[0], hardware.memory)
     seconds = costs(own_layout(filled, setting), plan, setting).seconds
     assert seconds == pytest.approx(found["seconds"])
     assert 2 * found["seconds"] / 3600 == pytest.approx(0.0005, rel=0.05)

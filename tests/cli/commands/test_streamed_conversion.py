@@ -18,7 +18,7 @@ from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError, disk_full, one_line
 from llmfoundry.hf.read_folder import SafeReader
-from llmfoundry.hf.safetensors_file import DTYPES, Layout, SafetensorsFile, write_tensor
+from llmfoundry.hf.safetensors_file import DTYPES, FileLayout, SafetensorsFile, write_tensor
 from llmfoundry.hf.write_folder import whole_or_nothing
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.recipe.after_training import ConvertRecipe
@@ -32,7 +32,7 @@ def test_files_are_those_of_safetensors_whatever_the_order_and_are_read_back(
     tensors = {f"t.{key}": (torch.randn(3, 5) * 9).to(kind) for key, kind in DTYPES.items()}
     tensors |= {"é": torch.randn(7), "none": torch.zeros(0, 3), "one": torch.tensor(3.0)}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    layout = Layout.of((name, t.dtype, t.shape) for name, t in tensors.items())
+    layout = FileLayout.of((name, t.dtype, t.shape) for name, t in tensors.items())
     layout.create(tmp_path / "ours")
     for name in reversed(tensors):
         write_tensor(tmp_path / "ours", layout.places[name], tensors[name])

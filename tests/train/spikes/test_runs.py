@@ -19,7 +19,7 @@ import torch
 
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.sources import OrderedStream
-from llmfoundry.errors import GivenUp, UserError
+from llmfoundry.errors import NoRestart, UserError
 from llmfoundry.events import read_events
 from llmfoundry.models.decoder import Block
 from llmfoundry.resilience.watch import watch
@@ -224,9 +224,11 @@ def test_a_step_that_is_skipped_might_not_have_been(place: Path, factor: float) 
 def test_stop_leaves_the_weights_and_has_its_exit_status(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         spoil_step(patch, 13, 100.0)
-        with pytest.raises(GivenUp, match=r"step 14: the loss is .*what was saved before is sound"):
+        with pytest.raises(
+            NoRestart, match=r"step 14: the loss is .*what was saved before is sound"
+        ):
             train_here("stopped", *SETTINGS, "callbacks.watch.loss_spike=stop")
-    assert GivenUp.status == 93
+    assert NoRestart.status == 93
     assert events(Path("runs/stopped")) == [("loss_spike", 14, "stop")]
     with pytest.MonkeyPatch.context() as patch:
         spoil_step(patch, 13, math.nan)
@@ -239,7 +241,9 @@ def test_a_step_that_is_not_finite_again_and_again_ends_a_run_that_goes_back(pla
     far = ("callbacks.watch.roll_back_steps=6", "callbacks.watch.roll_back_skip=0")
     with pytest.MonkeyPatch.context() as patch:
         spoil_step(patch, SPIKE, math.nan)
-        with pytest.raises(GivenUp, match=r"step 25: .*it went back 2 times without passing this"):
+        with pytest.raises(
+            NoRestart, match=r"step 25: .*it went back 2 times without passing this"
+        ):
             train_here("again", *SETTINGS, *words, *far)
     run, at = Path("runs/again"), ("not_finite", SPIKE + 1)
     assert events(run) == [(*at, "roll_back"), (*at, "roll_back"), (*at, "stop")]

@@ -1,8 +1,8 @@
 """The project's decoder as a model of the generation engine, bare or wrapped by DDP or FSDP.
 
-Entry points: `DecoderRows` implements `engine.Rows`; `stream_tokens` generates for one request
-without a KV cache. All tokens of a step form one sequence of the Root's forward pass. Keys and
-values are in a `models.kv_cache.SlotCache`. A transformers class in training has no such cache;
+Entry points: `DecoderSlots` implements `engine.SlotModel`; `stream_tokens` generates for one
+request without a KV cache. All tokens of a step form one sequence of the Root's forward pass. Keys
+and values are in a `models.kv_cache.SlotCache`. A transformers class in training has no such cache;
 its sequences are recomputed in each step.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmfoundry.inference.engine import Agree, check_length
-from llmfoundry.inference.requests import Request, Sampler
+from llmfoundry.inference.requests import Sampler, SequenceRequest
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.kv_cache import TokenChunk
@@ -26,8 +26,8 @@ from llmfoundry.ops.attention.base import autocast_dtype
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-class DecoderRows:
-    """`Rows` of a Root.
+class DecoderSlots:
+    """`SlotModel` of a Root.
 
     Attributes:
         slots: see Rows.
@@ -120,7 +120,7 @@ def first_process(device: torch.device) -> Agree | None:
 
 def stream_tokens(
     root: nn.Module,
-    request: Request,
+    request: SequenceRequest,
     *,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from llmfoundry.inference.decoder_rows import DecoderRows
+from llmfoundry.inference.decoder_slots import DecoderSlots
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.hugging_face_rows import WAYS, HuggingFaceRows
-from llmfoundry.inference.requests import Request, Sampling
+from llmfoundry.inference.hugging_face_slots import WAYS, HuggingFaceSlots
+from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.models.decoder import Root
 from tests.gauntlet.hugging_face_models import (
     _CONFIGS,
@@ -42,23 +42,23 @@ KINDS = {
 
 
 def engine_of(model: Any, *, slots: int = 4, **options: Any) -> SlotEngine:
-    return SlotEngine(HuggingFaceRows(model, slots=slots, length=SEQ_LEN, **options))
+    return SlotEngine(HuggingFaceSlots(model, slots=slots, length=SEQ_LEN, **options))
 
 
-def mixed_requests(count: int = 10) -> list[Request]:
+def mixed_requests(count: int = 10) -> list[SequenceRequest]:
     """Prompts of 1 to 70 tokens and answers of 1 to 25."""
     draw = random.Random(1)
     requests = []
     for i in range(count):
         prompt = tuple(draw.randrange(1, N_TOKENS - 2) for _ in range((1, 5, 30, 70)[i % 4]))
-        requests.append(Request(prompt, draw.randint(1, 25), stop_ids=frozenset({0})))
+        requests.append(SequenceRequest(prompt, draw.randint(1, 25), stop_ids=frozenset({0})))
     return requests
 
 
 @pytest.mark.parametrize("kind", slow_but(["gpt_neox", "gpt_neo", "bloom"], KINDS))
 def test_answers_are_those_of_each_text_read_anew(kind: str) -> None:
     model, requests = random_model(kind), mixed_requests()
-    rows = HuggingFaceRows(model, slots=4, length=SEQ_LEN)
+    rows = HuggingFaceSlots(model, slots=4, length=SEQ_LEN)
     assert rows.way == KINDS[kind]
     found = run(SlotEngine(rows), requests)
     for request, news in zip(requests, found, strict=True):
@@ -92,7 +92,7 @@ def test_a_class_that_ignores_its_mask_is_not_given_padded_rows() -> None:
 
     model.model.forward = ignoring
     requests = mixed_requests(4)
-    rows = HuggingFaceRows(model, slots=4, length=SEQ_LEN)
+    rows = HuggingFaceSlots(model, slots=4, length=SEQ_LEN)
     assert rows.way == "apart"
     for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):
         expected = plain_continuation(model, request.prompt, request.max_new_tokens, {0})
@@ -102,7 +102,7 @@ def test_a_class_that_ignores_its_mask_is_not_given_padded_rows() -> None:
 def test_angles_of_long_texts_change_no_other_answer() -> None:
     """LongRoPE turns all of a text by other angles once it, or one in its pass, is long."""
     model = random_model("phi3")
-    rows, requests = HuggingFaceRows(model, slots=4, length=SEQ_LEN), mixed_requests(8)
+    rows, requests = HuggingFaceSlots(model, slots=4, length=SEQ_LEN), mixed_requests(8)
     assert rows.way == "apart"
     for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):
         expected = plain_continuation(model, request.prompt, request.max_new_tokens, {0})
@@ -134,7 +134,7 @@ def test_cancelled_requests_and_slots_that_are_used_again_change_no_answer() -> 
 def test_log_probabilities_are_the_classes_own() -> None:
     model = random_model("gpt2")
     how = Sampling(temperature=1.0, seed=3)
-    requests = [Request(r.prompt, 5, how, frozenset(), 2, True) for r in mixed_requests(6)]
+    requests = [SequenceRequest(r.prompt, 5, how, frozenset(), 2, True) for r in mixed_requests(6)]
     for request, news in zip(requests, run(engine_of(model), requests), strict=True):
         drawn, n = tokens_of(news), len(request.prompt)
         with torch.no_grad():
@@ -168,9 +168,9 @@ def test_rows_whose_angles_depend_on_how_long_the_longest_is_are_read_apart() ->
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim > 1 else 1)
-    short = [Request((i, i + 1, i + 2), 8) for i in range(5, 9)]  # never more than 12
+    short = [SequenceRequest((i, i + 1, i + 2), 8) for i in range(5, 9)]  # never more than 12
     requests = [*short, *(r for r in mixed_requests(12) if len(r.prompt) > 12)]
-    rows = HuggingFaceRows(model, slots=4, length=SEQ_LEN)
+    rows = HuggingFaceSlots(model, slots=4, length=SEQ_LEN)
     assert rows.way == "apart"
     for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):
         ends = set(request.stop_ids)
@@ -195,7 +195,7 @@ def test_a_class_that_is_trained_writes_what_it_writes_alone(
         replace(request, prompt=tuple(t % 100 for t in request.prompt[:30]), stop_ids=frozenset())
         for request in mixed_requests(8)
     ]
-    rows = DecoderRows(
+    rows = DecoderSlots(
         root, slots=3, length=60, n_tokens=None, device=torch.device("cpu"), autocast=nullcontext
     )
     for request, news in zip(requests, run(SlotEngine(rows), requests), strict=True):

@@ -1,7 +1,7 @@
 """Any causal language model of transformers as a model of the generation engine.
 
-Entry point: `HuggingFaceRows` implements `engine.Rows`. Decoding sequences are the batch of one
-transformers cache, padded on the left as in transformers' `generate`. Classes differ in their
+Entry point: `HuggingFaceSlots` implements `engine.SlotModel`. Decoding sequences are the batch of
+one transformers cache, padded on the left as in transformers' `generate`. Classes differ in their
 support of masks, positions and caches. The constructor therefore compares each strategy of `WAYS`
 on a few tokens with a forward pass over the full sequences, and uses the first one that agrees.
 Each prompt is prefilled in one forward pass by itself.
@@ -53,8 +53,8 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
 
 
-class HuggingFaceRows:
-    """`Rows` of a model of transformers.
+class HuggingFaceSlots:
+    """`SlotModel` of a model of transformers.
 
     Attributes:
         slots: see Rows.
@@ -225,7 +225,7 @@ class HuggingFaceRows:
 
     def _logits(self, way: str, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits of a strategy: the prompts are prefilled, the last tokens decoded."""
-        rows = HuggingFaceRows(
+        rows = HuggingFaceSlots(
             self._model, slots=2, length=self.length, autocast=self._autocast, way=way
         )
         first = [TokenChunk(i, 0, tuple(text[:-DRAWN]), 1) for i, text in enumerate(texts)]
