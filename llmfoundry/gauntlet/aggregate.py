@@ -285,17 +285,19 @@ def combine_tasks(
         unknown = [member for member in members if member not in categories]
         if unknown or not members:
             problems.append(f"{name}: n/a: no category {', '.join(unknown) or 'is listed'}")
+    both = {**categories, **means}
     return GauntletResult(
         tasks,
         {name: score.value if score else None for name, score in categories.items()},
         {name: score.value if score else None for name, score in means.items()},
-        {n: s.stderr(by_name) if s else None for n, s in {**categories, **means}.items()},
+        {name: score.stderr(by_name) if score else None for name, score in both.items()},
         problems,
         cost,
         tasks_of,
         intervals={
-            n: s.interval(by_name) if s else None for n, s in {**categories, **means}.items()
+            name: score.interval(by_name) if score else None for name, score in both.items()
         },
+        weights={name: score.slopes for name, score in both.items() if score},
     )
 
 

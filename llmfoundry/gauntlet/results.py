@@ -22,6 +22,7 @@ from llmfoundry.gauntlet.answer_metrics import (
     answers_of,
 )
 from llmfoundry.gauntlet.questions import Question, Refusal, Score, TaskConfig
+from llmfoundry.gauntlet.task_rows import row_hash
 from llmfoundry.gauntlet.task_types import judge_answer
 from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
@@ -151,6 +152,8 @@ class GauntletResult:
         members: names of the tasks of each category and average, including missing tasks.
         asked: description of the prompts (`PromptSettings.describe`); "": unknown.
         intervals: 95 % intervals of categories and averages, by name.
+        weights: derivative of each category and average with respect to the accuracy of each task,
+            by name; scores without a value are absent.
     """
 
     tasks: list[TaskResult]
@@ -162,6 +165,7 @@ class GauntletResult:
     members: dict[str, list[str]] = field(default_factory=dict)
     asked: str = ""
     intervals: dict[str, Interval | None] = field(default_factory=dict)
+    weights: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def average(self) -> float | None:
@@ -212,6 +216,7 @@ def rows_lines(
 ) -> Iterator[str]:
     """Yield a task's lines of rows.jsonl: one for each row and choice, without line ends.
 
+    `hash` identifies the row's content, so that evaluations of different models can be paired.
     `right` is the verdict of the task's accuracy. `chosen` is the option with the best score; it is
     null for a tie and for tasks without options. Floats survive the round trip exactly; a float
     that is not finite becomes null.
@@ -220,6 +225,7 @@ def rows_lines(
         verdict = judge_answer(task, answer)
         row = answer.question.row
         head: dict[str, Any] = {"task": task.label, "shots": num_fewshot, "row": public(row.place)}
+        head["hash"] = row_hash(row)
         if row.category is not None:
             head["category"] = row.category
         tail: dict[str, Any] = {"chosen": verdict.chosen, "right": verdict.right}

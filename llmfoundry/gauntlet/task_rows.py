@@ -58,6 +58,7 @@ _AS_THEY_ARE = (*_LISTS, "gold")
 
 _UNSAFE = ("pandas",)  # builders of `datasets`; newer ones than 4 refuse it themselves
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+_CONTENT_FIELDS = sorted(f.name for f in dataclasses.fields(TaskRow) if f.name != "place")
 _OF_CONVERSATIONS = ("messages", "reply", "tools", "checks")  # newer than kept hashes
 _SHOWN = 10  # problems of one task that are listed before the rest is only counted
 
@@ -113,13 +114,22 @@ def majority(rows: Sequence[TaskRow], kind: TaskType) -> float:
 
 def rows_hash(rows: Sequence[TaskRow]) -> str:
     """Return a hash (32 hexadecimal digits) of the rows' content and order, without locations."""
-    names = sorted(f.name for f in dataclasses.fields(TaskRow) if f.name != "place")
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
-        content = {name: getattr(row, name) for name in names}
-        content = {n: v for n, v in content.items() if v or n not in _OF_CONVERSATIONS}
-        digest.update(json.dumps(content, separators=(",", ":")).encode("ascii") + b"\n")
+        digest.update(_content(row))
     return digest.hexdigest()
+
+
+def row_hash(row: TaskRow) -> str:
+    """Return a hash (16 hexadecimal digits) of one row's content, without its location."""
+    return hashlib.blake2b(_content(row), digest_size=8).hexdigest()
+
+
+def _content(row: TaskRow) -> bytes:
+    """Return all fields of a row but its location, as a line of JSON."""
+    content = {name: getattr(row, name) for name in _CONTENT_FIELDS}
+    content = {n: v for n, v in content.items() if v or n not in _OF_CONVERSATIONS}
+    return json.dumps(content, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def row_order(rows: Sequence[TaskRow]) -> list[int]:
