@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from llmfoundry.errors import UserError
 from llmfoundry.files import open_guarded, parse_json, read_object
 from llmfoundry.gauntlet.answer_metrics import Interval, answers_of
-from llmfoundry.gauntlet.gauntlet import Answered
+from llmfoundry.gauntlet.gauntlet import TaskAnswers
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.gauntlet.task_rows import row_hash
 from llmfoundry.gauntlet.task_types import judge_answer
@@ -52,7 +52,7 @@ Draws = NDArray[np.float64]  # (RESAMPLES,): a difference in each resample
 
 
 @dataclass(frozen=True)
-class TaskAnswers:
+class TaskRights:
     """Judged answers to the rows of one task.
 
     Attributes:
@@ -76,10 +76,10 @@ class ModelAnswers:
 
     name: str
     result: Mapping[str, Any]
-    tasks: Mapping[str, TaskAnswers]
+    tasks: Mapping[str, TaskRights]
 
     @classmethod
-    def of(cls, name: str, result: GauntletResult, answered: Sequence[Answered]) -> ModelAnswers:
+    def of(cls, name: str, result: GauntletResult, answered: Sequence[TaskAnswers]) -> ModelAnswers:
         """Return the answers of an evaluation in memory."""
         return cls(name, result.to_json(), judged_answers(answered))
 
@@ -104,11 +104,11 @@ class ModelAnswers:
         return cls(name, result, tasks)
 
 
-def judged_answers(answered: Sequence[Answered]) -> dict[str, TaskAnswers]:
+def judged_answers(answered: Sequence[TaskAnswers]) -> dict[str, TaskRights]:
     """Return the judged answers of each task, by name."""
-    tasks: dict[str, TaskAnswers] = {}
+    tasks: dict[str, TaskRights] = {}
     for part in answered:
-        answers, seen = TaskAnswers(), Counter[str]()
+        answers, seen = TaskRights(), Counter[str]()
         for answer in answers_of(part.questions, part.scores, part.texts):
             row, refusal = answer.question.row, answer.refusal
             is_missing = refusal is not None and refusal.left_out
@@ -118,9 +118,9 @@ def judged_answers(answered: Sequence[Answered]) -> dict[str, TaskAnswers]:
     return tasks
 
 
-def _read_rows(path: Path) -> dict[str, TaskAnswers]:
+def _read_rows(path: Path) -> dict[str, TaskRights]:
     """Read rows.jsonl. A row has a line for each choice; the first one is enough."""
-    tasks: dict[str, TaskAnswers] = {}
+    tasks: dict[str, TaskRights] = {}
     seen: dict[str, Counter[str]] = {}
     for number, line in _lines(path):
         if '"choice": 0' not in line:
@@ -140,7 +140,7 @@ def _read_rows(path: Path) -> dict[str, TaskAnswers]:
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}:{number}: is not a line of an evaluation; {AGAIN}") from error
         _add(
-            tasks.setdefault(name, TaskAnswers()),
+            tasks.setdefault(name, TaskRights()),
             seen.setdefault(name, Counter()),
             key,
             right,
@@ -166,7 +166,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _add(
-    answers: TaskAnswers, seen: Counter[str], content: str, right: bool | None, category: str | None
+    answers: TaskRights, seen: Counter[str], content: str, right: bool | None, category: str | None
 ) -> None:
     """Add a row; rows with the same content are numbered in their order."""
     key = (content, seen[content])
@@ -426,7 +426,7 @@ def _pair(
     Returns:
         The counts, None without a common row; and notes about rows left out.
     """
-    ours, theirs = (m.tasks.get(name, TaskAnswers()) for m in (model, baseline))
+    ours, theirs = (m.tasks.get(name, TaskRights()) for m in (model, baseline))
     common = [key for key in ours.rights if key in theirs.rights]
     notes: list[str] = []
     if not common:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.aggregate import combine_tasks, grade
-from llmfoundry.gauntlet.gauntlet import Answered
+from llmfoundry.gauntlet.gauntlet import TaskAnswers
 from llmfoundry.gauntlet.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet
 from llmfoundry.gauntlet.paired import (
     ModelAnswers,
@@ -30,7 +30,7 @@ REQUESTS = (Request((1, 2), (2,), "a"), Request((1, 3), (3,), "b"))
 Rights = Sequence[bool | None]
 
 
-def answered(label: str, rights: Rights, categories: Sequence[str] = ()) -> Answered:
+def answered(label: str, rights: Rights, categories: Sequence[str] = ()) -> TaskAnswers:
     """Answers to generated rows; None: the row cannot be scored."""
     task = TaskConfig(label, "x.jsonl", "multiple_choice", [0], has_categories=bool(categories))
     questions, scores = [], []
@@ -42,10 +42,10 @@ def answered(label: str, rights: Rights, categories: Sequence[str] = ()) -> Answ
         values = (-1.0, -2.0) if right else (-2.0, -1.0)
         of_row: list[Score | Refusal] = [Score(value, False, False, value) for value in values]
         scores.append([] if problem else of_row)
-    return Answered(task, 0, questions, scores, None)
+    return TaskAnswers(task, 0, questions, scores, None)
 
 
-def graded(part: Answered, *, size: int = 0) -> TaskResult:
+def graded(part: TaskAnswers, *, size: int = 0) -> TaskResult:
     blank = TaskResult(part.task.label, 0, "", len(part.questions), None, None, 0.5, 0.5)
     blank = dataclasses.replace(blank, rows_total=size)
     return grade(blank, part.task, part.questions, part.scores, None)
@@ -67,7 +67,7 @@ def model(
     return ModelAnswers.of(name, result, parts)
 
 
-def write(folder: Path, parts: Sequence[Answered], *, shuffled: bool = False) -> Path:
+def write(folder: Path, parts: Sequence[TaskAnswers], *, shuffled: bool = False) -> Path:
     """results.json and rows.jsonl as scripts/eval.py writes them."""
     folder.mkdir()
     result = combine_tasks([*map(graded, parts)], EvalGauntlet(), [])
@@ -231,7 +231,7 @@ def test_what_does_not_compare_is_a_line() -> None:
     assert different.tasks == [] and different.advice == ""
 
 
-def replace_label(part: Answered, label: str) -> Answered:
+def replace_label(part: TaskAnswers, label: str) -> TaskAnswers:
     return dataclasses.replace(part, task=dataclasses.replace(part.task, label=label))
 
 
