@@ -23,10 +23,17 @@ from llmfoundry.gauntlet.paired import (
     paired_counts,
     percentile_interval,
 )
-from llmfoundry.gauntlet.questions import Question, Refusal, Request, Score, TaskConfig, TaskRow
+from llmfoundry.gauntlet.questions import (
+    Question,
+    Refusal,
+    Score,
+    ScoreRequest,
+    TaskConfig,
+    TaskRow,
+)
 from llmfoundry.gauntlet.results import TaskResult
 
-REQUESTS = (Request((1, 2), (2,), "a"), Request((1, 3), (3,), "b"))
+REQUESTS = (ScoreRequest((1, 2), (2,), "a"), ScoreRequest((1, 3), (3,), "b"))
 Rights = Sequence[bool | None]
 
 
