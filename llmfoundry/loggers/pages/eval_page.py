@@ -1,9 +1,10 @@
-"""One page with the gauntlet's results of one model, or of several side by side.
+"""Page with the gauntlet results of one model, or a comparison of several models.
 
-`scripts/eval.py` writes it from what GauntletResult.to_json gives, so that results.json of old runs
-can be put beside a new one's. The page needs nothing but itself. Its one rule: numbers of different
-questions are never shown as if they compared; where the rows, their count or the way of asking
-differ between models, the page says so once, and marks the tasks.
+`scripts/eval.py` calls `write_eval_page` with outputs of GauntletResult.to_json, so that it can
+compare the results.json of an old run with a new one. The page is a single file.
+
+Accuracies on different questions are never presented as comparable. If the examples, their number
+or the prompts of a task differ between models, the page lists the reasons once and marks the task.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from llmfoundry.loggers.pages.score_tables import (
 )
 
 Result = Mapping[str, Any]  # GauntletResult.to_json()
-Results = Sequence[tuple[str, Result]]  # the model's name, its result
+Results = Sequence[tuple[str, Result]]  # name and result of each model
 
-Links = Mapping[str, Path]  # what a page is, where it is
+Links = Mapping[str, Path]  # paths of a model's pages by link text
 
 _APART = "≠"
 _COMPARED = {
@@ -43,7 +44,7 @@ _COMPARED = {
     "mode": "prompts",
     "metric": "ways of judging",
 }
-_SAME: dict[Any, str] = {"harness": "native"}  # the same texts
+_SAME: dict[Any, str] = {"harness": "native"}  # modes with the same prompts
 _COUNTED = {
     "ties": "tie",
     "dropped": "dropped example",
@@ -56,34 +57,39 @@ _COUNTED = {
 def write_eval_page(
     path: Path, results: Results, *, title: str = "Evaluation", links: Sequence[Links] = ()
 ) -> None:
-    """Write the page, all at once: a reader never sees half of one.
+    """Write the page atomically.
 
     Args:
-        path: where to.
+        path: path of the HTML file.
         results: see `eval_page`.
-        title: the page's.
-        links: of every model its pages, in words; unset: none.
+        title: title of the page.
+        links: pages of each model, by link text; empty: no links.
     """
-    relative = [
-        {words: quote(os.path.relpath(to, path.parent)) for words, to in of_model.items()}
-        for of_model in links
-    ]
-    atomic_write(path, eval_page(results, title=title, links=relative))
+    relative_links = []
+    for pages in links:
+        addresses = {}
+        for words, page_path in pages.items():
+            addresses[words] = quote(os.path.relpath(page_path, path.parent))
+        relative_links.append(addresses)
+    atomic_write(path, eval_page(results, title=title, links=relative_links))
 
 
 def eval_page(
     results: Results, *, title: str = "Evaluation", links: Sequence[Mapping[str, str]] = ()
 ) -> str:
-    """The page as HTML: models, averages, categories, tasks, problems, cost, and every metric.
+    """Return the page as HTML: models, averages, categories, tasks, problems, cost, all metrics.
 
     Args:
         results: at least one model; names may repeat.
-        title: the page's.
-        links: of every model addresses, by what they lead to; unset: none.
+        title: title of the page.
+        links: URLs of each model's pages, by link text; empty: no links.
     """
     assert results
-    whole = all(value is not None for _, result in results for value in _all_scores(result))
-    whole = whole and all(t["accuracy"] is not None for _, r in results for t in r["tasks"])
+    is_complete = True
+    for _, result in results:
+        accuracies = [task["accuracy"] for task in result["tasks"]]
+        if None in [*_all_scores(result), *accuracies]:
+            is_complete = False
     names = [name for name, _ in results]
     n, n_tasks = len(names), len(_tasks(results))
     sections = [
@@ -98,7 +104,7 @@ def eval_page(
     ]
     return page(
         title=f"{title}: {names[0]}" if n == 1 else title,
-        status="finished" if whole else "not complete",
+        status="finished" if is_complete else "not complete",
         reached=f"{_count(n, 'model')}, {_count(n_tasks, 'task')}",
         tiles=average_tiles(results) if n == 1 else [],
         sections=sections,
@@ -106,32 +112,37 @@ def eval_page(
 
 
 def _scores_title(results: Results) -> str:
-    """The heading of what there is."""
+    """Return the heading of the scores, depending on which scores exist."""
     words = [kind for kind in ("averages", "categories") if _names(results, kind)]
     return " and ".join(words).capitalize() or "Accuracy"
 
 
 def average_tiles(results: Results) -> list[Tile]:
-    """The averages of one model."""
-    found = []
+    """Return the averages as headline numbers, for a page of one model."""
+    tiles = []
     for _, result in results:
         for average, value in (result.get("averages") or {}).items():
-            found.append(Tile(average, *in_parts(written(_estimate(result, average, value)))))
-    return found
+            score, interval = in_parts(written(_estimate(result, average, value)))
+            tiles.append(Tile(average, score, interval))
+    return tiles
 
 
 def models_table(results: Results, links: Sequence[Mapping[str, str]]) -> Markup:
-    """A row for each model: its number and color in the pictures, averages, and its pages."""
+    """Return a row for each model: number and color in the charts, averages, links to its pages.
+
+    For a single model, return only the links.
+    """
     averages = _names(results, "averages")
-    columns = _scores(results, "averages", averages)
+    scores = _scores(results, "averages", averages)
     rows = []
     for i, (name, _) in enumerate(results):
-        to = links[i].items() if links else ()
-        anchor = Markup('<a href="{}">{}</a>')
-        pages = Markup(" · ").join(anchor.format(at, words) for words, at in to)
+        anchors = []
+        for words, url in links[i].items() if links else ():
+            anchors.append(Markup('<a href="{}">{}</a>').format(url, words))
+        pages = Markup(" · ").join(anchors)
         label = Markup('{}<b>{}</b> {} <span class="hint">{}</span>')
         first = label.format(part("swatch", i), i + 1, breakable(name), pages)
-        rows.append((first if len(results) > 1 else pages, *map(written, columns[i])))
+        rows.append((first if len(results) > 1 else pages, *map(written, scores[i])))
     if len(results) == 1:
         return Markup("<p>{}</p>").format(rows[0][0]) if rows[0][0] else Markup()
     head = ("model", *averages)
@@ -139,15 +150,19 @@ def models_table(results: Results, links: Sequence[Mapping[str, str]]) -> Markup
 
 
 def not_comparable(results: Results) -> Markup:
-    """Said once for each reason, with the tasks that it concerns."""
+    """Return the list of tasks that are not comparable between models, by reason."""
+    # tasks by reason
     reasons: dict[str, list[str]] = {}
-    asked = _tasks(results)
-    for (label, shots), entries in asked.items():
-        if differing := " and ".join(_differing(entries)):
+    all_tasks = _tasks(results)
+    for (label, shots), entries in all_tasks.items():
+        differing = " and ".join(_differing(entries))
+        if differing:
             reasons.setdefault(differing, []).append(f"{label}/{shots}-shot")
+
+    # a line for each reason
     lines = []
     for words, tasks in reasons.items():
-        which = "all tasks" if len(tasks) == len(asked) else _count(len(tasks), "task")
+        which = "all tasks" if len(tasks) == len(all_tasks) else _count(len(tasks), "task")
         lines.append(f"{words} differ between the models in {which}: {', '.join(tasks)}")
     if not lines:
         return Markup()
@@ -156,78 +171,92 @@ def not_comparable(results: Results) -> Markup:
 
 
 def score_charts(results: Results) -> Markup:
-    """Averages and categories as bars, tasks as dots beside chance."""
+    """Return the charts: averages and categories as bars, tasks as dots next to chance."""
+    # bars
     models = [name for name, _ in results]
     averages, categories = _names(results, "averages"), _names(results, "categories")
-    of_categories = _scores(results, "categories", categories)
-    of_averages = _scores(results, "averages", averages)
-    both = [[*a, *c] for a, c in zip(of_averages, of_categories, strict=True)]
+    average_scores = _scores(results, "averages", averages)
+    category_scores = _scores(results, "categories", categories)
+    both = [[*a, *c] for a, c in zip(average_scores, category_scores, strict=True)]
+
+    # dots
     tasks = []
     for (label, shots), entries in _tasks(results).items():
         first = next(entry for entry in entries if entry is not None)
-        accuracies = [_accuracy_of(e) if e else ShownScore(None) for e in entries]
+        accuracies = [_accuracy_of(entry) if entry else ShownScore(None) for entry in entries]
         name = f"{label}, {shots}-shot"
         tasks.append(TaskDots(name, first["chance"], first["majority"], accuracies))
-    drawn = [
+    figures = [
         bars("Averages and categories", [*averages, *categories], models, both),
         dots("Accuracy in each task", tasks, models),
     ]
-    return together(drawn, "charts apart")
+    return together(figures, "charts apart")
 
 
 def score_table(results: Results) -> Markup:
-    """Averages, then categories: a row each, a column for each model."""
+    """Return the table of averages and categories, with a column for each model."""
+    # names of tasks that are not comparable
+    differing = set()
+    for (task, shots), entries in _tasks(results).items():
+        if any(_differing(entries)):
+            differing.add(f"{task}/{shots}-shot")
+
+    # a row for each score; a score with such a task is marked
     rows = []
-    asked = _tasks(results).items()
-    apart = {f"{task}/{shots}-shot" for (task, shots), e in asked if any(_differing(e))}
     for key in ("averages", "categories"):
         names = _names(results, key)
-        columns = _scores(results, key, names)
+        scores = _scores(results, key, names)
         for i, name in enumerate(names):
             members = {task for _, result in results for task in _members(result, name)}
-            marked = _marked(name, apart=bool(members & apart))
-            rows.append((marked, *(written(column[i]) for column in columns)))
+            label = _marked(name, apart=bool(members & differing))
+            cells = [written(model_scores[i]) for model_scores in scores]
+            rows.append((label, *cells))
     head = ("", *_heads(results))
-    listed = table(head, rows, right=range(1, len(head)), is_wide=True)
-    return Markup("<p></p>") + listed if rows else Markup()
+    html = table(head, rows, right=range(1, len(head)), is_wide=True)
+    return Markup("<p></p>") + html if rows else Markup()
 
 
 def task_table(results: Results) -> Markup:
-    """A row for each task with its shots, a column for each model: first, as phones show few."""
+    """Return the table of tasks, with a column for each model.
+
+    The models come before the other columns, because phones show few columns.
+    """
     head = ("task", "shots", *_heads(results), "n", "chance", "majority")
-    rows = []
+    rows, accuracies = [], []
     for (label, shots), entries in _tasks(results).items():
         first = next(entry for entry in entries if entry is not None)
         cells = [_accuracy(entry, model) for model, entry in enumerate(entries)]
         baselines = (f"{100 * first['chance']:.1f}%", f"{100 * first['majority']:.1f}%")
-        marked = _marked(label, apart=any(_differing(entries)))
-        rows.append((marked, str(shots), *cells, _asked(first), *baselines))
-    estimates = [_accuracy_of(e) for found in _tasks(results).values() for e in found if e]
-    hint = f"Lines: chance (solid), majority class (dashed); whiskers: {whiskers_of(estimates)}."
-    listed = table(head, rows, right=(1, *range(len(head) - 3, len(head))), is_wide=True)
-    return listed + Markup(f'<p class="hint">{hint}</p>') if rows else Markup()
+        marked_label = _marked(label, apart=any(_differing(entries)))
+        rows.append((marked_label, str(shots), *cells, _question_count(first), *baselines))
+        accuracies += [_accuracy_of(entry) for entry in entries if entry]
+    hint = f"Lines: chance (solid), majority class (dashed); whiskers: {whiskers_of(accuracies)}."
+    html = table(head, rows, right=(1, *range(len(head) - 3, len(head))), is_wide=True)
+    return html + Markup(f'<p class="hint">{hint}</p>') if rows else Markup()
 
 
 def problem_list(results: Results) -> Markup:
-    """What a reader must know, model by model."""
+    """Return the problems of the evaluation, model by model."""
     parts = []
     for name, result in results:
-        if problems := result.get("problems"):
-            parts += [Markup("<p>{}</p>").format(name)] if len(results) > 1 else []
+        problems = result.get("problems")
+        if problems:
+            if len(results) > 1:
+                parts.append(Markup("<p>{}</p>").format(name))
             parts.append(part("listed", problems))
     return Markup().join(parts)
 
 
 def ways(results: Results) -> Markup:
-    """A row for each model that says how questions became its tokens."""
+    """Return a table with the prompt format and special tokens of each model."""
     rows = [(name, result["asked"]) for name, result in results if result.get("asked")]
-    if len(results) == 1:  # which the title names
+    if len(results) == 1:  # the title has the name of the model
         return Markup("<p>{}</p>").format(rows[0][1]) if rows else Markup()
     return table(("", "prompts and special tokens"), rows)
 
 
 def cost_table(results: Results) -> Markup:
-    """Tokens and time of each model, where they were measured."""
+    """Return a table with the tokens and the time of each model, where they were measured."""
     rows = []
     for name, result in results:
         cost = result.get("cost")
@@ -235,28 +264,38 @@ def cost_table(results: Results) -> Markup:
             computed, unshared = cost["tokens_computed"], cost["tokens_unshared"]
             unit = cost.get("unit", "tokens")
             ratio = f"{unshared / computed:.2f}" if computed and unit == "tokens" else "n/a"
-            seconds = duration(cost["seconds"])
-            known = short_count(computed) if computed else "not reported"
-            shown = short_count(unshared) + f" {unit}" * (unit != "tokens")
-            rows.append((name, known, shown, ratio, seconds))
+            computed_text = short_count(computed) if computed else "not reported"
+            unshared_text = short_count(unshared)
+            if unit != "tokens":
+                unshared_text += f" {unit}"
+            rows.append((name, computed_text, unshared_text, ratio, duration(cost["seconds"])))
     head = ("model", "tokens computed", "tokens unshared", "unshared over computed", "time")
-    if len(results) == 1:  # which the title names
+    if len(results) == 1:  # the title has the name of the model
         return table(head[1:], [row[1:] for row in rows], right=range(4))
     return table(head, rows, right=range(1, 5))
 
 
 def metric_tables(results: Results) -> Markup:
-    """Every metric of every task, and of the categories of its rows, folded."""
+    """Return folded tables with every metric of every task and of its categories of examples."""
     parts = []
-    head = ("", "metric", *(name for name, _ in results))
+    head = ("", "metric", *[name for name, _ in results])
     for (label, shots), entries in _tasks(results).items():
-        groups = {"": [entry or {} for entry in entries]}
-        for kind in dict.fromkeys(p for e in groups[""] for p in e.get("by_category", {})):
-            groups[kind] = [(e or {}).get("by_category", {}).get(kind, {}) for e in entries]
+        # results of each model for all examples (""), then for each category
+        groups: dict[str, list[Result]] = {"": [entry or {} for entry in entries]}
+        categories = dict.fromkeys(
+            category for entry in groups[""] for category in entry.get("by_category", {})
+        )
+        for category in categories:
+            groups[category] = [
+                entry.get("by_category", {}).get(category, {}) for entry in groups[""]
+            ]
+
+        # a row for each metric of a group
         rows = []
-        for kind, owners in groups.items():
-            for metric in dict.fromkeys(m for owner in owners for m in owner.get("metrics", {})):
-                rows.append((kind, metric, *(_metric(owner, metric) for owner in owners)))
+        for category, owners in groups.items():
+            metrics = dict.fromkeys(name for owner in owners for name in owner.get("metrics", {}))
+            for metric in metrics:
+                rows.append((category, metric, *[_metric(owner, metric) for owner in owners]))
         if rows:
             body = table(head, rows, right=range(2, len(head)))
             parts.append(part("folded", f"{label}/{shots}-shot", body))
@@ -264,40 +303,44 @@ def metric_tables(results: Results) -> Markup:
 
 
 def _tasks(results: Results) -> dict[tuple[str, int], list[Result | None]]:
-    """For each task with its shots the entry of every model; None where it has none."""
-    found: dict[tuple[str, int], list[Result | None]] = {}
+    """Return the entry of every model, or None, for each task label and number of shots."""
+    tasks: dict[tuple[str, int], list[Result | None]] = {}
     for model, (_, result) in enumerate(results):
         for task in result["tasks"]:
-            entries = found.setdefault((task["label"], task["num_fewshot"]), [None] * len(results))
+            key = (task["label"], task["num_fewshot"])
+            entries = tasks.setdefault(key, [None] * len(results))
             entries[model] = task
-    return found
+    return tasks
 
 
 def _names(results: Results, key: str) -> list[str]:
+    """Return the names of all averages or categories (`key`), in order of appearance."""
     return list(dict.fromkeys(name for _, result in results for name in result.get(key) or {}))
 
 
 def _scores(results: Results, key: str, names: Sequence[str]) -> list[list[ShownScore]]:
-    """Of every model the score of every name; (None, None) where it has none."""
-    return [
-        [_estimate(result, name, (result.get(key) or {}).get(name)) for name in names]
-        for _, result in results
-    ]
+    """Return the scores of each model with these names; their values are None where missing."""
+    scores = []
+    for _, result in results:
+        values = result.get(key) or {}
+        scores.append([_estimate(result, name, values.get(name)) for name in names])
+    return scores
 
 
 def _members(result: Result, name: str) -> list[str]:
-    """Names of the tasks behind a category or an average; none in results of older versions."""
+    """Return the tasks of a category or an average; empty for results of older versions."""
     return (result.get("members") or {}).get(name, [])
 
 
 def _estimate(result: Result, name: str, value: float | None) -> ShownScore:
-    """A category's or an average's; results of older versions have no intervals."""
-    known = [(result.get(key) or {}).get(name) for key in ("stderrs", "intervals")]
-    return ShownScore(value, *known)
+    """Return the score of a category or an average; older results have no intervals."""
+    stderr = (result.get("stderrs") or {}).get(name)
+    interval = (result.get("intervals") or {}).get(name)
+    return ShownScore(value, stderr, interval)
 
 
 def _accuracy_of(entry: Result) -> ShownScore:
-    """A task's."""
+    """Return the accuracy of a task as a score."""
     return ShownScore(entry["accuracy"], entry["stderr"], entry.get("interval"))
 
 
@@ -306,7 +349,7 @@ def _all_scores(result: Result) -> list[float | None]:
 
 
 def _accuracy(entry: Result | None, model: int) -> str:
-    """A model's cell, perhaps HTML."""
+    """Return the cell of a model in the task table: accuracy, bar and notes."""
     if entry is None:
         return "not asked"
     notes = ", ".join(_notes(entry))
@@ -314,28 +357,29 @@ def _accuracy(entry: Result | None, model: int) -> str:
     accuracy = _accuracy_of(entry)
     if accuracy.value is None:
         return Markup("n/a ") + hint
-    drawn = accuracy_bar(accuracy, chance=entry["chance"], majority=entry["majority"], model=model)
-    return percents(accuracy) + drawn + hint
+    bar = accuracy_bar(accuracy, chance=entry["chance"], majority=entry["majority"], model=model)
+    return percents(accuracy) + bar + hint
 
 
-def _asked(entry: Result) -> str:
+def _question_count(entry: Result) -> str:
     total = entry.get("rows_total") or entry["n"]
     return str(entry["n"]) if entry["n"] == total else f"{entry['n']} of {total}"
 
 
 def _differing(entries: Sequence[Result | None]) -> Iterator[str]:
-    """Why models' accuracies on a task do not compare."""
+    """Yield the reasons why the accuracies of models on a task are not comparable."""
     present = [entry for entry in entries if entry is not None]
     for key, words in _COMPARED.items():
-        found = {entry.get(key) for entry in present} - {None, ""}
-        if len({_SAME.get(value, value) for value in found}) > 1:
+        values = {entry.get(key) for entry in present} - {None, ""}
+        if len({_SAME.get(value, value) for value in values}) > 1:
             yield words
 
 
 def _notes(entry: Result) -> Iterator[str]:
-    """What to know of one model's accuracy on a task."""
+    """Yield notes about the accuracy of one model on a task."""
     for key, words in _COUNTED.items():
-        if n := entry.get(key):
+        n = entry.get(key)
+        if n:
             yield f"{n} {_plural(words, n)}"
     if entry["metric"].startswith("TeacherForced"):
         yield "not generated"
@@ -354,13 +398,13 @@ def _metric(owner: Result, name: str) -> str:
 
 
 def _heads(results: Results) -> list[str]:
-    """Columns' names, with the models' numbers in the pictures."""
+    """Return the column names of the models, with their numbers in the charts."""
     names = [name for name, _ in results]
     return names if len(names) == 1 else [f"{i + 1} {name}" for i, name in enumerate(names)]
 
 
 def _marked(name: str, *, apart: bool) -> str:
-    """A name, with the mark of what does not compare."""
+    """Return a name; `apart` adds the mark of scores that are not comparable."""
     mark = Markup(f' <span title="not comparable between the models">{_APART}</span>')
     return name + mark if apart else name
 

@@ -1,9 +1,9 @@
-"""report.html: a run on one page that needs nothing but itself.
+"""report.html: the report of a run in a single HTML file.
 
-The tracker writes it while the run goes, now and then, and at its end; `write_report` rewrites it
-at any time: it reads only the run's folder (metrics.jsonl, run.json, recipe.yaml, samples.jsonl,
-routing.jsonl, events.jsonl, eval/*.json), so a run that was killed has its report too. An open page
-of a run under way reloads itself and keeps its zoom (`templates/charts.js`).
+The tracker calls `write_report` from time to time during training and at the end. The report is
+made only from the save folder (metrics.jsonl, run.json, recipe.yaml, samples.jsonl, routing.jsonl,
+events.jsonl, eval/*.json), so that it can be written at any time, also for a killed run. An open
+page of a run that is training reloads itself and keeps its zoom (`templates/charts.js`).
 """
 
 from __future__ import annotations
@@ -63,16 +63,21 @@ Events = Sequence[Mapping[str, Any]]
 
 
 def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) -> Path:
-    """Write run_folder/report.html anew and return its path.
+    """Write run_folder/report.html and return its path.
 
-    `summary` (label → value, `status` among them) is added to the contents of run.json.
+    Args:
+        run_folder: save folder of the run.
+        summary: values by label, also `status`, that are added to the summary in run.json.
     """
+    # read the folder
     run = read_run_record(run_folder)
     result = {**run.get("summary", {}), **(summary or {})}
     status = str(result.pop("status", "running"))
     rows = metric_rows(run_folder)
     evaluations = read_evaluations(run_folder)
     events = list(read_events(run_folder))
+
+    # make the page; empty sections are omitted
     sections = [
         ("Before and after", before_and_after(changes(evaluations, rows))),
         ("Training", training_charts(rows, marks(events, rows))),
@@ -101,12 +106,12 @@ def write_report(run_folder: Path, *, summary: Mapping[str, Any] | None = None) 
 
 
 def tiles(rows: Rows, evaluations: list[dict[str, Any]], run: Mapping[str, Any]) -> list[Tile]:
-    """The numbers to read first.
+    """Return the headline numbers.
 
     Args:
-        rows: of metrics.jsonl.
-        evaluations: the gauntlet's results, oldest first.
-        run: run.json.
+        rows: rows of metrics.jsonl.
+        evaluations: results of the gauntlet, oldest first.
+        run: contents of run.json.
     """
     return [
         *_measured(rows),
@@ -118,11 +123,12 @@ def tiles(rows: Rows, evaluations: list[dict[str, Any]], run: Mapping[str, Any])
 
 
 def averages(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """Of a gauntlet's result; older ones have one, without a name."""
+    """Return the averages of a gauntlet result; old results have a single one without a name."""
     return result.get("averages") or {"average": result.get("average")}
 
 
 def _measured(rows: Rows) -> Iterator[Tile]:
+    """Yield the last losses and accuracies."""
     by_answer = _last(rows, EVAL_OBJECTIVE) is not None
     forms: list[tuple[str, str, Callable[[float], str]]] = [
         ("validation loss", EVAL_OBJECTIVE if by_answer else EVAL_LOSS, lambda v: f"{v:.4f}"),
@@ -138,23 +144,29 @@ def _measured(rows: Rows) -> Iterator[Tile]:
 
 
 def _averages(result: Mapping[str, Any]) -> Iterator[Tile]:
-    """Of the last evaluation only: an older average is not this model's."""
+    """Yield the averages of the last evaluation; older ones belong to earlier checkpoints."""
     if not result.get("categories"):
         return
     for name, value in averages(result).items():
-        known = [(result.get(key) or {}).get(name) for key in ("stderrs", "intervals")]
-        yield Tile(name.replace("_", " "), *in_parts(written(ShownScore(value, *known))))
+        stderr = (result.get("stderrs") or {}).get(name)
+        interval = (result.get("intervals") or {}).get(name)
+        score, uncertainty = in_parts(written(ShownScore(value, stderr, interval)))
+        yield Tile(name.replace("_", " "), score, uncertainty)
 
 
 def _length(rows: Rows) -> Iterator[Tile]:
-    """Tokens, duration and dates."""
+    """Yield tokens, duration and dates."""
     if not rows:
         return
     yield Tile("tokens", short_count(rows[-1][TOKEN]), f"{rows[-1][BATCH]:,} batches")
+
+    # duration
     training, evaluation = _last(rows, TRAINING), _last(rows, EVALUATION) or 0.0
     if training is not None:
         rest = f"{duration(evaluation)} of it evaluation" if evaluation >= 1 else ""
         yield Tile("duration", duration(training + evaluation), rest)
+
+    # dates: the run began before the first row was written
     walls = [row for row in rows if WALL in row]
     if walls:
         before = sum(walls[0].get(name, 0.0) for name in (TRAINING, EVALUATION))
@@ -166,26 +178,26 @@ def _length(rows: Rows) -> Iterator[Tile]:
 
 
 def _speed(rows: Rows) -> Iterator[Tile]:
-    speed, use, memory = (_finite(rows, name) for name in (SPEED_METRIC, MFU, MEMORY))
+    """Yield the medians of throughput and MFU, and the peak memory."""
+    speed, mfu, memory = _finite(rows, SPEED_METRIC), _finite(rows, MFU), _finite(rows, MEMORY)
     if speed:
         yield Tile("median tokens per second", short_count(median(speed)))
-    if use:
-        yield Tile("median MFU", percent(median(use)))
+    if mfu:
+        yield Tile("median MFU", percent(median(mfu)))
     if memory:
         yield Tile("peak memory", format_gib(max(memory)))
 
 
 def _hardware(run: Mapping[str, Any]) -> Iterator[Tile]:
-    """Accelerators by number and name, or the processor."""
+    """Yield number and name of the accelerators, or the processor."""
     device = str(dict(run.get("facts", [])).get("device", "")).split(",")[0]
-    name, cores = (
-        run.get("environment", {}).get("processor"),
-        run.get("environment", {}).get("cores"),
-    )
-    if device.endswith(" CPU") and name:
-        processes = device.split()[0]
-        many = f", {processes} processes" if processes != "1" else ""
-        yield Tile("hardware", name, f"{cores} cores{many}" if cores else many.strip(", "))
+    environment = run.get("environment", {})
+    processor, cores = environment.get("processor"), environment.get("cores")
+    if device.endswith(" CPU") and processor:
+        count = device.split()[0]
+        processes = f", {count} processes" if count != "1" else ""
+        detail = f"{cores} cores{processes}" if cores else processes.strip(", ")
+        yield Tile("hardware", processor, detail)
     elif device:
         yield Tile("hardware", device)
 
@@ -195,25 +207,34 @@ def _utc(seconds: float) -> datetime:
 
 
 def _finite(rows: Rows, name: str) -> list[float]:
+    """Return the finite values of a metric."""
     return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
 def _last(rows: Rows, name: str) -> float | None:
-    """The last value of a metric; None where it was never logged."""
-    return next((row[name] for row in reversed(rows) if is_number(row.get(name))), None)
+    """Return the last value of a metric; None if it was never logged."""
+    for row in reversed(rows):
+        if is_number(row.get(name)):
+            value: float = row[name]
+            return value
+    return None
 
 
 def marks(events: Events, rows: Sequence[Mapping[str, Any]]) -> Marks:
-    """A mark for each of the newest events that belong to a step, of the rows of metrics.jsonl."""
+    """Return chart marks for the newest events that have a step.
+
+    The position in tokens is estimated from the mean number of tokens per step.
+    """
     if not rows or not rows[-1][BATCH]:
         return []
-    tokens = rows[-1][TOKEN] / rows[-1][BATCH]
-    placed = [event for event in events if type(event.get("step")) is int]
-    return [(event["step"] * tokens, _sentence(event)) for event in placed[-_MOST_MARKS:]]
+    tokens_per_step = rows[-1][TOKEN] / rows[-1][BATCH]
+    step_events = [event for event in events if type(event.get("step")) is int]
+    newest = step_events[-_MOST_MARKS:]
+    return [(event["step"] * tokens_per_step, _sentence(event)) for event in newest]
 
 
 def event_table(events: Events) -> Markup:
-    """When, at which step, what was seen and what was done: the newest first."""
+    """Return the table of events, the newest first."""
     head = ("time (UTC)", "step", "event", "seen", "done")
     return table(head, [_row(event) for event in reversed(events[-_MOST_ROWS:])], right=(1,))
 
@@ -236,68 +257,82 @@ def _sentence(event: Mapping[str, Any]) -> str:
 
 
 def evaluation(rows: Rows, evaluations: list[dict[str, Any]]) -> Markup:
-    """Categories and tasks over tokens, then the last result in full."""
+    """Return the charts of categories and tasks, then the tables of the last result."""
     names = averages(evaluations[-1]) if evaluations else {}
     result = final_tables(evaluations[-1]) if evaluations else Markup()
     return gauntlet_charts(rows, list(names)) + result
 
 
 def final_tables(result: Mapping[str, Any]) -> Markup:
-    """Tasks with count, accuracy, standard error and chance; categories; what is missing."""
+    """Return the tables of a result: tasks, categories and averages, then its problems."""
     after = Markup('<p class="hint">after {} batches</p>').format(result[BATCH])
+
+    # tasks
     head = ("task", "shots", "n", "accuracy", "95% interval", "chance", "majority", "", "notes")
     tasks = table(head, [_task_row(task) for task in result["tasks"]], right=range(1, 7))
+
+    # categories and averages
     scores = list((result.get("categories") or {}).items())
-    scores += list(averages(result).items()) if scores else []
-    errors = result.get("stderrs") or {}
+    if scores:
+        scores += averages(result).items()
+    stderrs = result.get("stderrs") or {}
     intervals = result.get("intervals") or {}
-    rows = [
-        (n, *in_parts(written(ShownScore(s, errors.get(n), intervals.get(n))))) for n, s in scores
-    ]
+    rows = []
+    for name, value in scores:
+        score = ShownScore(value, stderrs.get(name), intervals.get(name))
+        rows.append((name, *in_parts(written(score))))
     categories = table(("category", "score", "95% interval"), rows, right=(1, 2))
+
     problems = result.get("problems")
-    listed = part("listed", problems) if problems else Markup()
-    return after + together([tasks, categories], "tables") + listed
+    problem_list = part("listed", problems) if problems else Markup()
+    return after + together([tasks, categories], "tables") + problem_list
 
 
 def samples(rows: Rows) -> Markup:
-    """What the model wrote, newest first; older ones folded."""
-    groups: dict[int, list[tuple[str | None, ...]]] = {}
+    """Return the generated texts, newest first; all but the newest are folded."""
+    # texts by step
+    texts_by_batch: dict[int, list[tuple[str | None, ...]]] = {}
     for row in rows:
         texts = [row["prompt"], row["text"], row.get("expected")]
-        shown = tuple(text if text is None else printable(text) for text in texts)
-        groups.setdefault(row[BATCH], []).append(shown)
-    newest = sorted(groups, reverse=True)
-    blocks = [
-        part("folded", f"after {batch} batches", part("samples", groups[batch]), is_open=i == 0)
-        for i, batch in enumerate(newest[:_MAX_SAMPLES])
-    ]
-    left = len(newest) - _MAX_SAMPLES
-    if left > 0:
-        blocks.append(Markup(f'<p class="hint">{left} earlier ones are in samples.jsonl.</p>'))
+        printable_texts = tuple(text if text is None else printable(text) for text in texts)
+        texts_by_batch.setdefault(row[BATCH], []).append(printable_texts)
+
+    # a block for each of the newest steps
+    batches = sorted(texts_by_batch, reverse=True)
+    blocks = []
+    for i, batch in enumerate(batches[:_MAX_SAMPLES]):
+        body = part("samples", texts_by_batch[batch])
+        blocks.append(part("folded", f"after {batch} batches", body, is_open=i == 0))
+    n_omitted = len(batches) - _MAX_SAMPLES
+    if n_omitted > 0:
+        blocks.append(Markup(f'<p class="hint">{n_omitted} earlier ones are in samples.jsonl.</p>'))
     return Markup().join(blocks)
 
 
 def results(found: Mapping[str, Any]) -> Markup:
-    """What the run ended with: in words, by group, folded; the metric's own name is the tooltip."""
+    """Return the final values of a run (`found`, by name).
+
+    Metrics have a title and are folded by group; their name is the tooltip.
+    """
     groups: dict[str, list[tuple[str, str]]] = {}
     plain = []
     for name, value in found.items():
-        known = title(name)
+        metric = title(name)
         if "/" not in name:
             plain.append((name, _text(value)))
             continue
-        label = Markup('<span title="{}">{}</span>').format(name, known.text)
-        groups.setdefault(known.group, []).append((label, _text(value)))
-    return pairs(plain) + Markup().join(
-        part("folded", group, table(("", ""), groups[group], right=(1,)), str(len(groups[group])))
-        for group in GROUPS
-        if group in groups
-    )
+        label = Markup('<span title="{}">{}</span>').format(name, metric.text)
+        groups.setdefault(metric.group, []).append((label, _text(value)))
+    html = pairs(plain)
+    for group in GROUPS:
+        if group in groups:
+            rows = groups[group]
+            html += part("folded", group, table(("", ""), rows, right=(1,)), str(len(rows)))
+    return html
 
 
 def recipe(path: Path) -> Markup:
-    """The recipe as it was saved, passwords hidden, folded."""
+    """Return the text of the saved recipe, passwords masked, folded."""
     if not path.exists():
         return Markup()
     text = Markup("<pre>{}</pre>").format(public(read_text(path)))
@@ -305,30 +340,36 @@ def recipe(path: Path) -> Markup:
 
 
 def is_drawn(name: str) -> bool:
-    """Whether the report needs a metric: of norms and loads, which are hundreds, those of all."""
+    """Return whether the report uses a metric.
+
+    Norms of single parameters and loads of single layers, of which there are hundreds, are ignored.
+    """
     if name.startswith("moe/layer_"):
         return False
     return not name.startswith("l2_norm/") or name.endswith("/global")
 
 
 def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
-    """The gauntlet's results, oldest first."""
+    """Return the results of the gauntlet in a save folder, oldest first."""
     results = [read_object(path) for path in sorted(run_folder.glob("eval/*.json"))]
-    return sorted((r for r in results if BATCH in r), key=lambda r: int(r[BATCH]))
+    of_run = [result for result in results if BATCH in result]
+    return sorted(of_run, key=lambda result: int(result[BATCH]))
 
 
 def metric_rows(run_folder: Path) -> Rows:
-    """What the report draws of metrics.jsonl."""
+    """Return the rows of metrics.jsonl with the metrics that the report uses."""
     return _read_rows(run_folder / "metrics.jsonl", is_drawn)
 
 
 def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:
     accuracy = ShownScore(task["accuracy"], task["stderr"], task.get("interval"))
     chance, majority = task["chance"], task["majority"]
-    is_known = accuracy.value is not None
-    drawn = accuracy_bar(accuracy, chance=chance, majority=majority) if is_known else ""
+    bar = ""
+    if accuracy.value is not None:
+        bar = accuracy_bar(accuracy, chance=chance, majority=majority)
     notes = [f"{key}: {task[key]}" for key in ("ties", "truncated") if task.get(key)]
-    notes += [f"failed: {task['failure']}"] if task.get("failure") else []
+    if task.get("failure"):
+        notes.append(f"failed: {task['failure']}")
     return (
         str(task["label"]),
         str(task["num_fewshot"]),
@@ -336,7 +377,7 @@ def _task_row(task: Mapping[str, Any]) -> tuple[str, ...]:
         *in_parts(percents(accuracy)),
         f"{100 * chance:.1f}%",
         f"{100 * majority:.1f}%",
-        drawn,
+        bar,
         ", ".join(notes),
     )
 
@@ -346,7 +387,7 @@ def _text(value: Any) -> str:
 
 
 def _reached(rows: Rows) -> str:
-    """How far the run came."""
+    """Return the progress of the run in words."""
     if not rows:
         return ""
     return f"{rows[-1][BATCH]:,} batches, {short_count(rows[-1][TOKEN])} tokens"

@@ -1,8 +1,8 @@
-"""What a scaling experiment says (scaling.json): its lines for people, and the page with pictures.
+"""Results of a scaling experiment (scaling.json): lines for the console, and a page with charts.
 
-`cli/commands/scaling.py` prints the lines and writes the page. The idea: loss against compute is
-seen on logarithmic axes alone, which the report's charts, over tokens from zero, have not; so these
-are pictures without a script, with the runs as dots that have their numbers under the pointer.
+`cli/commands/scaling.py` prints the lines of `told` and calls `write_scaling_page`. Loss against
+compute needs logarithmic axes, which the report's charts over tokens do not have. These charts are
+therefore separate: SVG without a script, with a dot and a tooltip for each run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import duration, number, percent, short_count
 from llmfoundry.loggers.pages.page import page, pairs, part, table, together
 
-_TICKS = 6  # labels of an axis at most
-_AXES = {"alpha": "sizes", "beta": "tokens"}  # what determines an exponent
+_TICKS = 6  # maximal number of labels of an axis
+_AXES = {"alpha": "sizes", "beta": "tokens"}  # the quantity that determines an exponent
 
 
 def told(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A line, with its label, for everything that the runs say."""
+    """Yield label and text of each result in scaling.json (`found`)."""
+    # laws, frontiers and predictions
     for family, fit in found["families"].items():
         law, ends = fit["law"], fit["intervals"]
         constants = ", ".join(f"{name} {_with(law[name], ends[name])}" for name in law)
@@ -46,26 +47,34 @@ def told(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f"{text} {test['measured']:.4f} measured: {100 * test['error']:+.2f} %",
             )
         yield from _prediction(fit.get("prediction", {}))
+
+    # diverged runs
     lost = [point["name"] for point in found["points"] if point["loss"] is None]
     if lost:
         yield (
             "left out",
             f"{', '.join(lost)}: no finite loss at the end; delete to run again",
         )
+
+    # comparison of families
     for gain in found["gains"]:
         text = f"{gain['family']} needs {_with(gain['gain'], gain['interval'])} times less compute"
         yield "gain", f"{text} than {gain['over']} for loss {gain['loss']:.3f}"
+
+    # trends of hyperparameters
     for trend in found["trends"]:
-        ended = sum(best["at_end"] for best in trend["best"])
+        n_at_end = sum(best["at_end"] for best in trend["best"])
         power = "too few for a trend"
         if "exponent" in trend:
             power = f"it grows as compute ** {trend['exponent']:.3f}"
-        ends_at = f", at {ended} of them outside what was swept"
-        text = f"best {trend['key']} at {len(trend['best'])} points{ends_at * bool(ended)}: {power}"
-        yield trend["family"] or "trend", text
+        text = f"best {trend['key']} at {len(trend['best'])} points"
+        if n_at_end:
+            text += f", at {n_at_end} of them outside what was swept"
+        yield trend["family"] or "trend", f"{text}: {power}"
 
 
 def _prediction(best: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the predicted best model for a compute budget."""
     if "undetermined" in best:
         yield "budget", f"nothing to predict: {best['undetermined']}"
     elif best:
@@ -81,7 +90,7 @@ def _prediction(best: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _with(value: float | None, ends: Sequence[float] | None) -> str:
-    """A number with its interval."""
+    """Return a number and its interval as text."""
     if value is None or not math.isfinite(value):
         return "undetermined"
 
@@ -93,7 +102,7 @@ def _with(value: float | None, ends: Sequence[float] | None) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """Dots and a line of one color; `dots` have the words that a pointer finds there."""
+    """Dots and a line of one color. A dot is (x, y, tooltip)."""
 
     label: str
     dots: Sequence[tuple[float, float, str]] = ()
@@ -103,49 +112,60 @@ class Series:
 
 
 def picture(title: str, hint: str, series: Sequence[Series]) -> Markup:
-    """A <figure> of series over logarithmic axes; empty without any."""
-    places = [place for one in series for place in [*((a, b) for a, b, _ in one.dots), *one.line]]
-    if not places:
+    """Return a <figure> of series over logarithmic axes; empty without points."""
+    # axes
+    points = []
+    for one in series:
+        points += [(a, b) for a, b, _ in one.dots]
+        points += one.line
+    if not points:
         return Markup()
-    x, y = (_Axis([place[i] for place in places]) for i in (0, 1))
-    drawn = [
-        {"label": one.label, "color": one.color, "dashed": one.dashed,
-         "dots": [(x.at(a), 100 - y.at(b), words) for a, b, words in one.dots],
-         "line": " ".join(f"{x.at(a):.2f},{100 - y.at(b):.2f}" for a, b in one.line)}
-        for one in series
-    ]  # fmt: skip
-    return part("scatter", title, hint, drawn, [(100 - at, t) for at, t in y.ticks()], x.ticks())
+    x, y = _Axis([a for a, _ in points]), _Axis([b for _, b in points])
+
+    # positions in percent, from the upper left corner
+    drawn_series = []
+    for one in series:
+        dots = [(x.at(a), 100 - y.at(b), words) for a, b, words in one.dots]
+        corners = [f"{x.at(a):.2f},{100 - y.at(b):.2f}" for a, b in one.line]
+        attributes = {"label": one.label, "color": one.color, "dashed": one.dashed}
+        drawn_series.append({**attributes, "dots": dots, "line": " ".join(corners)})
+    y_ticks = [(100 - at, text) for at, text in y.ticks()]
+    return part("scatter", title, hint, drawn_series, y_ticks, x.ticks())
 
 
 class _Axis:
-    """Percent of the width or height of a value, with a margin, and labels at round ones."""
+    """A logarithmic axis with a margin. Positions are in percent of its length."""
 
     def __init__(self, values: Iterable[float]) -> None:
-        shown = [math.log10(value) for value in values]
-        margin = 0.06 * (max(shown) - min(shown)) or 0.1
-        self.low, self.high = min(shown) - margin, max(shown) + margin
+        logarithms = [math.log10(value) for value in values]
+        margin = 0.06 * (max(logarithms) - min(logarithms)) or 0.1
+        self.low, self.high = min(logarithms) - margin, max(logarithms) + margin
 
     def at(self, value: float) -> float:
-        """Percent from the axis's beginning."""
+        """Return the position of a value, in percent from the start of the axis."""
         return 100 * (math.log10(value) - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and texts."""
+        """Return positions and texts of labels at round values."""
+        # more than a factor of 16: powers of ten
         if self.high - self.low > 1.2:
             step = max(1, math.ceil((self.high - self.low) / _TICKS))
             powers = range(math.floor(self.low), math.floor(self.high) + 1, step)
             digits = (1, 3) if self.high - self.low < 3 else (1,)
             ticks = [(self.at(d * 10.0**n), f"{d}e{n}") for n in powers for d in digits]
             return [(at, text) for at, text in ticks if 0 <= at <= 100]
+
+        # less: multiples of a round number, at most _TICKS of them
         low, high = 10**self.low, 10**self.high
-        step = 10 ** math.floor(math.log10(high - low))
-        step *= next(m for m in (0.2, 0.5, 1, 2, 5) if (high - low) / (m * step) <= _TICKS)
+        power = 10 ** math.floor(math.log10(high - low))
+        step = next(m * power for m in (0.2, 0.5, 1, 2, 5) if (high - low) / (m * power) <= _TICKS)
         values = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
         return [(self.at(v), short_count(v) if v >= 1e4 else number(v)) for v in values if v > 0]
 
 
 def write_scaling_page(path: Path, found: Mapping[str, Any]) -> None:
-    """Write the page of what scaling.json holds."""
+    """Write the page for the contents of scaling.json (`found`)."""
+    # charts
     points, families = found["points"], found["families"]
     hint = "FLOPs; line: the best sizes, dashed beyond the runs"
     pictures = [picture("Loss against compute", hint, [*_frontiers(points, families)])]
@@ -153,12 +173,14 @@ def write_scaling_page(path: Path, found: Mapping[str, Any]) -> None:
     for family, fit in families.items():
         title = f"Loss against size {family}".strip()
         pictures.append(picture(title, hint, [*_sizes(points, family, fit)]))
+
+    # page
     law = Markup('<p class="hint">L(N, D) = E + A / N^alpha + B / D^beta, nats a token</p>')
-    done = sum(point["loss"] is not None for point in points)
+    n_done = sum(point["loss"] is not None for point in points)
     html = page(
         title="Scaling experiment",
         status="finished",
-        reached=f"{done} runs; N counts {found['parameters'].replace('_', ' ')} parameters;"
+        reached=f"{n_done} runs; N counts {found['parameters'].replace('_', ' ')} parameters;"
         f" intervals are of {percent(found['interval'])}",
         tiles=[],
         sections=[
@@ -171,6 +193,7 @@ def write_scaling_page(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def _dot(point: Mapping[str, Any], x: str) -> tuple[float, float, str]:
+    """Return the dot of a run, with its value of key `x` on the x axis."""
     words = (
         f"{point['name']}\nN {short_count(point['parameters'])}, D {short_count(point['tokens'])},"
         f" {point['flops']:.3g} FLOPs\nloss {point['loss']:.4f}"
@@ -179,47 +202,57 @@ def _dot(point: Mapping[str, Any], x: str) -> tuple[float, float, str]:
 
 
 def _frontiers(points: Sequence[Any], families: Mapping[str, Any]) -> Iterator[Series]:
-    """Of each family its runs, what was held out, and its frontier."""
+    """Yield the runs of each family with its frontier, the extrapolation, and held-out runs."""
     for color, (family, fit) in enumerate(families.items()):
+        # runs and frontier; the frontier is solid up to the largest fitted run
         runs = [p for p in points if p["loss"] is not None and p["family"] == family]
-        most = max(p["flops"] for p in runs if p["name"] in fit["residuals"])
+        max_flops = max(p["flops"] for p in runs if p["name"] in fit["residuals"])
         line = [(one["flops"], one["loss"]) for one in fit["frontier"]]
-        near = [place for place in line if place[0] <= most * 1.01]
+        fitted = [(flops, loss) for flops, loss in line if flops <= max_flops * 1.01]
         dots = [_dot(p, "flops") for p in runs if not p["held_out"]]
-        held = [_dot(p, "flops") for p in runs if p["held_out"]]
-        yield Series(family or "runs", dots, near, 2 * color)
+        yield Series(family or "runs", dots, fitted, 2 * color)
+
+        # extrapolation, dashed, and held-out runs
         if line:
-            yield Series(f"{family} beyond".strip(), (), line[len(near) - 1 :], 2 * color, True)
-        if held:
-            yield Series(f"{family} held out".strip(), held, (), 2 * color + 1)
+            beyond = line[len(fitted) - 1 :]
+            yield Series(f"{family} beyond".strip(), (), beyond, 2 * color, True)
+        held_out = [_dot(p, "flops") for p in runs if p["held_out"]]
+        if held_out:
+            yield Series(f"{family} held out".strip(), held_out, (), 2 * color + 1)
 
 
 def _sizes(points: Sequence[Any], family: str, fit: Mapping[str, Any]) -> Iterator[Series]:
-    """Loss over size for each number of tokens or compute, with the law's curve through them."""
+    """Yield the runs for each number of tokens (or compute), with the losses of the fitted law."""
     groups: dict[float, list[Mapping[str, Any]]] = {}
     for point in sorted(points, key=lambda point: point["parameters"]):
         if point["family"] == family and point["name"] in fit["residuals"]:
             groups.setdefault(point["target"] or point["tokens"], []).append(point)
-    shown = [group for group in sorted(groups.items()) if len(group[1]) > 1][:10]
-    for color, (target, runs) in enumerate(shown):
-        curve = [
-            (p["parameters"], p["loss"] / (1 + fit["residuals"][p["name"]])) for p in runs
-        ]  # what the law says
+    several = [group for group in sorted(groups.items()) if len(group[1]) > 1][:10]
+    for color, (target, runs) in enumerate(several):
+        curve = []
+        for p in runs:
+            law_loss = p["loss"] / (1 + fit["residuals"][p["name"]])
+            curve.append((p["parameters"], law_loss))
         yield Series(short_count(target), [_dot(p, "parameters") for p in runs], curve, color)
 
 
 def run_table(points: Sequence[Mapping[str, Any]], families: Mapping[str, Any]) -> Markup:
-    """Every run."""
+    """Return a table of all runs."""
     rows = []
     for p in points:
-        off = families[p["family"]]["residuals"].get(p["name"])
+        residual = families[p["family"]]["residuals"].get(p["name"])
         rows.append(
-            (p["name"] + (" (held out)" if p["held_out"] else ""), short_count(p["parameters"]),
-             short_count(p["tokens"]), f"{p['tokens'] / p['parameters']:.3g}", f"{p['flops']:.3g}",
-             "" if p["lr"] is None or not p["width"] else f"{p['lr']:.3g}",
-             "not finite" if p["loss"] is None else f"{p['loss']:.4f}",
-             "" if off is None else f"{100 * off:+.2f}%",
-             duration(p["seconds"]) if p["seconds"] else "")
-        )  # fmt: skip
+            (
+                p["name"] + (" (held out)" if p["held_out"] else ""),
+                short_count(p["parameters"]),
+                short_count(p["tokens"]),
+                f"{p['tokens'] / p['parameters']:.3g}",
+                f"{p['flops']:.3g}",
+                "" if p["lr"] is None or not p["width"] else f"{p['lr']:.3g}",
+                "not finite" if p["loss"] is None else f"{p['loss']:.4f}",
+                "" if residual is None else f"{100 * residual:+.2f}%",
+                duration(p["seconds"]) if p["seconds"] else "",
+            )
+        )
     head = ("run", "N", "D", "D/N", "FLOPs", "lr", "loss", "over the law's", "time")
     return table(head, rows, right=range(1, 9), is_wide=True)

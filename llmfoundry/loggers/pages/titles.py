@@ -1,7 +1,7 @@
-"""What metrics are called in words, and which belong together.
+"""Titles and groups of metrics.
 
-The report asks for each metric that it shows; the raw name is the tooltip. A metric that no line
-knows keeps its name and stands in the last group.
+The report calls `title` for each metric; the metric name is the tooltip. A metric that matches no
+pattern keeps its name and belongs to the last group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPLITS = {"train": "training", "eval": "validation"}
 _LEARNT = {"grad": "gradient", "param": "weights", "moment": "first moment"}
 _SPLIT = r"(?P<split>train|eval)"
 
-# Pattern of the whole name, title ({groups} of the pattern, splits in words), group.
+# pattern of the full name, title with {groups} of the pattern, group of the report
 _TITLES = (
     (rf"loss/{_SPLIT}/total", "{split} loss", LOSS),
     (rf"loss/{_SPLIT}/loss", "{split} loss of the language model alone", LOSS),
@@ -62,7 +62,7 @@ _TITLES = (
     (r"icl/metrics/eval_gauntlet/(?P<name>.+)", "{name}", TASKS),
     (r"metrics/(?P<name>[^/]+)/(?P<n>\d+)-shot/(?P<what>.+)", "{name}, {n}-shot: {what}", TASKS),
 )
-# The last part of a task's metric.
+# pattern of the last part of a task's metric, title
 _OF_TASKS = (
     (r".*ExpectedCalibrationError", "calibration error, as LLM Foundry has it"),
     (r"expected_calibration_error", "calibration error"),
@@ -78,11 +78,11 @@ _OF_TASKS = (
 
 @dataclass(frozen=True)
 class Title:
-    """A metric in words.
+    """Title of a metric.
 
     Attributes:
-        text: what it is.
-        group: of GROUPS.
+        text: title.
+        group: name in GROUPS.
     """
 
     text: str
@@ -90,15 +90,16 @@ class Title:
 
 
 def title(name: str) -> Title:
-    """What a metric is called."""
+    """Return the title and the group of a metric."""
     for pattern, text, group in _TITLES:
-        found = re.fullmatch(pattern, name)
-        if found is not None:
-            return Title(text.format(**_words(found.groupdict())), group)
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return Title(text.format(**_words(match.groupdict())), group)
     return Title(name, OTHERS)
 
 
 def _words(parts: dict[str, str]) -> dict[str, str]:
+    """Replace the parts of a metric name, by group of the pattern, by words."""
     words = dict(parts)
     if "split" in words:
         words["split"] = _SPLITS[words["split"]]
@@ -106,6 +107,6 @@ def _words(parts: dict[str, str]) -> dict[str, str]:
         words["of"] = _LEARNT.get(words["of"], words["of"])
     if "what" in words:
         *category, metric = words["what"].split("/")
-        known = (text for pattern, text in _OF_TASKS if re.fullmatch(pattern, metric))
-        words["what"] = ", ".join([*category, next(known, metric)])
+        titles = [text for pattern, text in _OF_TASKS if re.fullmatch(pattern, metric)]
+        words["what"] = ", ".join([*category, titles[0] if titles else metric])
     return words
