@@ -70,7 +70,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     """What a call returns or raises; one that is late runs until the process ends.
 
     Raises:
-        Late: it took longer than `seconds`.
+        DeadlineExceeded: it took longer than `seconds`.
     """
     answers: list[T] = []
     failures: list[Exception] = []

@@ -100,7 +100,7 @@ class Drawer:
             if self._recipe.kv_cache:
                 self._engine = model.engine(slots=1, length=length)
             else:
-                rows = model.rows(slots=1, length=length, way="anew")
+                rows = model.slot_model(slots=1, length=length, way="anew")
                 self._engine = SlotEngine(rows, agree=first_process(model.device))
         return self._engine
 

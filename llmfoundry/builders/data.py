@@ -344,7 +344,7 @@ class _Opening:
             validation.append(
                 SupervisedHeldOut(store, packed.held_out, self._tokenizer, supervised)
             )
-        ratio = max(1, counts.learned_bytes) / max(1, counts.learned)
+        ratio = max(1, counts.loss_bytes) / max(1, counts.loss_tokens)
         stream = OrderedStream(rows, self._order(rows.sizes))
         return _Opened(stream, ratio, lines, validation, bad_lines(key, store.facts))
 

@@ -72,10 +72,10 @@ class LoadedModel:
         """Makes the context of a forward pass."""
         return build_autocast(self.precision, self.device)
 
-    def rows(self, *, slots: int, length: int, way: str | None = None) -> SlotModel:
+    def slot_model(self, *, slots: int, length: int, way: str | None = None) -> SlotModel:
         """What an engine computes with; it takes memory for slots x length tokens.
 
-        `way`: of HuggingFaceRows.
+        `way`: of `HuggingFaceSlots`.
         """
         if self.root is None:
             autocast = self.precision == "amp_bf16"
@@ -97,8 +97,10 @@ class LoadedModel:
         )
 
     def engine(self, *, slots: int, length: int) -> SlotEngine:
-        """What is asked; see `rows`."""
-        return SlotEngine(self.rows(slots=slots, length=length), agree=first_process(self.device))
+        """What is asked; see `slot_model`."""
+        return SlotEngine(
+            self.slot_model(slots=slots, length=length), agree=first_process(self.device)
+        )
 
 
 @dataclass(frozen=True)

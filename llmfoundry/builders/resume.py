@@ -67,7 +67,7 @@ def find_start(
 
     Raises:
         UserError: the folder holds a run that the recipe does not allow to resume.
-        GivenUp: it lacks the checkpoints that this run's supervisor knows to be saved.
+        NoRestart: it lacks the checkpoints that this run's supervisor knows to be saved.
     """
     limits, existing = on_rank0(world, resume_limits), on_rank0(world, run.checkpoints)
     _refuse_vanished(run, existing, limits)
@@ -108,7 +108,7 @@ def _refuse_vanished(run: Storage, existing: list[Path], limits: ResumeLimits) -
     """Raise where a run would silently do again what its supervisor knows to be saved.
 
     Raises:
-        GivenUp: the newest checkpoint is older than that, or there is none.
+        NoRestart: the newest checkpoint is older than that, or there is none.
     """
     newest = batch_of(existing[0]) if existing else -1
     if newest < limits.saved:

@@ -98,7 +98,7 @@ class MicrobatchLimit:
         """Exit this process, so that the run restarts with half the microbatch.
 
         Raises:
-            StartAgain: the new size is stored and the run can restart.
+            RestartNeeded: the new size is stored and the run can restart.
             UserError: the microbatch cannot be smaller, or the run's folder cannot be written.
         """
         reason = requested_memory(error)

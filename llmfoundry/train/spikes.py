@@ -352,7 +352,7 @@ class SpikeHandler:
 
         Raises:
             RollBack: the run must roll back.
-            GivenUp: the run must end.
+            NoRestart: the run must end.
         """
         for verdict in verdicts:
             decision, self.record = decide_spike(verdict, self.config, self.record)

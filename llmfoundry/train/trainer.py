@@ -250,7 +250,8 @@ class Trainer:
 
         Raises:
             UserError: a loss or a gradient was not finite. The weights are those before that step.
-            GivenUp: the recipe ends the run after a spike. The weights are those before that step.
+            NoRestart: the recipe ends the run after a spike. The weights are those before that
+                step.
         """
         is_cut_off = False
         try:
@@ -396,7 +397,7 @@ class Trainer:
         """Run the step. If a rank runs out of memory, all ranks repeat it with half the microbatch.
 
         Raises:
-            StartAgain: this layout cannot repeat a step; all processes must be restarted.
+            RestartNeeded: this layout cannot repeat a step; all processes must be restarted.
             UserError: the microbatch cannot be smaller, or the optimizer ran out of memory.
         """
         hooks = StepHooks(

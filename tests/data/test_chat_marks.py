@@ -382,7 +382,7 @@ def test_marks_must_have_the_end_of_each_turn():
 def test_what_a_template_leaves_out_is_noted():
     options = {stem: ExampleOptions(ours(FAMILIES[stem][1], template(stem)).chat)
                for stem in ("phi3", "qwen3", "glm4moe", "gptoss")}  # fmt: skip
-    found = {stem: [example_of(row, "chat", options[stem]).told for row in rows()]
+    found = {stem: [example_of(row, "chat", options[stem]).warnings for row in rows()]
              for stem in options}  # fmt: skip
     assert not any(found["qwen3"]) and not any(found["glm4moe"]) and not any(found["gptoss"][:-1])
     missing = {name for names in found["phi3"] for name in names}

@@ -81,7 +81,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The `object_pairs_hook` of JSON rows: `json` itself takes a key's last value in silence.
 
     Raises:
-        NotOfFormat: a key stands twice in an object, as pyarrow and `datasets` refuse it.
+        WrongFormatError: a key stands twice in an object, as pyarrow and `datasets` refuse it.
     """
     found = dict(pairs)
     if len(found) != len(pairs):

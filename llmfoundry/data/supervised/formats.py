@@ -59,14 +59,14 @@ class Example:
         contents: message contents of a rendered row.
         unread: keys of its messages that neither this module nor the template reads, as
             messages[].key.
-        told: warnings: parts that the template leaves out, and likely mistakes.
+        warnings: parts that the template leaves out, and likely mistakes.
     """
 
     documents: tuple[SegmentedText, ...]
     key: str
     contents: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Example:
@@ -100,7 +100,7 @@ def example_of(row: Mapping[str, Any], form: str, options: ExampleOptions) -> Ex
         warnings += [f"with {part}" for part in left_out(messages, tools, text)]
         if lacks_argument(messages, tools):
             warnings.append(LACKS_ARGUMENT)
-    return replace(example, unread=tuple(sorted(unread)), told=tuple(warnings))
+    return replace(example, unread=tuple(sorted(unread)), warnings=tuple(warnings))
 
 
 def _messages_in(row: Mapping[str, Any], name: str) -> Sequence[Any]:
@@ -272,7 +272,7 @@ def column_of(row: Mapping[str, Any], name: str) -> Any:
     """Return a column that the format requires.
 
     Raises:
-        NotOfFormat: the row lacks it.
+        WrongFormatError: the row lacks it.
     """
     if row.get(name) is None:
         no = f"no column {name!r}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
@@ -61,18 +61,25 @@ class PackOptions:
     key: str
 
 
-@dataclass
-class ExampleCounts:
-    """Statistics of the packed examples.
+_KEYS_OF_COUNTS = {
+    "loss_tokens": "learned",
+    "loss_bytes": "learned_bytes",
+    "truncated_loss_tokens": "lost",
+}
+"""Keys of counts.json that differ from the attribute."""
+
+
+class ExampleCounts(msgspec.Struct, rename=_KEYS_OF_COUNTS):
+    """Statistics of the packed examples, stored as counts.json.
 
     Attributes:
         rows: number of training sequences.
         examples: number of examples in them.
         tokens: number of tokens in them, without padding.
-        learned: number of these tokens that are in the loss.
-        learned_bytes: UTF-8 bytes of the tokens in the loss.
+        loss_tokens: number of these tokens that are in the loss.
+        loss_bytes: UTF-8 bytes of the tokens in the loss.
         held_out: number of held-out examples.
-        lost: number of tokens in the loss that were truncated.
+        truncated_loss_tokens: number of tokens in the loss that were truncated.
         changed: number of examples that were dropped, truncated or repeated, by reason.
         first: location of the first example for each reason.
     """
@@ -80,12 +87,12 @@ class ExampleCounts:
     rows: int = 0
     examples: int = 0
     tokens: int = 0
-    learned: int = 0
-    learned_bytes: int = 0
+    loss_tokens: int = 0
+    loss_bytes: int = 0
     held_out: int = 0
-    lost: int = 0
-    changed: dict[str, int] = field(default_factory=dict)
-    first: dict[str, str] = field(default_factory=dict)
+    truncated_loss_tokens: int = 0
+    changed: dict[str, int] = {}
+    first: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ def _build(
     train = np.setdiff1d(numbers, held_out, assume_unique=True)
     if not len(train):
         raise UserError(f"{options.key}: no row is left to train on; {_reasons(counts)}")
-    counts.lost = int(lost[np.repeat(kept, n)].sum())
+    counts.truncated_loss_tokens = int(lost[np.repeat(kept, n)].sum())
 
     # pack the training examples in their order
     if options.shuffle:
@@ -241,11 +248,11 @@ def _build(
     in_train[train] = True
     documents = np.repeat(in_train, n)
     counts.rows, counts.examples, counts.held_out = len(ends), len(train), len(held_out)
-    counts.tokens, counts.learned = int(cut[documents].sum()), int(learned[documents].sum())
-    counts.learned_bytes = int(n_bytes[documents].sum())
+    counts.tokens, counts.loss_tokens = int(cut[documents].sum()), int(learned[documents].sum())
+    counts.loss_bytes = int(n_bytes[documents].sum())
     for name, array in zip(_ARRAYS, (train[members], ends, held_out), strict=True):
         np.save(folder / f"{name}.npy", array)
-    write_json(folder / "counts.json", asdict(counts))
+    write_json(folder / "counts.json", msgspec.to_builtins(counts))
 
 
 def _note(counts: ExampleCounts, store: ExampleStore, what: str, examples: np.ndarray) -> None:
@@ -378,10 +385,10 @@ def packing_summary(
     """Return lines to log: counts, and which examples were dropped or changed."""
     counts, rows = packed.counts, packed.counts.rows
     padding = 1 - counts.tokens / (rows * options.seq_len)
+    share = counts.loss_tokens / max(1, counts.tokens)
     lines = [
         f"{key}: {_rows(counts.examples)} of {facts.format}, {counts.tokens:,} tokens,"
-        f" {counts.learned:,} learned ({counts.learned / max(1, counts.tokens):.1%}); held out:"
-        f" {_rows(counts.held_out)}",
+        f" {counts.loss_tokens:,} learned ({share:.1%}); held out: {_rows(counts.held_out)}",
         f"{key}: packed into {_rows(rows)} of {options.seq_len:,} tokens, {padding:.2%} padding"
         if options.supervised.packing == "best_fit"
         else f"{key}: each padded to {options.seq_len:,} tokens, {padding:.1%} padding",
@@ -389,7 +396,11 @@ def packing_summary(
     dropped = {NOTHING: "dropped", TOO_LONG: "dropped", TRUNCATED: f"to {options.seq_len:,} tokens"}
     dropped[REPEATS] = "dropped" if options.supervised.drop_duplicates else "kept"
     for what, count in counts.changed.items():
-        more = f", {counts.lost:,} learned tokens cut off" if what == TRUNCATED else ""
+        more = (
+            f", {counts.truncated_loss_tokens:,} learned tokens cut off"
+            if what == TRUNCATED
+            else ""
+        )
         lines.append(_line(key, count, what, dropped[what] + more, counts.first[what]))
     for what, count in facts.dropped.items():
         lines.append(_line(key, count, what, "dropped", facts.first[what]))

@@ -274,7 +274,7 @@ class _Work:
         if isinstance(outcome, Example):
             if any(self._special.search(text) for text in outcome.contents):
                 facts.note(facts.told, SPELLED, str(where))
-            for warning in outcome.told:
+            for warning in outcome.warnings:
                 facts.note(facts.told, warning, str(where))
             self.reader.note_unread(outcome.unread)
             return outcome

@@ -157,7 +157,7 @@ def harness_questions(
         # tokens of question and answer, for every option
         texts = type_of(task).write(rows[i], task, reasoned)
         firsts: list[tuple[int, ...]] = []  # tokens before each context
-        pairs = []
+        pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # context and answer
         for joint in joints:
             has_prefix = bool(prefix_text) and joint.text.startswith(prefix_text)
             firsts.append(() if has_prefix else special.before)
