@@ -1,8 +1,8 @@
-"""Readings, stacks and flight recorders of the processes of this machine, from outside.
+"""Read the state, stacks and flight recorders of this machine's ranks from outside.
 
-`monitor.py` calls it. A process that hangs answers nothing, so all of it comes from elsewhere: its
-heartbeat's file, the system's process state, a signal at which Python's faulthandler writes stacks
-without the interpreter's help, and py-spy if installed, which reads a stopped process too.
+Used by `monitor.py`. A hung process does not answer requests. The sources are therefore its
+heartbeat file, the process state of the operating system, a signal at which Python's faulthandler
+writes the stacks without the interpreter, and py-spy (if installed) for stopped processes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from llmfoundry.telemetry import FLIGHT, STACKS, read_heartbeats, stacks_path
 _STACK_SECONDS, _SPY_SECONDS = 2.0, 10.0
 _OVER = ("dead", "zombie", "gone")
 PIPE = "ask-"
-"""Before the rank, in the name of the pipe that has a flight recorder written."""
+"""Prefix of the pipe that triggers a dump of the flight recorder; the rank follows."""
 RECORDERS = "llmfoundry-recorder-"
-"""How the temporary folders of flight recorders begin."""
+"""Prefix of the temporary folders of flight recorders."""
 
 
 class LocalRanks:
-    """The processes of a run on this machine."""
+    """Ranks of a run on this machine, identified by their heartbeats."""
 
     def __init__(self, folder: Path, node: str) -> None:
-        """Those with a heartbeat in a folder."""
+        """Create the reader of the heartbeats in `folder`; `node` is the name of this machine."""
         self._folder, self._node = folder, node
         self._known: dict[int, psutil.Process] = {}
         self.recorders: dict[int, Path] = {}
         self._stopped_at: dict[int, float] = {}
-        self._asked: set[int] = set()  # ranks whose recorders were written for the stacks
+        self._dumped: set[int] = set()  # ranks whose recorder was dumped with the stacks
 
     def read(self) -> list[RankReading]:
-        """A reading of each process with a heartbeat, which one that has ended well removes."""
+        """Return a reading of each rank with a heartbeat. A rank removes it at a normal end."""
         now, readings = time.monotonic(), []
         for beat in read_heartbeats(self._folder):
-            rank, state = int(beat["rank"]), self._state(int(beat["rank"]), int(beat["pid"]))
+            rank = int(beat["rank"])
+            state = self._state(rank, int(beat["pid"]))
             if state not in STOPPED:
                 self._stopped_at.pop(rank, None)
             if beat.get("recorder"):
@@ -65,6 +66,7 @@ class LocalRanks:
         return readings
 
     def _state(self, rank: int, pid: int) -> str:
+        """Return the operating system's state of a process; "gone": it has ended."""
         try:
             known = self._known.get(rank)
             if known is None or known.pid != pid:
@@ -74,27 +76,33 @@ class LocalRanks:
             return "gone"
 
     def pids(self) -> dict[int, int]:
-        """The processes that are still there, by rank."""
+        """Return the ids of existing processes, by rank."""
         return {r: p.pid for r, p in self._known.items() if self._state(r, p.pid) != "gone"}
 
     def any_left(self) -> bool:
-        """Whether one of them is alive; the parent of a dead one may wait for the monitor."""
+        """Return whether any rank is alive.
+
+        Zombies do not count, because their parent may be waiting for the monitor to end.
+        """
         return any(self._state(r, pid) not in _OVER for r, pid in self.pids().items())
 
     def kill(self, ranks: set[int]) -> None:
-        """End these at once; a stopped process too."""
+        """Kill ranks, including stopped processes."""
         for rank in ranks & self.pids().keys():
-            with suppress(psutil.Error):  # knows a process by its start too, not by its id alone
+            with suppress(psutil.Error):  # psutil compares the start time: ids are reused
                 self._known[rank].kill()
 
     def stacks(self, target: Path, *, wake: bool) -> dict[int, bool | None]:
-        """Write stacks and the system's facts of each process to the new folder `target`.
+        """Write the stacks and process information of each rank to the new folder `target`.
 
-        `wake`: continue stopped processes for that, as they are to be ended anyway.
+        Args:
+            target: folder for the files.
+            wake: continue stopped processes, so that they can write their stacks.
 
         Returns:
-            Of each rank whether its main thread is in PyTorch; None: it gave no stack.
+            Whether the main thread of each rank is in PyTorch; None: no stack was written.
         """
+        # signal all ranks, and trigger their flight recorders
         target.mkdir(parents=True, exist_ok=True)
         pids, waits = self.pids(), dict[int, bool | None]()
         facts = {rank: self._facts(rank, pid) for rank, pid in pids.items()}
@@ -106,29 +114,34 @@ class LocalRanks:
                     os.kill(pid, signal.SIGCONT)
         for rank in pids.keys() & self.recorders.keys():
             _dump_recorder(self.recorders[rank] / f"{PIPE}{rank}.pipe")
-            self._asked.add(rank)
+            self._dumped.add(rank)
         time.sleep(_STACK_SECONDS)
+
+        # store what was written since the signal
         for rank, pid in pids.items():
-            own = stacks_path(self._folder, rank).read_bytes()[before[rank] :].decode()
-            waits[rank] = waits_in_torch(own)
-            parts = [facts[rank], own or "no answer to the signal for stacks"]
-            parts += [_spy(pid)] if not own else []
+            stack = stacks_path(self._folder, rank).read_bytes()[before[rank] :].decode()
+            waits[rank] = waits_in_torch(stack)
+            parts = [facts[rank], stack or "no answer to the signal for stacks"]
+            parts += [_spy(pid)] if not stack else []
             (target / f"rank-{rank}.txt").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         for rank, folder in self.recorders.items():
-            with suppress(OSError):  # it did not answer, or has nothing
+            with suppress(OSError):  # the recorder wrote nothing
                 shutil.copy(folder / f"{FLIGHT}{rank}", target)
         return waits
 
     def timed_out(self, target: Path) -> list[int]:
-        """Copy what NCCL wrote unasked, of a collective that timed out, to the new folder `target`.
+        """Copy the flight recorders that NCCL dumped after a timeout of a collective.
+
+        Args:
+            target: new folder; only created if there are dumps.
 
         Returns:
-            The ranks whose recorders they are.
+            The ranks of the recorders.
         """
         written = {
             rank: folder / f"{FLIGHT}{rank}"
             for rank, folder in self.recorders.items()
-            if rank not in self._asked and (folder / f"{FLIGHT}{rank}").exists()
+            if rank not in self._dumped and (folder / f"{FLIGHT}{rank}").exists()
         }
         if written:
             target.mkdir(parents=True, exist_ok=True)
@@ -137,9 +150,9 @@ class LocalRanks:
         return sorted(written)
 
     def _facts(self, rank: int, pid: int) -> str:
-        """The system's facts of a process."""
+        """Return the operating system's information about a process."""
         lines = [f"rank {rank}, process {pid} on {self._node}: {self._state(rank, pid)}"]
-        for name in ("wchan", "stack"):  # the second is for root alone
+        for name in ("wchan", "stack"):  # only root can read `stack`
             with suppress(OSError):
                 lines.append(f"{name}: {Path(f'/proc/{pid}/{name}').read_text().strip()}")
         with suppress(psutil.Error):
@@ -156,7 +169,7 @@ def _size(path: Path) -> int:
 
 
 def _spy(pid: int) -> str:
-    """py-spy's view of a process that answers no signal."""
+    """Return the stacks that py-spy reads from a process that does not react to signals."""
     program = shutil.which("py-spy")
     if program is None:
         return "py-spy, which reads the stack of a stopped process too, is not installed"
@@ -169,8 +182,8 @@ def _spy(pid: int) -> str:
 
 
 def _dump_recorder(pipe: Path) -> None:
-    """Have a flight recorder written: a thread of PyTorch's NCCL backend reads a pipe for that."""
-    with suppress(OSError):  # nobody reads it
+    """Trigger a dump of a flight recorder, through the pipe that PyTorch's NCCL backend reads."""
+    with suppress(OSError):  # the pipe has no reader
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(descriptor, b"1\n")

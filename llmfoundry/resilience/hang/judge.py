@@ -1,9 +1,9 @@
-"""Which rank hangs: pure functions of the readings of each process, called by the monitor's hub.
+"""Detect hung ranks: pure functions of the readings of all ranks, called by the monitor's hub.
 
-All processes of a run take part in the same steps, so a process that hangs soon stops all others.
-The idea: the run is stuck only if nobody has moved; then whoever is behind the others in (step,
-phase) is who they wait for, and the limit of its phase decides. A process that waits in `step` for
-one whose data is late is not hung, however long it waits.
+All ranks take part in the same steps, so a hung rank soon stops all others. A run is stuck if no
+rank makes progress. The ranks with the lowest (step, phase) are then those that the others wait
+for, and the timeout of their phase applies. A rank that waits in `step` for a rank whose data is
+late is not hung.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from dataclasses import dataclass, field, replace
 from llmfoundry.recipe.resilience import ResolvedHangConfig
 from llmfoundry.telemetry import LEARNED, PHASES
 
-_FACTOR = 5.0  # times the longest step, as in NVIDIA's resiliency extension
-_LEAST, _LEAST_COMPILED = 30.0, 300.0  # seconds; a compiled block may be recompiled
+_FACTOR = 5.0  # timeout in longest steps, as in NVIDIA's resiliency extension
+_LEAST, _LEAST_COMPILED = 30.0, 300.0  # minimum timeout in seconds; blocks may be recompiled
 STOPPED = ("stopped", "tracing-stop", "dead", "zombie", "gone")
-"""States in which a process cannot continue by itself."""
-_NAMED = 8  # ranks in a line
+"""Process states in which a process cannot continue by itself."""
+_NAMED = 8  # maximum number of ranks in a message
 
 
 @dataclass(frozen=True)
 class RankReading:
-    """The state of one process.
+    """State of one rank.
 
     Attributes:
-        rank: among all.
-        node: its machine.
-        step: the current step (from 1).
+        rank: global rank.
+        node: name of its machine.
+        step: current step (from 1).
         phase: one of PHASES.
-        age: seconds since it entered the phase.
-        state: the system's: running, sleeping, disk-sleep, stopped, zombie, gone ...
-        stopped_for: seconds in a state of STOPPED; else 0.
-        longest: seconds of the longest of its last steps, by phase; empty in its first ones.
-        callback: that it has called and that has not returned; empty: none.
-        waits: whether its stack ends in PyTorch, as if it waits for others; None: unknown.
+        age: seconds since the rank entered the phase.
+        state: process state: running, sleeping, disk-sleep, stopped, zombie, gone ...
+        stopped_for: seconds in a state of STOPPED; otherwise 0.
+        longest: longest recent seconds by phase; empty in the first steps.
+        callback: callback that has not returned; empty: none.
+        waits: whether the stack ends in PyTorch, as in a wait for other ranks; None: not known.
     """
 
     rank: int
@@ -52,22 +52,23 @@ class RankReading:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Grows as a process moves."""
+        """(step, index of the phase), which increases as the rank makes progress."""
         return self.step, PHASES.index(self.phase)
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """`culprits` hang; all processes, where those that hang cannot be distinguished.
+    """Ranks that hang, or that other ranks wait for.
 
     Attributes:
-        culprits: their ranks.
-        step: the current step.
-        phase: in which they are.
-        seconds: for how long.
-        why: how they were found.
-        callback: in which they are; empty: in none.
-        is_final: False: the others wait for them, within the limits.
+        culprits: hung ranks; all ranks if the hung ones cannot be distinguished.
+        nodes: their machines.
+        step: their current step.
+        phase: their phase.
+        seconds: time in this phase.
+        why: reason for the verdict.
+        callback: their callback; empty: none.
+        is_final: False: the other ranks wait for them, but no timeout has passed.
     """
 
     culprits: tuple[int, ...]
@@ -80,7 +81,7 @@ class HangVerdict:
     is_final: bool = True
 
     def line(self) -> str:
-        """For people."""
+        """Return a description of one line."""
         several = len(self.culprits) > 1
         shown = ", ".join(map(str, self.culprits[:_NAMED]))
         shown += f" and {len(self.culprits) - _NAMED} more" if len(self.culprits) > _NAMED else ""
@@ -94,30 +95,44 @@ class HangVerdict:
 def judge(
     readings: Sequence[RankReading], config: ResolvedHangConfig, *, is_compiled: bool = False
 ) -> HangVerdict | None:
-    """Who hangs, if the run is stuck for too long; who is behind, after `notice_seconds`.
+    """Return the hung ranks if the run is stuck, or the ranks that others have long waited for.
 
-    `readings`: of every process that still runs; `config`: filled; `is_compiled`: whether steps may
-    compile once more.
+    Args:
+        readings: of all running ranks.
+        config: of the recipe.
+        is_compiled: whether steps may be recompiled.
+
+    Returns:
+        A final verdict after the timeout, one that is not final after `notice_seconds`, or None.
     """
     if not readings:
         return None
+
+    # stopped or dead processes
     stopped = [r for r in readings if r.stopped_for > config.stopped_seconds]
     if stopped:
         states = " and ".join(sorted({r.state for r in stopped}))
         return _verdict(stopped, f"process state: {states}")
-    still = min(r.age for r in readings)  # nobody has moved for so long
-    behind = min(r.position for r in readings)
-    last = [r for r in readings if r.position == behind]
+
+    # ranks with the lowest (step, phase), and the timeout of their phase
+    idle_seconds = min(r.age for r in readings)  # time without progress of any rank
+    lowest = min(r.position for r in readings)
+    last = [r for r in readings if r.position == lowest]
     steps = [sum(r.longest.values()) for r in readings if r.longest]
-    longest, alone = max(steps, default=None), len(last) < len(readings)
+    longest = max(steps, default=None)
+    others_wait = len(last) < len(readings)
     limit = max(_limit(r, longest, config, is_compiled) for r in last)
-    if min(r.age for r in last) > limit and still > min(limit, config.stopped_seconds):
-        halted = [r for r in last if r.stopped_for > 0]  # not yet for long, but it explains all
+
+    # hung
+    if min(r.age for r in last) > limit and idle_seconds > min(limit, config.stopped_seconds):
+        halted = [r for r in last if r.stopped_for > 0]  # stopped recently, which explains the hang
         if halted:
             return _verdict(halted, f"process state: {halted[0].state}")
-        why = "all others wait for it" if alone else "all processes are in this phase"
+        why = "all others wait for it" if others_wait else "all processes are in this phase"
         return _verdict(last, why)
-    if alone and still > config.notice_seconds:
+
+    # only late
+    if others_wait and idle_seconds > config.notice_seconds:
         return _verdict(last, "they are in a later phase", is_final=False)
     return None
 
@@ -125,9 +140,13 @@ def judge(
 def _limit(
     reading: RankReading, longest: float | None, config: ResolvedHangConfig, is_compiled: bool
 ) -> float:
-    """Seconds for a callback, in whichever phase, or a phase.
+    """Return the timeout in seconds of a rank's callback, or of its phase if it is in none.
 
-    `longest`: of the longest recent step of any process, if known.
+    Args:
+        reading: of the rank.
+        longest: seconds of the longest recent step of any rank; None: not known.
+        config: of the recipe.
+        is_compiled: whether steps may be recompiled.
     """
     if reading.phase in LEARNED and not reading.callback:
         if config.step_seconds is not None:
@@ -146,17 +165,17 @@ def _limit(
 
 
 def refine(verdict: HangVerdict, readings: Sequence[RankReading]) -> HangVerdict:
-    """The verdict with stacks known: in one phase, those hang that do not wait in PyTorch."""
-    named = [r for r in readings if r.rank in verdict.culprits]
-    blamed = [r for r in named if r.waits is False]
-    if not 0 < len(blamed) < len(named):
+    """Return the verdict, narrowed by stacks: hung ranks are those that do not wait in PyTorch."""
+    suspects = [r for r in readings if r.rank in verdict.culprits]
+    hung = [r for r in suspects if r.waits is False]
+    if not 0 < len(hung) < len(suspects):
         return verdict
     return replace(
         verdict,
-        culprits=tuple(sorted(r.rank for r in blamed)),
-        nodes=tuple(sorted({r.node for r in blamed})),
+        culprits=tuple(sorted(r.rank for r in hung)),
+        nodes=tuple(sorted({r.node for r in hung})),
         why="the others wait in PyTorch, which is not where its stack ends",
-        callback=_callback(blamed),
+        callback=_callback(hung),
     )
 
 
@@ -175,14 +194,14 @@ def _verdict(readings: Sequence[RankReading], why: str, *, is_final: bool = True
 
 
 def _callback(readings: Sequence[RankReading]) -> str:
-    """The first one that any of them is in."""
+    """Return the first callback that a rank is in; empty: none."""
     return next((r.callback for r in readings if r.callback), "")
 
 
 def waits_in_torch(stacks: str) -> bool | None:
-    """Whether faulthandler's stacks of a process show its main thread in PyTorch.
+    """Return whether the main thread is in PyTorch, from faulthandler's stacks; None: no stacks.
 
-    None: there are none. Threads are listed the newest first, so the main one is the last.
+    Threads are listed newest first, so the main thread is the last.
     """
     threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", f"\n{stacks}")
     frames = re.findall(r'File "([^"]+)", line \d+', threads[-1])

@@ -1,14 +1,14 @@
-"""The hang monitor of a machine: a process that watches its ranks, keeps stacks, and ends them.
+"""Hang monitor of a machine: a process that watches the ranks, saves stacks, and kills hung ranks.
 
     python -m llmfoundry.resilience.hang.monitor '{"heartbeats": "/dev/shm/…", "node": "n1", …}'
 
-`start_monitor.py` starts it. It is no thread of a rank, which a stuck call may keep from running,
-and it imports no PyTorch. It ends when the processes that it watches have ended.
+Started by `start_monitor.py`. It is a process and not a thread, because a blocked call can stop all
+threads of a rank. It does not import PyTorch, and ends when its ranks have ended.
 
-The monitor on rank 0's machine has the hub: each monitor sends its readings there and gets an order
-back: watch, collect (keep stacks), end (a rank hangs: end yours). The idea: a machine by itself
-cannot tell who is behind, as the process that its own wait for may be elsewhere; a machine that
-sends nothing any more is judged by its last readings, which grow old.
+The monitor on rank 0's machine has the hub, because the rank that others wait for may be on any
+machine. Each monitor sends its readings to the hub and receives an order: watch, collect (save the
+stacks) or end (kill the ranks). A machine that no longer sends readings is judged by its last
+readings, whose age increases.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from llmfoundry.resilience.hang.judge import HangVerdict, RankReading, judge, re
 from llmfoundry.telemetry import READER
 
 FOLDER = "hangs"
-"""Below a run's folder: the stacks of those that hung."""
+"""Subfolder of a run's folder for stacks of hung runs."""
 WATCH, COLLECT, END = "watch", "collect", "end"
 _POLL_SECONDS = 0.25
-_GRACE_SECONDS = 6.0  # in which the others report whom they have lost
-_COLLECT_SECONDS = 15.0  # for the stacks of all machines
-_ANSWER_SECONDS = 10.0  # for the hub's answer
+_GRACE_SECONDS = 6.0  # time for other ranks to report the loss of the killed ranks
+_COLLECT_SECONDS = 15.0  # limit for the stacks of all machines
+_ANSWER_SECONDS = 10.0  # timeout of a request to the hub
 _SILENCE_SECONDS = 60.0  # after which the hub closes a connection
 _MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class MonitorSettings:
-    """What a monitor is started with.
+    """Settings of a monitor.
 
     Attributes:
-        heartbeats: the folder of this machine's heartbeats.
-        run_folder: the run's.
-        node: the name of this machine.
-        ranks: processes of the whole run.
-        config: fields of the recipe's section, filled.
-        is_compiled: whether steps may compile once more.
-        messages: the folder below `hangs` for what NCCL has recorded when it times out.
-        hub: the address of the hub; empty: it is here.
-        listen: the host of this machine at which the hub listens; empty: there is no other machine.
+        heartbeats: folder of this machine's heartbeats.
+        run_folder: folder of the run.
+        node: name of this machine.
+        ranks: number of ranks of the run.
+        config: fields of the recipe's section, resolved.
+        is_compiled: whether steps may be recompiled.
+        messages: subfolder of `hangs` for flight recorders after a timeout of a collective.
+        hub: address of the hub; empty: this monitor has the hub.
+        listen: host name at which the hub listens; empty: there is no other machine.
     """
 
     heartbeats: str
@@ -73,7 +73,13 @@ class MonitorSettings:
 
 @dataclass(frozen=True)
 class HubOrder:
-    """What a monitor is to do: WATCH, or, of the verdict, COLLECT stacks in `stamp`, then END."""
+    """Order to a monitor.
+
+    Attributes:
+        action: WATCH; after a verdict COLLECT the stacks, then END the ranks.
+        stamp: name of the folder for the stacks.
+        verdict: the hung ranks; None: no verdict.
+    """
 
     action: str = WATCH
     stamp: str = ""
@@ -81,10 +87,10 @@ class HubOrder:
 
 
 class Monitor:
-    """Watches the processes of this machine until they have ended."""
+    """Monitor of the ranks of this machine, until they have ended."""
 
     def __init__(self, settings: MonitorSettings) -> None:
-        """Nothing is read yet."""
+        """Create the monitor, and the hub if this machine has it."""
         self._settings = settings
         self._folder = Path(settings.run_folder)
         self._ranks = LocalRanks(Path(settings.heartbeats), settings.node)
@@ -96,22 +102,22 @@ class Monitor:
         self._collected, self._noticed = False, (0, 0)
 
     def listen(self) -> str:
-        """Serve the hub to the monitors of other machines; its address."""
+        """Serve the hub to the monitors of other machines; return its address."""
         return HubServer(self._hub, self._settings.listen).address
 
     def run(self) -> None:
-        """Watch, until no process is left; the one that has started this has a heartbeat."""
-        readings = self._ranks.read()
+        """Watch until no rank is left, then delete temporary folders."""
+        readings = self._ranks.read()  # the rank that has started this monitor has a heartbeat
         while self._ranks.any_left() and self._poll(readings):
             time.sleep(_POLL_SECONDS)
             readings = self._ranks.read()
         self._keep_messages()
-        own = [r for r in self._ranks.recorders.values() if r.name.startswith(RECORDERS)]
-        for folder in [Path(self._settings.heartbeats), *own]:
+        recorders = [r for r in self._ranks.recorders.values() if r.name.startswith(RECORDERS)]
+        for folder in [Path(self._settings.heartbeats), *recorders]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _keep_messages(self) -> None:
-        """Keep what NCCL wrote of a collective that timed out, and ended this machine's ranks."""
+        """Save the flight recorders if a timeout of a collective has ended the ranks."""
         target = self._folder / FOLDER / self._settings.messages
         with suppress(OSError):
             ranks = self._ranks.timed_out(target)
@@ -134,17 +140,21 @@ class Monitor:
             )
 
     def _poll(self, readings: list[RankReading]) -> bool:
-        """Get an order, and carry it out; False once this machine's processes have been ended."""
-        found = [replace(r, waits=self._waits.get(r.rank)) for r in readings]
+        """Send readings, and carry out the hub's order.
+
+        Returns:
+            False once the ranks of this machine have been killed.
+        """
+        readings = [replace(r, waits=self._waits.get(r.rank)) for r in readings]
         try:
-            order = self._client.exchange(self._settings.node, found, collected=self._collected)
-        except OSError:  # rank 0's machine is lost: torchrun and timeouts notice that
+            order = self._client.exchange(self._settings.node, readings, collected=self._collected)
+        except OSError:  # rank 0's machine is lost, which torchrun and timeouts detect
             return True
         if order.action == WATCH:
             self._collected, self._waits = False, {}
             self._report_notice()
         elif order.action == COLLECT and not self._collected:
-            with suppress(OSError):  # the disk may be what hangs or is full
+            with suppress(OSError):  # the disk may hang or be full
                 target = self._folder / FOLDER / order.stamp
                 self._waits = self._ranks.stacks(target, wake=self._ends)
             self._collected = True
@@ -153,6 +163,7 @@ class Monitor:
         return True
 
     def _report_notice(self) -> None:
+        """Report, once per step, ranks that the others have long waited for."""
         notice = self._hub.notice
         if notice is None or (notice.step, notice.culprits[0]) == self._noticed:
             return
@@ -160,7 +171,11 @@ class Monitor:
         self._report("waiting", notice, "none")
 
     def _end(self, verdict: HangVerdict) -> bool:
-        """Report, and end this machine's processes, those that hang first."""
+        """Report a hang and kill the ranks of this machine, hung ranks first.
+
+        Returns:
+            True if the monitor goes on, because it only reports.
+        """
         if self._client is self._hub:
             self._report("hang", verdict, "end" if self._ends else "report")
             if not self._ends:
@@ -175,6 +190,7 @@ class Monitor:
         return False
 
     def _report(self, kind: str, verdict: HangVerdict, action: str) -> None:
+        """Print a verdict, and add it to the run's events."""
         target = self._folder / FOLDER / self._hub.order.stamp
         is_hang = kind == "hang"
         stacks = f"; stacks in {target}" if is_hang else ""
@@ -199,7 +215,7 @@ class Monitor:
 
 
 class Hub:
-    """The readings of all machines, and what is to be done about them."""
+    """Collector of the readings of all machines, which decides what the monitors do."""
 
     def __init__(
         self,
@@ -209,7 +225,7 @@ class Hub:
         is_compiled: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """For a run of so many processes; nothing is judged before all have begun."""
+        """Create the hub of a run with `ranks` ranks. It judges nothing before all have begun."""
         self._config, self._ranks = config, ranks
         self._is_compiled, self._clock = is_compiled, clock
         self._received: dict[str, tuple[float, list[RankReading]]] = {}
@@ -220,10 +236,16 @@ class Hub:
         self.order = HubOrder()
         self.notice: HangVerdict | None = None
         self.moved = 0.0
-        """When a process last moved before the verdict, by this machine's clock."""
+        """Time of the last progress of any rank before the verdict, by this machine's clock."""
 
     def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> HubOrder:
-        """Take a machine's readings; its order. `collected`: whether it has kept the stacks."""
+        """Store the readings of a machine, judge, and return the order.
+
+        Args:
+            node: name of the machine.
+            readings: of its ranks.
+            collected: whether it has saved the stacks.
+        """
         with self._lock:
             self._received[node] = (self._clock(), list(readings))
             if collected:
@@ -232,13 +254,15 @@ class Hub:
             return self.order
 
     def resume(self) -> None:
-        """Watch again after a verdict that was only reported; the same one is not given twice."""
+        """Watch again after a verdict that was only reported. It is not reported twice."""
         with self._lock:
             assert self.order.verdict is not None
             self._reported, self.order = _identity(self.order.verdict), HubOrder()
             self._collected.clear()
 
     def _judge(self) -> None:
+        """Update the order from the readings; the caller holds the lock."""
+        # ages include the time since the readings arrived
         now = self._clock()
         readings = [
             replace(reading, age=reading.age + now - at)
@@ -246,13 +270,13 @@ class Hub:
             for reading in readings
         ]
         if self.order.action == WATCH and len(readings) == self._ranks:
-            found = judge(readings, self._config, is_compiled=self._is_compiled)
-            if found is None or not found.is_final:
-                self.notice = found
-            elif _identity(found) != self._reported:
+            verdict = judge(readings, self._config, is_compiled=self._is_compiled)
+            if verdict is None or not verdict.is_final:
+                self.notice = verdict
+            elif _identity(verdict) != self._reported:
                 self._since, self.moved = now, now - min(reading.age for reading in readings)
-                stamp = f"step-{found.step}-{time.strftime('%Y%m%d-%H%M%S')}"
-                self.order = HubOrder(COLLECT, stamp, found)
+                stamp = f"step-{verdict.step}-{time.strftime('%Y%m%d-%H%M%S')}"
+                self.order = HubOrder(COLLECT, stamp, verdict)
         elif self.order.action == COLLECT:
             is_late = now - self._since > _COLLECT_SECONDS
             if is_late or self._collected >= self._received.keys():
@@ -266,12 +290,12 @@ def _identity(verdict: HangVerdict) -> tuple[int, str, tuple[int, ...]]:
 
 
 class HubServer(socketserver.ThreadingTCPServer):
-    """Serves the hub to the monitors of other machines."""
+    """Server of the hub for the monitors of other machines."""
 
     daemon_threads = True
 
     def __init__(self, hub: Hub, host: str) -> None:
-        """Listen on this machine's address; `address` is what others need to connect."""
+        """Listen on this machine's `host`; clients need the attribute `address` to connect."""
         super().__init__((host, 0), _HubHandler)
         self.hub, self.secret = hub, secrets.token_hex(16)
         self.address = f"{host}:{self.server_address[1]}:{self.secret}"
@@ -279,7 +303,7 @@ class HubServer(socketserver.ThreadingTCPServer):
 
 
 class _HubHandler(socketserver.StreamRequestHandler):
-    """A connection of another machine's monitor: a line of JSON for each exchange."""
+    """Connection of another machine's monitor, with a line of JSON per exchange."""
 
     timeout = _SILENCE_SECONDS
 
@@ -299,29 +323,29 @@ class _HubHandler(socketserver.StreamRequestHandler):
 
 
 class HubClient:
-    """A connection to the hub of another machine, with the hub's `exchange`."""
+    """Client of the hub on another machine, with the hub's method `exchange`."""
 
     def __init__(self, address: str) -> None:
-        """To a HubServer's address; connected at the first message."""
+        """Create the client of a HubServer's address; it connects at the first exchange."""
         self._host, port, self._secret = address.rsplit(":", 2)
         self._port = int(port)
         self._socket: socket.socket | None = None
 
     def exchange(self, node: str, readings: Sequence[RankReading], *, collected: bool) -> HubOrder:
-        """Send readings; the order.
+        """Send readings and return the hub's order; arguments as of `Hub.exchange`.
 
         Raises:
             OSError: the hub does not answer.
         """
-        found = [asdict(reading) for reading in readings]
-        message = {"node": node, "readings": found, "collected": collected}
+        values = [asdict(reading) for reading in readings]
+        message = {"node": node, "readings": values, "collected": collected}
         try:
             if self._socket is None:
                 self._socket = socket.create_connection((self._host, self._port), _ANSWER_SECONDS)
                 self._lines = self._socket.makefile("rb")
                 self._socket.sendall(self._secret.encode() + b"\n")
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-            answer = json.loads(self._lines.readline(_MESSAGE_BYTES))  # empty: it was closed
+            answer = json.loads(self._lines.readline(_MESSAGE_BYTES))  # empty: connection closed
         except (OSError, ValueError) as error:
             if self._socket is not None:
                 self._socket.close()
@@ -334,8 +358,9 @@ class HubClient:
 
 
 def main() -> None:
-    """Watch as the first argument sets; prints the hub's address on standard output."""
-    monitor = Monitor(settings := MonitorSettings(**json.loads(sys.argv[1])))
+    """Run a monitor with the settings in the first argument; print the hub's address."""
+    settings = MonitorSettings(**json.loads(sys.argv[1]))
+    monitor = Monitor(settings)
     print(monitor.listen() if settings.listen else "", flush=True)
     sys.stdout.close()
     monitor.run()

@@ -1,7 +1,7 @@
-"""Heartbeats of a run's processes, and the hang monitor that the first of each machine starts.
+"""Start the heartbeats of all ranks, and one hang monitor per machine.
 
-`cli/commands/train.py` calls `keep_recorder` before its processes join and `monitored` around the
-run.
+`cli/commands/train.py` calls `keep_recorder` before the ranks join the process group, and runs the
+training loop in the context `monitored`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from llmfoundry.telemetry import (
 
 
 def keep_recorder(config: ResolvedHangConfig) -> None:
-    """Have NCCL record its last 2,000 messages (PyTorch's flight recorder) for the monitor.
+    """Enable PyTorch's flight recorder: a record of the last 2,000 collectives of NCCL.
 
-    NCCL writes them when the monitor asks, and by itself when a collective times out, in a folder
-    of this machine; the monitor copies them to the run's.
+    It is dumped to a folder of this machine, at the monitor's request or when a collective times
+    out. The monitor copies the dumps to the run's folder.
 
-    Called before NCCL starts. Variables of PyTorch that the user has set stay.
+    Call this before NCCL starts. PyTorch's environment variables that the user has set are kept.
     """
     is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if config.monitor == "off" or is_alone or not torch.cuda.is_available():
@@ -63,15 +63,22 @@ def keep_recorder(config: ResolvedHangConfig) -> None:
 def monitored(
     config: ResolvedHangConfig, world: World, folder: Path, *, is_compiled: bool
 ) -> Iterator[None]:
-    """Send heartbeats, and have a monitor; every process calls it.
+    """Send heartbeats, and run a monitor if it is configured. All ranks must enter this context.
 
-    `config`: filled; `is_compiled`: whether steps may compile once more.
+    Args:
+        config: resolved.
+        world: the ranks.
+        folder: of the run.
+        is_compiled: whether steps may be recompiled.
     """
+    # dumps after a timeout go to a folder with the same name on all ranks
     messages = on_rank0(world, lambda: time.strftime("messages-%Y%m%d-%H%M%S"))
     keep_messages_in(folder / FOLDER / messages if world.size > 1 else None)
+
+    # auto: a monitor for several ranks, and for a supervisor, which restarts a hung run
     is_supervised = BEATS in os.environ
-    several = world.size > 1 or is_supervised  # a supervisor needs to know of a hang
-    is_on = config.monitor == "on" or (config.monitor == "auto" and several)
+    is_useful = world.size > 1 or is_supervised
+    is_on = config.monitor == "on" or (config.monitor == "auto" and is_useful)
     if not (is_on or is_supervised):
         yield
         return
@@ -90,20 +97,24 @@ def monitored(
         )
         _start(settings, world)
     yield
-    stop_heartbeat()  # not after an error: others wait for a process that fails alone
+    # not after an error: other ranks wait for a failed rank, whose last heartbeat shows where
+    stop_heartbeat()
 
 
 def _start(settings: MonitorSettings, world: World) -> None:
-    others = world.size > 1 and (world.machine is None or world.machine.group is not None)
-    here = replace(settings, listen=own_host() if others else "")
-    address = on_rank0(world, lambda: _launch(here))
+    """Start the monitors: the one with the hub on rank 0, then one on each other machine."""
+    has_other_machines = world.size > 1 and (
+        world.machine is None or world.machine.group is not None
+    )
+    hub_settings = replace(settings, listen=own_host() if has_other_machines else "")
+    address = on_rank0(world, lambda: _launch(hub_settings))
     first = world.rank if world.machine is None else world.machine.first
     if world.rank == first != 0:
         _launch(replace(settings, hub=address))
 
 
 def _record_ranks(world: World) -> None:
-    """Record for a supervisor which ranks are on this machine."""
+    """Record the ranks of this machine for the supervisor."""
     if ENDS not in os.environ:
         return
     machine, ranks = world.machine, [world.rank]
@@ -116,8 +127,12 @@ def _record_ranks(world: World) -> None:
 
 
 def _launch(settings: MonitorSettings) -> str:
-    """Start a monitor that outlives this process; the address at which it listens."""
-    process = start_module(  # in a session of its own: no signal to the run's group ends it
+    """Start a monitor in a new session, where signals to the run do not reach it.
+
+    Returns:
+        The address of its hub; empty: it has none.
+    """
+    process = start_module(
         "llmfoundry.resilience.hang.monitor",
         json.dumps(asdict(settings)),
         stdin=subprocess.DEVNULL,
@@ -130,8 +145,8 @@ def _launch(settings: MonitorSettings) -> str:
 
 
 def _make_folder() -> str:
-    """A folder in memory for the heartbeats of this machine."""
-    if BEATS in os.environ:  # of a machine on which the supervisor is not, perhaps
+    """Create a folder in memory for the heartbeats of this machine."""
+    if BEATS in os.environ:  # the supervisor's folder may not exist on other machines
         Path(os.environ[BEATS]).mkdir(parents=True, exist_ok=True)
     above = os.environ.get(BEATS) or memory_folder()
     return tempfile.mkdtemp(prefix="llmfoundry-beats-", dir=above)

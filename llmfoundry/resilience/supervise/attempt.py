@@ -1,8 +1,8 @@
-"""One attempt at a run: start the command, watch its processes, and gather what it leaves behind.
+"""One attempt at a run: start the command, monitor its processes, collect its times and output.
 
-`supervisor.py` starts a `RunningAttempt` and calls `poll` until it has ended. A request to stop is
-passed on to the run's own processes, not to torchrun, which would give them 30 s: a save may take
-longer. Nothing is decided here.
+Entry point: `RunningAttempt`. `supervisor.py` starts it and calls `poll` until the command has
+ended. Stop signals are forwarded to the ranks and not to torchrun, which would kill the ranks after
+30 s while a save may take longer. Decisions are made in `decide.py`.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ from llmfoundry.resilience.supervise import slurm_nodes
 from llmfoundry.telemetry import BEATS, PHASES, read_heartbeats
 
 SUPERVISED = "LLMFOUNDRY_SUPERVISED"
-"""In the environment of what a supervisor has started."""
+"""Environment variable of processes that a supervisor has started."""
 _POLL_SECONDS = 0.1
 _TAIL_LINES = 400
-_LINE_BYTES, _CHUNK = 2**14, 2**16  # of a longer line its end is kept
-_ENDS_SECONDS = 2.0  # between two reads of a folder that all machines see
+_LINE_BYTES, _CHUNK = 2**14, 2**16  # only the end of a longer line is stored
+_ENDS_SECONDS = 2.0  # between two reads of the shared folder of process ends
 _LAUNCHER_SECONDS, _REMOTE_LAUNCHER_SECONDS = 30.0, 120.0
-"""For a launcher to end after a process has failed: where none of this machine's is left, and where
-it has none. torchrun gives the others 30 s, and srun waits for a dead machine until Slurm marks it
-down (SlurmdTimeout, 300 s)."""
+"""Time for the launcher to exit after a rank has failed: if all ranks of this machine have ended,
+and if this machine has no ranks. torchrun gives other ranks 30 s. srun would wait for a dead
+machine until Slurm marks it down (SlurmdTimeout, 300 s)."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @dataclass
 class AttemptTimes:
-    """Moments of an attempt, in seconds of CLOCK_MONOTONIC; None: not reached.
+    """Times of an attempt, in seconds of CLOCK_MONOTONIC; None: not reached.
 
     Attributes:
-        started: the command.
-        joined: its processes had joined each other.
+        started: the command was started.
+        joined: the ranks had joined the process group.
         loaded: data, model and checkpoint were loaded, and the first step began.
-        stepped: the first step was done.
-        last_beat: the last heartbeat of any process.
+        stepped: the first step was complete.
+        last_beat: last heartbeat of any rank.
         ended: the command had ended.
-        first_step: the number (from 1) of its first step.
-        last_step: of the last that was begun.
-        saved: the batch of the newest checkpoint, by its processes' heartbeats; -1: none.
+        first_step: number of the first step (from 1).
+        last_step: number of the last step that began.
+        saved: batch of the newest checkpoint, from the ranks' heartbeats; -1: none.
     """
 
     started: float
@@ -80,23 +80,24 @@ class AttemptTimes:
 
     @property
     def resumed(self) -> int | None:
-        """The batch of the checkpoint from which it resumed; 0: of none; None: not known."""
+        """Batch of the checkpoint that the attempt resumed from; 0: none; None: not known."""
         return None if self.first_step is None else self.first_step - 1
 
     def useful(self, newest: int) -> float:
-        """Seconds in steps that the checkpoint of batch `newest` has kept."""
+        """Return the seconds spent in steps that the checkpoint of batch `newest` contains."""
         if self.loaded is None or self.first_step is None:
             return 0.0
-        done = self.last_step - self.first_step + 1
-        kept = min(done, newest - self.first_step + 1)
+        steps = self.last_step - self.first_step + 1
+        saved_steps = min(steps, newest - self.first_step + 1)
         stepping = (self.last_beat or self.ended) - self.loaded
-        return max(0.0, stepping * kept / done)
+        return max(0.0, stepping * saved_steps / steps)
 
     def last_moved(self, hang: dict[str, Any] | None, node: str) -> float:
-        """When a process last moved by itself, of an attempt that has ended.
+        """Return when a rank of an ended attempt last made progress.
 
-        A process that a monitor has woken for its stack sends one more heartbeat, so its event
-        `hang` counts; that of another machine than `node`, whose clock differs, by its duration.
+        After a hang the last heartbeat is too late, because the monitor wakes ranks to collect
+        their stacks. The time is then taken from the event `hang`. If another machine than `node`
+        wrote the event, its clock differs, and only the duration of the hang is used.
         """
         last = self.ended if self.last_beat is None else self.last_beat
         if hang is None or not isinstance(hang.get("seconds"), int | float):
@@ -108,7 +109,7 @@ class AttemptTimes:
 
 
 class RunningAttempt:
-    """A running command, and its processes on this machine."""
+    """A running command and its ranks on this machine."""
 
     def __init__(
         self,
@@ -122,14 +123,14 @@ class RunningAttempt:
         """Start a command.
 
         Args:
-            command: its words.
-            heartbeats: a folder of this machine, in memory.
-            ends: a folder that all machines see, for what processes record at their end.
-            is_local: whether all of its processes are on this machine, and end with this one.
-            limits: from which checkpoint it may resume.
+            command: words of the command.
+            heartbeats: folder for heartbeats, in memory of this machine.
+            ends: folder on a shared file system, where processes record how they ended.
+            is_local: whether all ranks are on this machine; they are killed if this process dies.
+            limits: checkpoints from which the attempt may resume.
 
         Raises:
-            UserError: the command cannot be started, or a folder cannot be made.
+            UserError: the command cannot be started, or a folder cannot be created.
         """
         for folder in (heartbeats, ends):
             try:
@@ -137,6 +138,7 @@ class RunningAttempt:
             except OSError as error:
                 why = f"the folder of this attempt cannot be made: {one_line(error)}"
                 raise UserError(f"save_folder: {why}; make room for it") from error
+
         base = dict(os.environ) if is_local else slurm_nodes.step_environment()
         env = {**base, BEATS: str(heartbeats), ENDS_FOLDER: str(ends), SUPERVISED: "1"}
         env |= limits.environment()
@@ -147,9 +149,9 @@ class RunningAttempt:
         self.ends = ends
         self._heartbeats, self._is_local = heartbeats, is_local
         self._ranks: dict[int, psutil.Process] = {}
-        self._ends_read, self._failed = 0.0, 0.0  # moments; 0: not yet
+        self._ends_read, self._failed = 0.0, 0.0  # times; 0: not yet
         options = {word.partition("=")[0].replace("_", "-") for word in command}
-        self._restarts_itself = "--max-restarts" in options  # torchrun
+        self._restarts_itself = "--max-restarts" in options  # torchrun restarts failed ranks
         try:
             self._process = subprocess.Popen(
                 list(command), env=env, stderr=subprocess.PIPE, start_new_session=True
@@ -164,12 +166,12 @@ class RunningAttempt:
         self._reader.start()
 
     def poll(self) -> bool:
-        """Wait a moment and note how far it is; False once it has ended."""
+        """Sleep, read the heartbeats, and return whether the command is still running."""
         time.sleep(_POLL_SECONDS)
         is_running = self._process.poll() is None
         self._read_heartbeats()
-        due = not self._restarts_itself and time.monotonic() - self._ends_read > _ENDS_SECONDS
-        if is_running and due:
+        is_due = time.monotonic() - self._ends_read > _ENDS_SECONDS
+        if is_running and is_due and not self._restarts_itself:
             self._ends_read = time.monotonic()
             self._end_launcher()
         return is_running
@@ -195,7 +197,7 @@ class RunningAttempt:
                 rank.send_signal(signal.SIGTERM)
 
     def _end_launcher(self) -> None:
-        """End a launcher that still runs though a process has failed and none is left here."""
+        """Kill a launcher that does not exit, although a rank failed and none is left here."""
         now = time.monotonic()
         if not self._failed:
             ends = read_ends(self.ends)
@@ -207,15 +209,15 @@ class RunningAttempt:
             self.kill()
 
     def kill(self) -> None:
-        """End all of it at once."""
+        """Kill the command and all its processes."""
         if not self._is_local and slurm_nodes.in_job():
             slurm_nodes.signal_steps("KILL")
         kill_all(self._process.pid)
 
     def end(self) -> int:
-        """Once it has ended: end the processes that it has left behind; its status."""
+        """Kill the ranks that remain after the command has ended; return its exit status."""
         self.times.ended = time.monotonic()
-        for rank in self._ranks.values():  # stopped, or waiting in a driver
+        for rank in self._ranks.values():  # a rank may be stopped, or blocked in a driver
             with suppress(psutil.Error):
                 if is_alive(rank):
                     rank.kill()
@@ -223,9 +225,12 @@ class RunningAttempt:
         return self._process.wait()
 
     def _read_heartbeats(self) -> None:
+        """Update the ranks and the times from the heartbeats of this machine's ranks."""
         beats = [beat for folder in self._heartbeats.glob("*/") for beat in read_heartbeats(folder)]
         if not beats:
             return
+
+        # processes and last progress
         now, times = time.monotonic(), self.times
         times.joined = times.joined or now
         times.last_beat = max(times.last_beat or 0.0, *(float(beat["since"]) for beat in beats))
@@ -234,18 +239,20 @@ class RunningAttempt:
             if known is None or known.pid != int(beat["pid"]):  # torchrun restarts processes
                 with suppress(psutil.Error):
                     self._ranks[int(beat["rank"])] = psutil.Process(int(beat["pid"]))
-        steps = [(int(b["step"]), PHASES.index(str(b["phase"]))) for b in beats]
+
+        # steps: the first begins when a rank waits for its data
+        steps = [(int(beat["step"]), PHASES.index(str(beat["phase"]))) for beat in beats]
         begun = [step for step, phase in steps if phase >= PHASES.index("data") and step]
         if begun and times.first_step is None:
             times.loaded, times.first_step = now, min(begun)
         times.last_step = max([times.last_step, *begun])
         times.saved = max(int(beat.get("saved", -1)) for beat in beats)
         if times.first_step is not None and times.stepped is None:
-            done = (times.first_step, PHASES.index("update"))
-            times.stepped = now if min(steps) > done else None
+            last_phase = (times.first_step, PHASES.index("update"))
+            times.stepped = now if min(steps) > last_phase else None
 
     def _read_stderr(self) -> None:
-        """Pass on standard error as it comes, and keep its end."""
+        """Forward standard error as it arrives, and store its last lines."""
         assert isinstance(self._process.stderr, io.BufferedReader)
         line = b""
         with self._process.stderr as stream:
@@ -258,7 +265,7 @@ class RunningAttempt:
 
 
 def _write_stderr(chunk: bytes) -> None:
-    """Write to standard error, if there is one; a terminal that is gone ends no run."""
+    """Write to standard error; ignore a missing stream or a closed terminal."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             sys.stderr.buffer.write(chunk)
@@ -270,9 +277,9 @@ def _decoded(line: bytes) -> str:
 
 
 def make_ends_folder(above: Path, number: int, heartbeats: Path) -> Path:
-    """A new folder for what processes record at their ends; in memory where the disk is full.
+    """Create the folder in which processes record how they ended.
 
-    Processes of other machines then record nothing.
+    If the disk is full, the folder is in memory, and only ranks of this machine can use it.
     """
     folder = new_folder(above, f"attempt-{number}")
     try:
@@ -280,11 +287,11 @@ def make_ends_folder(above: Path, number: int, heartbeats: Path) -> Path:
     except OSError as error:
         if error.errno in _DISK_FULL:
             return heartbeats.with_name(f"{heartbeats.name}-ends")
-    return folder  # a mistake is reported by the attempt, which makes it again
+    return folder  # RunningAttempt creates it again and reports other errors
 
 
 def new_folder(above: Path, name: str) -> Path:
-    """A folder that no attempt has used, even if the clock was set back."""
+    """Return the path of a folder that does not exist, even if the clock was set back."""
     stamped = above / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (stamped.with_name(f"{stamped.name}-{n}") for n in count(2))
     return next(path for path in chain([stamped], names) if not path.exists())

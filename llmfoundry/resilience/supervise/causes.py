@@ -1,8 +1,8 @@
-"""Why an attempt at a run ended: `find_cause`, a pure function of what the attempt left behind.
+"""Classify why an attempt ended: `find_cause`, a pure function of the evidence.
 
-The supervisor gathers the evidence and calls it. The idea: the best informed source is believed
-first. A process that reports its own mistake knows why it ended; one that lost another does not;
-the exit code that torchrun prints is the least informative.
+The supervisor collects the evidence. The best informed source is used first: a process that
+reports its own error knows why it ended. A process that lost contact with another process does not.
+The exit code that torchrun prints is the least informative source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmfoundry.events import names_in
 from llmfoundry.exit_status import BAD_MACHINE, DONE, GIVE_UP, MEMORY, MISTAKE, SAVED
 
 OUT_OF_MEMORY = "out of memory"
-"""A cause that ends by itself: each start has half the microbatch of the one before, down to 1."""
+"""Cause with a bounded number of restarts: each attempt halves the microbatch, down to 1."""
 KINDS = (
     *("done", "preemption", "user", "numerical", OUT_OF_MEMORY, "hang"),
     *("machine", "network", "given up", "unknown"),
@@ -26,22 +26,22 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an attempt left behind.
+    """Evidence of an ended attempt.
 
     Attributes:
-        status: of the command that was started; negative: the signal that ended it.
-        node: this machine.
-        stop_signal: at which this supervisor made the run stop; empty: none.
-        ends: what processes recorded at their end (`exit_status.record_end`), in order of time.
-        hang: the event in which a monitor named who hangs.
-        watch: the event for which the run itself saved and stopped, to be started elsewhere.
-        kernel: machine, why, and whether that takes the machine out, of this machine's kernel log.
-        gpu: the event in which the run reported a GPU that takes its machine out.
-        stderr: the last lines of standard error.
-        expects_end: whether a run that is complete records that in `ends`.
-        node_of: the machine of each rank.
-        lost: machines that the scheduler has lost, and what it reports of them.
-        went_back: whether the run has removed checkpoints, as it rolled back before a spike.
+        status: exit status of the command; negative: the signal that killed it.
+        node: name of this machine.
+        stop_signal: signal for which this supervisor stopped the run; empty: none.
+        ends: records of processes at their end (`exit_status.record_end`), ordered by time.
+        hang: event in which the hang monitor reported the hung ranks.
+        watch: event for which the run saved and stopped itself, to be restarted elsewhere.
+        kernel: (machine, reason, whether the machine is bad) of this machine's kernel log.
+        gpu: event in which the run reported a GPU that makes its machine bad.
+        stderr: last lines of standard error.
+        expects_end: whether a complete run records that in `ends`.
+        node_of: machine of each rank.
+        lost: machines that the scheduler has lost, with its description.
+        went_back: whether the run removed checkpoints in a rollback before a loss spike.
     """
 
     status: int
@@ -65,11 +65,11 @@ class Cause:
 
     Attributes:
         kind: one of KINDS.
-        why: for people, a line.
-        nodes: machines that are suspected.
-        is_saved: of a preemption: whether the run was saved at its end.
-        step: of what was not finite: the step (from 1); 0: not known.
-        is_first: of what was not finite: whether the weights that the attempt began with are.
+        why: explanation of one line.
+        nodes: suspected machines.
+        is_saved: for a preemption: whether the run saved a checkpoint before it ended.
+        step: for a value that is not finite: the step (from 1); 0: not known.
+        is_first: for a value that is not finite: whether the initial weights were not finite.
     """
 
     kind: str
@@ -99,31 +99,34 @@ _NETWORK = re.compile(
 _LOST_RANKS = re.compile(
     r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:ended before the others|did not come within)"
 )
-"""As `distributed.failures` words it."""
+"""Message of `distributed.failures`."""
 _NUMERICAL = re.compile(r"not finite(?: in step (\d+))?")
 _BEGAN_WITH = "weights that the run began with"
 _NEVER_MET = "MASTER_ADDR: "
-"""As `train.step` and `distributed.launch` word it."""
+"""Beginning of the message for a failed rendezvous (`distributed.process_group`)."""
 _REPORT = re.compile(r"torch[./]distributed[./]elastic|^Failures:|^=+$|^-+$")
-"""Where torchrun's report of a failure begins."""
+"""First line of torchrun's failure report."""
 _EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
 _HOST, _RANK = re.compile(r"^\s*host\s*:\s*(\S+)"), re.compile(r"^\s*rank\s*:\s*(\d+)")
 
 
 def find_cause(evidence: Evidence) -> Cause:
-    """Why an attempt ended."""
+    """Return the cause of an attempt's end."""
+    # complete, or a launcher that does not wait for the run
     ends = evidence.ends
     if evidence.status == DONE and _is_complete(evidence):
         return Cause("done", "the run is complete")
     if evidence.status == DONE and not ends and not evidence.stop_signal:
         why = "the command ended with status 0, but no process has recorded a complete run"
         return Cause("user", f"{why}; write a supervise.launch that waits for the run")
-    short = next((end for end in ends if end["kind"] == MEMORY), None)
-    if short is not None and not evidence.stop_signal:
-        return Cause(OUT_OF_MEMORY, _quoted(short))
+
+    # the run stopped itself, or was stopped by a signal
+    shortage = next((end for end in ends if end["kind"] == MEMORY), None)
+    if shortage is not None and not evidence.stop_signal:
+        return Cause(OUT_OF_MEMORY, _quoted(shortage))
     if evidence.watch is not None and not evidence.stop_signal:
         return Cause("machine", str(evidence.watch["what"]), _host(evidence.watch))
-    saved = next((end for end in ends if end["status"] == SAVED and end is not short), None)
+    saved = next((end for end in ends if end["status"] == SAVED and end is not shortage), None)
     if evidence.stop_signal or saved or evidence.status == SAVED:
         is_saved = saved is not None or evidence.status == SAVED
         how = "and saved" if is_saved else "before it could save"
@@ -135,6 +138,8 @@ def find_cause(evidence: Evidence) -> Cause:
     given_up = next((end for end in ends if end["status"] == GIVE_UP), None)
     if given_up or evidence.status == GIVE_UP:
         return Cause("given up", _quoted(given_up) if given_up else "the run asks for no restart")
+
+    # a failure: the best informed source first
     return (
         _reported(evidence)
         or _hardware_error(evidence)
@@ -146,7 +151,7 @@ def find_cause(evidence: Evidence) -> Cause:
 
 
 def _is_complete(evidence: Evidence) -> bool:
-    """Whether status 0 is to be believed: some launchers have it whatever became of the run."""
+    """Return whether status 0 means complete; some launchers return 0 for a failed run too."""
     return not evidence.expects_end or any(end["status"] == DONE for end in evidence.ends)
 
 
@@ -159,12 +164,12 @@ def _quoted(end: dict[str, Any]) -> str:
 
 
 def _reported(evidence: Evidence) -> Cause | None:
-    """What a process that knows its mistake recorded; without records, its exit status."""
+    """Return the cause that a process recorded or, without records, that exit codes show."""
     for end in evidence.ends:
         text = "\n".join(end["lines"])
-        found = _NUMERICAL.search(text)
-        if end["kind"] in ("mistake", "full", "error") and found:
-            step = int(found[1] or 0)
+        numerical = _NUMERICAL.search(text)
+        if end["kind"] in ("mistake", "full", "error") and numerical:
+            step = int(numerical[1] or 0)
             return Cause("numerical", _quoted(end), step=step, is_first=_BEGAN_WITH in text)
         if text.startswith(_NEVER_MET):
             return Cause("network", _quoted(end))
@@ -181,7 +186,10 @@ def _reported(evidence: Evidence) -> Cause | None:
 
 
 def _hardware_error(evidence: Evidence) -> Cause | None:
-    """What the kernel's log and the GPUs' driver report; a lost GPU makes others hang."""
+    """Return the cause that the kernel log or the GPU driver reports.
+
+    Comes before hangs, because a lost GPU makes other ranks hang.
+    """
     for node, why, is_bad in evidence.kernel:
         if is_bad:
             return Cause("machine", f"kernel log of {node}: {why}", (node,))
@@ -191,7 +199,7 @@ def _hardware_error(evidence: Evidence) -> Cause | None:
 
 
 def _lost_by_scheduler(evidence: Evidence) -> Cause | None:
-    """Machines of this attempt that the scheduler has lost."""
+    """Return the cause if the scheduler has lost machines of this attempt."""
     used = {*evidence.node_of.values()}
     nodes = [node for node in evidence.lost if node in used or not used]
     if not nodes:
@@ -206,21 +214,24 @@ def _hang(evidence: Evidence) -> Cause | None:
 
 
 def _in_output(evidence: Evidence) -> Cause | None:
-    """What unexpected errors and standard error show."""
+    """Return the cause that unexpected errors and standard error show."""
+    # (line, machine, text to show) of recorded errors, then of standard error
     errors = [end for end in evidence.ends if end["kind"] == "error"]
     lines = [(line, end["node"], _quoted(end)) for end in errors for line in end["lines"]]
     lines += [(line, evidence.node, line.strip()[:300]) for line in evidence.stderr]
+
+    # hardware first, then errors other than lost connections, which follow from another failure
     for line, node, quoted in lines:
         if _MACHINE.search(line):
             return Cause("machine", quoted, (node,))
-    for end in errors:  # its own, by which others lost it
+    for end in errors:
         if not _NETWORK.search("\n".join(end["lines"])):
             return Cause("unknown", _quoted(end))
     silent = _silent_nodes(evidence)
     if silent is not None:
         return silent
     if evidence.status < 0 or any(code in (-9, -7, -11) for code in _exit_codes(evidence)):
-        return None  # a rank or the agent was killed: lost connections follow from that
+        return None  # a rank or torchrun was killed, which explains lost connections
     for line, _, quoted in lines:
         if _NETWORK.search(line):
             return Cause("network", quoted)
@@ -228,16 +239,16 @@ def _in_output(evidence: Evidence) -> Cause | None:
 
 
 def _silent_nodes(evidence: Evidence) -> Cause | None:
-    """Machines none of whose processes recorded an end, as others lost them."""
-    ended = {end["rank"] for end in evidence.ends}
+    """Return the cause if other ranks lost a machine none of whose ranks recorded its end."""
+    recorded = {end["rank"] for end in evidence.ends}
     for end in evidence.ends:
         is_lost = end["kind"] == "lost" and end["lines"]
-        named = _LOST_RANKS.search(end["lines"][0]) if is_lost else None
-        if named is None:
+        match = _LOST_RANKS.search(end["lines"][0]) if is_lost else None
+        if match is None:
             continue
-        ranks = [int(rank) for rank in named[1].split(", ")]
-        nodes = {evidence.node_of[rank] for rank in ranks if rank in evidence.node_of}
-        silent = nodes - {node for rank, node in evidence.node_of.items() if rank in ended}
+        lost_ranks = [int(rank) for rank in match[1].split(", ")]
+        nodes = {evidence.node_of[rank] for rank in lost_ranks if rank in evidence.node_of}
+        silent = nodes - {node for rank, node in evidence.node_of.items() if rank in recorded}
         if silent and len(set(evidence.node_of.values())) > 1:
             names = tuple(sorted(silent))
             why = f"{_quoted(end)}; no process of {', '.join(names)} recorded its end"
@@ -246,12 +257,12 @@ def _silent_nodes(evidence: Evidence) -> Cause | None:
 
 
 def _exit_codes(evidence: Evidence) -> list[int]:
-    """Of ranks, as torchrun's report on standard error has them; that of the first failure last."""
+    """Return the exit codes of ranks in torchrun's report; the first failure is the last code."""
     return [int(code) for line in evidence.stderr for code in _EXIT.findall(line)]
 
 
 def _exit_code(evidence: Evidence) -> str:
-    """The code with which the first process ended, as a word where it is a signal."""
+    """Return a description of the exit code of the first failure, with the name of a signal."""
     codes = _exit_codes(evidence)
     code = codes[-1] if codes else evidence.status
     ranks = [match[1] for line in evidence.stderr if (match := _RANK.search(line))]
@@ -267,7 +278,7 @@ def _exit_code(evidence: Evidence) -> str:
 
 
 def _last_line(evidence: Evidence) -> str:
-    """The last line on standard error before torchrun's report."""
+    """Return the last line of standard error before torchrun's report, as a suffix."""
     tail = evidence.stderr
     report = next((n for n, line in enumerate(tail) if _REPORT.search(line)), None)
     lines = [line.strip() for line in tail[:report] if line.strip()]
@@ -275,7 +286,7 @@ def _last_line(evidence: Evidence) -> str:
 
 
 def _crashed_host(evidence: Evidence) -> tuple[str, ...]:
-    """The machine of the first process that failed, if a fault of memory or code ended it."""
+    """Return the machine of the first failed rank, if a memory or instruction fault killed it."""
     codes = _exit_codes(evidence)
     hosts = [match[1] for line in evidence.stderr if (match := _HOST.search(line))]
     if not codes or codes[-1] not in (-7, -11, -4):  # bus error, segmentation, illegal instruction

@@ -1,9 +1,8 @@
-"""Whether a run's checkpoints are still where they were, before an attempt resumes from them.
+"""Check that a run's checkpoints still exist before an attempt resumes from them.
 
-The supervisor lists them (`list_in_folder`, `list_in_store`); `judge_listing`, a pure function,
-decides what to do. The idea: without checkpoints a run begins at step 1, so a file system that is
-not mounted, a folder that was renamed, or a bucket that was emptied would silently cost all that
-was trained.
+The supervisor lists the checkpoints (`list_in_folder`, `list_in_store`) and `judge_listing`, a pure
+function, decides. Without checkpoints a run begins at step 1. An unmounted file system, a renamed
+folder or an emptied bucket would therefore silently discard all training.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """A run's checkpoints, as far as they can be seen.
+    """Listing of a run's checkpoints.
 
     Attributes:
-        batches: of the committed ones, the newest first.
-        problem: why they cannot be listed; empty: they can.
+        batches: batch numbers of committed checkpoints, newest first.
+        problem: why the checkpoints cannot be listed; empty: no problem.
         may_pass: whether the problem may be temporary.
-        missing: the topmost folder that does not exist; empty: the checkpoints' does.
+        missing: topmost missing folder of the path to the checkpoints; empty: the path exists.
     """
 
     batches: tuple[int, ...] = ()
@@ -49,12 +48,12 @@ class CheckpointListing:
 
     @property
     def newest(self) -> int:
-        """The batch of the newest; -1: there is none."""
+        """Batch of the newest checkpoint; -1: none."""
         return self.batches[0] if self.batches else -1
 
     def before(self, batch: int) -> int:
-        """The batch of the newest before one; -1: there is none."""
-        return next((found for found in self.batches if found < batch), -1)
+        """Return the batch of the newest checkpoint before `batch`; -1: none."""
+        return next((other for other in self.batches if other < batch), -1)
 
 
 def judge_listing(
@@ -66,15 +65,15 @@ def judge_listing(
     waited: float,
     tries: int,
 ) -> Decision:
-    """Whether an attempt may begin: START, WAIT (and list again after `wait` seconds) or STOP.
+    """Return whether an attempt may begin: START, WAIT (list again after `wait` s) or STOP.
 
     Args:
-        expected: the batch of the newest checkpoint after the last attempt; -1: there was none.
-        listing: what is there.
+        expected: batch of the newest checkpoint after the last attempt; -1: none.
+        listing: current checkpoints.
         config: of the recipe.
-        where: the run, for messages.
-        waited: seconds since the first of `tries` listings.
-        tries: how many there were.
+        where: path of the run, for messages.
+        waited: seconds since the first listing.
+        tries: number of listings so far.
     """
     if expected < 0 or (not listing.problem and listing.newest >= expected):
         return Decision(START, "")
@@ -109,39 +108,42 @@ def _vanished(name: str, expected: int, listing: CheckpointListing, where: str) 
 def expected_newest(
     before: int, saved: int, listing: CheckpointListing, *, went_back: bool = False
 ) -> int:
-    """The batch of the newest checkpoint that an attempt has left, as far as is known; -1: none.
+    """Return the batch of the newest checkpoint that must exist after an attempt; -1: none.
 
-    `before`: the same before it; `saved`: by its last heartbeats, -1: not known; `went_back`:
-    whether it has removed checkpoints itself, as it rolled back before a spike.
+    Args:
+        before: the result before the attempt.
+        saved: from the last heartbeats of the attempt; -1: not known.
+        listing: checkpoints after the attempt.
+        went_back: whether the attempt removed checkpoints in a rollback before a loss spike.
     """
-    known = [saved] if listing.problem else [saved, listing.newest]
-    return max(known if went_back else [before, *known])
+    candidates = [saved] if listing.problem else [saved, listing.newest]
+    return max(candidates if went_back else [before, *candidates])
 
 
 def list_in_folder(run: Path) -> CheckpointListing:
-    """The checkpoints of a run's folder."""
-    above = run / CHECKPOINTS
+    """List the committed checkpoints in a run's folder."""
+    folder = run / CHECKPOINTS
     try:
-        names = os.listdir(above)
-        found = [name for name in names if _NAME.fullmatch(name) and _has_commit(above / name)]
+        names = [name for name in os.listdir(folder) if _NAME.fullmatch(name)]
+        committed = [name for name in names if _has_commit(folder / name)]
     except (FileNotFoundError, NotADirectoryError):
-        return CheckpointListing(missing=show(above if above.is_dir() else _missing(above)))
+        return CheckpointListing(missing=show(folder if folder.is_dir() else _missing(folder)))
     except OSError as error:
         return CheckpointListing(problem=one_line(error), may_pass=error.errno not in _LASTING)
-    return CheckpointListing(_batches(found))
+    return CheckpointListing(_batches(committed))
 
 
 def list_in_store(url: str, options: FetchOptions) -> CheckpointListing:
-    """The checkpoints of a run at a URL, with the retries of `data.download_retry`."""
+    """List the committed checkpoints of a run at a URL, retried as `data.download_retry` says."""
     try:
         store = Store(url, options, key="save_folder")
         names = [name for name in store.folders(CHECKPOINTS) if _NAME.fullmatch(name)]
-        found = [n for n in names if store.size(f"{CHECKPOINTS}/{n}/{_COMMIT}") is not None]
+        committed = [n for n in names if store.size(f"{CHECKPOINTS}/{n}/{_COMMIT}") is not None]
     except UserError as error:
         cause = error.__cause__
         passes = isinstance(cause, Exception) and store_errors.is_passing(cause)
         return CheckpointListing(problem=" ".join(str(error).split()), may_pass=passes)
-    return CheckpointListing(_batches(found))
+    return CheckpointListing(_batches(committed))
 
 
 def _has_commit(folder: Path) -> bool:
@@ -157,5 +159,5 @@ def _batches(names: list[str]) -> tuple[int, ...]:
 
 
 def _missing(folder: Path) -> Path:
-    """The topmost of a folder and those above it that does not exist."""
+    """Return the topmost missing folder of a path."""
     return next(path for path in (*reversed(folder.parents), folder) if not path.is_dir())

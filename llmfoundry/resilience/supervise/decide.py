@@ -1,8 +1,8 @@
-"""What to do after an attempt: `decide_restart`, a pure function of attempts and policy.
+"""Decide what to do after an attempt: `decide_restart`, a pure function of attempts and policy.
 
-The idea: only progress, a newer checkpoint, earns further attempts. A run that fails the same way
-again and again wastes its machines; one that does make progress, but restarts all day or spends the
-day starting up, is given up too.
+Only progress (a newer checkpoint) allows further attempts. The supervisor gives up a run that fails
+repeatedly in the same way. It also gives up a run that makes progress but restarts too often, or
+whose goodput is too low.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from llmfoundry.resilience.supervise.causes import OUT_OF_MEMORY, Cause
 FINISH, RESTART, WITHOUT, STOP = "finish", "restart", "restart_without", "stop"
 _LONGEST_WAIT = 300.0  # seconds
 _TRIES = {"numerical": 1, "unknown": 2}
-"""Restarts at most, after causes that a restart seldom fixes."""
+"""Maximum number of restarts after causes that a restart seldom fixes."""
 _HALVINGS = 24
-"""Restarts at most for lack of memory: a microbatch of a million rows, halved to one, takes 20."""
+"""Maximum number of out-of-memory restarts; halving a microbatch of a million to 1 takes 20."""
 _DAY, _HOUR = 86_400.0, 3600.0  # seconds
-_FEWEST = 5  # attempts of which goodput is judged
+_FEWEST = 5  # attempts before goodput is judged
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of the run, and how it ended.
+    """One start of the run, and how it ended.
 
     Attributes:
         cause: why it ended.
-        progressed: whether it left a newer checkpoint than all before.
-        bad_nodes: machines that the check found bad after it.
-        without: machines that were excluded, if none of its processes began.
-        seconds: from its start to the next one's.
-        useful: of these, seconds in steps that a checkpoint has kept.
-        resumed: the batch of the checkpoint from which it resumed; 0: of none.
-        earlier: the batch of the newest checkpoint before that; -1: there is none.
+        progressed: whether it saved a newer checkpoint than all earlier attempts.
+        bad_nodes: machines that the check after it found bad.
+        without: excluded machines, if no process of the attempt began.
+        seconds: from its start to the start of the next attempt.
+        useful: seconds in steps that a checkpoint contains.
+        resumed: batch of the checkpoint that it resumed from; 0: none.
+        earlier: batch of the newest checkpoint before `resumed`; -1: none.
     """
 
     cause: Cause
@@ -50,7 +50,7 @@ class Attempt:
 
     @property
     def began_with_bad_weights(self) -> bool:
-        """Whether the first step after a checkpoint was not finite: then that may be damaged."""
+        """Whether the first step after the checkpoint was not finite, so it may be damaged."""
         cause = self.cause
         is_first = cause.is_first or cause.step == self.resumed + 1
         return cause.kind == "numerical" and self.resumed > 0 and is_first
@@ -58,15 +58,15 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done.
+    """Decision after an attempt.
 
     Attributes:
         action: FINISH, RESTART, WITHOUT (restart without `nodes`) or STOP.
-        why: for people, a line.
-        status: the supervisor's exit status, where it ends.
-        wait: seconds before a restart.
-        nodes: machines to take out.
-        resume_before: resume from a checkpoint of fewer batches than this; None: as before.
+        why: explanation of one line.
+        status: exit status of the supervisor if it ends.
+        wait: seconds before the restart.
+        nodes: machines to exclude.
+        resume_before: resume from a checkpoint of fewer batches than this; None: no change.
     """
 
     action: str
@@ -80,10 +80,14 @@ class Decision:
 def decide_restart(
     attempts: Sequence[Attempt], policy: SuperviseConfig, *, can_exclude: bool = False
 ) -> Decision:
-    """What to do after the last of these attempts.
+    """Return the decision after the last of these attempts.
 
-    `can_exclude`: whether the next start can do without a machine.
+    Args:
+        attempts: of the job, oldest first.
+        policy: limits of the recipe.
+        can_exclude: whether the next attempt can run without a machine.
     """
+    # ends that a restart does not change
     last = attempts[-1]
     cause = last.cause
     if cause.kind == "done":
@@ -97,11 +101,14 @@ def decide_restart(
         return Decision(STOP, f"{cause.why}; the same again would fail again", MISTAKE)
     if cause.kind == "given up":
         return Decision(STOP, cause.why, GIVE_UP)
+
+    # limits on attempts without progress, per day, and on goodput
     since = _since_progress(attempts)
-    short = sum(_is_same(attempt, OUT_OF_MEMORY) for attempt in since)
-    if cause.kind == OUT_OF_MEMORY and short <= _HALVINGS:
+    shortages = sum(_is_same(attempt, OUT_OF_MEMORY) for attempt in since)
+    if cause.kind == OUT_OF_MEMORY and shortages <= _HALVINGS:
         return Decision(RESTART, f"{cause.kind}: {cause.why}")
-    idle = sum(not attempt.progressed for attempt in since if not _is_same(attempt, OUT_OF_MEMORY))
+    counted = [attempt for attempt in since if not _is_same(attempt, OUT_OF_MEMORY)]
+    idle = sum(not attempt.progressed for attempt in counted)
     if idle >= policy.no_progress:
         why = f"{idle} attempts in a row left no newer checkpoint; the last: {cause.why}"
         return Decision(STOP, why, GIVE_UP)
@@ -109,10 +116,14 @@ def decide_restart(
     spent = _spent(attempts, policy)
     if spent:
         return Decision(STOP, f"{spent}; the last: {cause.why}", GIVE_UP)
+
+    # a damaged checkpoint: resume from the one before it
     if _goes_back(last):
         why = f"{cause.kind}: {cause.why}; that was the first step after ba{last.resumed:07d}"
         why = f"{why}, so it resumes from ba{last.earlier:07d}, the checkpoint before it"
         return Decision(RESTART, why, wait=wait, resume_before=last.resumed)
+
+    # limit on the same cause, else restart
     same = sum(_is_same(attempt, cause.kind) for attempt in since)
     allowed = min(policy.max_restarts, _TRIES.get(cause.kind, policy.max_restarts))
     if same > allowed:
@@ -129,12 +140,12 @@ def _goes_back(attempt: Attempt) -> bool:
 
 
 def _is_same(attempt: Attempt, kind: str) -> bool:
-    """Whether an attempt failed of this; one after which an older checkpoint is tried did not."""
+    """Return whether an attempt failed of this cause and does not fall back to a checkpoint."""
     return attempt.cause.kind == kind and not _goes_back(attempt)
 
 
 def _spent(attempts: Sequence[Attempt], policy: SuperviseConfig) -> str:
-    """Why a run that still makes progress is not worth another restart; empty: it is."""
+    """Return why a run that makes progress is given up anyway; empty: it is not given up."""
     seconds, of_day = 0.0, list[Attempt]()
     for attempt in reversed(attempts):
         seconds += attempt.seconds
@@ -155,7 +166,7 @@ def _spent(attempts: Sequence[Attempt], policy: SuperviseConfig) -> str:
 
 
 def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
-    """The last attempt that left a newer checkpoint, and those after it; else all."""
+    """Return the attempts from the last one that progressed; all attempts if none did."""
     for index in range(len(attempts) - 1, -1, -1):
         if attempts[index].progressed:
             return attempts[index:]
@@ -163,15 +174,16 @@ def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
 
 
 def _restart(last: Attempt, policy: SuperviseConfig, wait: float, *, can_exclude: bool) -> Decision:
+    """Return the decision to restart, without bad machines if that is possible."""
     bad, why = last.bad_nodes, last.cause.why
     if not bad:
         return Decision(RESTART, f"{last.cause.kind}: {why}", wait=wait)
-    named = ", ".join(bad)
+    names = ", ".join(bad)
     if not policy.act:
-        advice = f"the check finds {named} bad: take it out (supervise.act is false)"
+        advice = f"the check finds {names} bad: take it out (supervise.act is false)"
         return Decision(RESTART, f"{last.cause.kind}: {why}; {advice}", wait=wait)
     if can_exclude:
-        return Decision(WITHOUT, f"{last.cause.kind}: {why}; without {named}", wait=wait, nodes=bad)
+        return Decision(WITHOUT, f"{last.cause.kind}: {why}; without {names}", wait=wait, nodes=bad)
     return Decision(
-        STOP, f"{why}; {named} is bad, and there is no other machine: run it elsewhere", SAVED
+        STOP, f"{why}; {names} is bad, and there is no other machine: run it elsewhere", SAVED
     )

@@ -1,8 +1,8 @@
-"""The supervisor's own state for Prometheus, at a port or in a file for node-exporter.
+"""Prometheus exporter of the supervisor's state, at a port or in a file for node-exporter.
 
-A dead trainer serves nothing, so the supervisor calls `update` as its state changes and `end` last.
-The idea: a scraper needs to see the end too, so the port stays open until one more scrape, and the
-file for good.
+A run that has failed exports nothing, so the supervisor exports its own state. It calls `update` on
+every change and `end` last. The final state must be scraped too: the port stays open until one more
+scrape, and the file remains.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llmfoundry.resilience.supervise.notify import print_stderr
 
 _PREFIX = "llmfoundry_supervisor_"
 STATES = ("starting", "training", "checking", "waiting", "ended")
-_PORT_OFFSET, _LAST_PORT = 100, 65_535  # other runs of a machine have the ports beside the run's
+_PORT_OFFSET, _LAST_PORT = 100, 65_535  # adjacent ports belong to other runs of the machine
 _WRITE_SECONDS = 15.0  # between two writes of the file
-_LINGER_SECONDS = 90.0  # for the end to be scraped: one and a half of the usual minute
+_LINGER_SECONDS = 90.0  # wait for the last scrape: 1.5 times the usual interval
 
 
 @dataclass(frozen=True)
 class ExportTo:
-    """Where the state is served; None: not there."""
+    """Destinations of the exported state; None: not used."""
 
     host: str = "127.0.0.1"
     port: int | None = None
@@ -37,7 +37,7 @@ class ExportTo:
 
 
 def export_to(supervise: SuperviseConfig, logger: LoggerConfig) -> ExportTo | None:
-    """Where a recipe's sections (`logger` filled) set it; None: nowhere."""
+    """Return the destinations that a recipe sets (`logger` resolved); None: none."""
     port, textfile = supervise.prometheus_port, supervise.prometheus_textfile
     if logger.prometheus and port is None and logger.prometheus_port is not None:
         fits = logger.prometheus_port + _PORT_OFFSET <= _LAST_PORT
@@ -60,13 +60,13 @@ _COUNTERS = ("attempts", "restarts")
 
 
 class Exporter:
-    """Serves the state; a failure to serve it is reported once, and nothing waits for it."""
+    """Exporter of the supervisor's state. A failure is reported once and does not block."""
 
     def __init__(self, run: str, where: ExportTo | None) -> None:
-        """Serve from now on, unless `where` is None.
+        """Start to export, unless `where` is None.
 
         Raises:
-            UserError: Prometheus' package is not installed, or the file's folder is not there.
+            UserError: prometheus_client is not installed, or the file's folder does not exist.
         """
         self._run, self._where = run, where
         self._state = STATES[0]
@@ -86,7 +86,7 @@ class Exporter:
         self.update()
 
     def update(self, state: str | None = None, **values: int) -> None:
-        """Serve what has changed: the state, one of STATES, and metrics by name."""
+        """Export changes: the state (one of STATES), and metrics by name."""
         self._state = state or self._state
         self._values |= values
         if self._where is None:
@@ -97,9 +97,13 @@ class Exporter:
             self._try(self._write)
 
     def end(self, status: int, is_stopped: Callable[[], bool]) -> None:
-        """Serve the end until it was scraped once, unless nobody scrapes or a scheduler waits.
+        """Export the final state, and wait until it was scraped once.
 
-        `is_stopped`: whether a signal has made the supervisor stop.
+        Do not wait if there were no scrapes so far, or if the run was stopped to be resumed.
+
+        Args:
+            status: exit status of the supervisor.
+            is_stopped: returns whether the supervisor has received a stop signal.
         """
         self.update("ended", exit_status=status)
         scrapes, deadline = self._scrapes, time.monotonic() + _LINGER_SECONDS
@@ -112,19 +116,19 @@ class Exporter:
         ):
             time.sleep(0.1)
         if self._server is not None:
-            time.sleep(0.2)  # the answer is on its way
+            time.sleep(0.2)  # let the response be sent
             self._server.shutdown()
             self._server.server_close()
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of a scrape (prometheus_client's custom collector)."""
+        """Yield the metric families of a scrape (custom collector of prometheus_client)."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         def family(name: str, meaning: str, value: float) -> Any:
             kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
-            made = kind(f"{_PREFIX}{name}", meaning, labels=["run"])
-            made.add_metric([self._run], value)
-            return made
+            metrics = kind(f"{_PREFIX}{name}", meaning, labels=["run"])
+            metrics.add_metric([self._run], value)
+            return metrics
 
         yield family("timestamp_seconds", "Time of this scrape.", time.time())
         for name, meaning in _METRICS.items():
@@ -160,4 +164,4 @@ class Exporter:
 
         assert self._where is not None and self._where.textfile is not None
         write_to_textfile(self._where.textfile, self._registry)
-        self._scrapes -= 1  # that was no scrape
+        self._scrapes -= 1  # `collect` has counted this write as a scrape

@@ -1,9 +1,9 @@
-"""Cordons bad nodes of a Kubernetes cluster, so that no pod is started there any more.
+"""Cordon bad nodes of a Kubernetes cluster, so that no new pods start on them.
 
-`nodes.py` calls it, in a pod. The idea: one PATCH of the API over HTTPS with what every pod has (a
-token, the cluster's certificate), and no client library. The control plane makes a taint of
-spec.unschedulable; an annotation gives the reason. Without the right to do so, the message names
-the role to grant, which `launch/kubernetes.py` prints.
+Entry point: `cordon`, used by `nodes.py` in a pod. A node is cordoned by one PATCH request with the
+pod's token and the cluster's certificate, without a client library. The request sets
+spec.unschedulable and an annotation with the reason. If the permission is missing, the message
+names the role to grant, which `launch/kubernetes.py` defines.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from llmfoundry.retry import DeadlineExceeded, within
 
 _CORDON_SECONDS = 60.0  # for all nodes
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its service account: token (which is renewed), ca.crt, namespace."""
+"""Files of the pod's service account: token (renewed by Kubernetes), ca.crt, namespace."""
 ANNOTATION = "llmfoundry/cordoned"
 _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 _EXAMPLE = "scripts/launch.py with launch=kubernetes supervise.act=true"
 
 
 def in_pod() -> bool:
-    """Whether this is a Kubernetes pod that has access to its cluster's API."""
+    """Return whether this process runs in a Kubernetes pod with access to the cluster's API."""
     return bool(os.environ.get(_HOST)) and (ACCOUNT / "token").is_file()
 
 
 def cordon(nodes: Iterable[str], why: str) -> str:
-    """Let no pod be started on these nodes any more; what came of it, in a line."""
+    """Cordon nodes; return a description of the result in one line."""
     done = list[str]()
     names = sorted(nodes)
 
@@ -59,14 +59,17 @@ def cordon(nodes: Iterable[str], why: str) -> str:
 
 
 def _patch(node: str, why: str) -> None:
-    """Cordon a node; one that is cordoned already stays so.
+    """Cordon a node. Does nothing to a node that is cordoned already.
 
     Raises:
-        OSError: the API cannot be reached, or refuses.
+        OSError: the API cannot be reached, or rejects the request.
     """
+    # the change: unschedulable, with the time and the reason as an annotation
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     note = {ANNOTATION: f"{stamp} {public(why)[:500]}"}
     patch = {"metadata": {"annotations": note}, "spec": {"unschedulable": True}}
+
+    # the request to the cluster's API, authorized by the pod's token
     host, port = os.environ[_HOST], os.environ.get(_PORT) or "443"
     host = f"[{host}]" if ":" in host else host
     token = (ACCOUNT / "token").read_text(encoding="ascii").strip()
@@ -82,12 +85,12 @@ def _patch(node: str, why: str) -> None:
         },
     )
     context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
-    no_proxy = urllib.request.ProxyHandler({})  # the API is inside of the cluster
+    no_proxy = urllib.request.ProxyHandler({})  # the API is inside the cluster
     send(request, no_proxy, urllib.request.HTTPSHandler(context=context))
 
 
 def _reason(error: Exception, node: str) -> str:
-    """Why a node was not cordoned, and what to do about it."""
+    """Return why a node was not cordoned, and what to do."""
     if isinstance(error, urllib.error.HTTPError):
         message = _api_message(error)
         if error.code == 403:
@@ -109,7 +112,7 @@ def _reason(error: Exception, node: str) -> str:
 
 
 def _api_message(error: urllib.error.HTTPError) -> str:
-    """The message of the API's Status object."""
+    """Return the message of the API's Status object; empty: there is none."""
     with error, suppress(OSError, ValueError, AttributeError, http.client.HTTPException):
         return public(str(parse_json(error.read(100_000)).get("message", "")))[:300]
     return ""

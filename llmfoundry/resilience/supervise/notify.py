@@ -1,9 +1,8 @@
-"""Where a supervisor's decisions go: events.jsonl, standard error, a webhook, MLflow, a store.
+"""Report a supervisor's decisions: events.jsonl, standard error, webhook, MLflow, store.
 
-`supervisor.py` calls `Reporter` for all that it sees and decides, and at the end `send_to_mlflow`
-and `send_to_store`. The idea: what cannot be written or does not answer must not keep the
-supervisor from its work. A disk may be full, a terminal closed, a server away: each receiver is
-tried for a limited time, and none of them raises.
+`supervisor.py` uses `Reporter` for each observation and decision, and at the end `send_to_mlflow`
+and `send_to_store`. A full disk, a closed terminal or a server that does not answer must not stop
+the supervisor. Every receiver therefore has a time limit, and no function here raises.
 
     python -m llmfoundry.resilience.supervise.notify    # sends a final event, from standard input
 """
@@ -37,17 +36,17 @@ from llmfoundry.recipe.resilience import SuperviseConfig
 from llmfoundry.redaction import hide, public, public_texts
 from llmfoundry.retry import DeadlineExceeded, within
 
-ANSWER_SECONDS, RETRY_SECONDS = 10.0, 3.0  # for an answer; before the second try
-WEBHOOK_SECONDS = 25.0  # for all of it
-FINAL_SECONDS = 60.0  # an import of MLflow takes 2 to 10, a request of its 20 at most
-_BUSY = (429, 500, 502, 503, 504)  # HTTP statuses that a moment later may be others
+ANSWER_SECONDS, RETRY_SECONDS = 10.0, 3.0  # timeout of a request; pause before the retry
+WEBHOOK_SECONDS = 25.0  # limit for a post with its retry
+FINAL_SECONDS = 60.0  # importing MLflow takes 2 to 10, its request up to 20
+_BUSY = (429, 500, 502, 503, 504)  # HTTP statuses that are retried
 
 
 class Reporter:
-    """The events of a run, standard error, and a webhook."""
+    """Writer of a run's events to events.jsonl, standard error and a webhook."""
 
     def __init__(self, config: SuperviseConfig, folder: Path) -> None:
-        """For the run of a folder."""
+        """Create the reporter of the run in `folder`."""
         self._config, self._folder = config, folder
         self._was_there = False
         self._notifier: threading.Thread | None = None
@@ -55,7 +54,18 @@ class Reporter:
     def report(
         self, kind: str, what: str, action: str, step: int | None = None, **more: Any
     ) -> dict[str, Any]:
-        """Add it to the run's events, and print it; the event, empty if it cannot be written."""
+        """Add an event to the run and print it.
+
+        Args:
+            kind: of the event.
+            what: description.
+            action: what is done.
+            step: of the run; None: not known.
+            more: further fields.
+
+        Returns:
+            The event; empty if it could not be written.
+        """
         event = self._add(kind, what, action, step, more)
         if kind != "start":
             done = more.get("done") or (action if action != "none" else "")
@@ -66,15 +76,15 @@ class Reporter:
         self, kind: str, what: str, action: str, step: int | None, more: dict[str, Any]
     ) -> dict[str, Any]:
         if self._was_there and not self._folder.is_dir():
-            return {}  # a new folder would be in the way of the one that is brought back
-        with suppress(OSError):  # the disk may be what failed
+            return {}  # the folder vanished; do not create a new one in its place
+        with suppress(OSError):  # the disk may be full
             event = add_event(self._folder, kind, what, step=step, action=action, **more)
             self._was_there = True
             return event
         return {}
 
     def notify(self, text: str, event: dict[str, Any]) -> None:
-        """Post to the webhook while the run is restarted: no answer holds nothing up."""
+        """Post to the webhook in a thread, so that the restart does not wait for it."""
         self.wait()
         if self._config.webhook:
             self._notifier = threading.Thread(target=self._post, args=(text, event), daemon=True)
@@ -87,22 +97,27 @@ class Reporter:
             print_stderr(problem)
 
     def wait(self) -> None:
-        """Wait until the last post has arrived or failed, at most WEBHOOK_SECONDS."""
+        """Wait until the last post was delivered or failed, at most WEBHOOK_SECONDS."""
         if self._notifier is not None:
             self._notifier.join()
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on standard error, if there is one and it takes it."""
-    with suppress(OSError, ValueError):  # a full disk; a stream that is closed
+    """Print a line to standard error; ignore failures."""
+    with suppress(OSError, ValueError):  # a full disk; a closed stream
         print(line, file=sys.stderr, flush=True)
 
 
 def post_to_webhook(webhook: str, form: str | None, text: str, event: Mapping[str, Any]) -> str:
-    """Post a line, and in the form json the event that it is about; empty, or why it failed.
+    """Post a line to a webhook; return an error message, empty on success.
 
-    Whoever knows a webhook's address may post to it, so that no part of it is ever shown. `form`:
-    one of the recipe's WEBHOOK_FORMS; None: by the URL's host.
+    A webhook's URL is a secret: anyone who knows it can post. No part of it is ever shown.
+
+    Args:
+        webhook: URL.
+        form: one of the recipe's WEBHOOK_FORMS; None: chosen by the URL's host.
+        text: the line.
+        event: also posted in the form json.
     """
     try:
         body = json.dumps(_body(form or form_of(webhook), public(text), event)).encode()
@@ -115,9 +130,9 @@ def post_to_webhook(webhook: str, form: str | None, text: str, event: Mapping[st
 
 
 def form_of(webhook: str) -> str:
-    """The form that an address takes, by its host; slack where the host is not known.
+    """Return the form of a webhook by its host; slack for unknown hosts.
 
-    Mattermost, Rocket.Chat and Google Chat take Slack's {"text": ...} too.
+    Mattermost, Rocket.Chat and Google Chat accept Slack's {"text": ...} too.
     """
     host = (urlsplit(webhook).hostname or "").removesuffix(".")
     for name, hosts in _HOSTS.items():
@@ -133,34 +148,34 @@ _HOSTS = {
 
 
 def _body(form: str, text: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """What a receiver takes."""
+    """Return the JSON body of a post."""
 
-    def short(most: int) -> str:
-        return text if len(text) <= most else f"{text[: most - 1]}…"
+    def truncated(limit: int) -> str:
+        return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
-    if form == "slack":  # reads <...> as links and mentions, and truncates at 40,000 characters
-        return {"text": escape(short(4000), quote=False)}
-    if form == "discord":  # refuses more than 2000 characters
-        return {"content": short(2000), "allowed_mentions": {"parse": []}}
+    if form == "slack":  # <...> would be a link or mention; truncates at 40,000 characters
+        return {"text": escape(truncated(4000), quote=False)}
+    if form == "discord":  # rejects more than 2000 characters
+        return {"content": truncated(2000), "allowed_mentions": {"parse": []}}
     if form == "json":
         return {"text": text, "event": public_texts(event)}
-    assert form == "teams"  # whose workflows take adaptive cards alone
+    assert form == "teams"  # its workflows accept only adaptive cards
     card = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "type": "AdaptiveCard",
         "version": "1.4",
-        "body": [{"type": "TextBlock", "text": short(4000), "wrap": True}],
+        "body": [{"type": "TextBlock", "text": truncated(4000), "wrap": True}],
     }
     kind = "application/vnd.microsoft.card.adaptive"
     return {"type": "message", "attachments": [{"contentType": kind, "content": card}]}
 
 
 def _reason(error: Exception) -> str:
-    """Why, without any part of the address."""
+    """Return why a request failed, without any part of the URL."""
     if isinstance(error, urllib.error.HTTPError):
         with error:
             lines = error.read(200).decode(errors="replace").strip().splitlines()
-        # The answer is shown if it is a word such as Slack's `no_service`, and not a page.
+        # show the response if it is one word, such as Slack's `no_service`, and not a page
         is_word = lines and len(lines[0]) <= 40 and lines[0].replace("_", "").isalpha()
         return f"status {error.code} ({lines[0] if is_word else error.reason})"
     if isinstance(error, urllib.error.URLError):
@@ -173,19 +188,19 @@ def _reason(error: Exception) -> str:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Elsewhere a request would arrive without its content, and perhaps with a secret."""
+    """Handler that rejects redirects, which would drop the body and might leak a secret."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
 def send(request: urllib.request.Request, *handlers: urllib.request.BaseHandler) -> None:
-    """Send an HTTP request, once more where the receiver is busy; no redirection is followed.
+    """Send an HTTP request. Retries once if the receiver is busy, and follows no redirects.
 
     Raises:
-        OSError: nobody answers, or (an HTTPError) the receiver does not take it.
-        ValueError: it has no address.
-        HTTPException: the address cannot be one, or the answer is no HTTP.
+        OSError: there is no answer, or (HTTPError) the receiver rejects the request.
+        ValueError: the URL has no host.
+        HTTPException: the URL is not valid, or the answer is not HTTP.
     """
     opener = urllib.request.build_opener(_NoRedirect, *handlers)
     try:
@@ -198,16 +213,19 @@ def send(request: urllib.request.Request, *handlers: urllib.request.BaseHandler)
         opener.open(request, timeout=ANSWER_SECONDS).close()
 
 
-# The run's own processes send events to MLflow and to the store (`loggers/background_queue.py`,
-# `checkpoint/record_sync.py`); after the last decision there are none, so that the supervisor has a
-# process of its own send it: a store that does not answer holds nobody up, and the supervisor,
-# which lives for days, imports neither.
+# The ranks send events to MLflow and to the store (`loggers/background_queue.py`,
+# `checkpoint/record_sync.py`). They have ended at the last decision, so the supervisor starts a
+# process that sends it. A store that does not answer then does not block, and the supervisor does
+# not import the libraries.
 
 
 def send_to_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
-    """Send the tags of a run that has ended; empty, or why MLflow does not have them.
+    """Send the tags of an ended run to MLflow; return an error message, empty on success.
 
-    `status`: finished, failed or killed, for an MLflow run that is still marked as running.
+    Args:
+        logger: of the recipe.
+        folder: of the run.
+        status: finished, failed or killed, for an MLflow run that is still marked as running.
     """
     if not logger.mlflow or not (folder / RUN_ID_FILE).is_file():
         return ""
@@ -216,15 +234,16 @@ def send_to_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
 
 
 def send_to_store(url: str, options: FetchOptions, folder: Path) -> str:
-    """Send the events, and what else is in the run's working copy; empty, or why that failed."""
+    """Upload the run's events and record folders; return an error message, empty on success."""
     facts = {"url": url, "options": asdict(options), "folder": str(folder.absolute())}
     return _send_by_process(public(url), {"store": facts})
 
 
 def _send_by_process(receiver: str, message: dict[str, Any]) -> str:
+    """Send a message by a new process of this module; return an error message."""
     process = start_module(
         __name__,
-        stdin=subprocess.PIPE,  # no address on a command line, which everybody sees
+        stdin=subprocess.PIPE,  # other users can read command lines, which must show no URL
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -232,7 +251,7 @@ def _send_by_process(receiver: str, message: dict[str, Any]) -> str:
     try:
         output, _ = process.communicate(json.dumps(message), timeout=FINAL_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: it may hang in a file system
+        process.kill()  # do not wait for it: it may hang in a file system
         return f"{receiver} lacks the last decision: no answer in {FINAL_SECONDS:.0f} s"
     if process.returncode:
         why = output.strip() or f"status {process.returncode}"
@@ -241,7 +260,7 @@ def _send_by_process(receiver: str, message: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Send the message on standard input; the exit status."""
+    """Send the message read from standard input; return the exit status."""
     message = json.load(sys.stdin)
     hide({"storage_options": message.get("store", {}).get("options", {}).get("storage_options")})
     hide([value for facts in message.values() for value in facts.values()])
@@ -263,7 +282,9 @@ def _upload_events(url: str, options: dict[str, Any], folder: str) -> None:
 
     store, local = Store(url, FetchOptions(**options), key="save_folder"), Path(folder)
     sizes = store.files(skip=(CHECKPOINTS,))
-    paths = [local / EVENTS, *(path for name in FOLDERS for path in local.glob(f"{name}/**/*"))]
+    paths = [local / EVENTS]
+    for name in FOLDERS:
+        paths += local.glob(f"{name}/**/*")
     for path in paths:
         name = path.relative_to(local).as_posix()
         if path.is_file() and sizes.get(name) != path.stat().st_size:

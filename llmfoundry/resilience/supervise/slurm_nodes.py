@@ -1,13 +1,12 @@
-"""What Slurm knows of a job's machines, and the commands by which the supervisor changes them.
+"""Slurm commands of the supervisor: state of a job's machines, drain, requeue, signals.
 
-`nodes.py` and `supervisor.py` call it, inside of a job. Nothing is decided here. Slurm's behaviour
-was seen with 22.05 (`tests/resilience/slurm`): a machine that dies stays in a job's environment,
-but not in the job (`--no-kill`); steps on it never end by themselves.
+Used by `nodes.py` and `supervisor.py` inside a job. Slurm's behavior was observed with version
+22.05 (`tests/resilience/slurm`): with `--no-kill`, a dead machine is removed from the job but stays
+in its environment variables, and steps on it do not end by themselves.
 
-With `--no-kill` a job continues without any machine that dies, even without the first: the batch
-script and the supervisor are gone then, and the job holds the others idle. So `start_standby` runs
-this file as a step on another machine; it ends with the job, or requeues it once Slurm has taken
-the supervisor's machine out.
+With `--no-kill` a job also continues without its first machine. The batch script and the supervisor
+have then died, and the other machines are idle. `start_standby` therefore runs this file as a step
+on another machine. The standby requeues the job once Slurm has removed the supervisor's machine.
 
     python -m llmfoundry.resilience.supervise.slurm_nodes NODE
 """
@@ -26,23 +25,23 @@ from llmfoundry.processes import start_module
 
 _COMMAND_SECONDS = 60.0
 _EXCLUDE_SECONDS = 20.0  # of the 30 s (KillWait) from a requeue until Slurm kills
-_STANDBY_SECONDS = 20.0  # between two looks
+_STANDBY_SECONDS = 20.0  # between two polls of the standby
 _LOST = ("down", "fail", "error", "powered_down", "powering_down")
 _DRAINED = ("drain", "drng")
 
 
 def in_job() -> bool:
-    """Whether this process belongs to a job, and Slurm's commands are there."""
+    """Return whether this process runs in a Slurm job with Slurm's commands installed."""
     return "SLURM_JOB_ID" in os.environ and shutil.which("scontrol") is not None
 
 
 def step_environment() -> dict[str, str]:
-    """This environment, in a job for an srun on fewer machines than the job has.
+    """Return the environment, adjusted for an srun on fewer machines than the job has.
 
-    From `--ntasks-per-node` sbatch also makes the number of all tasks of the job (SLURM_NTASKS),
-    and srun would start as many on fewer machines ("More processors requested than permitted"). A
-    step on a dead machine holds its other machines until Slurm marks it down: a new step must not
-    wait for them (`--overlap`).
+    With `--ntasks-per-node`, sbatch also sets the total number of tasks (SLURM_NTASKS). srun would
+    start this number on fewer machines and fail ("More processors requested than permitted"). A
+    step with a dead machine occupies its other machines until Slurm marks the machine down, so new
+    steps must share them (`--overlap`).
     """
     if not in_job():
         return dict(os.environ)
@@ -57,43 +56,43 @@ def step_environment() -> dict[str, str]:
 
 
 def job_nodes() -> list[str]:
-    """The machines that this job has now, without lost ones; empty: no answer."""
+    """Return the current machines of this job, without lost machines; empty: no answer."""
     names, _ = _run("squeue", "--noheader", f"--jobs={_job()}", "--format=%N")
     return _run("scontrol", "show", "hostnames", names)[0].split() if names else []
 
 
 def lost_nodes() -> dict[str, str]:
-    """Machines of this job, as it began, that Slurm has lost, and what it reports of them."""
+    """Return the initial machines of this job that Slurm has lost, with a description."""
     return {node: what for node, state, what in _states() if _is_lost(state)}
 
 
 def drained_nodes() -> dict[str, str]:
-    """Machines of this job that are to take no other one, and the reason that was given."""
+    """Return the machines of this job that are drained or draining, with a description."""
     return {node: what for node, state, what in _states() if state.startswith(_DRAINED)}
 
 
 def _is_lost(state: str) -> bool:
-    gone = state.startswith(_DRAINED) and state.endswith("*")  # and does not respond
-    return gone or state.startswith(_LOST)
+    is_silent = state.endswith("*")  # Slurm's mark for a machine that does not respond
+    return state.startswith(_LOST) or (state.startswith(_DRAINED) and is_silent)
 
 
 def _states() -> list[tuple[str, str, str]]:
-    """Name, state and both in words, of the machines with which this job began."""
-    began = os.environ.get("SLURM_JOB_NODELIST", "")
-    if not began:
+    """Return (name, state, description) of the machines with which this job began."""
+    nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
+    if not nodelist:
         return []
-    lines, _ = _run("sinfo", "--noheader", "--Node", f"--nodes={began}", "--format=%N|%T|%E")
-    found = dict[str, tuple[str, str, str]]()  # a machine has a line for each partition
+    lines, _ = _run("sinfo", "--noheader", "--Node", f"--nodes={nodelist}", "--format=%N|%T|%E")
+    states = dict[str, tuple[str, str, str]]()  # sinfo prints a line for each partition
     for line in lines.splitlines():
         node, _, rest = line.partition("|")
         state, _, reason = rest.partition("|")
         reason = "" if reason.strip() in ("", "none", "(null)") else f" ({reason.strip()})"
-        found[node] = (node, state.strip().lower(), f"Slurm reports {node} as {state}{reason}")
-    return list(found.values())
+        states[node] = (node, state.strip().lower(), f"Slurm reports {node} as {state}{reason}")
+    return list(states.values())
 
 
 def step_problem(node: str) -> str:
-    """Why no step can be started on a machine; empty: one can."""
+    """Return why no step can be started on a machine; empty: a step can be started."""
     words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "true"]
     try:
         done = subprocess.run(
@@ -110,23 +109,27 @@ def step_problem(node: str) -> str:
 
 
 def set_state(nodes: Iterable[str], why: str, *, state: str) -> str:
-    """Let no job use machines any more; empty, or why that was not done.
+    """Drain machines or set them to down; return an error message, empty on success.
 
-    `state`: drain, or down for those that do not answer: a job that leaves one, or ends, would wait
-    until Slurm itself marks it down (SlurmdTimeout).
+    Args:
+        nodes: names of the machines.
+        why: reason for administrators.
+        state: drain, or down for machines that do not respond. Otherwise the job would wait until
+            Slurm marks them down (SlurmdTimeout).
     """
     names, reason = f"nodename={','.join(nodes)}", f"reason=llmfoundry: {why[:120]}"
     return _run("scontrol", "update", names, f"state={state}", reason)[1]
 
 
 def requeue(without: Iterable[str]) -> str:
-    """Put this job back into the queue, not `without` again; what came of it, in words.
+    """Requeue this job, and exclude machines from it; return a description of the result.
 
-    Slurm then ends this job with SIGTERM, and 30 s (KillWait) later with SIGKILL. Machines to leave
-    out are added to the job's own list, which needs no operator's rights. It can be written once
-    the job is pending again; of a job that has lost a machine only where Slurm keeps accounts
-    (slurmdbd): elsewhere it fails forever with "the DB index is being set".
+    Slurm then sends SIGTERM to this job, and SIGKILL 30 s (KillWait) later. Machines are excluded
+    by the job's ExcNodeList, which needs no operator rights and can be set once the job is pending.
+    For a job that has lost a machine this works only with accounting (slurmdbd). Without accounting
+    it always fails with "the DB index is being set".
     """
+    # requeued by Slurm, or cancelled?
     job, _ = _run("scontrol", "--oneliner", "show", "job", _job())
     state = _field(job, "JobState")
     restarts, begun = _field(job, "Restarts"), os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -134,15 +137,18 @@ def requeue(without: Iterable[str]) -> str:
         return "requeued by Slurm itself"  # preempted, or by a person; its state is COMPLETING
     if state != "RUNNING":  # cancelled
         return f"not requeued: Slurm reports the job as {state or 'not there'}"
+
     problem = _run("scontrol", "requeue", _job())[1]
     if problem:
         return f"not requeued: {problem}"
+
+    # exclude machines; Slurm rejects this ("try again in a bit") until the job is pending
     before = _field(job, "ExcNodeList").replace("(null)", "")
     names = ",".join(filter(None, [before, *sorted(without)]))
     if names == before:
         return "requeued"
     problem, deadline = "not tried", time.monotonic() + _EXCLUDE_SECONDS
-    while problem and time.monotonic() < deadline:  # "try again in a bit", for a moment
+    while problem and time.monotonic() < deadline:
         problem = _run("scontrol", "update", f"jobid={_job()}", f"excnodelist={names}")[1]
         time.sleep(0.5 if problem else 0.0)
     return (
@@ -151,12 +157,12 @@ def requeue(without: Iterable[str]) -> str:
 
 
 def signal_steps(name: str) -> None:
-    """Send a signal to all steps of this job, on all machines; not to the batch script.
+    """Send a signal to all steps of this job on all machines, but not to the batch script.
 
-    Step by step: to send KILL to a job is to cancel it.
+    The steps are signaled one by one, because KILL for a job cancels the job.
     """
-    found, _ = _run("squeue", "--steps", "--noheader", f"--jobs={_job()}", "--format=%i")
-    steps = [step for step in found.split() if step.rpartition(".")[2].isdecimal()]
+    listing, _ = _run("squeue", "--steps", "--noheader", f"--jobs={_job()}", "--format=%i")
+    steps = [step for step in listing.split() if step.rpartition(".")[2].isdecimal()]
     if steps:
         _run("scancel", f"--signal={name}", *steps)
 
@@ -166,12 +172,13 @@ def _job() -> str:
 
 
 def _field(line: str, name: str) -> str:
-    found = re.search(rf"\b{name}=(\S+)", line)
-    return found[1] if found else ""
+    """Return the value of a field in a line of scontrol; empty: it is missing."""
+    match = re.search(rf"\b{name}=(\S+)", line)
+    return match[1] if match else ""
 
 
 def _run(*words: str) -> tuple[str, str]:
-    """The output of a command, and why it failed; either is empty: the controller may be away."""
+    """Return the output of a command (empty if it failed), and an error message (else empty)."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
@@ -182,7 +189,7 @@ def _run(*words: str) -> tuple[str, str]:
 
 
 def start_standby(own: str, without: Iterable[str]) -> subprocess.Popen[bytes] | None:
-    """Start this file on another machine than the supervisor's `own`; None: there is no other."""
+    """Start the standby on another machine than `own`; None: the job has no other machine."""
     others = [node for node in job_nodes() if node not in {own, *without}]
     if not others:
         return None
@@ -199,10 +206,10 @@ def start_standby(own: str, without: Iterable[str]) -> subprocess.Popen[bytes] |
 
 
 def main() -> None:
-    """Requeue the job once the machine that the first argument names is no longer its own."""
+    """Requeue the job once the machine named by the first argument is no longer in the job."""
     while True:
         time.sleep(_STANDBY_SECONDS)
-        nodes = job_nodes()  # empty: Slurm's controller is away
+        nodes = job_nodes()  # empty: Slurm's controller does not answer
         if nodes and sys.argv[1] not in nodes and requeue(()) == "requeued":
             return
 

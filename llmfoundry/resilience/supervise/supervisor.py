@@ -1,11 +1,11 @@
-"""Start a run, watch it, and decide what to do when it ends; every decision is an event.
+"""Supervisor: start a run, monitor it, and decide what to do when it ends.
 
-`cli/commands/supervise.py` calls `Supervisor.run`, whose result is the exit status. In the order of
-an attempt: its checkpoints must still be there (`checkpoints`), it runs (`attempt`), what it left
-behind is gathered here, its cause is found (`causes`), suspected machines are checked (`nodes`),
-and `decide_restart` decides; `causes`, `decide_restart` and the judgement of `checkpoints` are pure
-functions. The idea: a run is exact, so that a restart is always correct, and the question is only
-whether it is of use.
+Entry point: `Supervisor.run`, called by `cli/commands/supervise.py`. An attempt has these stages:
+the checkpoints must still exist (`checkpoints`), the run is started and monitored (`attempt`), its
+evidence is collected here, its cause is classified (`causes`), suspected machines are checked
+(`nodes`), and `decide_restart` decides. The decisions are pure functions, and each one is recorded
+as an event. A resumed run computes exactly the same steps, so a restart is always correct. The
+question is only whether it is useful.
 """
 
 from __future__ import annotations
@@ -60,39 +60,39 @@ from llmfoundry.resilience.supervise.notify import Reporter, print_stderr
 from llmfoundry.telemetry import memory_folder
 
 FOLDER = "supervise"
-"""Below a run's folder: records of processes' ends, by attempt, and the check's report."""
+"""Subfolder of a run's folder for the ends of processes, by attempt, and the check's report."""
 _IN_MEMORY = "llmfoundry-supervisor-"
-"""Before the name of a folder in memory that its supervisor holds locked."""
-_LOCKED_SECONDS = 60.0  # within which a new one has been locked
-_LISTING_SECONDS = 120.0  # for a store's answer
-_REMOTE_SECONDS = 60.0  # after which processes that send no heartbeat here may be elsewhere
+"""Prefix of a supervisor's folder in memory, which the supervisor locks."""
+_LOCKED_SECONDS = 60.0  # a younger folder may not be locked yet
+_LISTING_SECONDS = 120.0  # timeout of a listing of checkpoints
+_REMOTE_SECONDS = 60.0  # without a local heartbeat, after which ranks may be on other machines
 _WATCHED = ("slow_rank", "mfu_drop", "data_wait", "stall")
-"""Events of callbacks.watch at which a run may save and stop by itself."""
+"""Events of callbacks.watch for which a run may save and stop itself."""
 
 
 @dataclass
 class Supervisor:
-    """The process around a run."""
+    """Process that starts a run and restarts it after failures."""
 
     config: SuperviseConfig
     folder: Path
-    """The run's."""
+    """The run's folder."""
     script: list[str]
-    """The words that train: scripts/train.py RECIPE ..."""
+    """Training command: scripts/train.py RECIPE ..."""
     check: list[str]
-    """The words that check machines, without the folder of the report."""
+    """Command of the machine check, without the folder of its report."""
     list_checkpoints: Callable[[], CheckpointListing]
     url: str = ""
-    """The store of the run's checkpoints, without secrets; empty: the run's folder has them."""
+    """URL of the run's checkpoints, without secrets; empty: they are in the run's folder."""
     kernel_log: str | None = None
     """health_check.kernel_log."""
     export: ExportTo | None = None
-    """Where its state is served for Prometheus; None: nowhere."""
+    """Where the supervisor's state is exported for Prometheus; None: not exported."""
     final_events: Sequence[Callable[[str], str]] = ()
-    """Called with the run's status (finished, failed) after the last decision; each sends it where
-    the run's record is kept, and returns why that failed."""
+    """Called with the run's status (finished, failed) after the last decision. Each sends the last
+    events to a tracker or store, and returns an error message or an empty string."""
     attempts: list[Attempt] = field(default_factory=list)
-    """The attempts so far, of this job."""
+    """Attempts of this job so far."""
 
     def __post_init__(self) -> None:
         self.node = own_node()
@@ -100,17 +100,18 @@ class Supervisor:
         self._report = self._reporter.report
         self._exporter = Exporter(self.folder.name, self.export)
         self._nodes = Nodes(self.config)
-        self._signals: list[int] = []  # received: the first makes it stop
+        self._signals: list[int] = []  # received signals; the first requests a stop
         self._running: RunningAttempt | None = None
-        self._lock: LockedFile | None = None  # by which others see that it is at work
-        # Checkpoints, by batch: the newest that must be there; resume from one before (None: any).
+        self._lock: LockedFile | None = None  # shows other processes that a supervisor is running
+        # batch of the newest checkpoint that must exist; -1: none
         self._newest = self._recorded_newest()
+        # resume from a checkpoint before this batch; None: from the newest
         self._resume_before: int | None = None
-        # The attempt before, and when it last moved.
+        # the previous attempt, and when it last made progress
         self._previous: tuple[AttemptTimes, float] | None = None
 
     def run(self) -> int:
-        """Start the run as often as it is of use; the exit status."""
+        """Start the run, and restart it while that is useful; return the exit status."""
         heartbeats, lock = _folder_in_memory()
         handlers = on_stops(self._on_signal)
         try:
@@ -129,13 +130,13 @@ class Supervisor:
                 self._lock.release()
             self._reporter.wait()
             self._nodes.end_standby()
-            for number, handler in handlers.items():  # stopping already: further signals do nothing
+            for number, handler in handlers.items():  # after a stop, ignore further signals
                 signal.signal(number, signal.SIG_IGN if self._signals else handler)
             shutil.rmtree(heartbeats, ignore_errors=True)
             lock.release()
 
     def _until_last(self, heartbeats: Path) -> Decision:
-        """Attempt after attempt; the decision that ends it."""
+        """Run attempts until a decision other than a restart; return this decision."""
         while True:
             stopped = self._await_checkpoints()
             if stopped is not None:
@@ -149,12 +150,12 @@ class Supervisor:
                 return self._end_with("stopped", "stopped between two attempts", status=SAVED)
 
     def _await_checkpoints(self) -> Decision | None:
-        """Wait for the checkpoints that must be there; a decision where they do not come."""
+        """Wait until the expected checkpoints exist; return a decision if they do not appear."""
         began, tries, reported = time.monotonic(), 0, ""
         while not self._signals:
             listing = self._list_checkpoints()
             if not self.attempts and listing.batches:
-                self._newest = listing.newest  # a person may have removed newer ones
+                self._newest = listing.newest  # a person may have deleted newer checkpoints
             tries += 1
             verdict = checkpoints.judge_listing(
                 self._newest,
@@ -178,35 +179,44 @@ class Supervisor:
         return self._end_with("stopped", why, status=SAVED)
 
     def _list_checkpoints(self) -> CheckpointListing:
-        """The run's checkpoints; a signal does not wait for a store."""
-        found: list[CheckpointListing] = []
-        work = threading.Thread(target=lambda: found.append(self._listing()), daemon=True)
+        """List the run's checkpoints in a thread, so that a stop does not wait for a store."""
+        results: list[CheckpointListing] = []
+        work = threading.Thread(target=lambda: results.append(self._listing()), daemon=True)
         work.start()
         work.join(1.0)
         deadline = time.monotonic() + _LISTING_SECONDS
         while work.is_alive() and time.monotonic() < deadline and not self._signals:
             work.join(0.1)
-        return found[0] if found else CheckpointListing(problem="no answer", may_pass=True)
+        return results[0] if results else CheckpointListing(problem="no answer", may_pass=True)
 
     def _listing(self) -> CheckpointListing:
         try:
             return self.list_checkpoints()
-        except Exception as error:  # of a library, in a thread whose errors nobody sees
+        except Exception as error:  # an unexpected error would end the thread silently
             return CheckpointListing(problem=_reason(error))
 
     def _recorded_newest(self) -> int:
-        """The newest checkpoint in the run's events; -1: none.
+        """Return the batch of the newest checkpoint in the run's events; -1: none.
 
-        Those at a URL may belong to another run, which was there before.
+        At a URL, the events before the first attempt are ignored, because they may belong to an
+        earlier run of this name.
         """
         if self.url and not self.attempts:
             return -1
-        found = (e.get("checkpoint") for e in read_events(self.folder) if e["kind"] == "decision")
-        return next(iter([batch for batch in found if type(batch) is int][-1:]), -1)
+        newest = -1
+        for event in read_events(self.folder):
+            batch = event.get("checkpoint")
+            if event["kind"] == "decision" and type(batch) is int:
+                newest = batch
+        return newest
 
     def _attempt(self, heartbeats: Path) -> Decision:
-        if self._lock is None:  # not before: the folder may be missing, and is to be seen so
+        """Run one attempt and return the decision after it."""
+        # not locked earlier, so that a missing run folder is detected before it is created
+        if self._lock is None:
             self._lock = self._show_itself()
+
+        # start the command
         number = len(self.attempts) + 1
         launcher, excluded = self._nodes.launcher(is_first=not self.attempts)
         command = [*launcher, *self.script]
@@ -222,15 +232,17 @@ class Supervisor:
             is_local=not self.config.launch,
             limits=ResumeLimits(self._newest, self._resume_before),
         )
+
+        # wait for its end, and collect the events since its start
         status = self._watch(running)
         events = list(read_events(self.folder))
-        first = events.index(start) + 1 if start in events else known  # unwritten: those since
+        first = events.index(start) + 1 if start in events else known  # a full disk has no start
         evidence = self._evidence(running, status, log_size, events[first:], excluded)
         self._previous = running.times, running.times.last_moved(evidence.hang, self.node)
         return self._decide(number, running.times, evidence, excluded)
 
     def _show_itself(self) -> LockedFile | None:
-        """Lock a file of this machine's name, as long as it can be written."""
+        """Lock a file with this machine's name; None: the file cannot be written."""
         path = self.folder / FOLDER / f"{os.path.basename(self.node)}.lock"
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,9 +250,9 @@ class Supervisor:
         return None
 
     def _watch(self, running: RunningAttempt) -> int:
-        """Wait until an attempt has ended; its status."""
+        """Wait until an attempt has ended; return its exit status."""
         self._running, has_stepped, is_elsewhere = running, False, False
-        if self._signals:  # while it was being started
+        if self._signals:  # received while the command was being started
             running.request_stop(self._signals[0])
         is_running = True
         while is_running:
@@ -260,7 +272,7 @@ class Supervisor:
         return status
 
     def _report_return(self, times: AttemptTimes) -> None:
-        """Report how long it took from the failure to the first step of a restarted run."""
+        """Report the time from the failure to the first step of a restarted run, by part."""
         if self._previous is None or times.joined is None or times.loaded is None:
             return
         previous, died = self._previous
@@ -292,7 +304,15 @@ class Supervisor:
         events: list[dict[str, Any]],
         excluded: set[str],
     ) -> Evidence:
-        """What an attempt has left behind; `events`: its own."""
+        """Return the evidence of an attempt.
+
+        Args:
+            running: the ended attempt.
+            status: exit status of its command.
+            log_size: size of the kernel log's file when the attempt began.
+            events: of the attempt.
+            excluded: machines that it did not use.
+        """
         times = running.times
         lost = self._nodes.lost() if status else {}
         return Evidence(
@@ -316,6 +336,8 @@ class Supervisor:
     def _decide(
         self, number: int, times: AttemptTimes, evidence: Evidence, excluded: set[str]
     ) -> Decision:
+        """Classify an attempt, decide, exclude bad machines, and report the decision."""
+        # classify and decide
         cause = find_cause(evidence)
         attempt = self._as_attempt(cause, times, evidence, excluded)
         bad = attempt.bad_nodes
@@ -324,10 +346,14 @@ class Supervisor:
         decision = decide_restart(self.attempts, self.config, can_exclude=can_exclude)
         self._resume_before = decision.resume_before or self._resume_before
         self.attempts[-1] = replace(attempt, seconds=attempt.seconds + decision.wait)
+
+        # exclude bad machines
         done = decision.action
         if bad and self.config.act:
             result = self._nodes.take_out(bad, cause.why)
             done += f" ({result})" if result else ""
+
+        # report
         event = self._report(
             "decision",
             f"attempt {number} ended: {decision.why}",
@@ -343,7 +369,7 @@ class Supervisor:
             checkpoint=self._newest,
             progressed=attempt.progressed,
             seconds=round(times.ended - times.started, 1),
-            took=round(attempt.seconds, 1),  # with the check
+            took=round(attempt.seconds, 1),  # including the check
             useful=round(attempt.useful, 1),
             wait=decision.wait,
             exit_status=decision.status,
@@ -355,13 +381,17 @@ class Supervisor:
     def _as_attempt(
         self, cause: Cause, times: AttemptTimes, evidence: Evidence, excluded: set[str]
     ) -> Attempt:
-        """What counts of an attempt that has ended; suspected machines are checked."""
+        """Return the summary of an ended attempt, after a check of suspected machines."""
+        # progress: the newest checkpoint now, compared with before
         before, listing = self._newest, self._list_checkpoints()
         went_back = evidence.went_back
         self._newest = expected_newest(before, times.saved, listing, went_back=went_back)
         limit = self._resume_before
         if limit is not None and max(times.saved, self._newest - 1) >= limit:
-            self._resume_before = None  # it was saved anew, or another after it
+            self._resume_before = (
+                None  # the suspected checkpoint was replaced, or a later one saved
+            )
+
         bad = () if self._signals else self._confirm(cause)
         has_begun = bool(evidence.node_of) or times.joined is not None
         took, progressed = time.monotonic() - times.started, self._newest > before
@@ -380,20 +410,20 @@ class Supervisor:
         )
 
     def _confirm(self, cause: Cause) -> tuple[str, ...]:
-        """Which of the suspected machines are bad."""
+        """Check the suspected machines of a cause, and return the bad ones."""
         bad, line, action = self._nodes.find_bad(cause.nodes, self.check, self.folder / FOLDER)
         if line:
             self._report("check", line, action)
         return bad
 
     def _end_with(self, cause: str, line: str, *, status: int) -> Decision:
-        """Report an end that no attempt has led to; `cause`: a word that no attempt ends with."""
+        """Report a stop that is not the end of an attempt; `cause` is none of KINDS."""
         event = self._report("decision", line, STOP, cause=cause, exit_status=status)
         self._reporter.notify(f"{self.folder.name} on {self.node}: {line}", event)
         return Decision(STOP, line, status)
 
     def _send_final_events(self, decision: Decision) -> None:
-        """Send the last decision, unless the run will be resumed: the next start does so then."""
+        """Send the last decision to trackers and stores, unless the run will be resumed."""
         if decision.status == SAVED:
             return
         status = "finished" if decision.status == DONE else "failed"
@@ -401,25 +431,27 @@ class Supervisor:
             print_stderr(f"supervise: {problem}")
 
     def _leave(self, status: int) -> int:
-        """The exit status, after requeueing this job where the recipe has that.
+        """Requeue this job if the recipe requests that; return the exit status.
 
-        Schedulers send TERM or USR1; INT is a person's, who does not want it back.
+        SIGINT comes from a person, who does not want the job requeued. Schedulers send TERM or
+        USR1.
         """
-        self._reporter.wait()  # before the requeue, after which Slurm kills soon
+        self._reporter.wait()  # Slurm kills this job soon after the requeue
         is_person = self._signals[:1] == [signal.SIGINT]
         if status == SAVED and self.config.requeue and slurm_nodes.in_job() and not is_person:
             for number in STOPS:
-                signal.signal(number, signal.SIG_IGN)  # Slurm ends the job with one
+                signal.signal(number, signal.SIG_IGN)  # Slurm signals the requeued job
             self._report("requeue", self._nodes.requeue(), "requeue")
         return status
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal lets the run save and end; the second ends it at once.
+        """Handle a signal: the first lets the run save and end, the second kills it.
 
-        Not in a job: Slurm sends one ahead of the job's limit and one at it, and kills by itself.
+        In a Slurm job the second signal is ignored: Slurm sends one signal before the time limit
+        and one at the limit, and then kills the job itself.
         """
         if number == signal.SIGHUP and number in self._signals:
-            return  # both shell and system send one when a terminal is closed
+            return  # shell and kernel both send SIGHUP when a terminal is closed
         self._signals.append(number)
         if self._running is not None:
             if len(self._signals) == 1:
@@ -434,55 +466,58 @@ class Supervisor:
 
 
 def _folder_in_memory() -> tuple[Path, LockedFile]:
-    """A new folder for heartbeats, locked while it is used; folders of killed supervisors go."""
-    above = memory_folder()
-    made = Path(tempfile.mkdtemp(prefix=_IN_MEMORY, dir=above))
-    lock = try_lock(made)
+    """Create and lock a folder for heartbeats; delete the folders of killed supervisors."""
+    folder = Path(tempfile.mkdtemp(prefix=_IN_MEMORY, dir=memory_folder()))
+    lock = try_lock(folder)
     assert lock is not None
-    for other in made.parent.glob(f"{_IN_MEMORY}*"):
-        with suppress(OSError):  # of another user
+    for other in folder.parent.glob(f"{_IN_MEMORY}*"):
+        with suppress(OSError):  # another user's folder
             is_new = time.time() - other.stat().st_mtime < _LOCKED_SECONDS
-            found = None if other == made or is_new else try_lock(other)
-            if found is not None:
+            if other == folder or is_new:
+                continue
+            other_lock = try_lock(other)
+            if other_lock is not None:  # its supervisor has died
                 shutil.rmtree(other, ignore_errors=True)
-                found.release()
-    return made, lock
+                other_lock.release()
+    return folder, lock
 
 
 def _reason(error: BaseException) -> str:
-    """Why it failed, in a line."""
+    """Return the error as one line."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def _has_begun_elsewhere(running: RunningAttempt) -> bool:
-    """Whether processes have begun, and none of them on this machine."""
+    """Return whether ranks have begun, but none on this machine."""
     times = running.times
     is_late = times.joined is None and time.monotonic() - times.started > _REMOTE_SECONDS
     return is_late and bool(read_ranks(running.ends))
 
 
 def _first(events: Iterable[dict[str, Any]], action: str, *kinds: str) -> dict[str, Any] | None:
-    """The first event of one of these kinds with this action."""
-    found = (event for event in events if event["kind"] in kinds)
-    return next((event for event in found if event.get("action") == action), None)
+    """Return the first event of one of the kinds with an action; None: there is none."""
+    for event in events:
+        if event["kind"] in kinds and event.get("action") == action:
+            return event
+    return None
 
 
 def earlier_attempts(folder: Path) -> list[Attempt]:
-    """The attempts of this job before it was requeued, from the run's events; else none."""
+    """Return the attempts of this job before it was requeued, from the run's events."""
     requeued = os.environ.get("SLURM_RESTART_COUNT", "")
     if not requeued.isdecimal() or int(requeued) == 0:
         return []
-    found = list[Attempt]()
+    attempts = list[Attempt]()
     for event in read_events(folder):
         if event["kind"] == "decision" and event.get("cause") in KINDS:
-            if event.get("attempt") == 1:
-                found = []
+            if event.get("attempt") == 1:  # earlier attempts are of another job
+                attempts = []
             cause = Cause(event["cause"], str(event.get("why")), names_in(event, "nodes"))
             took, wait = _seconds(event.get("took")), _seconds(event.get("wait"))
             useful = _seconds(event.get("useful", took))
             progressed = bool(event.get("progressed"))
-            found.append(Attempt(cause, progressed, seconds=took + wait, useful=useful))
-    return found
+            attempts.append(Attempt(cause, progressed, seconds=took + wait, useful=useful))
+    return attempts
 
 
 def _seconds(value: Any) -> float:

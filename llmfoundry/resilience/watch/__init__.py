@@ -1,1 +1,1 @@
-"""What a run notices about its machines while it trains."""
+"""Detection of slow ranks, speed drops, stalls and GPU errors during training."""

@@ -1,9 +1,9 @@
-"""What is unusual in a round of steps: `find_anomalies`, a pure function of all processes' times.
+"""Detect anomalies in a round of steps: `find_anomalies`, a pure function of all ranks' times.
 
-`watch.py` calls it on every process with the same table, so that all decide alike. The idea: a run
-is compared with itself. Other processes show what is usual of a process, earlier rounds what is
-usual of the run. An anomaly must be an outlier (`check/outliers.py`), large enough to matter, and
-come several times in a row, or a busy machine would be reported every hour.
+`watch.py` calls it on every rank with the same table, so all ranks decide alike. A run is compared
+with itself: a rank with the other ranks, and the run with its earlier rounds. To avoid false
+positives on a busy machine, an anomaly must be an outlier (`check/outliers.py`), large enough to
+matter, and occur several times in a row.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from llmfoundry.resilience.check.kernel_log import NVLINK_5, TAKE_OUT, WATCH, XI
 from llmfoundry.resilience.check.nvml import SLOWED, WARM
 from llmfoundry.resilience.check.outliers import too_small, usual_limit
 
-KEPT = 20  # earlier rounds
-LEAST = 5  # of them, until the run is compared with itself
-STALL_STEPS = 10  # usual ones: a stall of slow steps is longer
-RISE = 2.0  # times the usual share of waiting
+KEPT = 20  # rounds in the history
+LEAST = 5  # rounds before the run is compared with its history
+STALL_STEPS = 10  # minimum length of a stall, in usual steps
+RISE = 2.0  # minimum factor over the usual share of waiting
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a process measured in a round, in seconds; NaN: not known.
+    """Measurements of a rank in a round, in seconds; NaN: not known.
 
     Attributes:
-        compute: of the blocks' forward passes in a step, without collectives: median of some.
-        data_wait: for the batch of a step: mean.
-        step: of one without data_wait, evaluation, saving or compilation: mean.
-        stall: the most by which steps between two logs took longer than usual.
-        stall_wait: of these steps, for data.
-        skipped: updates so far; all processes must have the same number.
-        xid: an error of its GPU since the last round; 0: none.
-        slowed: why its GPU was slowed to protect it: a mask of check/nvml.py's.
-        lost: 1 if its GPU has fallen off the bus since.
+        compute: forward passes of the blocks in a step without collectives; median of some steps.
+        data_wait: wait for the batch of a step; mean.
+        step: a step without data_wait, evaluation, saving and compilation; mean.
+        stall: largest delay between two logs, compared with the usual time.
+        stall_wait: wait for data during this delay.
+        skipped: number of skipped updates so far; must be equal on all ranks.
+        xid: error code of the GPU since the last round; 0: none.
+        slowed: reasons for throttling of the GPU, as a bit mask of check/nvml.py.
+        lost: 1 if the GPU has fallen off the bus since the last round.
     """
 
     compute: float = math.nan
@@ -54,14 +54,14 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something unusual.
+    """An anomaly, or its end.
 
     Attributes:
         kind: key of WatchConfig: slow_rank, mfu_drop, data_wait, stall or gpu.
-        seen: for people; `{host}` stands for the machine of `rank`.
-        rank: the process that it is about; None: all.
-        is_over: whether it is usual again.
-        is_bad: whether it takes the machine out of service.
+        seen: description; `{host}` is a placeholder for the machine of `rank`.
+        rank: affected rank; None: all ranks.
+        is_over: whether the anomaly has ended.
+        is_bad: whether the machine should be taken out of service.
     """
 
     kind: str
@@ -73,13 +73,13 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class History:
-    """Earlier rounds: what is usual, and what was unusual lately.
+    """History of earlier rounds, saved in the checkpoint.
 
     Attributes:
-        configuration: of the run; times of another one are not compared.
-        steps: seconds of a step in earlier normal rounds, medians over processes.
-        waits: share of a step that was waiting for data, the longest of all processes.
-        unusual: rounds in a row, by `kind` or `kind/rank`.
+        configuration: of the run; times of another configuration are not comparable.
+        steps: seconds of a step in earlier normal rounds, median over ranks.
+        waits: largest share of a step spent waiting for data, in earlier normal rounds.
+        unusual: number of consecutive anomalous rounds, by `kind` or `kind/rank`.
     """
 
     configuration: Mapping[str, Any] = field(default_factory=dict)
@@ -88,12 +88,12 @@ class History:
     unusual: Mapping[str, int] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the history as JSON values."""
         return asdict(self)
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], configuration: Mapping[str, Any]) -> History:
-        """From what `state` returned; empty where the configuration was another one."""
+        """Restore from the result of `state`; empty if the configuration has changed."""
         if state.get("configuration") != configuration:
             return cls(configuration)
         steps, waits = (tuple(state[name]) for name in ("steps", "waits"))
@@ -103,59 +103,76 @@ class History:
 def find_anomalies(
     table: Sequence[RankTimes], history: History, config: WatchConfig
 ) -> tuple[list[Anomaly], History]:
-    """Anomalies of a round, and the history with it; `table`: by rank."""
-    now = _slow_ranks(table, config) | _slow_steps(table, history, config)
-    now |= _waits(table, history, config) | _slowed_gpus(table)
-    unusual = {key: history.unusual.get(key, 0) + 1 for key in now}
-    found = [now[key] for key, rounds in unusual.items() if rounds == config.in_a_row]
-    found += [
-        _over(key)
-        for key, rounds in history.unusual.items()
-        if key not in now and rounds >= config.in_a_row
-    ]
-    found += [*_stalls(table, history, config), *_gpu_errors(table)]
+    """Return the anomalies of a round, and the history including this round.
+
+    Args:
+        table: measurements by rank.
+        history: of earlier rounds.
+        config: of the recipe.
+    """
+    # conditions that must hold for several rounds in a row, and their ends
+    current = _slow_ranks(table, config) | _slow_steps(table, history, config)
+    current |= _waits(table, history, config) | _slowed_gpus(table)
+    unusual = {key: history.unusual.get(key, 0) + 1 for key in current}
+    anomalies = [current[key] for key, rounds in unusual.items() if rounds == config.in_a_row]
+    for key, rounds in history.unusual.items():
+        if key not in current and rounds >= config.in_a_row:
+            anomalies.append(_over(key))
+
+    # single occurrences
+    anomalies += [*_stalls(table, history, config), *_gpu_errors(table)]
+
+    # normal rounds extend the history
     steps, waits = history.steps, history.waits
     step, share = _step(table), _share(table)
-    if "mfu_drop" not in now and math.isfinite(step):
+    if "mfu_drop" not in current and math.isfinite(step):
         steps = (*steps, step)[-KEPT:]
-    if "data_wait" not in now and math.isfinite(share):
+    if "data_wait" not in current and math.isfinite(share):
         waits = (*waits, share)[-KEPT:]
-    wanted = [anomaly for anomaly in found if getattr(config, anomaly.kind) != "off"]
-    return wanted, replace(history, steps=steps, waits=waits, unusual=unusual)
+    enabled = [anomaly for anomaly in anomalies if getattr(config, anomaly.kind) != "off"]
+    return enabled, replace(history, steps=steps, waits=waits, unusual=unusual)
 
 
 def _slow_ranks(table: Sequence[RankTimes], config: WatchConfig) -> dict[str, Anomaly]:
-    """Processes that compute, or wait for data, much longer than the others."""
+    """Return ranks that compute, or wait for data, much longer than the other ranks."""
+    anomalies = dict[str, Anomaly]()
     effect = 1 - 1 / config.slow_rank_above
-    rates = {n: 1 / t.compute for n, t in enumerate(table) if t.compute > 0}
-    found = {
-        f"slow_rank/{slow.name}": Anomaly(
+
+    # computation
+    rates = {rank: 1 / times.compute for rank, times in enumerate(table) if times.compute > 0}
+    slow_ranks = too_small(rates, effect=effect, spread=0.02) if rates else []
+    for slow in slow_ranks:
+        anomalies[f"slow_rank/{slow.name}"] = Anomaly(
             "slow_rank",
             f"rank {slow.name} ({{host}}) computes {1 / slow.share:.2f} times as long as the median"
             f" of {len(rates)} ({1e3 / slow.value:.4g} ms of a step's forward pass)",
             slow.name,
         )
-        for slow in (too_small(rates, effect=effect, spread=0.02) if rates else [])
-    }
+
+    # wait for data, added to the time of a step
     step = _step(table)
     if not math.isfinite(step):
-        return found
-    rates = {n: 1 / (step + t.data_wait) for n, t in enumerate(table)}
+        return anomalies
+    rates = {rank: 1 / (step + times.data_wait) for rank, times in enumerate(table)}
+    usual = statistics.median(times.data_wait for times in table)
     for slow in too_small(rates, effect=effect, spread=0.02):
-        wait, usual = table[slow.name].data_wait, statistics.median(t.data_wait for t in table)
-        found[f"slow_rank/{slow.name}"] = Anomaly(
+        wait = table[slow.name].data_wait
+        anomalies[f"slow_rank/{slow.name}"] = Anomaly(
             "slow_rank",
             f"rank {slow.name} ({{host}}) waits {1e3 * wait:.4g} ms a step for data, the median of"
             f" {len(table)} {1e3 * usual:.4g} ms",
             slow.name,
         )
-    return found
+    return anomalies
 
 
 def _slow_steps(
     table: Sequence[RankTimes], history: History, config: WatchConfig
 ) -> dict[str, Anomaly]:
-    """Steps that take longer than the run's own; MFU is one over their time, up to a factor."""
+    """Return an anomaly if steps are slower than the run's earlier steps.
+
+    Model FLOPs utilization is inversely proportional to the time of a step.
+    """
     step = _step(table)
     if len(history.steps) < LEAST or not math.isfinite(step):
         return {}
@@ -171,7 +188,7 @@ def _slow_steps(
 
 
 def _waits(table: Sequence[RankTimes], history: History, config: WatchConfig) -> dict[str, Anomaly]:
-    """Steps that wait longer for data than the run's own did."""
+    """Return an anomaly if steps wait longer for data than the run's earlier steps."""
     share = _share(table)
     if len(history.waits) < LEAST or not math.isfinite(share):
         return {}
@@ -187,7 +204,7 @@ def _waits(table: Sequence[RankTimes], history: History, config: WatchConfig) ->
 
 
 def _stalls(table: Sequence[RankTimes], history: History, config: WatchConfig) -> Iterator[Anomaly]:
-    """Single steps that took much longer; of each round the longest."""
+    """Yield the longest stall of a round, if it is long enough."""
     stall, step = max(t.stall for t in table), _step(table)
     usual = statistics.median(history.steps) if history.steps else step
     least = max(config.stall_above, STALL_STEPS * (usual if math.isfinite(usual) else 0.0))
@@ -195,7 +212,8 @@ def _stalls(table: Sequence[RankTimes], history: History, config: WatchConfig) -
         return
     rank = max(range(len(table)), key=lambda n: table[n].stall_wait)
     seen = f"a stretch between two logs took {stall:.3g} s longer than usual"
-    if (waited := table[rank].stall_wait) > stall / 2:
+    waited = table[rank].stall_wait
+    if waited > stall / 2:
         why = f"rank {rank} ({{host}}) waited {waited:.3g} s for data"
         yield Anomaly("stall", f"{seen}; {why}", rank)
     else:
@@ -203,18 +221,19 @@ def _stalls(table: Sequence[RankTimes], history: History, config: WatchConfig) -
 
 
 def _slowed_gpus(table: Sequence[RankTimes]) -> dict[str, Anomaly]:
-    """GPUs throttled by heat, power or an external brake."""
-    found = {}
+    """Return GPUs that are throttled by heat, power or an external brake."""
+    anomalies = {}
     for rank, times in enumerate(table):
         mask = int(times.slowed)
-        if names := [name for bit, name in (SLOWED | WARM).items() if mask & bit]:
-            seen = f"the GPU of rank {rank} ({{host}}) is slowed: {', '.join(names)}"
-            found[f"gpu/{rank}"] = Anomaly("gpu", seen, rank)
-    return found
+        reasons = [name for bit, name in (SLOWED | WARM).items() if mask & bit]
+        if reasons:
+            seen = f"the GPU of rank {rank} ({{host}}) is slowed: {', '.join(reasons)}"
+            anomalies[f"gpu/{rank}"] = Anomaly("gpu", seen, rank)
+    return anomalies
 
 
 def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[Anomaly]:
-    """What the driver reported since the last round, with what to do."""
+    """Yield the errors that the driver reported since the last round, with the action."""
     for rank, times in enumerate(table):
         if times.lost:
             action, why = XIDS[79]
@@ -224,11 +243,13 @@ def _gpu_errors(table: Sequence[RankTimes]) -> Iterator[Anomaly]:
             code = int(times.xid)
             action, why = XIDS.get(code, (WATCH, "not in the table"))
             seen = f"the GPU of rank {rank} ({{host}}): XID {code}, {why}; {action}"
-            is_bad = action in TAKE_OUT and code not in NVLINK_5  # NVML does not say if fatal
+            # NVML does not report whether an NVLink 5 error is fatal
+            is_bad = action in TAKE_OUT and code not in NVLINK_5
             yield Anomaly("gpu", seen, rank, is_bad=is_bad)
 
 
 def _over(key: str) -> Anomaly:
+    """Return the end of an anomaly with the key `kind` or `kind/rank`."""
     kind, _, rank = key.partition("/")
     if kind == "gpu":
         seen = f"the GPU of rank {rank} ({{host}}) is no longer slowed"
@@ -241,11 +262,12 @@ def _over(key: str) -> Anomaly:
 
 
 def _step(table: Sequence[RankTimes]) -> float:
-    """Seconds of a step: the median over processes, which wait for each other; NaN: not known."""
+    """Return the median seconds of a step over ranks, which wait for each other; NaN: unknown."""
     known = [t.step for t in table if t.step > 0]
     return statistics.median(known) if known else math.nan
 
 
 def _share(table: Sequence[RankTimes]) -> float:
+    """Return the largest share of a step that a rank spends waiting for data."""
     step, wait = _step(table), max(t.data_wait for t in table)
     return wait / (step + wait)

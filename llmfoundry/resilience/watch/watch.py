@@ -1,9 +1,8 @@
-"""`Watch`: times steps, lets processes compare their times, and reports what is unusual.
+"""`Watch`: callback that measures step times, compares them across ranks and reports anomalies.
 
-`cli/commands/train.py` makes it a callback. The idea: every `interval` steps each process adds one
-row of numbers to an all-gather that is started after one step and read after the next, so that
-nobody waits for it; all judge the same table by the same rule (`anomalies.py`), and act at the same
-step.
+`cli/commands/train.py` adds it to a run. Every `interval` steps, an all-gather collects one row of
+measurements per rank. It starts after one step and is read after the next, so no step waits for it.
+All ranks judge the same table by the same rule (`anomalies.py`), and act at the same step.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from llmfoundry.resilience.check.outliers import LEAST
 from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies
 from llmfoundry.train.trainer import Callback, Trainer
 
-_WARM = 3  # first steps of a process: they compile, tune and fill caches
-_SAMPLES = 10  # timed steps in a round
-_STRETCHES = 20  # between logs, whose median is the usual one
+_WARM = 3  # first steps, which compile, tune and fill caches
+_SAMPLES = 10  # steps of a round whose forward passes are timed
+_STRETCHES = 20  # intervals between logs, whose median is the usual time
 
 
 def watch(job: RunContext) -> Callback:
-    """The callback of a run."""
+    """Return the callback of a run."""
     recipe, world = job.recipe, job.world
     configuration = {
         "processes": world.size,
@@ -55,23 +54,23 @@ def _device_name(device: torch.device) -> str:
 
 
 class Watch(Callback):
-    """Times steps, and reports slow processes, drops of speed, waits and stalls."""
+    """Callback that reports slow ranks, speed drops, waits for data, stalls and GPU errors."""
 
     may_lag = True
 
     def __init__(self, config: WatchConfig, configuration: dict[str, Any]) -> None:
-        """`configuration` is what must be equal for times to be compared."""
+        """Create the callback; times are only compared between equal configurations."""
         self._config, self._configuration = config, configuration
         self._history = History(configuration)
         self._timer: ForwardTimer | None = None
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
-        self._last = self._paused = 0.0  # of the step before
+        self._last = self._paused = 0.0  # time and pauses at the previous step
         self._was_writing = False
-        self._stretch: tuple[int, float, float] | None = None  # of the log before
+        self._stretch: tuple[int, float, float] | None = None  # step, time, pauses at the last log
         self._usual: deque[float] = deque(maxlen=_STRETCHES)  # seconds of a step between logs
-        self._ratio = float("nan")
+        self._ratio = float("nan")  # slowest rank's compute time, divided by the median
         self._gpu: GpuReader | None = None
-        self._state = GpuState()  # of the GPU in the last round
+        self._state = GpuState()  # GPU state in the last round
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -79,7 +78,7 @@ class Watch(Callback):
         self._quiet = self._steps = 0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Start to time."""
+        """Start the measurements."""
         if self._config.slow_rank != "off" and trainer.world.size >= LEAST:
             self._timer = ForwardTimer(trainer.root.model.blocks, trainer.world.device)
         self._last, self._paused = time.perf_counter(), trainer.paused_seconds
@@ -94,7 +93,8 @@ class Watch(Callback):
                 self._gpu = None
 
     def on_step(self, trainer: Trainer) -> None:
-        """Time the step that ended, share times at the end of a round, judge the round before."""
+        """Measure the step, judge the previous round, and share times at the end of a round."""
+        # quiet steps: no pause and no checkpoint is being written
         now, paused = time.perf_counter(), trainer.paused_seconds
         is_writing = trainer.checkpointer.is_writing
         is_quiet = paused == self._paused and not (is_writing or self._was_writing)
@@ -104,6 +104,8 @@ class Watch(Callback):
         self._wait_seconds += trainer.waited
         self._steps += 1
         self._last, self._paused, self._was_writing = now, paused, is_writing
+
+        # judge the round that was shared after the previous step, then share this round
         interval = self._config.interval
         if self._timer is not None:
             self._time_next(self._timer, trainer.batch, interval)
@@ -119,7 +121,7 @@ class Watch(Callback):
         timer.is_on = (batch + 1) % max(1, interval // _SAMPLES) == 0
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Look for a stall since the log before."""
+        """Measure the delay since the previous log, and add metrics."""
         batch, now, paused = trainer.logged_batch, time.perf_counter(), trainer.paused_seconds
         if self._stretch is not None and batch > self._stretch[0]:
             steps = batch - self._stretch[0]
@@ -143,21 +145,21 @@ class Watch(Callback):
             self._gpu.close()
 
     def state(self) -> dict[str, Any]:
-        """The history of earlier rounds."""
+        """Return the history of earlier rounds for the checkpoint."""
         return {"watch": self._history.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume; with another configuration the history is empty."""
+        """Restore the history; it is empty if the configuration has changed."""
         self._history = History.restored(state.get("watch", {}), self._configuration)
 
     def on_return(self, trainer: Trainer) -> None:
-        """Start a new round."""
+        """Start a new round after a roll-back."""
         self._stretch = None
         self._begin_round()
         self._last, self._paused = time.perf_counter(), trainer.paused_seconds
 
     def _share(self, trainer: Trainer) -> None:
-        """Start to gather what every process measured in the round."""
+        """Start the all-gather of the round's measurements."""
         compute = float("nan") if self._timer is None else self._timer.take()
         self._state = gpu = GpuState() if self._gpu is None else self._gpu.take()
         times = RankTimes(
@@ -172,69 +174,71 @@ class Watch(Callback):
             gpu.lost,
         )
         self._begin_round()
-        own = torch.tensor([astuple(times)], dtype=torch.float64)
+        local_row = torch.tensor([astuple(times)], dtype=torch.float64)  # (1, fields)
         if trainer.world.size == 1:
-            self._pending = (None, own)
+            self._pending = (None, local_row)
             return
-        every = own.new_empty(trainer.world.size, own.shape[1])
-        work = start_all_gather(every, own)  # on the host
-        self._pending = (work, every)
+        table = local_row.new_empty(trainer.world.size, local_row.shape[1])  # (ranks, fields)
+        work = start_all_gather(table, local_row)  # on the host
+        self._pending = (work, table)
 
     def _judge_round(self, trainer: Trainer) -> None:
-        """Judge the round that was shared a step ago."""
+        """Find and handle the anomalies of the round that was shared one step ago."""
         if self._pending is None:
             return
-        work, every = self._pending
+        work, rows = self._pending
         self._pending = None
         if work is not None:
             work.wait()
-        table = [RankTimes(*row) for row in every.tolist()]
+        table = [RankTimes(*row) for row in rows.tolist()]
         if len({times.skipped for times in table}) > 1:
             raise RunFailure(
                 "callbacks.watch: the processes skipped different updates, so that their weights"
                 f" differ: {[int(times.skipped) for times in table]}; start from the newest"
                 " checkpoint, and find the machine that computes wrong values (scripts/check.py)"
             )
-        known = [times.compute for times in table if times.compute > 0]
-        self._ratio = max(known) / median(known) if known else float("nan")
-        found, self._history = find_anomalies(table, self._history, self._config)
-        if not found:
+        compute_times = [times.compute for times in table if times.compute > 0]
+        nan = float("nan")
+        self._ratio = max(compute_times) / median(compute_times) if compute_times else nan
+        anomalies, self._history = find_anomalies(table, self._history, self._config)
+        if not anomalies:
             return
         hosts = all_gather_object(trainer.world, own_node())
-        for finding in found:
-            self._act(trainer, finding, "" if finding.rank is None else hosts[finding.rank])
+        for anomaly in anomalies:
+            self._act(trainer, anomaly, "" if anomaly.rank is None else hosts[anomaly.rank])
 
-    def _act(self, trainer: Trainer, finding: Anomaly, host: str) -> None:
-        seen = finding.seen.replace("{host}", host)
-        action = "log" if finding.is_over else getattr(self._config, finding.kind)
-        key = f"callbacks.watch.{finding.kind}: {action}"
+    def _act(self, trainer: Trainer, anomaly: Anomaly, host: str) -> None:
+        """Report an anomaly, and stop the run if the recipe sets that."""
+        seen = anomaly.seen.replace("{host}", host)
+        action = "log" if anomaly.is_over else getattr(self._config, anomaly.kind)
+        key = f"callbacks.watch.{anomaly.kind}: {action}"
         done = {"log": f"nothing is done ({key})", "stop": f"the run saves and ends ({key})"}
         trainer.tracker.event(
-            finding.kind,
+            anomaly.kind,
             seen,
             done[action],
             step=trainer.batch,
             action=action,
-            rank=finding.rank,
+            rank=anomaly.rank,
             host=host,
-            **({"is_bad": True} if finding.is_bad else {}),
+            **({"is_bad": True} if anomaly.is_bad else {}),
         )
         if action == "stop":
             trainer.stop_and_save(seen)
 
 
 class ForwardTimer:
-    """Times the forward passes of blocks while `is_on`.
+    """Timer of the blocks' forward passes, active while `is_on`.
 
-    In lockstep every process takes as long as the slowest for a step, so a step's time shows
-    nothing; but FSDP's and DDP's collectives are in hooks around a block's `forward`, and what is
-    inside is this process's own. (Not so under tensor, expert and context parallelism, whose
-    collectives are inside: there a group is as slow as its slowest.) Only some steps are timed; in
-    all others a block's call costs one test of a flag.
+    Ranks wait for each other in collectives, so the time of a step is the same on all ranks and
+    does not show which one is slow. The collectives of FSDP and DDP are in hooks around a block's
+    `forward`, so the time inside is local to the rank. Tensor, expert and context parallelism have
+    collectives inside; there all ranks of a group are as slow as the slowest. Only some steps are
+    timed. In other steps a block's call costs one test of a flag.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
-        """Wrap each block's forward pass in place, inside of FSDP's hooks."""
+        """Wrap the forward pass of each block in place, inside FSDP's hooks."""
         self.is_on = False
         self._on_device = device.type == "cuda"
         self._seconds = 0.0
@@ -245,7 +249,7 @@ class ForwardTimer:
             block.forward = self._timed(block.forward)
 
     def end_step(self) -> None:
-        """The step whose blocks were timed is over."""
+        """End a timed step."""
         if self._on_device:
             self._waiting.append(self._events)
             self._events = []
@@ -254,16 +258,16 @@ class ForwardTimer:
         self._seconds, self.is_on = 0.0, False
 
     def take(self) -> float:
-        """Seconds of a timed step since the last call, the median; NaN where there is none.
+        """Return the median seconds of timed steps since the last call; NaN: none.
 
-        Of a GPU those that it has completed; the host does not wait.
+        Steps that the GPU has not completed are left out, so that the host does not wait.
         """
         for pairs in self._waiting:
             if pairs and pairs[-1][1].query():
                 self._steps.append(sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3)
-        found = median(self._steps) if self._steps else float("nan")
+        seconds = median(self._steps) if self._steps else float("nan")
         self._waiting, self._steps = [], []
-        return found
+        return seconds
 
     def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*inputs: Any, **named: Any) -> Any:
@@ -272,18 +276,19 @@ class ForwardTimer:
             if self._on_device:
                 return self._on_stream(forward, inputs, named)
             began = time.perf_counter()
-            made = forward(*inputs, **named)
+            output = forward(*inputs, **named)
             self._seconds += time.perf_counter() - began
-            return made
+            return output
 
         return timed
 
     def _on_stream(
         self, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
+        """Run a forward pass between two CUDA events."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        made = forward(*inputs, **named)
+        output = forward(*inputs, **named)
         end.record()
         self._events.append((begin, end))
-        return made
+        return output
