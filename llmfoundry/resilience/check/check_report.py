@@ -1,9 +1,8 @@
-"""A check's report: check.json for programs, a table for people, check.html with a map of pairs.
+"""Report of a check: check.json for programs, a table for the terminal, check.html with a heat map.
 
-`cli/commands/check.py` calls `write_check` and `check_lines`. check.json has a version; `supervise`
-and schedulers' hooks read `level` and `bad_nodes`, and need nothing else. On the map a slow pair is
-one cell, a slow node a cross, and a slow switch a block, so that the cause is seen before it is
-read.
+`cli/commands/check.py` calls `write_check` and `check_lines`. check.json has a version number. The
+supervisor and hooks of schedulers only read `level` and `bad_nodes`. On the heat map a slow pair is
+one cell, a slow node is a cross, and a slow switch is a block.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from llmfoundry.terminal import columns
 FORMAT, VERSION = "llmfoundry-check", 1
 JSON, PAGE = "check.json", "check.html"
 SHOWN = {BAD: "bad", NOTICE: "warning", UNCHECKED: "not checked", SOUND: "passed"}
-"""How the table and the page call the levels, in their order."""
-MOST = 3  # passed or unchecked findings of one kind that the table shows one by one
+"""Names of the levels in the table and on the page, in their order."""
+MOST = 3  # passed or unchecked findings of one kind that the table lists individually
 MOST_ROWS = 100  # of a table on the page
 MOST_LABELS = 16  # of the map
-MOST_TITLED = 64  # units of a map whose cells have titles
-SHADES = 6  # of slow
+MOST_TITLED = 64  # units of the largest map whose cells have titles
+SHADES = 6  # number of colors for slow pairs
 
 
 def write_check(report: Report, folder: Path) -> Path:
-    """Write check.json and check.html to a folder; the page's path.
+    """Write check.json and check.html to a folder, and return the path of the page.
 
     Raises:
-        RunFailure: it cannot be written.
+        RunFailure: a file cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +58,7 @@ def write_check(report: Report, folder: Path) -> Path:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """What check.json holds."""
+    """Return the content of check.json."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -80,13 +79,13 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def check_lines(report: Report, page: Path | None) -> Iterator[str]:
-    """The table, worst first; what to do; the verdict; where the files are."""
+    """Yield the table (worst first), the actions, the verdict, and the paths of the files."""
     rows = [[SHOWN[f.level], f.check, f.where, f.why] for f in collected(report.findings)]
     yield from columns(["", "check", "where", "what"], rows, left=range(4))
-    todo = [f for f in report.findings if f.level == BAD and f.action]
-    if todo:
+    to_do = [f for f in report.findings if f.level == BAD and f.action]
+    if to_do:
         yield ""
-        yield from dict.fromkeys(f"{finding.where}: {finding.action}" for finding in todo)
+        yield from dict.fromkeys(f"{finding.where}: {finding.action}" for finding in to_do)
     yield ""
     yield summary(report)
     if page is not None:
@@ -94,42 +93,46 @@ def check_lines(report: Report, page: Path | None) -> Iterator[str]:
 
 
 def summary(report: Report) -> str:
-    """One line: the verdict, and which machines it names."""
+    """Return the verdict and the bad machines in one line."""
     count = Counter(finding.level for finding in report.findings)
     if report.level == BAD:
-        named = ", ".join(report.bad_nodes) or "none, as no node alone is to blame"
-        return f"bad: {count[BAD]} of what was checked on {report.size}; to take out: {named}"
+        nodes = ", ".join(report.bad_nodes) or "none, as no node alone is to blame"
+        return f"bad: {count[BAD]} of what was checked on {report.size}; to take out: {nodes}"
     words = {NOTICE: "with a warning", UNCHECKED: "not checked"}
     rest = [f"{count[level]} {shown}" for level, shown in words.items() if count[level]]
     return f"nothing is bad on {report.size}" + (f" ({', '.join(rest)})" if rest else "")
 
 
 def collected(findings: Sequence[Finding]) -> list[Finding]:
-    """Many like findings as one: nobody reads 3,072 lines of GPUs that passed."""
-    kept, seen = list[Finding](), Counter[tuple[str, str, str]]()
+    """Merge many equal findings into one, so that a table does not list 3,072 passed GPUs."""
+    shown, counts = list[Finding](), Counter[tuple[str, str, str]]()
     for finding in findings:
         key = finding.why.split(":")[0] if finding.check == "paths" else ""
         kind = (finding.level, finding.check, key)
-        seen[kind] += 1
-        if finding.level in (BAD, NOTICE) or seen[kind] <= MOST:
-            kept.append(finding)
-    for (level, check, key), times in seen.items():
+        counts[kind] += 1
+        if finding.level in (BAD, NOTICE) or counts[kind] <= MOST:
+            shown.append(finding)
+    for (level, check, key), times in counts.items():
         if level in (SOUND, UNCHECKED) and times > MOST:
-            kept.append(Finding(check, level, f"{times - MOST} more", key))
-    return sorted(kept, key=lambda finding: -finding.severity)
+            shown.append(Finding(check, level, f"{times - MOST} more", key))
+    return sorted(shown, key=lambda finding: -finding.severity)
 
 
 def check_page(report: Report) -> str:
-    """check.html, which loads nothing."""
-    by_level = {level: [f for f in report.findings if f.level == level] for level in SHOWN}
-    sections = [
-        ({NOTICE: "Warnings"}.get(level, SHOWN[level].capitalize()), findings_table(found))
-        for level, found in by_level.items()
-        if found
-    ]
+    """Return check.html, a self-contained page."""
+    # findings by level, worst first
+    sections = list[tuple[str, str]]()
+    for level, label in SHOWN.items():
+        findings = [finding for finding in report.findings if finding.level == level]
+        if findings:
+            title = "Warnings" if level == NOTICE else label.capitalize()
+            sections.append((title, findings_table(findings)))
+
+    # heat maps after the bad findings, devices at the end
     maps = (pair_map(report.units, size, rows) for size, rows in sorted(report.pairs.items()))
-    if drawn := together(maps, "charts"):
-        sections.insert(1 if by_level[BAD] else 0, ("Pairs", drawn))
+    charts = together(maps, "charts")
+    if charts:
+        sections.insert(1 if report.level == BAD else 0, ("Pairs", charts))
     if report.speeds:
         sections.append(("Devices", speeds_table(report.speeds)))
     return page(
@@ -157,7 +160,7 @@ def _tiles(report: Report) -> Iterator[Tile]:
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """Findings as a table, the first hundred."""
+    """Return the first hundred findings as a table."""
     rows = [[f.check, f.where, f.why, f.action] for f in findings[:MOST_ROWS]]
     if len(findings) > MOST_ROWS:
         rows.append(["", f"{len(findings) - MOST_ROWS} more", "see check.json", ""])
@@ -165,7 +168,7 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def speeds_table(speeds: Sequence[Mapping[str, Any]]) -> str:
-    """What each device reached, the slowest first."""
+    """Return the speeds of devices as a table, slowest first."""
     head = ("device", "model", "TFLOP/s", "GB/s copied", "wrong repeats")
     rows = [
         [
@@ -181,14 +184,17 @@ def speeds_table(speeds: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pair_map(units: Sequence[str], n_bytes: int, rows: Sequence[tuple[int, int, float]]) -> str:
-    """A <figure> of all pairs at one payload; blank is as fast as most, orange slower, red silent.
+    """Return a <figure> of all pairs at one payload: blank is normal, orange slow, red silent.
 
-    Shades are of the rate beside the fastest quarter's, as the median of all is slow behind a bad
-    switch: full color at a quarter of that.
+    Colors compare a rate with the upper quartile, because behind a bad switch the median itself is
+    slow. The color is full at a quarter of this reference.
     """
+    # symmetric rates, and the reference
     rates = {(a, b): rate for a, b, rate in rows} | {(b, a): rate for a, b, rate in rows}
     known = sorted(rate for *_, rate in rows if rate > 0)
     reference = known[3 * len(known) // 4] if known else 0.0
+
+    # cells by color; the diagonal is a line
     n = len(units)
     cells = {("line", 1.0): [(unit, unit) for unit in range(n)]}
     for (a, b), rate in rates.items():
@@ -196,23 +202,25 @@ def pair_map(units: Sequence[str], n_bytes: int, rows: Sequence[tuple[int, int, 
         if rate <= 0 or level:
             color = ("bad", 1.0) if rate <= 0 else ("s1", level / SHADES)
             cells.setdefault(color, []).append((b, a))
-    titled = [(b, a, 1, 1, _words(units, a, b, rate, reference)) for (a, b), rate in rates.items()]
-    named = [(100 * (i + 0.5) / n, i) for i in range(0, n, -(-n // MOST_LABELS))]
+
+    # titles of cells, and labels of the axes at regular distances
+    titles = [(b, a, 1, 1, _words(units, a, b, rate, reference)) for (a, b), rate in rates.items()]
+    labels = [(100 * (i + 0.5) / n, i) for i in range(0, n, -(-n // MOST_LABELS))]
     return HeatMap(
         f"Pairs at {in_units(n_bytes)}",
         f"orange: slower than the faster quarter ({reference:.3g} GB/s); red: no answer",
         n,
         n,
         paths(cells),
-        [(at, _short(units[i])) for at, i in named],
-        [(at, str(i)) for at, i in named],
-        titled if n <= MOST_TITLED else (),
+        [(at, _short(units[i])) for at, i in labels],
+        [(at, str(i)) for at, i in labels],
+        titles if n <= MOST_TITLED else (),
         is_square=True,
     ).drawn()
 
 
 def shade(rate: float, reference: float) -> int:
-    """0 as fast as most, up to SHADES at a quarter of that or less."""
+    """Return the color of a rate: 0 at the reference, up to SHADES at a quarter of it or less."""
     if rate >= reference or reference <= 0:
         return 0
     return min(SHADES, round((1 - rate / reference) / 0.75 * SHADES))

@@ -1,7 +1,7 @@
-"""`Finding`: one result of a check, and `Report`: what all of them together mean.
+"""Results of a check: `Finding` is one result, `Report` the results of all machines.
 
-The judges of this package return findings, `report` shows them and `cli/commands/check.py`
-exits with their status. The idea: what could not be checked is a result too, never silence.
+The judging functions of this package return findings. `check_report.py` prints them, and
+`cli/commands/check.py` derives the exit status. A check that could not run is a finding too.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ from typing import Any
 
 SOUND, UNCHECKED, NOTICE, BAD = "sound", "not checked", "notice", "bad"
 LEVELS = (SOUND, UNCHECKED, NOTICE, BAD)
-"""As check.json has them, the best first. A notice is worth a look and no reason to take a machine
-out; bad is one."""
+"""Levels of findings in check.json, best first. Only `bad` is a reason to remove a machine."""
 
 STATUS_BAD = 3
-"""Exit status where anything is bad. 0: nothing is; 1: the check itself failed; 2: a mistake in the
+"""Exit status if a finding is bad. 0: none is bad; 1: the check itself failed; 2: a mistake in the
 command or its recipe."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found of one thing; its fields are those of check.json.
+    """Result of one check of one machine or device; the fields are those of check.json.
 
     Attributes:
         check: `gpus`, `kernel log`, `paths`, `host`, `compute`, `memory`, `pairs`, `processes`.
         level: one of LEVELS.
-        where: the machine, or the machines, as `node` or `node, GPU 3`.
-        why: what was found, with its number and its limit.
-        action: what to do about it; empty where nothing is to be done.
-        nodes: the machines to take out of service because of it; empty where it cannot be known.
+        where: the machine or machines, as `node` or `node, GPU 3`.
+        why: description with the measured value and its limit.
+        action: what to do; empty: nothing.
+        nodes: machines to remove because of it; empty: none, or it is not known which.
     """
 
     check: str
@@ -41,21 +40,21 @@ class Finding:
 
     @property
     def severity(self) -> int:
-        """0 for the best level."""
+        """Index of the level in LEVELS; 0 is the best."""
         return LEVELS.index(self.level)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a check found, on rank 0.
+    """All results of a check, on rank 0.
 
     Attributes:
-        findings: the worst first.
-        nodes: the machines, by name.
-        speeds: of each device: where, model, TFLOP/s, GB/s.
-        pairs: by payload in bytes: rows of (unit, unit, GB/s).
-        units: names of what was paired, by number.
-        seconds: that it took.
+        findings: worst first.
+        nodes: names of the machines.
+        speeds: for each device: where, model, TFLOP/s, GB/s.
+        pairs: rows of (unit, unit, GB/s), by payload in bytes.
+        units: names of the units (ranks or nodes) of the pairs.
+        seconds: duration of the check.
     """
 
     findings: list[Finding]
@@ -67,16 +66,19 @@ class Report:
 
     @property
     def level(self) -> str:
-        """The worst of all findings; what was not checked does not make the rest unsound."""
+        """Worst level of all findings."""
         return max((f.level for f in self.findings), key=LEVELS.index, default=SOUND)
 
     @property
     def bad_nodes(self) -> list[str]:
-        """The machines that a bad finding names, for a scheduler to exclude."""
-        named = (node for f in self.findings if f.level == BAD for node in f.nodes)
-        return list(dict.fromkeys(named))
+        """Machines of bad findings, for a scheduler to exclude."""
+        nodes = list[str]()
+        for finding in self.findings:
+            if finding.level == BAD:
+                nodes += finding.nodes
+        return list(dict.fromkeys(nodes))
 
     @property
     def size(self) -> str:
-        """`1 node`, `16 nodes`."""
+        """Number of machines, as `1 node` or `16 nodes`."""
         return f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''}"

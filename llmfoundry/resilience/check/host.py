@@ -1,10 +1,9 @@
-"""A machine's paths, limits, shared memory, versions and clock: how they are read, what they mean.
+"""Read and judge a machine's paths, limits, shared memory, versions and clock.
 
-`run_check` calls `read_machine` and `try_path` on one process of each node and the judging
-functions on rank 0; `recipe_paths` finds the paths by the type of their key. The idea: what differs
-between the machines of one run is suspect by itself, whatever its value: another version, a folder
-that is there on all others. A file system that hangs must not hang the check: each path has a time
-limit.
+`run_check` calls `read_machine` and `try_path` on one rank of each node, and the judging functions
+on rank 0. `recipe_paths` finds a recipe's paths by the type of their keys. A difference between the
+machines of a run is suspicious whatever the value is: a different version, or a folder that exists
+on all other machines. Each path has a time limit, because a file system may hang.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from llmfoundry.recipe.schema import PATH, Schema, leaves
 from llmfoundry.resilience.check.findings import BAD, NOTICE, SOUND, UNCHECKED, Finding
 from llmfoundry.retry import DeadlineExceeded, within
 
-OPEN_FILES = 4096  # a store of 3,072 ranks, shards and loaders
-SHARED_MEMORY = 1 << 30  # NCCL and the loader's workers; Docker gives 64 MB
+OPEN_FILES = 4096  # for a store of 3,072 ranks, shards and data loaders
+SHARED_MEMORY = 1 << 30  # for NCCL and data loader workers; Docker's default is 64 MB
 SLOW = 5.0  # seconds for 4 KB
 
 
 @dataclass(frozen=True)
 class NamedPath:
-    """A path and the recipe's key that names it."""
+    """A path, and the recipe's key of it."""
 
     key: str
     path: str
@@ -50,14 +49,14 @@ class NamedPath:
 
 @dataclass(frozen=True)
 class PathReading(NamedPath):
-    """How a path answered on one machine.
+    """Result of a read or write test of a path on one machine.
 
     Attributes:
-        error: why 4 KB could not be written or read; "" where they could.
-        is_missing: nothing is there, and nothing would be written.
-        seconds: that it took.
-        free: bytes, of a path that is written.
-        free_names: files that may still be made there; None: not counted.
+        error: why 4 KB could not be written or read; empty: success.
+        is_missing: the path does not exist and would only be read.
+        seconds: duration of the test.
+        free: free bytes, for a path that is written.
+        free_names: free inodes; None: not counted by the file system.
     """
 
     error: str = ""
@@ -69,7 +68,7 @@ class PathReading(NamedPath):
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Limits of a process (None: none), bytes of shared memory (None: there is none), versions."""
+    """Limits of a process (None: unlimited), free bytes of /dev/shm (None: missing), versions."""
 
     limits: Mapping[str, int | None]
     shared_memory: int | None
@@ -77,25 +76,27 @@ class MachineFacts:
 
 
 def judge_paths(readings: Mapping[str, Sequence[PathReading]], *, least_free: int) -> list[Finding]:
-    """Every path of every node: whether it answers, has room, and is there where others have it."""
-    every = [(node, path) for node, own in readings.items() for path in own]
-    there = {(path.key, path.path) for _, path in every if not path.is_missing}
-    judged = [
-        (node, path, *_judge_path(path, (path.key, path.path) in there, least_free))
-        for node, path in every
-    ]
+    """Return a finding for each path of each node: answers, has space, exists as on other nodes."""
+    # judge each path; a path that exists on some node must exist on all
+    node_paths = [(node, path) for node, paths in readings.items() for path in paths]
+    existing = {(path.key, path.path) for _, path in node_paths if not path.is_missing}
+    judged = list[tuple[str, PathReading, str, str, str]]()
+    for node, path in node_paths:
+        is_elsewhere = (path.key, path.path) in existing
+        judged.append((node, path, *_judge_path(path, is_elsewhere, least_free)))
+
+    # a node is bad if it cannot use a path that other nodes can use
     usable = {(p.key, p.path) for _, p, level, _, _ in judged if level in (SOUND, NOTICE)}
-    found = []
+    findings = []
     for node, path, level, why, action in judged:
-        # where no node can use a path, it is the path that must be repaired, not a node
         nodes = (node,) if level == BAD and (path.key, path.path) in usable else ()
         why = f"{path.key}: {path.path}: {why}"
-        found.append(Finding("paths", level, node, why, action, nodes))
-    return found
+        findings.append(Finding("paths", level, node, why, action, nodes))
+    return findings
 
 
 def _judge_path(path: PathReading, is_elsewhere: bool, least_free: int) -> tuple[str, str, str]:
-    """Level, why and action."""
+    """Return level, description and action."""
     if path.is_missing and is_elsewhere:
         return BAD, "is not there, but it is on other nodes", "mount it"
     if path.is_missing:
@@ -115,15 +116,16 @@ def _judge_path(path: PathReading, is_elsewhere: bool, least_free: int) -> tuple
 
 
 def judge_machines(machines: Mapping[str, MachineFacts]) -> list[Finding]:
-    """Limits and shared memory of each node, and versions, which must be equal on all."""
-    found = []
+    """Return findings on the limits and shared memory of each node, and on different versions."""
+    findings = []
     for node, machine in machines.items():
         small = [Finding("host", NOTICE, node, *answer) for answer in _too_small_limits(machine)]
-        found += small or [Finding("host", SOUND, node, "limits and shared memory suffice")]
-    return [*found, *_differing_versions(machines)]
+        findings += small or [Finding("host", SOUND, node, "limits and shared memory suffice")]
+    return [*findings, *_differing_versions(machines)]
 
 
 def _too_small_limits(machine: MachineFacts) -> Iterator[tuple[str, str]]:
+    """Yield (description, action) for each limit that is too small."""
     files = machine.limits.get("open files")
     if files is not None and files < OPEN_FILES:
         why = f"open files: at most {files}; large runs need {OPEN_FILES}"
@@ -141,7 +143,7 @@ def _too_small_limits(machine: MachineFacts) -> Iterator[tuple[str, str]]:
 
 
 def _differing_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
-    """A finding for each node that differs from what most have."""
+    """Yield a finding for each node with a different version than most nodes."""
     if len(machines) < 2:
         return
     names = dict.fromkeys(name for machine in machines.values() for name in machine.versions)
@@ -161,24 +163,29 @@ def _differing_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Findin
 
 
 def judge_clocks(skews: Mapping[str, float], *, most: float) -> list[Finding]:
-    """Clocks against the middle one, in seconds; certificates, logs and leases go by them."""
+    """Return findings on the nodes' clocks, compared with their median.
+
+    Args:
+        skews: seconds by which each node's clock is ahead.
+        most: tolerated difference in seconds.
+    """
     if len(skews) < 2:
         return []
-    middle = statistics.median(skews.values())
-    off = {node: skew - middle for node, skew in skews.items()}
-    far = {node: by for node, by in off.items() if abs(by) > most}
-    widest = max(map(abs, off.values()))
-    if not far:
+    median = statistics.median(skews.values())
+    deviations = {node: skew - median for node, skew in skews.items()}
+    wrong = {node: by for node, by in deviations.items() if abs(by) > most}
+    widest = max(map(abs, deviations.values()))
+    if not wrong:
         return [Finding("host", SOUND, "all nodes", f"clocks within {widest:.2f} s")]
-    found = []
-    for node, by in far.items():
+    findings = []
+    for node, by in wrong.items():
         order = "ahead of" if by > 0 else "behind"
         why = f"the clock is {abs(by):.1f} s {order} the others'"
         limit = f" (health_check.max_clock_skew: {most:g})"
-        nodes = (node,) if len(skews) > 2 else ()  # of two, either may be right
+        nodes = (node,) if len(skews) > 2 else ()  # of two clocks, either may be right
         action = "start chrony or ntpd there"
-        found.append(Finding("host", BAD, node, why + limit, action, nodes))
-    return found
+        findings.append(Finding("host", BAD, node, why + limit, action, nodes))
+    return findings
 
 
 BLOCK = 4096  # bytes written and read
@@ -191,7 +198,7 @@ _SHARED = Path("/dev/shm")
 
 
 def read_machine() -> MachineFacts:
-    """Limits, shared memory and versions."""
+    """Read the limits, free shared memory and versions of this machine."""
     limits: dict[str, int | None] = {}
     for name, number in _LIMITS.items():
         soft = resource.getrlimit(number)[0]
@@ -201,18 +208,18 @@ def read_machine() -> MachineFacts:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "kernel": platform.release()}
-    found |= package_versions(PACKAGES) | {"torch build": torch.__version__}
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    versions |= package_versions(PACKAGES) | {"torch build": torch.__version__}
     if torch.cuda.is_available():
-        found["cuda"] = torch.version.cuda or f"HIP {torch.version.hip}"
-        version: Any = torch.cuda.nccl.version()
-        found["nccl"] = ".".join(map(str, version))
-        found["driver"] = read_sys("module/nvidia/version") or "unknown"
-    return found
+        versions["cuda"] = torch.version.cuda or f"HIP {torch.version.hip}"
+        nccl_version: Any = torch.cuda.nccl.version()
+        versions["nccl"] = ".".join(map(str, nccl_version))
+        versions["driver"] = read_sys("module/nvidia/version") or "unknown"
+    return versions
 
 
 def read_sys(name: str) -> str:
-    """A file of Linux's /sys; empty: it is not there."""
+    """Return the content of a file in /sys; empty: it does not exist."""
     try:
         return Path("/sys", name).read_text(encoding="utf-8").strip()
     except OSError:
@@ -220,7 +227,7 @@ def read_sys(name: str) -> str:
 
 
 def try_path(named: NamedPath, *, patience: float) -> PathReading:
-    """Write 4 KB there and read them again, or only read, within `patience` seconds."""
+    """Test a path by writing and reading 4 KB, or by reading only, within `patience` seconds."""
     try:
         return within(patience, partial(_timed, named))
     except DeadlineExceeded as error:
@@ -228,6 +235,7 @@ def try_path(named: NamedPath, *, patience: float) -> PathReading:
 
 
 def _timed(named: NamedPath) -> PathReading:
+    """Test a path and measure the time."""
     path = Path(os.path.expanduser(named.path))
     started = time.perf_counter()
     facts: dict[str, Any] = asdict(named)
@@ -246,16 +254,16 @@ def _timed(named: NamedPath) -> PathReading:
 
 
 def _room(folder: Path) -> tuple[int, int | None]:
-    """Bytes that this user may still write, and files; some file systems do not count files."""
+    """Return the free bytes and inodes for this user; None: the file system counts no inodes."""
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize, room.f_favail if room.f_files else None
 
 
 def write_and_read(folder: Path) -> None:
-    """Write 4 random KB to a new file of `folder`, on the disk, read them again, and remove it.
+    """Write 4 random KB to a new file in `folder`, sync, read them, and remove the file.
 
     Raises:
-        OSError: it could not be written, or is not what was written.
+        OSError: the file cannot be written, or its content differs from what was written.
     """
     block, probe = os.urandom(BLOCK), folder / f".check-{uuid4().hex}"
     try:
@@ -269,41 +277,42 @@ def write_and_read(folder: Path) -> None:
 
 
 def _read(path: Path) -> None:
-    """The first 4 KB of a file, or of the first file that a folder has."""
+    """Read the first 4 KB of a file, or of the first file in a folder."""
     if path.is_dir():
-        with os.scandir(path) as found:
-            first = next((entry for entry in found if entry.is_file()), None)
+        with os.scandir(path) as entries:
+            first = next((entry for entry in entries if entry.is_file()), None)
         if first is None:
             return
         path = Path(first.path)
-    if path.is_file():  # a pipe would wait for its writer
+    if path.is_file():  # reading a pipe would block
         with path.open("rb") as file:
             file.read(BLOCK)
 
 
 SHIPPED = ("gauntlet", "table")
-"""Last parts of the keys whose value may be a file of this project, found from any folder."""
+"""Last parts of keys whose value may be a file of this project, found from any folder."""
 WRITTEN = ("save_folder", "save_local_folder", "output", "cache_folder", "local")
-"""Last parts of the keys of which a run writes the value."""
+"""Last parts of keys whose path a run writes to."""
 
 
 def recipe_paths(recipe: Any) -> list[NamedPath]:
-    """Paths of this machine, each once, in the recipe's order; URLs are a store's business."""
-    found: dict[str, NamedPath] = {}
+    """Return the local paths of a recipe without duplicates, in the recipe's order; no URLs."""
+    paths: dict[str, NamedPath] = {}
     for key, value in _named("", recipe):
         path = value.removeprefix("file://")
         if not path.strip() or "://" in path or path.startswith(("hf:", "chat:")):
             continue
         last = key.rpartition(".")[2]
         is_written = last in WRITTEN
-        known = found.get(path)
+        known = paths.get(path)
         if known is None or (is_written and not known.is_written):
-            found[path] = NamedPath(key, _located(path, may_be_shipped=last in SHIPPED), is_written)
-    return list(found.values())
+            located = _located(path, may_be_shipped=last in SHIPPED)
+            paths[path] = NamedPath(key, located, is_written)
+    return list(paths.values())
 
 
 def _named(key: str, section: Any) -> Iterator[tuple[str, str]]:
-    """The values of keys that are paths, by dotted key."""
+    """Yield (dotted key, value) of keys that are paths."""
     for name, field in Schema.of(section.__class__).keys.items():
         for dotted, value in leaves(name, getattr(section, field.field)):
             if is_dataclass(value):
@@ -313,9 +322,9 @@ def _named(key: str, section: Any) -> Iterator[tuple[str, str]]:
 
 
 def _located(path: str, *, may_be_shipped: bool) -> str:
-    """Return a path as written, or where the repository has it and the working folder does not.
+    """Return a path as written, or in the repository if only the repository has it.
 
-    A pattern, `texts/**/*.txt`, stands for the folder that it begins at.
+    A pattern such as `texts/**/*.txt` is replaced by the folder before the pattern.
     """
     before = Path(path)
     while any(sign in str(before) for sign in "*?[") and before != before.parent:

@@ -1,9 +1,10 @@
-"""Bus bandwidth between pairs of processes or nodes: measured by all-reduces, and who is to blame.
+"""Measure the bus bandwidth between pairs of ranks or nodes, and attribute slow pairs to a cause.
 
-All processes call `PairTest.measure`, rank 0 `PairRates.slow` and `judge_pairs`. The idea: one
-slow pair names a link, all pairs of a node name the node, and all pairs between two halves name the
-switch between them; so every pair is measured (a round-robin tournament: n - 1 rounds of n / 2
-pairs that run at one time), and the blame is the smallest thing that all slow pairs have in common.
+All ranks call `PairTest.measure`, and rank 0 calls `PairRates.slow` and `judge_pairs`. Every pair
+is measured by all-reduces in a round-robin tournament: n - 1 rounds of n / 2 pairs that run at the
+same time. Slow pairs are attributed to the smallest component that they have in common. A single
+slow pair indicates a link, all pairs of a node the node, and all pairs between two halves the
+switch between them.
 """
 
 from __future__ import annotations
@@ -33,62 +34,67 @@ from llmfoundry.resilience.check.speeds import LIMITS, Device, least_to_most
 from llmfoundry.retry import within
 
 Pair = tuple[int, int]
-"""Numbers of two units (processes or nodes), the smaller first."""
+"""Numbers of two units (ranks or nodes), the smaller first."""
 Rates = Mapping[Pair, float]
 """Bus bandwidth in GB/s; 0: no answer."""
 AllReduce = Callable[[Any, Tensor, Pair], None]
 
-WARM_UPS, LEAST, MOST = 2, 5, 100  # repeats of an all-reduce
-SECONDS = 0.05  # of the repeats of a payload, within these bounds
-LEAST_PAIRS = 6  # measured, before any is compared with the others
-MOSTLY = 0.9  # of the pairs that a blame explains must be slow, and of those beside it sound
+WARM_UPS, LEAST, MOST = 2, 5, 100  # warm-up, minimum and maximum repeats of an all-reduce
+SECONDS = 0.05  # total time of the repeats of a payload, within these bounds
+LEAST_PAIRS = 6  # pairs needed for a comparison
+MOSTLY = 0.9  # share of a cause's pairs that must be slow, and of the other pairs that must be good
 
-NVLINK_SHARE = 0.5  # of the data sheet: the floor
+NVLINK_SHARE = 0.5  # floor of NVLink, as a share of the data sheet
 NVLINK, BETWEEN_NODES = "NVLink", "between nodes"  # kinds of links
 
 
 def tournament(n: int, *, rounds: int | None = None) -> list[list[Pair]]:
-    """Rounds of disjoint pairs, every pair of n units once (the circle method); or the first ones.
+    """Return rounds of disjoint pairs that contain each pair of n units once (circle method).
 
-    An odd unit rests in each round.
+    Args:
+        n: number of units; if it is odd, one unit pauses in each round.
+        rounds: maximum number of rounds; None: all.
     """
-    places: list[int | None] = [*range(n), *([None] if n % 2 else [])]
-    found = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        met = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
-        places = [places[0], places[-1], *places[1:-1]]
-    return found[:rounds]
+    circle: list[int | None] = [*range(n), *([None] if n % 2 else [])]
+    all_rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
+        pairs = [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
+        all_rounds.append(pairs)
+        circle = [circle[0], circle[-1], *circle[1:-1]]  # rotate all units but the first
+    return all_rounds[:rounds]
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Rounds in which no unit has two of the pairs."""
+    """Distribute pairs over rounds such that no unit is in two pairs of a round."""
     rounds: list[list[Pair]] = []
     for pair in sorted(pairs):
-        free = (r for r in rounds if not any({*pair} & {*other} for other in r))
-        if (own := next(free, None)) is None:
-            rounds.append(own := [])
-        own.append(pair)
+        for candidate in rounds:
+            if not any({*pair} & {*other} for other in candidate):
+                candidate.append(pair)
+                break
+        else:
+            rounds.append([pair])
     return rounds
 
 
 def all_reduce(group: Any, tensor: Tensor, pair: Pair) -> None:
-    """The sum over a group, waited for; tests replace it by a slower one."""
+    """All-reduce a tensor over a group and wait for it. Tests replace it with a slower function."""
     group.allreduce([tensor]).wait()
 
 
 @dataclass(frozen=True)
 class PairTest:
-    """All-reduces of pairs of units, measured by all processes together.
+    """Test of pairs of units by all-reduces, run by all ranks together.
 
     Attributes:
-        units: the ranks of each: one process, or all of a node.
-        payloads: bytes of the all-reduces.
+        units: ranks of each unit: one rank, or all ranks of a node.
+        payloads: sizes of the all-reduces in bytes.
         limit: seconds that a pair may take for a round.
         board: of the check.
-        device: of this process.
-        reduce: the all-reduce.
+        device: of this rank.
+        reduce: the all-reduce function.
     """
 
     units: Sequence[Sequence[int]]
@@ -99,42 +105,54 @@ class PairTest:
     reduce: AllReduce = all_reduce
 
     def measure(self, rounds: Sequence[Sequence[Pair]], name: str) -> dict[int, dict[Pair, float]]:
-        """GB/s by payload and pair, on rank 0; 0 where a pair gave no answer; {} on the others.
+        """Measure rounds of disjoint pairs.
 
-        The pairs of a round are disjoint. Rounds are kept in step through the board, so that all of
-        a round load the network at one time and a pair that hangs costs one time limit, not the
-        check. `name`: groups of another measurement meet elsewhere in the store.
+        The board synchronizes the ranks after each round. All pairs of a round therefore load the
+        network at the same time, and a pair that hangs costs one time limit.
+
+        Args:
+            rounds: of disjoint pairs.
+            name: of the measurement, which separates its process groups in the store.
+
+        Returns:
+            Bus bandwidth in GB/s by payload and pair on rank 0, 0 if a pair did not answer; {} on
+            the other ranks.
         """
-        board, found = self.board, {n: dict[Pair, float]() for n in self.payloads}
-        for number, every in enumerate(rounds):
-            pairs = [pair for pair in every if not board.lost.keys() & {*self._ranks(pair)}]
-            own = next((pair for pair in pairs if board.rank in self._ranks(pair)), None)
-            rates = None
-            if own is not None:
-                rates = self._rates(own, board.meeting(f"{name}/{number}/{own[0]}-{own[1]}"))
-            came = board.gather(f"{name}/{number}", rates, seconds=2 * self.limit)
+        board = self.board
+        result = {n_bytes: dict[Pair, float]() for n_bytes in self.payloads}
+        for number, planned in enumerate(rounds):
+            # measure this rank's pair of the round; pairs with lost ranks are left out
+            pairs = [pair for pair in planned if not board.lost.keys() & {*self._ranks(pair)}]
+            local_pair = next((pair for pair in pairs if board.rank in self._ranks(pair)), None)
+            local_rates = None
+            if local_pair is not None:
+                store = board.meeting(f"{name}/{number}/{local_pair[0]}-{local_pair[1]}")
+                local_rates = self._rates(local_pair, store)
+            rates = board.gather(f"{name}/{number}", local_rates, seconds=2 * self.limit)
+
+            # the rate of a pair is that of its slowest rank
             for pair in pairs:
-                answers = [came.get(rank) for rank in self._ranks(pair)]
+                answers = [rates.get(rank) for rank in self._ranks(pair)]
                 for index, n_bytes in enumerate(self.payloads):
-                    found[n_bytes][pair] = min(a[index] if a else 0.0 for a in answers)
-        return {} if board.rank else found
+                    result[n_bytes][pair] = min(a[index] if a else 0.0 for a in answers)
+        return {} if board.rank else result
 
     def _ranks(self, pair: Pair) -> list[int]:
         return [rank for unit in pair for rank in self.units[unit]]
 
     def _rates(self, pair: Pair, store: dist.Store) -> list[float]:
-        """GB/s of each payload for this pair, as this process sees it; 0 from where it failed on.
+        """Return this rank's GB/s of each payload for a pair; 0 for a failed payload and the rest.
 
-        The group, over NCCL or gloo, is made for the pair and left after it.
+        A process group of the pair (NCCL or gloo) is created and destroyed for it.
         """
         ranks, rates, groups = self._ranks(pair), list[float](), list[Any]()
         size, device = len(ranks), self.device
 
         def mean(value: float) -> float:
-            """Of the pair's processes, the same on each."""
-            shared = torch.tensor([value / size], device=device)
-            groups[0].allreduce([shared]).wait()
-            return float(shared)
+            """Return the mean over the ranks of the pair."""
+            total = torch.tensor([value / size], device=device)
+            groups[0].allreduce([total]).wait()
+            return float(total)
 
         def reduce() -> None:
             rank, limit = ranks.index(self.board.rank), timedelta(seconds=self.limit)
@@ -144,21 +162,21 @@ class PairTest:
                 step = partial(self.reduce, groups[0], tensor, pair)
                 rates.append(bus_bandwidth(n_bytes, _fastest(step, mean, device), size))
 
-        with suppress(RuntimeError):  # a time limit, a connection that was closed
-            within(1.5 * self.limit, reduce)  # gloo ends after `limit`, NCCL waits until it is left
-        reached = rates[:]  # what comes later, from a call that is late, is not an answer
+        with suppress(RuntimeError):  # a timeout, or a closed connection
+            within(1.5 * self.limit, reduce)  # gloo ends after `limit`, NCCL when the group ends
+        measured = rates[:]  # copied, because a late call in the thread may still append
         for group in groups:
-            leave_group(group, failed=len(reached) < len(self.payloads))
-        return reached + [0.0] * (len(self.payloads) - len(reached))
+            leave_group(group, failed=len(measured) < len(self.payloads))
+        return measured + [0.0] * (len(self.payloads) - len(measured))
 
 
 def _fastest(
     step: Callable[[], None], mean: Callable[[float], float], device: torch.device
 ) -> float:
-    """Seconds of the fastest of some repeats: what else the machine does only makes it slower.
+    """Return the seconds of the fastest repeat, because other load only makes a repeat slower.
 
-    Many where they are short, so that one busy moment is not all of them. As each process must take
-    part in each, their number is the `mean` of what the processes propose.
+    Short steps are repeated more often, so that a busy moment does not cover all repeats. All ranks
+    must run the same number of repeats, which is the `mean` of what the ranks propose.
     """
 
     def timed() -> float:
@@ -174,18 +192,18 @@ def _fastest(
 
 
 def bus_bandwidth(n_bytes: int, seconds: float, ranks: int) -> float:
-    """GB/s of an all-reduce, as nccl-tests counts it: S/t 2(n-1)/n, whatever n."""
+    """Return the bus bandwidth of an all-reduce in GB/s, as in nccl-tests: S/t 2(n-1)/n."""
     return n_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
 @dataclass(frozen=True)
 class PairRates:
-    """What pairs reached.
+    """Measured rates of pairs.
 
     Attributes:
-        units: the devices of each unit: one process's, or all of a node.
-        rates: by payload in bytes.
-        least: a floor for pairs of nodes, by the recipe; None: none.
+        units: devices of each unit: of one rank, or of all ranks of a node.
+        rates: GB/s of each pair, by payload in bytes.
+        least: the recipe's floor for pairs of nodes; None: none.
         groups: units that are known to share a switch.
     """
 
@@ -195,44 +213,49 @@ class PairRates:
     groups: Sequence[Sequence[int]] = ()
 
     def keep_best(self, again: Mapping[int, Rates]) -> None:
-        """Add another measurement of some of the pairs."""
-        for n_bytes, own in again.items():
-            for pair, rate in own.items():
+        """Merge another measurement of some pairs; the faster rate of a pair is kept."""
+        for n_bytes, rates in again.items():
+            for pair, rate in rates.items():
                 self.rates[n_bytes][pair] = max(self.rates[n_bytes].get(pair, 0.0), rate)
 
     def leave_out(self, units: set[int]) -> None:
-        """Forget all pairs of some units."""
-        for own in self.rates.values():
-            for pair in [pair for pair in own if units & {*pair}]:
-                del own[pair]
+        """Remove all pairs of some units."""
+        for rates in self.rates.values():
+            for pair in [pair for pair in rates if units & {*pair}]:
+                del rates[pair]
 
     def measured(self) -> set[Pair]:
-        """All pairs, of any payload."""
-        return {pair for own in self.rates.values() for pair in own}
+        """Return all measured pairs."""
+        return {pair for rates in self.rates.values() for pair in rates}
 
     def kinds(self) -> dict[Pair, str]:
-        """What lies between each pair."""
+        """Return the kind of link of each pair."""
         units = self.units
         return {(a, b): link_kind(units[a][0], units[b][0]) for a, b in self.measured()}
 
     def compared(self) -> set[Pair]:
-        """Pairs of whose kind there are enough; two processes of a node are mostly alone there."""
+        """Return the pairs of kinds that have enough pairs for a comparison."""
         kinds = self.kinds()
-        often = Counter(kinds.values())
-        return {pair for pair, kind in kinds.items() if often[kind] >= LEAST_PAIRS}
+        counts = Counter(kinds.values())
+        return {pair for pair, kind in kinds.items() if counts[kind] >= LEAST_PAIRS}
 
     def label(self, unit: int) -> str:
-        """A unit as findings name it."""
+        """Return the name of a unit in findings."""
         devices = self.units[unit]
         return devices[0].node if len(devices) > 1 else devices[0].where
 
     def as_rows(self) -> dict[str, Any]:
-        """What a report has of them."""
-        rows = {n: [(*pair, rate) for pair, rate in own.items()] for n, own in self.rates.items()}
+        """Return the fields `pairs` and `units` of a report."""
+        rows = dict[int, list[tuple[int, int, float]]]()
+        for n_bytes, rates in self.rates.items():
+            rows[n_bytes] = [(*pair, rate) for pair, rate in rates.items()]
         return {"pairs": rows, "units": [self.label(unit) for unit in range(len(self.units))]}
 
     def floors(self, n_bytes: int) -> dict[str, float]:
-        """GB/s by kind of link, of the largest payload; small ones are a matter of latency."""
+        """Return the floors in GB/s by kind of link.
+
+        Only the largest payload has floors, because the time of small ones is mostly latency.
+        """
         if n_bytes < max(self.rates):
             return {}
         known = known_gpu(self.units[0][0].name)
@@ -241,18 +264,18 @@ class PairRates:
         return {NVLINK: NVLINK_SHARE * speed} | nodes
 
     def slow(self) -> dict[Pair, str]:
-        """Pairs that are slow at any payload, with the reason of the largest."""
-        kinds, found = self.kinds(), dict[Pair, str]()
+        """Return pairs that are slow at any payload, with the reason at the largest one."""
+        kinds, reasons = self.kinds(), dict[Pair, str]()
         limits = LIMITS[self.units[0][0].kind]
         for n_bytes, rates in sorted(self.rates.items(), reverse=True):
             slow = slow_pairs(rates, kinds, effect=limits.pairs, spread=limits.pair_spread,
                               floors=self.floors(n_bytes))  # fmt: skip
             for pair, why in slow.items():
-                found.setdefault(pair, f"{in_units(n_bytes)}: {why}")
-        return found
+                reasons.setdefault(pair, f"{in_units(n_bytes)}: {why}")
+        return reasons
 
     def broken(self) -> set[Pair]:
-        """Pairs that are slow whatever the others are: without an answer, or below a floor."""
+        """Return pairs that are slow without a comparison: no answer, or below a floor."""
         kinds = self.kinds()
         return {
             pair
@@ -263,7 +286,7 @@ class PairRates:
 
 
 def link_kind(a: Device, b: Device) -> str:
-    """What lies between two processes' devices."""
+    """Return the kind of link between two devices."""
     if a.node != b.node:
         return BETWEEN_NODES
     if a.has_nvlink and b.has_nvlink:
@@ -272,7 +295,7 @@ def link_kind(a: Device, b: Device) -> str:
 
 
 def in_units(n_bytes: int) -> str:
-    """A payload as recipes write it, in decimal units: 64 MB."""
+    """Return a payload in decimal units, as in recipes: 64 MB."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.3g} {unit}"
@@ -287,32 +310,35 @@ def slow_pairs(
     spread: float,
     floors: Mapping[str, float] | None = None,
 ) -> dict[Pair, str]:
-    """Pairs that are too slow, each with why; compared among pairs of one kind of link.
+    """Return slow pairs with reasons.
 
     Args:
         rates: of one payload.
-        kinds: what lies between the two: only like is compared with like.
-        effect: the share by which a rate must be smaller than is usual.
-        spread: least standard deviation of a rate, as a share.
-        floors: what each kind must reach, where that is known.
+        kinds: kind of link of each pair; only pairs of one kind are compared.
+        effect: minimum deficit of a slow rate, as a share of the median.
+        spread: minimum standard deviation of a rate to assume, as a share.
+        floors: rate that each kind of link must reach; None: not known.
     """
     by_kind: dict[str, dict[Pair, float]] = defaultdict(dict)
     for pair, rate in rates.items():
         by_kind[kinds.get(pair, "")][pair] = rate
-    found: dict[Pair, str] = {}
-    for kind, own in by_kind.items():
-        if len(own) >= LEAST_PAIRS:
-            for out in too_small(own, effect=effect, spread=spread):
-                found[out.name] = f"{_rate(out.value)}, usual {_rate(out.usual or 0)}"
-        for pair, why in _slower_class(own, effect=effect, spread=spread).items():
-            found.setdefault(pair, why)
+    reasons: dict[Pair, str] = {}
+    for kind, kind_rates in by_kind.items():
+        # compared with the other pairs of the kind: single outliers, then a slower class
+        if len(kind_rates) >= LEAST_PAIRS:
+            for out in too_small(kind_rates, effect=effect, spread=spread):
+                reasons[out.name] = f"{_rate(out.value)}, usual {_rate(out.usual or 0)}"
+        for pair, why in _slower_class(kind_rates, effect=effect, spread=spread).items():
+            reasons.setdefault(pair, why)
+
+        # no answer, or below the floor
         floor = (floors or {}).get(kind, 0.0)
-        for pair, rate in own.items():
+        for pair, rate in kind_rates.items():
             if rate <= 0:
-                found[pair] = "no answer"
+                reasons[pair] = "no answer"
             elif rate < floor:
-                found[pair] = f"{_rate(rate)}, less than {_rate(floor)}"
-    return found
+                reasons[pair] = f"{_rate(rate)}, less than {_rate(floor)}"
+    return reasons
 
 
 def _rate(value: float) -> str:
@@ -320,21 +346,23 @@ def _rate(value: float) -> str:
 
 
 def _slower_class(rates: Rates, *, effect: float, spread: float) -> dict[Pair, str]:
-    """The slow of two classes, where a gap parts them; a half of all pairs has no outliers.
+    """Return the slower of two classes of pairs, if a wide gap separates their rates.
 
-    Behind a bad switch half of the pairs are slow, or more, and the median is one of them. So the
-    rates are split at their widest gap. The classes must differ by more than the effect, and the
-    gap be wider than chance makes it within either.
+    Behind a bad switch half of the pairs or more are slow, and so is the median. There are then no
+    outliers. The rates are therefore split at their widest gap. The classes must differ by more
+    than the effect, and the gap must be wider than chance explains.
     """
     known = sorted((rate, pair) for pair, rate in rates.items() if rate > 0)
     if len(known) < LEAST_PAIRS:
         return {}
     logs = [math.log(rate) for rate, _ in known]
+    # split at the widest gap
     gap, split = max((b - a, n + 1) for n, (a, b) in enumerate(pairwise(logs)))
     slow, fast = logs[:split], logs[split:]
+    # compare the gap with the spread within the classes, and the medians with the effect
     sigma = max(spread, *(robust_sigma(part) for part in (slow, fast) if len(part) > 2))
-    apart = statistics.median(fast) - statistics.median(slow)
-    if len(fast) < 2 or gap < MOST_Z * sigma or apart < -math.log1p(-effect):
+    difference = statistics.median(fast) - statistics.median(slow)
+    if len(fast) < 2 or gap < MOST_Z * sigma or difference < -math.log1p(-effect):
         return {}
     usual = math.exp(statistics.median(fast))
     return {pair: f"{_rate(rate)}, the faster pairs {_rate(usual)}" for rate, pair in known[:split]}
@@ -342,14 +370,14 @@ def _slower_class(rates: Rates, *, effect: float, spread: float) -> dict[Pair, s
 
 @dataclass(frozen=True)
 class PairFault:
-    """What some slow pairs have in common.
+    """A cause of slow pairs.
 
     Attributes:
-        kind: `all` (every pair), `unit` (all pairs of one), `units` (all pairs of several),
-            `between` (all pairs from one group to the other) or `pair`.
-        units: the one, the several, the smaller group, or the two.
-        others: the other group, of `between`.
-        pairs: the slow pairs that it explains.
+        kind: `all` (all pairs are slow), `unit` (all pairs of one unit), `units` (all pairs of
+            several units), `between` (all pairs between two groups) or `pair` (one pair).
+        units: the unit or units, the smaller group, or the two units of the pair.
+        others: the larger group of `between`.
+        pairs: slow pairs that it explains.
     """
 
     kind: str
@@ -361,21 +389,29 @@ class PairFault:
 def blame(
     slow: Iterable[Pair], measured: Iterable[Pair], *, groups: Sequence[Iterable[int]] = ()
 ) -> list[PairFault]:
-    """The fewest things that explain the slow pairs; those left over stand for themselves.
+    """Return the fewest causes that explain the slow pairs.
 
-    `groups`: units that are known to share a switch, each group a candidate.
+    Args:
+        slow: slow pairs.
+        measured: all pairs.
+        groups: units that are known to share a switch.
     """
     bad, seen = set(slow), set(measured)
     if len(bad) > 1 and bad == seen:
         return [PairFault("all", tuple(_units(bad)), pairs=tuple(sorted(bad)))]
-    found = _slow_units(bad, seen)
-    gone = {unit for each in found for unit in each.units}
-    bad = {pair for pair in bad if not gone & {*pair}}
-    seen = {pair for pair in seen if not gone & {*pair}}
-    if between := _between(bad, seen, groups):
-        found.append(between)
+
+    # slow units; their pairs are explained
+    causes = _slow_units(bad, seen)
+    blamed_units = {unit for cause in causes for unit in cause.units}
+    bad = {pair for pair in bad if not blamed_units & {*pair}}
+    seen = {pair for pair in seen if not blamed_units & {*pair}}
+
+    # a switch between two groups; each remaining slow pair is its own cause
+    between = _between(bad, seen, groups)
+    if between is not None:
+        causes.append(between)
         bad -= {*between.pairs}
-    return [*found, *(PairFault("pair", pair, pairs=(pair,)) for pair in sorted(bad))]
+    return [*causes, *(PairFault("pair", pair, pairs=(pair,)) for pair in sorted(bad))]
 
 
 def _units(pairs: Iterable[Pair]) -> list[int]:
@@ -387,24 +423,31 @@ def _share(pairs: set[Pair], bad: set[Pair]) -> float:
 
 
 def _slow_units(bad: set[Pair], seen: set[Pair]) -> list[PairFault]:
-    """Units all of whose pairs are slow; several of them are one finding if they are many."""
-    everyone = _units(seen)
-    own = {unit: {pair for pair in seen if unit in pair} for unit in everyone}
-    slow = [unit for unit, pairs in own.items() if len(pairs) > 1 and _share(pairs, bad) >= MOSTLY]
-    if len(slow) == len(everyone):  # all is slow: nothing tells them apart
+    """Return the units all of whose pairs are slow; many such units are one cause."""
+    units = _units(seen)
+    pairs_of = {unit: {pair for pair in seen if unit in pair} for unit in units}
+    slow = list[int]()
+    for unit, pairs in pairs_of.items():
+        if len(pairs) > 1 and _share(pairs, bad) >= MOSTLY:
+            slow.append(unit)
+    if len(slow) == len(units):  # all units are slow, so none can be blamed
         return []
-    if len(slow) <= max(1, len(everyone) // 4):
-        return [PairFault("unit", (unit,), pairs=tuple(sorted(own[unit] & bad))) for unit in slow]
-    every = {pair for unit in slow for pair in own[unit] & bad}
-    return [PairFault("units", tuple(slow), pairs=tuple(sorted(every)))]
+    if len(slow) <= max(1, len(units) // 4):
+        faults = list[PairFault]()
+        for unit in slow:
+            explained = tuple(sorted(pairs_of[unit] & bad))
+            faults.append(PairFault("unit", (unit,), pairs=explained))
+        return faults
+    slow_pairs = {pair for unit in slow for pair in pairs_of[unit] & bad}
+    return [PairFault("units", tuple(slow), pairs=tuple(sorted(slow_pairs)))]
 
 
 def _between(bad: set[Pair], seen: set[Pair], groups: Sequence[Iterable[int]]) -> PairFault | None:
-    """Two groups within which pairs are sound, and between which they are slow."""
-    everyone = {*_units(seen)}
+    """Return two groups whose pairs are good within each group and slow between the groups."""
+    units = {*_units(seen)}
     best: PairFault | None = None
-    for one in _candidates(sorted(everyone), seen - bad, groups):
-        other = everyone - one
+    for one in _candidates(sorted(units), seen - bad, groups):
+        other = units - one
         across = {pair for pair in seen if (pair[0] in one) != (pair[1] in one)}
         is_split = _share(across, bad) >= MOSTLY and _share(seen - across, bad) <= 1 - MOSTLY
         if min(len(one), len(other)) < 2 or len(across) < 3 or not is_split:
@@ -419,55 +462,73 @@ def _between(bad: set[Pair], seen: set[Pair], groups: Sequence[Iterable[int]]) -
 def _candidates(
     everyone: Sequence[int], sound: set[Pair], groups: Sequence[Iterable[int]]
 ) -> Iterator[set[int]]:
-    """Groups that may be one side of a switch.
-
-    Those that are known, those of consecutive numbers, and those that reach each other.
-    """
+    """Yield groups that may be one side of a switch."""
+    # known groups, and groups of consecutive numbers
     yield from ({*group} & {*everyone} for group in groups)
     yield from ({*everyone[:end]} for end in range(2, len(everyone) - 1))
-    reached = {unit: {unit} for unit in everyone}
+
+    # components of units that are connected by good pairs
+    component_of = {unit: {unit} for unit in everyone}
     for a, b in sound:
-        if reached[a] is not reached[b]:
-            reached[a] |= reached[b]
-            for unit in reached[b]:
-                reached[unit] = reached[a]
-    yield from reached.values()
+        if component_of[a] is not component_of[b]:
+            component_of[a] |= component_of[b]
+            for unit in component_of[b]:
+                component_of[unit] = component_of[a]
+    yield from component_of.values()
 
 
 def is_explained(
     slow: Iterable[Pair], measured: Iterable[Pair], blamed: Sequence[PairFault]
 ) -> bool:
-    """Whether the slow pairs are a pattern, or few; many without one are two kinds of links."""
+    """Return whether the slow pairs are few or have a pattern.
+
+    Many slow pairs without a pattern are more likely links of two kinds.
+    """
     bad, seen = {*slow}, {*measured}
     single = {pair for each in blamed if each.kind == "pair" for pair in each.pairs}
     return len(bad) <= len(seen) / 4 or len(single) <= len(bad) * (1 - MOSTLY)
 
 
 def judge_pairs(pairs: PairRates, confirmed: Mapping[Pair, str]) -> list[Finding]:
-    """Who is to blame for the pairs that were slow each time, and what the others reach."""
+    """Return findings: the causes of slow pairs, and the rates of the other pairs.
+
+    Args:
+        pairs: all rates.
+        confirmed: pairs that were slow in each measurement, with the reason.
+    """
     measured, compared = pairs.measured(), pairs.compared() | {*confirmed}
     blamed = blame(confirmed, compared, groups=pairs.groups)
-    found: list[Finding] = []
+    findings: list[Finding] = []
+
+    # slower pairs without a pattern are only a notice
     slower = {*confirmed} - pairs.broken()
     if slower and not is_explained(confirmed, compared, blamed):
         count = f"{len(slower)} of {len(measured)} pairs are slower than the others"
         why = f"{count}, in no pattern: two kinds of links, or other work on them"
-        found.append(Finding("pairs", NOTICE, "the network", why, "check again while it is quiet"))
+        action = "check again while it is quiet"
+        findings.append(Finding("pairs", NOTICE, "the network", why, action))
         blamed = blame({*confirmed} - slower, compared, groups=pairs.groups)
-    found += [_blamed(pairs, each, confirmed) for each in blamed]
-    most = max(pairs.rates)
-    best = [r for pair, r in pairs.rates[most].items() if pair not in confirmed and r > 0]
-    if best:
+    findings += [_blamed(pairs, cause, confirmed) for cause in blamed]
+
+    # the range of good pairs
+    largest = max(pairs.rates)
+    good = [r for pair, r in pairs.rates[largest].items() if pair not in confirmed and r > 0]
+    if good:
         count = f"{len(measured) - len(confirmed)} of {len(measured)} pairs are sound"
-        why = f"{count}: {least_to_most(best)} GB/s at {in_units(most)}"
-        found.append(Finding("pairs", SOUND, "the network", why))
-    return found
+        why = f"{count}: {least_to_most(good)} GB/s at {in_units(largest)}"
+        findings.append(Finding("pairs", SOUND, "the network", why))
+    return findings
 
 
-def _blamed(pairs: PairRates, each: PairFault, reasons: Mapping[Pair, str]) -> Finding:
-    names, count = [pairs.label(unit) for unit in each.units], len(each.pairs)
-    nodes = tuple(dict.fromkeys(d.node for unit in each.units for d in pairs.units[unit]))
-    others = ", ".join(pairs.label(unit) for unit in each.others)
+def _blamed(pairs: PairRates, cause: PairFault, reasons: Mapping[Pair, str]) -> Finding:
+    """Return the finding of a cause."""
+    # the units, their nodes, and the other group
+    names, count = [pairs.label(unit) for unit in cause.units], len(cause.pairs)
+    devices = [device for unit in cause.units for device in pairs.units[unit]]
+    nodes = tuple(dict.fromkeys(device.node for device in devices))
+    others = ", ".join(pairs.label(unit) for unit in cause.others)
+
+    # description and action
     why, action = {
         "unit": (f"all {count} pairs of it are slow", "look at its ports, cards and cables"),
         "all": (
@@ -486,10 +547,9 @@ def _blamed(pairs: PairRates, each: PairFault, reasons: Mapping[Pair, str]) -> F
             "this pair alone is slow",
             "look at the cable, the ports and the route between the two",
         ),
-    }[each.kind]
-    where = {"all": "the network", "pair": " - ".join(names)}.get(each.kind, ", ".join(names))
-    counted = f"{count} pairs; " if each.kind == "between" else ""
-    why = f"{why} ({counted}{reasons[each.pairs[0]]})"
-    return Finding(
-        "pairs", BAD, where, why, action, nodes if each.kind in ("unit", "units") else ()
-    )
+    }[cause.kind]
+    where = {"all": "the network", "pair": " - ".join(names)}.get(cause.kind, ", ".join(names))
+    counted = f"{count} pairs; " if cause.kind == "between" else ""
+    why = f"{why} ({counted}{reasons[cause.pairs[0]]})"
+    bad_nodes = nodes if cause.kind in ("unit", "units") else ()
+    return Finding("pairs", BAD, where, why, action, bad_nodes)

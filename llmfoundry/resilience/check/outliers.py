@@ -1,10 +1,10 @@
-"""Which of many like measurements are worse than the others: pure numbers in, names out.
+"""Detect values that are too small among comparable measurements; pure functions of numbers.
 
-Two rules, both of them one-sided. A floor: less than what the hardware must reach. A robust outlier
-(Iglewicz and Hoaglin, 1993): z = 0.6745 (x - median) / MAD beyond 3.5, and further from the median
-than an effect that matters. The idea: z alone names the slowest of four equal machines every other
-time, and the effect alone names what is in the noise; both together name neither. Rates differ by
-factors, so x is a rate's logarithm: a link that is a hundred times slower than noisy ones is found.
+There are two one-sided rules. Floor: the value is less than the hardware must reach. Robust outlier
+(Iglewicz and Hoaglin, 1993): z = 0.6745 (x - median) / MAD is beyond 3.5, and the distance from the
+median is large enough to matter. With z alone, the slowest of four equal machines would be reported
+every other time. With the distance alone, noise would be reported. x is the logarithm of a rate,
+because rates differ by factors: a link that is a hundred times slower than noisy links is found.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Generic, TypeVar
 Name = TypeVar("Name")
 
 MOST_Z = 3.5
-CHANCE = 1e-3  # that any of the values, all of them sound, is beyond z: of many z is greater
-LEAST = 4  # values, to know what is usual; of fewer only the floor says something
-LEAST_SPREAD = 0.01  # of the median: a MAD of 0 is chance, no instrument repeats better
+CHANCE = 1e-3  # probability of a false positive among all values; raises z for many values
+LEAST = 4  # values needed for a comparison; fewer are only compared with the floor
+LEAST_SPREAD = 0.01  # minimum standard deviation, as a share of the median
 
 
 @dataclass(frozen=True)
 class Outlier(Generic[Name]):
-    """A value that is too small, where more is better.
+    """A value that is too small.
 
     Attributes:
-        name: whose.
-        value: it.
-        usual: the median of all; None where there are too few.
-        limit: what it is below.
-        is_floor: whether `limit` is the hardware's, rather than the others'.
+        name: of the measured object.
+        value: the measurement; larger is better.
+        usual: median of all values; None: too few values.
+        limit: the value is below this limit.
+        is_floor: whether the limit is the hardware's floor instead of a comparison.
     """
 
     name: Name
@@ -43,7 +43,7 @@ class Outlier(Generic[Name]):
 
     @property
     def share(self) -> float:
-        """Of what is usual, else of the limit."""
+        """Value as a share of the median, or of the limit without a median."""
         return self.value / (self.usual or self.limit or math.inf)
 
 
@@ -54,29 +54,29 @@ def too_small(
     floor: float | None = None,
     spread: float = LEAST_SPREAD,
 ) -> list[Outlier[Name]]:
-    """Values below the floor, or far below the others; a value that is not a number is 0.
+    """Return values below the floor, or far below the other values.
 
     Args:
-        values: of one kind of hardware, more being better.
-        effect: the share of the median by which a value must be smaller to matter.
-        floor: what each must reach, where that is known.
-        spread: least standard deviation, as a share of the median, that is taken for granted.
+        values: of one kind of hardware; larger is better. A value that is not finite counts as 0.
+        effect: minimum distance from the median that matters, as a share of the median.
+        floor: value that each must reach; None: not known.
+        spread: minimum standard deviation to assume, as a share of the median.
     """
     known = {name: value if math.isfinite(value) else 0.0 for name, value in values.items()}
     limit, usual = usual_limit(known.values(), effect=effect, spread=spread)
-    found = []
+    outliers = []
     for name, value in known.items():
         if floor is not None and value < floor:
-            found.append(Outlier(name, value, usual, floor, is_floor=True))
+            outliers.append(Outlier(name, value, usual, floor, is_floor=True))
         elif limit is not None and value < limit:
-            found.append(Outlier(name, value, usual, limit, is_floor=False))
-    return found
+            outliers.append(Outlier(name, value, usual, limit, is_floor=False))
+    return outliers
 
 
 def usual_limit(
     values: Iterable[float], *, effect: float, spread: float = LEAST_SPREAD
 ) -> tuple[float | None, float | None]:
-    """Below which a value is an outlier, and the median; None where there are too few values."""
+    """Return the limit below which a value is an outlier, and the median; None: too few values."""
     known = [value for value in values if value > 0]
     if len(known) < LEAST:
         return None, None
@@ -88,6 +88,6 @@ def usual_limit(
 
 
 def robust_sigma(values: Sequence[float]) -> float:
-    """The standard deviation of normal values, by their median absolute deviation (MAD)."""
+    """Return the standard deviation, estimated by the median absolute deviation (MAD)."""
     median = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - median) for value in values)

@@ -1,8 +1,8 @@
-"""`Board`: messages between processes during a check, and which processes have gone silent.
+"""`Board`: communication between ranks during a check, which detects ranks that do not answer.
 
-Everything goes through the store at which the processes met, never through a collective: a process
-that hangs in a broken GPU must not hang those that are to name it. The idea: each posts under its
-rank, rank 0 reads what is there when time is up, and sends the others the ranks that it gave up on.
+All messages go through the rendezvous store and not through collectives, because a rank that hangs
+in a broken GPU would block a collective. Each rank posts under its number. Rank 0 reads the posts
+until the time limit and tells the other ranks which ranks are lost.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-_POLL = 0.01  # seconds between two reads of what is not there yet
+_POLL = 0.01  # seconds between two checks for missing posts
 
 
 class Board:
-    """The check's messages; `store` is None for a process that is alone.
+    """Message board of a check.
 
     Attributes:
-        lost: the ranks that have gone silent, the same on all processes, each with the topic on
-            which it was waited for.
+        lost: ranks that did not answer, with the topic that they did not answer; equal on all
+            ranks.
     """
 
     def __init__(self, store: dist.Store | None, *, rank: int, size: int, patience: float) -> None:
-        """For one check of a store.
+        """Create the board of one check.
 
         Args:
-            store: of no other use, or under a prefix.
+            store: used only for this check, or with a prefix; None: there is a single rank.
             rank: of this process.
-            size: number of processes.
-            patience: seconds that a step may take beyond what it is known to.
+            size: number of ranks.
+            patience: seconds that a stage may take beyond its expected time.
         """
         self.rank, self.size, self.patience = rank, size, patience
         self._store = store
         self.lost: dict[int, str] = {}
 
     def meeting(self, name: str) -> dist.Store:
-        """A part of the store for other uses, where there are several processes."""
+        """Return a part of the store for a process group; requires several ranks."""
         assert self._store is not None
         return dist.PrefixStore(name, self._store)
 
     def gather(self, topic: str, value: Any, *, seconds: float = 0.0) -> dict[int, Any]:
-        """Every living process's value, on rank 0; on the others once rank 0 has them, {}.
+        """Gather the values of all living ranks on rank 0, by rank; other ranks get {}.
 
-        Processes that did not come within `seconds` and the patience are lost from then on, on all.
+        Other ranks return when rank 0 has the values. Ranks that do not post within `seconds` plus
+        the patience are lost from then on.
         """
         if self._store is None:
             return {0: value}
@@ -61,10 +62,10 @@ class Board:
         return {rank: self._read(f"{topic}/{rank}") for rank in expected if rank not in missing}
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
-        """Rank 0's value, on every living process.
+        """Return rank 0's value on all living ranks.
 
         Raises:
-            RuntimeError: rank 0 is silent.
+            RuntimeError: rank 0 does not answer.
         """
         if self._store is None:
             return value
@@ -74,7 +75,7 @@ class Board:
         return value
 
     def broadcast_last(self, topic: str, value: Any) -> Any:
-        """The same; rank 0, which may hold the store, waits until the others have read it."""
+        """Broadcast; rank 0, whose process may host the store, waits until all have read it."""
         received = self.broadcast(topic, value)
         if self._store is not None:
             self._post(f"{topic}/read/{self.rank}", True)
@@ -97,7 +98,7 @@ class Board:
         return self._read(key)
 
     def _missing(self, topic: str, ranks: list[int], seconds: float) -> list[int]:
-        """Those that have posted nothing when time is up."""
+        """Return the ranks that have not posted within `seconds`."""
         assert self._store is not None
         deadline = time.monotonic() + seconds
         while True:

@@ -1,12 +1,12 @@
-"""What each device computes and copies, and which devices are wrong or slow.
+"""Measure matmuls and memory copies on each device; find devices that are slow or compute wrongly.
 
-All processes call `burn`, rank 0 calls `slow_devices` (whom to measure again) and `judge_speeds`.
-The idea: the same product of the same numbers on the same device is the same to the last bit
-(cuBLAS promises it for one stream), so a repeat that differs is silent corruption; and no device is
-called slow for one measurement, because a false alarm takes a sound machine out of service.
+All ranks call `burn`. Rank 0 calls `slow_devices` (the devices to measure again) and
+`judge_speeds`. The same matmul on the same device gives the same bits (cuBLAS guarantees that for
+one stream), so a repeat that differs is silent data corruption. A device is not called slow after a
+single measurement, because a false alarm takes a good machine out of service.
 
-Floors are generous and find what is broken; what is merely slow is found by comparison with the
-others. Data sheets are of `recipe/hardware.py`, which the training loop's MFU uses too.
+Floors are generous and detect broken devices. Devices that are only slow are detected by
+comparison with other devices. `recipe/hardware.py` has the data sheets, also used for MFU.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from llmfoundry.resilience.check.kernel_log import REPLACE
 from llmfoundry.resilience.check.outliers import too_small
 
 GPU_SIZE, CPU_SIZE = 8192, 512  # rows and columns of the matrices, multiples of 128
-GPU_BYTES, CPU_BYTES = 1 << 30, 32 << 20  # copied at a time
-WARM_UP = 0.2  # of the time: clocks rise first, and caches fill
-LEAST_SLICES = 5  # however short the time: the median of fewer is one busy moment
-AGREE = 3  # devices whose results are the same make another's wrong
+GPU_BYTES, CPU_BYTES = 1 << 30, 32 << 20  # size of a copy
+WARM_UP = 0.2  # share of the time for warm-up: clocks rise and caches fill
+LEAST_SLICES = 5  # minimum number of time slices, so that the median ignores a busy moment
+AGREE = 3  # number of devices with equal results that makes a different result wrong
 
-PRODUCTS, COPIES = 0.5, 0.6  # of the data sheets: the floors
+PRODUCTS, COPIES = 0.5, 0.6  # floors of matmuls and copies, as shares of the data sheet
 
 
 @dataclass(frozen=True)
 class HardwareLimits:
-    """How much like devices may differ, as shares of the median.
+    """Tolerated differences between devices of one model, as shares of the median.
 
     Attributes:
-        products: by which a slow device's products must be slower to matter.
-        copies: the same of copies in memory.
-        pairs: the same of a pair's bus bandwidth.
-        spread: least standard deviation between devices that is assumed.
-        pair_spread: the same between pairs.
+        products: minimum deficit of matmuls that counts as slow.
+        copies: minimum deficit of memory copies that counts as slow.
+        pairs: minimum deficit of a pair's bus bandwidth that counts as slow.
+        spread: minimum standard deviation between devices to assume.
+        pair_spread: minimum standard deviation between pairs to assume.
     """
 
     products: float
@@ -55,8 +55,8 @@ class HardwareLimits:
     pair_spread: float
 
 
-# GPUs of one model differ by 1 to 2 % in products under a power limit (Sinha et al., SC 2022, and
-# single ones by far more). A CPU's processes share cores and caches: measured in tests/resilience.
+# Matmuls of GPUs of one model differ by 1 to 2 % under a power limit, single GPUs by far more
+# (Sinha et al., SC 2022). Ranks on a CPU share cores and caches: measured in tests/resilience.
 LIMITS = {
     "cuda": HardwareLimits(products=0.08, copies=0.05, pairs=0.2, spread=0.01, pair_spread=0.03),
     "cpu": HardwareLimits(products=0.6, copies=0.7, pairs=0.9, spread=0.2, pair_spread=0.3),
@@ -65,16 +65,16 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Device:
-    """A process's device.
+    """Device of a rank.
 
     Attributes:
-        rank: of the process.
+        rank: that uses the device.
         node: its machine.
-        label: `GPU 3`, or `rank 3` of a CPU.
+        label: `GPU 3`, or `rank 3` for a CPU.
         kind: `cuda` or `cpu`.
-        name: of the model; like is compared with like.
-        numa: the processor socket that it is at; None: unknown.
-        has_nvlink: whether any NVLink of it is up.
+        name: of the model; only devices of one model are compared.
+        numa: NUMA node; None: not known.
+        has_nvlink: whether any NVLink is up.
     """
 
     rank: int
@@ -87,20 +87,20 @@ class Device:
 
     @property
     def where(self) -> str:
-        """As findings name it."""
+        """Name of the device in findings."""
         return f"{self.node}, {self.label}"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device reached.
+    """Measured speed of a device.
 
     Attributes:
-        tflops: of products, the median over slices, in 1e12 floating-point operations a second.
-        copy_gb_s: bytes read and written a second when memory is copied, in 1e9.
-        mismatches: products that differed from the first one of the same numbers.
-        digest: of that first product; the same on every GPU of one kind.
-        error: why it reached nothing.
+        tflops: median of the matmuls, in 1e12 floating-point operations per second.
+        copy_gb_s: bytes read and written per second in memory copies, in 1e9.
+        mismatches: number of matmuls whose result differed from the first result.
+        digest: hash of the first result; equal on all GPUs of one model.
+        error: why the measurement failed; empty: it succeeded.
     """
 
     tflops: float = 0.0
@@ -110,7 +110,7 @@ class Speed:
     error: str = ""
 
     def better(self, other: Speed) -> Speed:
-        """The faster of two measurements; what was wrong once stays wrong."""
+        """Return the faster of two measurements, with the mismatches and errors of both."""
         return replace(
             self,
             tflops=max(self.tflops, other.tflops),
@@ -124,7 +124,9 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 def burn(device: torch.device, seconds: float, *, multiply: Multiply = torch.matmul) -> Speed:
-    """Multiply for `seconds` (in bf16 where there are instructions for it), copy for a fifth of it.
+    """Run matmuls for `seconds`, then memory copies for a fifth of the time.
+
+    Matmuls are in bf16 if the device has instructions for it, else in fp32.
 
     Raises:
         RuntimeError: the device failed.
@@ -149,9 +151,9 @@ def burn(device: torch.device, seconds: float, *, multiply: Multiply = torch.mat
 
 
 def _numbers(n: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """The same (n, n) on every machine: made on the CPU."""
-    made = torch.Generator().manual_seed(seed)
-    return torch.randn(n, n, generator=made).to(dtype)
+    """Return random numbers (n, n), generated on the CPU so that they are equal on all machines."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, n, generator=generator).to(dtype)
 
 
 def _copies(device: torch.device, seconds: float) -> float:
@@ -165,7 +167,7 @@ def _copies(device: torch.device, seconds: float) -> float:
 def _spans(
     step: Callable[[], object], device: torch.device, seconds: float, *, times: int
 ) -> list[float]:
-    """Seconds of a step, the mean of each slice of `times`; slices of the warm-up are left out."""
+    """Return the mean seconds of a step for each slice of `times` steps after the warm-up."""
     spans: list[float] = []
     started = time.perf_counter()
     while True:
@@ -182,31 +184,38 @@ def _spans(
 
 
 def slow_devices(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> set[int]:
-    """Ranks whose speed must be measured again before anything is reported."""
+    """Return the ranks whose device must be measured again before it is reported."""
     return {rank for rank, _, _ in _slow(devices, speeds)}
 
 
 def judge_speeds(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> list[Finding]:
-    """Devices that fail, compute wrongly, or are slow; and what the others reach."""
-    wrong = {
-        rank: f"computed wrongly: {speed.mismatches} repeats of one product differ"
-        for rank, speed in speeds.items()
-        if speed.mismatches
-    } | {rank: f"failed: {speed.error}" for rank, speed in speeds.items() if speed.error}
-    answers = [(rank, "compute", why, REPLACE) for rank, why in sorted(wrong.items())]
+    """Return findings: devices that fail, compute wrongly or are slow, and the speed of all."""
+    # failed and wrong devices
+    wrong = dict[int, str]()
+    for rank, speed in speeds.items():
+        if speed.mismatches:
+            wrong[rank] = f"computed wrongly: {speed.mismatches} repeats of one product differ"
+        if speed.error:
+            wrong[rank] = f"failed: {speed.error}"
+    problems = [(rank, "compute", why, REPLACE) for rank, why in sorted(wrong.items())]
+
+    # slow devices, and devices whose result differs from the others
     action = "look at clocks, heat and power; replace it if nothing helps"
     for rank, check, why in [*_slow(devices, speeds), *_disagreeing(devices, speeds)]:
         if rank not in wrong:
-            answers.append((rank, check, why, action))
-    found = [Finding(check, BAD, devices[rank].where, why, action, (devices[rank].node,))
-             for rank, check, why, action in answers]  # fmt: skip
-    return [*found, *_reached(devices, speeds)]
+            problems.append((rank, check, why, action))
+
+    findings = list[Finding]()
+    for rank, check, why, action in problems:
+        device = devices[rank]
+        findings.append(Finding(check, BAD, device.where, why, action, (device.node,)))
+    return [*findings, *_reached(devices, speeds)]
 
 
 def _slow(
     devices: Mapping[int, Device], speeds: Mapping[int, Speed]
 ) -> Iterator[tuple[int, str, str]]:
-    """Rank, check and why."""
+    """Yield (rank, check, reason) for each slow device."""
     for name, ranks in _alike(devices, speeds).items():
         limits, (least_products, least_copies) = LIMITS[devices[ranks[0]].kind], floors(name)
         for check, field, unit, floor, effect in (
@@ -221,16 +230,16 @@ def _slow(
 
 
 def _alike(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> dict[str, list[int]]:
-    """Ranks by their devices' model, without those that failed."""
-    found: dict[str, list[int]] = defaultdict(list)
+    """Return the ranks by the model of their device, without failed devices."""
+    ranks_by_model: dict[str, list[int]] = defaultdict(list)
     for rank, speed in speeds.items():
         if not speed.error:
-            found[devices[rank].name].append(rank)
-    return found
+            ranks_by_model[devices[rank].name].append(rank)
+    return ranks_by_model
 
 
 def floors(device_name: str) -> tuple[float | None, float | None]:
-    """Least TFLOP/s of bf16 products, and GB/s of copies; None where the device is not known."""
+    """Return the floors: TFLOP/s of bf16 matmuls, GB/s of copies; None: unknown device."""
     known = known_gpu(device_name)
     if known is None:
         return None, None
@@ -240,10 +249,10 @@ def floors(device_name: str) -> tuple[float | None, float | None]:
 def _disagreeing(
     devices: Mapping[int, Device], speeds: Mapping[int, Speed]
 ) -> Iterator[tuple[int, str, str]]:
-    """GPUs that give another result than several of their kind, which agree."""
+    """Yield (rank, check, reason) for each GPU whose result differs while several agree."""
     for ranks in _alike(devices, speeds).values():
         if devices[ranks[0]].kind != "cuda":
-            continue  # a CPU's order of sums depends on where its memory begins
+            continue  # on a CPU the order of summation depends on memory alignment
         digest, often = Counter(speeds[rank].digest for rank in ranks).most_common(1)[0]
         others = [rank for rank in ranks if speeds[rank].digest != digest]
         if often >= AGREE and len(others) <= often / 3:
@@ -252,6 +261,7 @@ def _disagreeing(
 
 
 def _reached(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> Iterator[Finding]:
+    """Yield findings with the range of speeds of each model."""
     for name, ranks in _alike(devices, speeds).items():
         is_alone = floors(name)[0] is None and len(ranks) <= 3
         note = "; nothing to compare with" if is_alone else ""
@@ -263,6 +273,6 @@ def _reached(devices: Mapping[int, Device], speeds: Mapping[int, Speed]) -> Iter
 
 
 def least_to_most(values: Sequence[float]) -> str:
-    """`1 to 9, median 5`."""
+    """Return the range and median of values, as `1 to 9, median 5`."""
     ordered = sorted(values)
     return f"{ordered[0]:.4g} to {ordered[-1]:.4g}, median {ordered[len(ordered) // 2]:.4g}"
