@@ -267,7 +267,7 @@ def test_a_store_that_is_not_there_is_reported(tmp_path: Path, s3: FaultyS3) -> 
 def test_a_failed_prefetch_is_raised_by_the_next_get(s3: FaultyS3, folder: ShardFolder) -> None:
     s3.faults["data/a"] = ("missing", 1)
     folder.prefetch(iter([SPEC]))
-    threads = folder._here().prefetcher
+    threads = folder._this_process().prefetcher
     with threads._changed:
         assert threads._changed.wait_for(lambda: threads._failures, timeout=10)
     with pytest.raises(UserError, match="is not there"):

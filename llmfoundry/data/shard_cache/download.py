@@ -2,9 +2,9 @@
 
 `ShardFolder` has one `ShardFetcher` per process for each folder in the cache. The one idea: a file
 is written under a temporary name by the process that holds the lock of that temporary file. A
-complete file is checked, decompressed and renamed. A path therefore names a valid file or nothing,
-even after a kill. If several processes need a file, one downloads it and the others wait for its
-lock.
+complete file is checked, decompressed and renamed. Every file with its final name is therefore
+valid, even after a kill. If several processes need a file, one downloads it and the others wait for
+its lock.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class ShardFetcher:
         self._checked: set[str] = set()
 
     def hold(self, spec: FileSpec, *, check: Callable[[str], None]) -> LockedFile:
-        """The complete and verified file, open and pinned until it is released; waits for it.
+        """Return the complete and verified file, pinned until it is released; wait for it.
 
         Args:
             spec: the file.
-            check: called before each attempt; raises if a thread of ours has failed to fetch it.
+            check: called before each attempt; raises if a prefetch of the file failed.
 
         Raises:
-            UserError: it cannot be had.
+            UserError: the file cannot be downloaded or written.
         """
         patience = _Patience((self._options.retry + 1) * (self._options.timeout + _PAUSE_S))
         shortage = None
@@ -88,8 +88,8 @@ class ShardFetcher:
                 held = self._fetch(spec, ahead=False)
                 shortage = None
             except _NoRoomError as error:
-                # Files that are being fetched will be done, and then may go; those that are read
-                # may stay for good.
+                # Downloads in progress will end and can be evicted then. Files in use may never
+                # be released.
                 shortage = self._cache.no_room(spec.name, error.n_bytes, error.shortage)
                 if not error.shortage.may_pass:
                     raise shortage from error
@@ -103,17 +103,19 @@ class ShardFetcher:
                 )
 
     def fetch_ahead(self, spec: FileSpec, cancelled: threading.Event) -> int | None:
-        """Fetch a file that is needed later, without waiting; its bytes, or None: no room now.
+        """Download a file for later use; return its size, or None if the cache is full now.
+
+        It does not wait for other processes.
 
         Raises:
-            UserError: it cannot be had.
+            UserError: the file cannot be downloaded or written.
             CancelledError: `cancelled` was set.
         """
         path = self._path(spec)
         with contextlib.suppress(FileNotFoundError):
             size = path.stat().st_size
             self._cache.expect(path)
-            return size  # checked when it is opened
+            return size  # `hold` verifies it
         try:
             held = self._fetch(spec, ahead=True, cancelled=cancelled)
         except _NoRoomError:
@@ -123,10 +125,10 @@ class ShardFetcher:
         return spec.n_bytes or 0
 
     def is_same(self, spec: FileSpec) -> bool:
-        """Whether the copy that is here is what the remote has: it is fetched once more.
+        """Download a file again and return whether the copy in the cache is the same.
 
         Raises:
-            UserError: it cannot be had.
+            UserError: the file cannot be downloaded.
         """
         path = self._path(spec)
         try:
@@ -143,7 +145,7 @@ class ShardFetcher:
         return self._folder / f"{spec.name}{suffix}"
 
     def _open(self, spec: FileSpec) -> LockedFile | None:
-        """The file, if it is here and good; one that is not is deleted."""
+        """Return the file if it is in the cache and valid; delete an invalid one."""
         try:
             held = try_lock(self._path(spec), shared=True)
         except FileNotFoundError:
@@ -238,7 +240,7 @@ class ShardFetcher:
     ) -> None:
         """Download the compressed form next to `part` and write what it holds to `target`."""
         path = Path(f"{part.path}{PACKED}")
-        path.unlink(missing_ok=True)  # of a killed process, maybe another user's
+        path.unlink(missing_ok=True)  # left by a killed process, maybe of another user
         with path.open("x+b") as file:
             self._remote.fetch(packed.name, file, n_bytes=packed.n_bytes, cancelled=cancelled)
             wrong = damage(file, None, packed.hashes if self._options.validate_hash else ())
@@ -270,48 +272,48 @@ class ShardFetcher:
 
 
 class _Patience:
-    """Waiting for another process, as long as it makes progress."""
+    """Wait for another process as long as the file that it writes changes."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._pause = _SHORTEST_WAIT_S
-        self._seen: tuple[int, int] | None = None
+        self._last_state: tuple[int, int] | None = None  # inode and modification time
         self._since = time.monotonic()
 
     def wait(self, part: Path) -> bool:
-        """Pause; False: the file that the other process writes has not changed for too long."""
-        seen = None
+        """Pause; return False if `part`, which the other process writes, is unchanged too long."""
+        state = None
         with contextlib.suppress(OSError):
             status = part.stat()
-            seen = (status.st_ino, status.st_mtime_ns)
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
+            state = (status.st_ino, status.st_mtime_ns)
+        if state != self._last_state:
+            self._last_state, self._since = state, time.monotonic()
         time.sleep(self._pause)
         self._pause = min(_LONGEST_WAIT_S, 2 * self._pause)
         return time.monotonic() - self._since < self.seconds
 
 
 def damage(file: IO[bytes], n_bytes: int | None, hashes: tuple[tuple[str, str], ...]) -> str | None:
-    """How a file differs from what its index specifies.
+    """Describe how a file differs from its index; None if it does not.
 
     Args:
-        file: any position.
-        n_bytes: its size; None: unknown.
-        hashes: (algorithm, hex digest) pairs.
+        file: the file, at any position.
+        n_bytes: expected size; None: unknown.
+        hashes: expected (algorithm, hex digest) pairs.
     """
     size = file.seek(0, os.SEEK_END)
     if n_bytes is not None and size != n_bytes:
         return f"has {size} bytes, its index specifies {n_bytes}"
     for algorithm, expected in hashes:
         file.seek(0)
-        found = digest(algorithm, iter(lambda: file.read(_CHUNK), b""))
-        if found != expected:
-            return f"its {algorithm} is {found}, its index specifies {expected}"
+        actual = digest(algorithm, iter(lambda: file.read(_CHUNK), b""))
+        if actual != expected:
+            return f"its {algorithm} is {actual}, its index specifies {expected}"
     return None
 
 
 def _room(spec: FileSpec) -> int:
-    """Bytes that a file takes while it is fetched, as far as they are known."""
+    """Return the disk space that the download of a file needs, as far as sizes are known."""
     return (spec.n_bytes or 0) + ((spec.packed and spec.packed.n_bytes) or 0)
 
 
@@ -322,22 +324,22 @@ def _remove(part: LockedFile) -> None:
 
 
 class Prefetcher:
-    """Threads of one folder in one process that fetch the files wanted next. `close` ends them.
+    """Threads that download the files of one folder ahead of use. `close` stops them.
 
-    `ShardFolder.prefetch` gives the queue, an iterator that may be endless, and reports each file
-    that is used. A file is ahead from when the queue names it until it is used; while those add up
-    to less than the budget, the next is taken from the queue. A failure is raised to the caller
-    that reads the file, so none is lost and none comes too early.
+    `ShardFolder.prefetch` sets the queue, an iterator that may be endless. `ShardFolder.pin`
+    reports each file that is used. A file counts as ahead from the time it leaves the queue until
+    it is used. Files are taken from the queue while the total size of files ahead is below the
+    budget. An error is raised when the file is read: neither earlier nor never.
     """
 
     def __init__(
         self, fetch: Callable[[FileSpec, threading.Event], int | None], *, budget: int
     ) -> None:
-        """Threads begin with the first queue.
+        """Initialize; the first queue starts the threads.
 
         Args:
-            fetch: gets a file and returns its bytes, or None if there is no room for it now.
-            budget: bytes to be ahead.
+            fetch: downloads a file and returns its size, or None if the cache is full now.
+            budget: maximal total size of files ahead, in bytes.
         """
         self._fetch = fetch
         self._budget = budget
@@ -346,20 +348,20 @@ class Prefetcher:
         self._threads: list[threading.Thread] = []
         self._queue: Iterator[FileSpec] | None = None
         self._next: FileSpec | None = None  # taken from the queue, not needed yet
-        self._waiting: list[tuple[int, FileSpec]] = []  # for room, a heap by their place
-        self._room = True
+        self._waiting: list[tuple[int, FileSpec]] = []  # files without room, a heap by position
+        self._room = True  # the cache may have room
         self._n_used = 0
-        self._taken = 0
-        self._ahead: dict[str, int] = {}
-        self._used: dict[str, None] = {}  # lately, before the queue came to them; oldest first
+        self._n_taken = 0
+        self._ahead: dict[str, int] = {}  # size by name
+        self._used: dict[str, None] = {}  # used before the queue reached them; oldest first
         self._failures: dict[str, BaseException] = {}
-        self._broken: BaseException | None = None  # the queue itself failed
+        self._queue_error: BaseException | None = None
 
     def prefetch(self, specs: Iterator[FileSpec]) -> None:
-        """Fetch these from now on, in place of the queue before.
+        """Replace the queue.
 
         Raises:
-            BaseException: what a fetch of the earlier queue failed with, if no one asked for it.
+            BaseException: error of a download of the previous queue that was not raised yet.
         """
         with self._changed:
             self._raise(next(iter(self._failures), None))
@@ -377,10 +379,10 @@ class Prefetcher:
                     thread.start()
 
     def ask(self, name: str) -> None:
-        """A file is going to be used: it need not be fetched ahead any more.
+        """Report that a file is requested, so that it need not be downloaded ahead any more.
 
         Raises:
-            BaseException: what its fetch failed with.
+            BaseException: error of its download.
         """
         self.check(name)
         with self._changed:
@@ -390,18 +392,18 @@ class Prefetcher:
                     del self._used[next(iter(self._used))]
 
     def check(self, name: str) -> None:
-        """Whether a file's fetch, or the queue, has failed.
+        """Raise the error of a file's download or of the queue, if there is one.
 
         Raises:
-            BaseException: what it failed with.
+            BaseException: that error.
         """
         with self._changed:
             self._raise(name if name in self._failures else None)
 
     def use(self, name: str) -> None:
-        """A file is here and being used: others may take its place.
+        """Report that a file is in use, which makes room in the budget for the next one.
 
-        Kept apart from `ask`, so that none of them takes the room that this file needs.
+        This is separate from `ask`, so that no other file takes the room that this file needs.
         """
         with self._changed:
             self._ahead.pop(name, None)
@@ -410,35 +412,39 @@ class Prefetcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads; a request that is under way is left to itself."""
+        """Stop the threads without waiting for requests in progress."""
         with self._changed:
             self._cancelled.set()
             self._changed.notify_all()
 
     def _raise(self, name: str | None) -> None:
-        error = self._failures.pop(name) if name is not None else self._broken
+        """Raise the error of a file's download, or of the queue if `name` is None."""
+        error = self._failures.pop(name) if name is not None else self._queue_error
         if name is None:
-            self._broken = None
+            self._queue_error = None
         if error is not None:
             raise error
 
     def _run(self) -> None:
+        """Download files until `close`, in a thread."""
         while True:
             with self._changed:
-                while (taken := self._take()) is None and not self._cancelled.is_set():
+                while (next_file := self._take()) is None and not self._cancelled.is_set():
                     if not self._changed.wait(None if self._room else _RETRY_S):
-                        self._room = True  # other processes make room, too
-            if taken is None or not self._get(*taken):
+                        self._room = True  # another process may have made room
+            if next_file is None or not self._get(*next_file):
                 return
 
     def _take(self) -> tuple[int, FileSpec] | None:
-        """The next file to fetch and its place, if one is wanted and within the budget."""
+        """Return position and file of the next download; None if nothing is to do now."""
         if not self._room:
             return None
-        while self._waiting:  # first, so that no later file takes the room that it needs
-            place, spec = heapq.heappop(self._waiting)
+        # files without room come first, so that no later file takes the room that they need
+        while self._waiting:
+            position, spec = heapq.heappop(self._waiting)
             if spec.name in self._ahead:
-                return place, spec
+                return position, spec
+        # the next file of the queue that is neither used nor ahead
         while self._queue is not None and sum(self._ahead.values()) < self._budget:
             try:
                 spec = self._next or next(self._queue)
@@ -446,22 +452,22 @@ class Prefetcher:
                 self._queue = None
                 break
             except BaseException as error:
-                self._queue, self._broken = None, error
+                self._queue, self._queue_error = None, error
                 break
             self._next = None
             if spec.name in self._used:
                 del self._used[spec.name]
-            elif spec.name in self._ahead:  # once round: it has to be used first
+            elif spec.name in self._ahead:  # the queue repeats a file that is not used yet
                 self._next = spec
                 break
             else:
                 self._ahead[spec.name] = spec.n_bytes or 0
-                self._taken += 1
-                return self._taken, spec
+                self._n_taken += 1
+                return self._n_taken, spec
         return None
 
-    def _get(self, place: int, spec: FileSpec) -> bool:
-        """Fetch a file; False: the threads are to end."""
+    def _get(self, position: int, spec: FileSpec) -> bool:
+        """Download a file; return False if the threads are to stop."""
         n_used = self._n_used
         try:
             size = self._fetch(spec, self._cancelled)
@@ -470,13 +476,13 @@ class Prefetcher:
         except BaseException as error:
             with self._changed:
                 self._failures[spec.name] = error
-                self._queue = None  # the file will be asked for soon, and ends the run
+                self._queue = None  # the file will be used soon, which raises the error
                 self._changed.notify_all()
             return True
         with self._changed:
             if size is None:
-                heapq.heappush(self._waiting, (place, spec))
-                self._room = self._n_used > n_used  # a use since it asked may have made some
+                heapq.heappush(self._waiting, (position, spec))
+                self._room = self._n_used > n_used  # a file used meanwhile may have made room
             elif spec.name in self._ahead:
                 self._ahead[spec.name] = size
         return True

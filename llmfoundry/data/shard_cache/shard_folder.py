@@ -1,14 +1,14 @@
-"""`ShardFolder`: the files of a data set, local or at a URL, as complete, verified local paths.
+"""Files of a dataset, local or at a URL, as complete and verified local paths.
 
-The readers of MDS and of token shards use a `ShardFolder` and never learn whether a file is read in
-place or from the local shard cache. Shards never change, so a cache can be copied, kept and deleted
-file by file at any time. `download.py` fetches files, on demand or ahead of use, `limits.py` keeps
-the cache within its limits, `data/store.py` talks to the store.
+Entry point: `ShardFolder`, which the readers of MDS and of token shards use. They do not know
+whether a file is read in place or from the local shard cache. Shards never change, so files of a
+cache can be copied and deleted at any time. `download.py` downloads files, on demand or ahead of
+use. `limits.py` keeps the cache within its limits. `data/store.py` sends the requests.
 
-Names and sizes do not distinguish one data set's files from another's, so a folder of copies
-belongs to one remote and one index (`Copies`). They are named in `.copies.json`, and the index
-itself lies beside it, unchanged. A run with others is refused before a copy is read or written; but
-where every file has a hash to compare with, the hashes decide.
+Names and sizes do not identify a dataset, so a local shard cache belongs to one remote and one
+index (`Copies`). The file `.copies.json` records both, and a copy of the index is next to it. A
+mismatch is an error before any file is read or written, unless the index has a hash of every file:
+then the hashes decide.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from llmfoundry.files import LockedFile, atomic_file, lock, open_guarded, parse_
 
 __all__ = ["CompressedFile", "FetchOptions", "FileSpec", "ShardFolder"]
 
-_COPIES = "remote"  # the folder of copies, below the cache folder
+_COPIES = "remote"  # name of the local shard cache in the cache folder
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _LONGEST_RECORD = 1 << 16
-_KEYS = ("remote", "index")  # of a record
+_KEYS = ("remote", "index")  # keys of .copies.json
 
 
 @dataclass
 class _Process:
-    """What only one process can use: threads, locks, connections."""
+    """Threads, locks and connections, which belong to one process."""
 
     pid: int
     folder: Path
@@ -53,113 +53,121 @@ class _Process:
 
 
 class ShardFolder:
-    """A folder of files that never change. It may be pickled; a fork may use it, but for buckets.
+    """Folder of files that never change.
+
+    It can be pickled, and used after a fork unless it is in a bucket.
 
     Attributes:
-        url: where the files are.
-        silence: why the index was not read there; "": it was.
+        url: URL or path of the files.
+        silence: why the index was read from the local shard cache; "": it was read from `url`.
     """
 
     def __init__(self, url: str, options: FetchOptions, *, place: str | None, kept: Path | None):
-        """Use `open`.
+        """Initialize; callers use `open`.
 
         Args:
-            url: where the files are; for messages, too.
-            options: how to fetch.
-            place: the folder, if they are read there.
-            kept: where copies go; None: a folder of the cache.
+            url: URL or path of the files.
+            options: options of downloads.
+            place: the folder, if files are read in place.
+            kept: folder of the local shard cache; None: a subfolder of the cache folder.
         """
         self.url = url
         self._options = options
-        self._place = None if place is None else Path(place)
-        self._kept = kept
+        self._in_place_folder = None if place is None else Path(place)
+        self._cache_folder = kept
         self.silence = ""
         self._checked: set[str] = set()
         self._process: _Process | None = None
 
     @classmethod
     def open(cls, remote: str | None, local: str | None, options: FetchOptions) -> ShardFolder:
-        """The folder of these files; nothing is read yet.
+        """Return the folder of a recipe's `remote` and `local`; nothing is read yet.
 
         Args:
-            remote: a URL, or a path on this machine.
-            local: where its files are kept; without remote: where they are.
-            options: how to fetch.
+            remote: URL or local path of the files.
+            local: local shard cache of `remote`; without `remote`, path of the files.
+            options: options of downloads.
         """
-        assert remote is not None or local is not None, "the recipe asks for one of them"
+        assert remote is not None or local is not None, "the recipe checks this"
         options = replace(options, cache_folder=_absolute(options.cache_folder))
-        here = None if local is None else _absolute(local)
-        source = here if remote is None else remote.removeprefix("file://")
-        assert source is not None, "one of them is given"
+        local_path = None if local is None else _absolute(local)
+        source = local_path if remote is None else remote.removeprefix("file://")
+        assert source is not None
+        cache_folder = None if local_path is None else Path(local_path)
         if "://" in source:
-            url = source.rstrip("/")
-            return cls(url, options, place=None, kept=None if here is None else Path(here))
+            return cls(source.rstrip("/"), options, place=None, kept=cache_folder)
         source = _absolute(source)
-        if here is None or here == source:
+        if local_path is None or local_path == source:
             return cls(source, options, place=source, kept=None)
-        return cls(source, options, place=None, kept=Path(here))
+        return cls(source, options, place=None, kept=cache_folder)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether its files are read where they lie on this machine."""
-        return self._place is not None
+        """Return whether files are read in place, without a local shard cache."""
+        return self._in_place_folder is not None
 
     def read_index(self, parse: Callable[[bytes], AnyIndex]) -> AnyIndex:
-        """The folder's index, from the store.
+        """Return the parsed index of the store.
 
-        Where the store cannot be asked, but all shards are here, that of an earlier time;
-        `silence` then says why.
+        If the store cannot be reached but the local shard cache is complete, the index there is
+        used, and `silence` has the reason.
 
         Raises:
-            UserError: it is not there, cannot be had, or is not that of the copies that are here.
+            UserError: the index is missing, cannot be read, or does not match the local shard
+                cache.
         """
-        if self._place is not None:
+        if self._in_place_folder is not None:
             index = parse(self.read(INDEX))
             self.claim(index)
             return index
-        here = self._here()
-        is_kept = here.copies.has_index()
+
+        # with a copy of the index, one request is enough to find that the store is unreachable
+        process = self._this_process()
+        has_copy = process.copies.has_index()
         try:
-            data = here.remote.read(INDEX, once=is_kept)
+            data = process.remote.read(INDEX, once=has_copy)
         except UserError as error:
-            if not is_kept or store_errors.is_missing(error.__cause__ or error):
+            if not has_copy or store_errors.is_missing(error.__cause__ or error):
                 raise
-            kept = here.copies.whole_index(parse)
-            if kept is not None:
-                self.silence = f"{error}; its index is that of {here.folder}, which has all shards"
-                return kept
-            data = here.remote.read(INDEX)
+            copied_index = process.copies.whole_index(parse)
+            if copied_index is not None:
+                reason = f"its index is that of {process.folder}, which has all shards"
+                self.silence = f"{error}; {reason}"
+                return copied_index
+            data = process.remote.read(INDEX)
+
+        # check and store it
         index = parse(data)
         self.claim(index)
-        with reports_cache_folder(here.folder):
-            here.copies.keep_index(data)
+        with reports_cache_folder(process.folder):
+            process.copies.keep_index(data)
         return index
 
     def claim(self, index: Index) -> None:
-        """Whether the copies on this machine, if any, are of this index: asked before one is read.
+        """Check that the local shard cache belongs to an index, before any file is read.
 
         Raises:
-            UserError: they are of other data.
+            UserError: the cache belongs to other data.
         """
-        if self._place is not None and not index.is_packed:
+        if self._in_place_folder is not None and not index.is_packed:
             return
-        here = self._here()
-        with reports_cache_folder(here.folder):
-            here.copies.claim(
+        process = self._this_process()
+        with reports_cache_folder(process.folder):
+            process.copies.claim(
                 index,
                 hashes_decide=self._options.validate_hash and not len(index.unhashed),
-                is_same=here.fetcher.is_same,
+                is_same=process.fetcher.is_same,
             )
 
     def read(self, name: str) -> bytes:
-        """A small file's bytes; never from a copy.
+        """Return the content of a small file, never from the local shard cache.
 
         Raises:
-            UserError: it is not there, or cannot be had.
+            UserError: the file is missing or cannot be read.
         """
-        if self._place is None:
-            return self._here().remote.read(name)
-        path = self._place / name
+        if self._in_place_folder is None:
+            return self._this_process().remote.read(name)
+        path = self._in_place_folder / name
         try:
             with open_guarded(path) as file:
                 return file.read()
@@ -167,16 +175,16 @@ class ShardFolder:
             raise _unreadable(path, error) from error
 
     def get(self, spec: FileSpec) -> Path:
-        """The complete and verified file; waits until it is here.
+        """Return the path of the complete and verified file; wait for its download.
 
         Raises:
-            UserError: it cannot be had; the shard, the cause, and what to do.
+            UserError: the file cannot be downloaded or is damaged.
         """
         with self.pin(spec) as path:
             return path
 
     def pin(self, spec: FileSpec) -> AbstractContextManager[Path]:
-        """`get`, and the file is not evicted while the context is open."""
+        """Return a context with the path of `get`, in which the file is not evicted."""
         return self._pinned(spec)
 
     @contextlib.contextmanager
@@ -184,28 +192,28 @@ class ShardFolder:
         if self._is_in_place(spec):
             yield self._get_in_place(spec)
             return
-        here = self._here()
-        here.prefetcher.ask(spec.name)
-        with here.fetcher.hold(spec, check=here.prefetcher.check) as held:
-            here.prefetcher.use(spec.name)
-            yield held.path
+        process = self._this_process()
+        process.prefetcher.ask(spec.name)
+        with process.fetcher.hold(spec, check=process.prefetcher.check) as file:
+            process.prefetcher.use(spec.name)
+            yield file.path
 
     def prefetch(self, specs: Iterator[FileSpec]) -> None:
-        """Fetch these files, in this order, before they are asked for; replaces the last queue.
+        """Download files in this order before they are used; replace the previous queue.
 
-        What is here already is left alone, so for a folder that is read in place it does nothing.
+        Existing files are skipped. A folder that is read in place has nothing to prefetch.
 
         Args:
-            specs: may be endless; another thread takes from it.
+            specs: files; may be endless. A background thread consumes it.
 
         Raises:
-            UserError: what a file of the last queue failed with, if it was not asked for since.
+            UserError: a file of the previous queue failed and was not requested since.
         """
-        if self._options.prefetch > 0 and self._place is None:
-            self._here().prefetcher.prefetch(specs)
+        if self._options.prefetch > 0 and self._in_place_folder is None:
+            self._this_process().prefetcher.prefetch(specs)
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Stop the background threads."""
         if self._process is not None and self._process.pid == os.getpid():
             self._process.prefetcher.close()
         self._process = None
@@ -214,13 +222,15 @@ class ShardFolder:
         return {**self.__dict__, "_process": None, "_checked": set()}
 
     def _is_in_place(self, spec: FileSpec) -> bool:
-        if self._place is None:
+        if self._in_place_folder is None:
             return False
-        return spec.packed is None or (self._place / spec.name).exists()
+        # a compressed file is decompressed to the local shard cache
+        return spec.packed is None or (self._in_place_folder / spec.name).exists()
 
     def _get_in_place(self, spec: FileSpec) -> Path:
-        assert self._place is not None, "asked for a file that is read in place"
-        path = self._place / spec.name
+        """Return the path of a file that is read in place, verified on first access."""
+        assert self._in_place_folder is not None, "callers check `_is_in_place`"
+        path = self._in_place_folder / spec.name
         checked = spec.name in self._checked or not self._options.validate_hash
         try:
             with open_guarded(path) as file:
@@ -232,7 +242,8 @@ class ShardFolder:
         self._checked.add(spec.name)
         return path
 
-    def _here(self) -> _Process:
+    def _this_process(self) -> _Process:
+        """Return the objects of this process; create them on first use and after a fork."""
         if self._process is None or self._process.pid != os.getpid():
             self._process = self._start()
         return self._process
@@ -254,13 +265,13 @@ class ShardFolder:
             options,
             before_request=turn if limited else float,
         )
-        kept = self._kept or folder / _name(remote.identity)
-        fetcher = ShardFetcher(remote, kept, cache=cache, options=options)
+        cache_folder = self._cache_folder or folder / _name(remote.identity)
+        fetcher = ShardFetcher(remote, cache_folder, cache=cache, options=options)
         prefetcher = Prefetcher(fetcher.fetch_ahead, budget=options.prefetch)
-        with reports_cache_folder(kept):
-            cache.make_folder(kept)
-        copies = Copies(kept, remote.identity, mode=cache.file_mode)
-        return _Process(os.getpid(), kept, remote, copies, fetcher, prefetcher)
+        with reports_cache_folder(cache_folder):
+            cache.make_folder(cache_folder)
+        copies = Copies(cache_folder, remote.identity, mode=cache.file_mode)
+        return _Process(os.getpid(), cache_folder, remote, copies, fetcher, prefetcher)
 
 
 def _absolute(path: str) -> str:
@@ -268,7 +279,7 @@ def _absolute(path: str) -> str:
 
 
 def _name(identity: str) -> str:
-    """A folder's name: its last part, for people, and what distinguishes it from all others."""
+    """Return the name of a local shard cache: last part of the remote, for people, and a hash."""
     last = identity.split()[0].partition("?")[0].rpartition("/")[2] or "data"
     return f"{last[:40]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
 
@@ -281,13 +292,13 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 class Index(Protocol):
-    """What is needed of an index.
+    """Interface of an index.
 
     Attributes:
-        digest: of all that it specifies.
-        is_packed: some of its files are kept compressed.
-        n_shards: files.
-        unhashed: numbers of the files that have samples and no hash.
+        digest: hash of its content.
+        is_packed: some files are stored compressed.
+        n_shards: number of files.
+        unhashed: numbers of the files that have samples but no hash.
     """
 
     @property
@@ -300,7 +311,7 @@ class Index(Protocol):
     def unhashed(self) -> Sequence[int]: ...
 
     def spec(self, n: int) -> FileSpec:
-        """File number `n`."""
+        """Return the specification of file number `n`."""
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Index:
@@ -311,15 +322,15 @@ AnyIndex = TypeVar("AnyIndex", bound=Index)
 
 
 class Copies:
-    """The copies in one folder, of one remote."""
+    """Local shard cache of one remote, and its record `.copies.json`."""
 
     def __init__(self, folder: Path, remote: str, *, mode: int) -> None:
-        """Nothing is read yet.
+        """Initialize without reading.
 
         Args:
-            folder: of the copies.
-            remote: what distinguishes their remote from all others, without secrets.
-            mode: permissions of what is written down.
+            folder: the local shard cache.
+            remote: identity of the remote (`Store.identity`).
+            mode: permissions of the files written here.
         """
         self._folder, self._remote, self._mode = folder, remote, mode
         self._record = folder / COPIES
@@ -327,32 +338,33 @@ class Copies:
     def claim(
         self, index: Index, *, hashes_decide: bool, is_same: Callable[[FileSpec], bool]
     ) -> None:
-        """Whether these copies are of the remote and of this index; an unused folder becomes so.
+        """Check that the cache belongs to the remote and an index; record both in an empty one.
 
         Args:
-            index: of the remote.
-            hashes_decide: each file is compared with its hash when it is opened.
-            is_same: whether a copy is what the remote has; asked of some whose remote nobody knows.
+            index: index of the remote.
+            hashes_decide: each file is compared with its hash when it is opened. A cache of the
+                same remote or of the same index is then accepted.
+            is_same: downloads a file and compares it; called for a few files of unknown origin.
 
         Raises:
-            UserError: they are of another one.
-            OSError: it cannot be written down.
+            UserError: the cache belongs to other data.
+            OSError: the record cannot be written.
         """
-        mine = {"remote": self._remote, "index": index.digest}
-        with self._locked() as (record, written):
-            if written == mine:
+        expected = {"remote": self._remote, "index": index.digest}
+        with self._locked() as (record, recorded):
+            if recorded == expected:
                 return
-            if not written:
+            if not recorded:
                 self._adopt(index, hashes_decide=hashes_decide, is_same=is_same)
-            elif not hashes_decide or not set(written.items()) & set(mine.items()):
-                raise self._of_another(written)
+            elif not hashes_decide or not set(recorded.items()) & set(expected.items()):
+                raise self._mismatch(recorded)
             if record is not None:
-                text = json.dumps(mine).encode() + b"\n"
+                text = json.dumps(expected).encode() + b"\n"
                 os.truncate(record.descriptor, 0)
                 os.pwrite(record.descriptor, text, 0)
 
     def keep_index(self, data: bytes) -> None:
-        """Keep the index of the folder, once it is claimed; a run starts with it without the store.
+        """Store a copy of the index, with which a run can start if the store is unreachable.
 
         Raises:
             OSError: it cannot be written.
@@ -370,15 +382,15 @@ class Copies:
                 raise
 
     def has_index(self) -> bool:
-        """Whether an index was kept."""
+        """Return whether there is a copy of the index."""
         return (self._folder / INDEX).exists()
 
     def whole_index(self, parse: Callable[[bytes], AnyIndex]) -> AnyIndex | None:
-        """The index that was kept, if it is that of the remote and all its files are here."""
+        """Return the copied index if it belongs to the remote and all its files are here."""
         with contextlib.suppress(OSError, UserError):
             index = parse((self._folder / INDEX).read_bytes())
-            written = _read(self._record.read_bytes()[:_LONGEST_RECORD])
-            if written != {"remote": self._remote, "index": index.digest}:
+            recorded = _read(self._record.read_bytes()[:_LONGEST_RECORD])
+            if recorded != {"remote": self._remote, "index": index.digest}:
                 return None
             specs = map(index.spec, range(index.n_shards))
             if all((self._folder / s.name).stat().st_size == s.n_bytes for s in specs):
@@ -387,7 +399,7 @@ class Copies:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[tuple[LockedFile | None, dict[str, str]]]:
-        """The record and its contents; None: it is not ours to write."""
+        """Yield the locked record (None: it is read-only) and its contents."""
         try:
             record = lock(self._record, mode=self._mode)
         except OSError as error:
@@ -401,22 +413,32 @@ class Copies:
     def _adopt(
         self, index: Index, *, hashes_decide: bool, is_same: Callable[[FileSpec], bool]
     ) -> None:
-        """Check copies of unknown origin: another program's, or copied by hand."""
-        kept = self._folder / INDEX
-        if kept.exists():
+        """Check files of unknown origin, written by another program or copied by hand.
+
+        Raises:
+            UserError: the index or a file differs from that of the remote.
+        """
+        # an index in the folder
+        copy = self._folder / INDEX
+        if copy.exists():
             try:
-                theirs = type(index).from_bytes(kept.read_bytes(), source=str(kept)).digest
+                copy_digest = type(index).from_bytes(copy.read_bytes(), source=str(copy)).digest
             except UserError:
-                theirs = ""
-            if theirs != index.digest:
+                copy_digest = ""
+            if copy_digest != index.digest:
                 raise UserError(
-                    f"{kept}: is the index of other data than {self._remote}/{INDEX}; write"
+                    f"{copy}: is the index of other data than {self._remote}/{INDEX}; write"
                     " another local, or remove what is there"
                 )
+
+        # without hashes, a few files
         if hashes_decide:
             return
-        here = [n for n in range(index.n_shards) if (self._folder / index.spec(n).name).exists()]
-        for n in some_of(here):
+        existing = []
+        for n in range(index.n_shards):
+            if (self._folder / index.spec(n).name).exists():
+                existing.append(n)
+        for n in some_of(existing):
             spec = index.spec(n)
             if not is_same(spec):
                 raise UserError(
@@ -424,28 +446,32 @@ class Copies:
                     " write another local, or remove what is there"
                 )
 
-    def _of_another(self, written: dict[str, str]) -> UserError:
-        if written["remote"] == self._remote:
+    def _mismatch(self, recorded: dict[str, str]) -> UserError:
+        """Return the error for a cache of another remote or index."""
+        if recorded["remote"] == self._remote:
             return UserError(
                 f"{self._folder}: holds copies of {self._remote} from before its index was"
                 " written anew, and without hashes nobody can know which are still right; remove"
                 " the folder, or write another local"
             )
         return UserError(
-            f"{self._folder}: holds copies of {written['remote']}, not of {self._remote}; write"
+            f"{self._folder}: holds copies of {recorded['remote']}, not of {self._remote}; write"
             " another local, or remove the folder"
         )
 
 
 def some_of(numbers: Sequence[int]) -> list[int]:
-    """The first, the middle and the last, as far as there are so many."""
-    return [numbers[n] for n in sorted({0, len(numbers) // 2, len(numbers) - 1})] if numbers else []
+    """Return the first, the middle and the last of some numbers, without duplicates."""
+    if not numbers:
+        return []
+    indices = sorted({0, len(numbers) // 2, len(numbers) - 1})
+    return [numbers[n] for n in indices]
 
 
 def _read(text: bytes) -> dict[str, str]:
-    """The contents of a record; nothing, if it is garbage."""
+    """Parse a record; an invalid one is empty."""
     with contextlib.suppress(ValueError):
-        found = parse_json(text)
-        if isinstance(found, dict) and all(isinstance(found.get(k), str) for k in _KEYS):
-            return {key: found[key] for key in _KEYS}
+        record = parse_json(text)
+        if isinstance(record, dict) and all(isinstance(record.get(k), str) for k in _KEYS):
+            return {key: record[key] for key in _KEYS}
     return {}
