@@ -1,7 +1,7 @@
-"""The console command: `llmfoundry train quickstart` is `python scripts/train.py quickstart`.
+"""The console command: `llmfoundry train quickstart` runs `scripts/train.py quickstart`.
 
-Every script of scripts/ is a command of its name, run as it is; a wheel carries them. Three more
-are at home here: `ls` and `cp` for the recipes that came along, `completion` for the shell.
+Entry point: `main`. Every script of scripts/ is a command with the script's name. Three more
+commands are implemented here: `ls` and `cp` for the shipped recipes, and `completion` for shells.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     """Run the command that the first argument names.
 
     Raises:
-        SystemExit: 2 after a UserError, whose lines are on stderr; a script's own.
+        SystemExit: status 2 after a UserError, which is printed to stderr; or that of the script.
     """
     mark_console()
     outlast_readers()
@@ -37,12 +37,12 @@ def main() -> None:
             print_completions(arguments)
         elif name in _FLAGS:
             print(_FLAGS[name]())
-        elif name in _OWN:
-            _OWN[name](arguments)
+        elif name in _COMMANDS:
+            _COMMANDS[name](arguments)
         elif (script := _SCRIPTS / f"{name}.py").is_file():
             _run(script, arguments)
         else:
-            names = [*_scripts(), *_OWN]
+            names = [*_scripts(), *_COMMANDS]
             raise UserError(
                 f"unknown command '{name}'{nearest(name, names)} (commands: {', '.join(names)})"
             )
@@ -52,17 +52,18 @@ def main() -> None:
 
 
 def _run(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script as `python SCRIPT ARGUMENTS` does, torchrun's and a sweep's processes too."""
+    """Run a script as `python SCRIPT ARGUMENTS` does; its child processes start the same file."""
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
 
 def list_recipes(arguments: Sequence[str]) -> None:
-    """Print the shipped recipes with what they train, or the choices of a group.
+    """Print the shipped recipes with their first sentence, or the choices of a group.
 
     Raises:
         UserError: there is no such group.
     """
+    # the choices of a group
     groups = {path.name: path for path in sorted(YAMLS.iterdir()) if path.is_dir()}
     if len(arguments) > 1 or (arguments and arguments[0] not in groups):
         hint = nearest(arguments[0], groups)
@@ -71,6 +72,8 @@ def list_recipes(arguments: Sequence[str]) -> None:
         files = sorted(groups[arguments[0]].glob("*.yaml"))
         print("\n".join(_rows({path.stem: _first_sentence(path) for path in files})))
         return
+
+    # all recipes
     for title, pattern in (("train", "*.yaml"), ("finetune", "finetune/*.yaml")):
         files = sorted(YAMLS.glob(pattern))
         rows = _rows({path.stem: _first_sentence(path) for path in files})
@@ -81,10 +84,10 @@ def list_recipes(arguments: Sequence[str]) -> None:
 
 
 def copy_recipe(arguments: Sequence[str]) -> None:
-    """Copy a shipped recipe, group or gauntlet to a file of the user's.
+    """Copy a shipped recipe, choice of a group or gauntlet to a file of the user.
 
     Raises:
-        UserError: nothing of the name is shipped, or a file is there already.
+        UserError: there is no such file, or the target exists.
     """
     if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
         raise UserError(
@@ -108,10 +111,10 @@ def copy_recipe(arguments: Sequence[str]) -> None:
 
 
 def print_completion(arguments: Sequence[str]) -> None:
-    """Print the lines that teach a shell to complete.
+    """Print the shell code that enables completion.
 
     Raises:
-        UserError: no such shell is known.
+        UserError: the shell is not supported.
     """
     if len(arguments) != 1 or arguments[0] not in _SHELLS:
         raise UserError(f"completion: write one of {', '.join(_SHELLS)}")
@@ -119,24 +122,24 @@ def print_completion(arguments: Sequence[str]) -> None:
 
 
 def print_completions(words: Sequence[str]) -> None:
-    """Print what the last word can become; of a command's own words the script knows."""
+    """Print the completions of the last word; a script completes its own arguments."""
     command, *others = words or [""]
-    found: list[str] = []
+    candidates: list[str] = []
     if not others:
-        found = [*_scripts(), *_OWN, "--help", "--version"]
+        candidates = [*_scripts(), *_COMMANDS, "--help", "--version"]
     elif command in ("cp", "ls", "completion"):
         names = {"completion": [*_SHELLS], "ls": _names("*/"), "cp": _names("**/*.yaml")}[command]
-        found = names if len(others) == 1 else []
+        candidates = names if len(others) == 1 else []
     elif (script := _SCRIPTS / f"{command}.py").is_file():
         return _run(script, ["--complete", *others])
     current = words[-1] if words else ""
-    print("\n".join(name for name in found if name.startswith(current)))
+    print("\n".join(name for name in candidates if name.startswith(current)))
 
 
 def _help() -> str:
-    """All commands, a line each."""
-    first = {name: _docstring(_SCRIPTS / f"{name}.py").splitlines()[0] for name in _scripts()}
-    own = {
+    """Return the help text: one line per command."""
+    scripts = {name: _docstring(_SCRIPTS / f"{name}.py").splitlines()[0] for name in _scripts()}
+    commands = {
         "ls": "List the recipes that came along, or the choices of a group.",
         "cp": "Copy a recipe, to edit: llmfoundry cp quickstart my.yaml",
         "completion": 'Tab completion: eval "$(llmfoundry completion bash)"; zsh, fish',
@@ -150,13 +153,13 @@ def _help() -> str:
             "    llmfoundry cp quickstart my.yaml         a copy to edit; llmfoundry train my.yaml",
             "",
             "Commands (llmfoundry COMMAND --help explains one)",
-            *_rows(first | own),
+            *_rows(scripts | commands),
         ]
     )
 
 
 def _scripts() -> list[str]:
-    """Names of the scripts, those that a newcomer needs first."""
+    """Return the names of the scripts; those that a newcomer needs come first."""
     names = {path.stem for path in _SCRIPTS.glob("*.py")}
     first = [name for name in _FIRST if name in names]
     return [*first, *sorted(names.difference(first))]
@@ -167,7 +170,7 @@ def _docstring(script: Path) -> str:
 
 
 def _first_sentence(recipe: Path) -> str:
-    """The beginning of the comment at a file's head, up to its first stop."""
+    """Return the first sentence of the comment at the head of a file."""
     words: list[str] = []
     for line in recipe.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -180,18 +183,21 @@ def _first_sentence(recipe: Path) -> str:
 
 
 def _rows(texts: dict[str, str]) -> list[str]:
-    """Two columns, no line wider than a terminal of 100."""
+    """Return lines with two columns, truncated to 100 characters."""
     width = max(map(len, texts))
     lines = (f"  {name:<{width}}  {text}" for name, text in texts.items())
     return [line if len(line) <= 100 else f"{line[:97].rsplit(' ', 1)[0]} …" for line in lines]
 
 
 def _shipped_file(name: str) -> Path:
-    """The file of a recipe, `model/quickstart`, `eval/gauntlets/light.yaml` or `yamls/…`."""
-    plain = Path(name).with_suffix("") if name.endswith((".yaml", ".yml")) else Path(name)
-    places = [YAMLS / plain, YAMLS / "finetune" / plain, ROOT / plain]
-    for place in places:
-        file = place.with_name(f"{place.name}.yaml")
+    """Find the file of a name: a recipe, `model/quickstart` or `eval/gauntlets/light.yaml`.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    stem = Path(name).with_suffix("") if name.endswith((".yaml", ".yml")) else Path(name)
+    for path in (YAMLS / stem, YAMLS / "finetune" / stem, ROOT / stem):
+        file = path.with_name(f"{path.name}.yaml")
         if file.is_file() and file.resolve().is_relative_to(ROOT):
             return file
     known = [*YAMLS.rglob("*.yaml"), *(ROOT / "eval").rglob("*.yaml")]
@@ -201,25 +207,25 @@ def _shipped_file(name: str) -> Path:
 
 
 def _names(pattern: str) -> list[str]:
-    """Files or folders below yamls/, as `ls` and `cp` take them."""
+    """Return files or folders below yamls/ in the form that `ls` and `cp` accept."""
     paths = sorted(YAMLS.glob(pattern))
     return [path.relative_to(YAMLS).with_suffix("").as_posix() for path in paths if path != YAMLS]
 
 
 def _next(source: Path, target: Path) -> str:
-    """What to do with a copy."""
+    """Return a hint about the use of a copied file."""
     if source.parent == YAMLS:
         return f"; next: llmfoundry train {target}"
     if source.parent == YAMLS / "finetune":
         return f"; next: llmfoundry finetune {target}"
     if source.parent.parent == YAMLS:
         group = source.parent.name
-        beside = f"in a folder {group}/ beside a recipe"
-        return f"; {beside} it is the choice {group}={target.stem}"
+        folder = f"in a folder {group}/ beside a recipe"
+        return f"; {folder} it is the choice {group}={target.stem}"
     return ""
 
 
-_OWN: dict[str, Callable[[Sequence[str]], None]] = {
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "ls": list_recipes,
     "cp": copy_recipe,
     "completion": print_completion,
@@ -233,8 +239,8 @@ _FLAGS: dict[str, Callable[[], str]] = {
     "-V": versions,
 }
 
-# Each asks `llmfoundry --complete WORD…`. What ends with `=`, `.` or `/` continues without a space.
-# Bash cuts words at `=` and `:`, and replaces only what stands behind them.
+# Each shell calls `llmfoundry --complete WORD…`. No space follows a completion that ends with `=`,
+# `.` or `/`. Bash splits words at `=` and `:`, and replaces only the part after them.
 _SHELLS = {
     "bash": r"""
 _llmfoundry() {

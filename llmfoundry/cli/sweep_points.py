@@ -1,6 +1,7 @@
-"""`-m`: combinations of the listed values as runs; which they are, and where each writes.
+"""Points of a sweep (`-m`): combinations of the listed values, and the folder of each.
 
-All points are checked before the first starts; `sweep_runs.py` runs them.
+Entry point: `sweep_points`. All points are checked before the first one starts. `sweep_runs.py`
+runs them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from llmfoundry.redaction import public_override
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import IntervalSweep
 
-# Fields that name where a run writes: each point's gets its own last part.
+# Recipe keys of the folder of a run. Each point gets its own subfolder.
 _PLACES = ("run_name", "save_folder", "output")
 
 MOST_POINTS = 10_000
-"""Runs of a sweep."""
+"""Maximal number of points of a sweep."""
 
 
 @dataclass
@@ -37,12 +38,12 @@ class SweepPoint:
     """One run of a sweep."""
 
     place: str
-    """The folder that it writes to; only its own values where the recipe names none."""
+    """Folder of the run; its swept values alone if the recipe has no folder."""
     overrides: list[str]
     home: str = ""
-    """The folder in which `place` is a part; empty: the recipe names none."""
+    """Parent folder of `place`; "" if the recipe has no folder."""
     digest: str = ""
-    """Of the whole recipe: the same point of a later sweep has the same."""
+    """Hash of the resolved recipe, by which a later sweep recognizes the same point."""
 
 
 HOW = {
@@ -50,12 +51,12 @@ HOW = {
     "random": "n combinations, drawn",
     "halving": "those of a grid, or n that are drawn; all are paused on the way, the best go on",
 }
-MOST_TRIES = 100  # draws for each point, where combinations are few
+MOST_TRIES = 100  # samples per point, if there are few combinations
 
 
 @dataclass
 class SweepConfig:
-    """Which points a sweep has, and how far each runs; no part of their recipes."""
+    """Choice of a sweep's points and of how far each runs; not part of their recipes."""
 
     how: Annotated[str, choice(HOW)] = "grid"
     """grid: every combination. random: n that are drawn. halving: successive halving, of n that are
@@ -63,7 +64,7 @@ class SweepConfig:
     n: Annotated[int | None, Range(1, MOST_POINTS), Only("how", ("random", "halving"))] = None
     """Number of sampled points. A larger number continues the same sequence."""
     seed: Annotated[int, Range(0)] = 17
-    """Of the draws."""
+    """Seed of the random sampling."""
     factor: Annotated[int, Range(2), Only("how", "halving")] = 3
     """One in this many points continues, for this many times as long. 3: Li et al. (2018)."""
 
@@ -74,10 +75,10 @@ class SweepConfig:
             yield "sweep.n: is missing; write how many points are drawn, such as sweep.n=8"
 
     def rungs(self, n: int) -> list[str]:
-        """Where `n` points pause, as pause_at has it, and `null` for the last.
+        """Return the pauses of `n` points as values of pause_at; the last one is `null`.
 
         Raises:
-            UserError: they would never pause.
+            UserError: there are too few points for a pause.
         """
         if self.how != "halving":
             return ["null"]
@@ -95,7 +96,7 @@ class SweepConfig:
 
 @dataclass
 class SweepRecipe:
-    """What of a command line is its sweep's."""
+    """Overrides of a command line that configure its sweep."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """Which points (sweep=random is sweep.how=random)."""
@@ -106,49 +107,52 @@ class SweepRecipe:
 
 
 def is_sweeps(word: str) -> bool:
-    """Whether an override is the sweep's own, and of no recipe."""
+    """Return whether an override configures the sweep and not the recipe."""
     return word.startswith(("sweep=", "sweep."))
 
 
 def sweep_config(command: CommandLine) -> SweepConfig:
-    """The sweep's own words, taken out of a command line.
+    """Remove the overrides of the sweep from a command line and return its configuration.
 
     Raises:
-        UserError: they have problems.
+        UserError: an override is not valid.
     """
     words = [word for word in command.overrides if is_sweeps(word)]
     command.overrides = [word for word in command.overrides if not is_sweeps(word)]
-    written = [re.sub("^sweep=", "sweep.how=", word) for word in words]
-    return checked(SweepRecipe, None, written).sweep
+    overrides = [re.sub("^sweep=", "sweep.how=", word) for word in words]
+    return checked(SweepRecipe, None, overrides).sweep
 
 
 def sweep_points(recipe_type: type, command: CommandLine, config: SweepConfig) -> list[SweepPoint]:
-    """The combinations in order, each checked and given places to write.
+    """Return the points of a sweep in order, each with a checked recipe and its own folder.
 
     Raises:
-        UserError: nothing is listed, or points' recipes have problems.
+        UserError: no key has several values, or the recipe of a point is not valid.
     """
     path = None if command.recipe is None else find_recipe(command.recipe)
     schema = Schema.of(recipe_type)
     if config.how == "halving" and "pause_at" not in schema.keys:
         raise UserError("sweep.how: halving is for training runs, which can pause; write random")
     groups = group_options(search_folders(path), schema)
+
+    # check the recipe of each combination
     points: dict[str, SweepPoint] = {}
-    problems: dict[str, None] = {}
+    problems: dict[str, None] = {}  # without duplicates, in order
     combinations, is_swept = _combinations(command.overrides, groups, config)
     for combination in combinations:
-        own = [word for word, varies in zip(combination, is_swept, strict=True) if varies]
+        swept = [word for word, varies in zip(combination, is_swept, strict=True) if varies]
         try:
             recipe: Any = checked(recipe_type, command.recipe, combination)
         except UserError as error:
-            problems |= dict.fromkeys(
-                f"{','.join(map(public_override, own))}: {line}" for line in error.problems
-            )
+            name = ",".join(map(public_override, swept))
+            problems |= dict.fromkeys(f"{name}: {line}" for line in error.problems)
             continue
-        point = _placed(recipe, combination, own, points)
+        point = _placed(recipe, combination, swept, points)
         points[point.place] = point
     if problems:
         raise UserError(*problems)
+
+    # check that halving is possible
     config.rungs(len(points))
     if config.how == "halving" and any("://" in point.home for point in points.values()):
         raise UserError(
@@ -161,83 +165,101 @@ def sweep_points(recipe_type: type, command: CommandLine, config: SweepConfig) -
 def _combinations(
     words: Sequence[str], groups: dict[str, list[str]], config: SweepConfig
 ) -> tuple[list[tuple[str, ...]], list[bool]]:
-    """The points' overrides, of a grid the last key fastest, and which of the words vary."""
+    """Return the overrides of each point, and which of the words have several values.
+
+    In a grid, the last key varies fastest.
+
+    Raises:
+        UserError: no word has several values, or there are too many points.
+    """
     if config.n is None:
         lists = [list(dict.fromkeys(choices(word, groups))) for word in words]
         is_swept = [len(options) > 1 for options in lists]
-        found = list(itertools.islice(itertools.product(*lists), MOST_POINTS + 1))
-        if len(found) > MOST_POINTS:
+        combinations = list(itertools.islice(itertools.product(*lists), MOST_POINTS + 1))
+        if len(combinations) > MOST_POINTS:
             raise UserError(f"-m: more than {MOST_POINTS:,} points; write fewer values")
     else:
         is_swept = [is_interval(word) or len({*choices(word, groups)}) > 1 for word in words]
-        found = _drawn(words, is_swept, groups, config) if any(is_swept) else []
+        combinations = _sampled(words, is_swept, groups, config) if any(is_swept) else []
     if not any(is_swept):
         raise UserError("-m: nothing to sweep; list values as in optimizer.lr=1e-3,3e-4 or drop -m")
-    return found, is_swept
+    return combinations, is_swept
 
 
-def _drawn(
+def _sampled(
     words: Sequence[str],
     is_swept: Sequence[bool],
     groups: dict[str, list[str]],
     config: SweepConfig,
 ) -> list[tuple[str, ...]]:
-    """N different combinations: a draw depends on the seed, the key and its number alone.
+    """Sample `config.n` different combinations.
+
+    A sample depends only on the seed, the key and the number of the sample.
 
     Raises:
-        UserError: there are not as many.
+        UserError: there are fewer combinations.
     """
-    n, found = config.n or 0, dict[tuple[str, ...], None]()
+    n = config.n or 0
+    combinations: dict[tuple[str, ...], None] = {}  # without duplicates, in order
     for number in range(MOST_TRIES * n):
-        point = tuple(
-            draw(word, groups, _uniform(f"{config.seed}/{key_and_text(word)[0]}/{number}"))
-            if varies
-            else word
-            for word, varies in zip(words, is_swept, strict=True)
-        )
-        found[point] = None
-        if len(found) == n:
-            return list(found)
+        combination = []
+        for word, varies in zip(words, is_swept, strict=True):
+            if varies:
+                key = key_and_text(word)[0]
+                at = _uniform(f"{config.seed}/{key}/{number}")
+                combination.append(draw(word, groups, at))
+            else:
+                combination.append(word)
+        combinations[tuple(combination)] = None
+        if len(combinations) == n:
+            return list(combinations)
     raise UserError(
-        f"sweep.n: {n}, but no more than {len(found)} different points were found; write at most"
-        " that, or sweep=grid for all"
+        f"sweep.n: {n}, but no more than {len(combinations)} different points were found; write at"
+        " most that, or sweep=grid for all"
     )
 
 
 def _uniform(name: str) -> float:
-    """From 0 to below 1, the same in every release of Python."""
+    """Return a pseudorandom number in [0, 1) that is the same in every release of Python."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _placed(
-    recipe: Any, combination: tuple[str, ...], own: list[str], taken: dict[str, SweepPoint]
+    recipe: Any, combination: tuple[str, ...], swept: list[str], points: dict[str, SweepPoint]
 ) -> SweepPoint:
-    """The point of `combination`, its `own` words made the last part of the places it writes to."""
-    words = [word for word in own if key_and_text(word)[0] not in _PLACES]
-    homes = {key: getattr(recipe, key) for key in _PLACES if getattr(recipe, key, None)}
-    base = list(homes.values())[-1:]
+    """Return the point of a combination, with a folder that is named after its swept values.
+
+    Args:
+        recipe: recipe of the point.
+        combination: its overrides.
+        swept: those of them that vary.
+        points: earlier points by folder.
+    """
+    words = [word for word in swept if key_and_text(word)[0] not in _PLACES]
+    parents = {key: getattr(recipe, key) for key in _PLACES if getattr(recipe, key, None)}
+    parent = list(parents.values())[-1:]  # empty, or the last of them
     for number in itertools.count(1):
-        # Values that differ only in characters no folder can have get a number.
-        ending = _folder_name(words) + (f".{number}" if number > 1 else "")
-        place = "/".join([*base, *([ending] if ending else [])])
-        if place not in taken:
+        # a number distinguishes values that differ only in characters not allowed in a name
+        name = _folder_name(words) + (f".{number}" if number > 1 else "")
+        place = "/".join([*parent, name] if name else parent)
+        if place not in points:
             break
-    moved = [f"{key}={home}/{ending}" for key, home in homes.items() if ending]
+    folders = [f"{key}={folder}/{name}" for key, folder in parents.items() if name]
     digest = hashlib.sha256(to_yaml(recipe, resolve=True).encode()).hexdigest()[:16]
-    return SweepPoint(place, [*combination, *moved], "".join(base), digest)
+    return SweepPoint(place, [*combination, *folders], "".join(parent), digest)
 
 
 def _folder_name(words: list[str]) -> str:
-    """`optimizer.lr=1e-3,seed=1`, without characters that a path cannot hold."""
+    """Join overrides to a name (`optimizer.lr=1e-3,seed=1`) without characters unfit for paths."""
     return re.sub(r"[^\w.,=+-]+", "-", ",".join(map(public_override, words)))[:150]
 
 
 def choices(override: str, groups: dict[str, list[str]]) -> list[str]:
-    """The overrides that `key=a,b` or `key=range(1,4)` stands for in a sweep; itself, if only one.
+    """Return the overrides that `key=a,b` or `key=range(1,4)` lists; a plain one lists itself.
 
     Raises:
-        UserError: it is a kind of sweep that has no end.
+        UserError: the override is an interval or a glob, whose values cannot be listed.
     """
     from hydra.core.override_parser.types import Glob, RangeSweep
     from hydra.errors import HydraException
@@ -263,13 +285,19 @@ def choices(override: str, groups: dict[str, list[str]]) -> list[str]:
 
 
 def draw(override: str, groups: dict[str, list[str]], at: float) -> str:
-    """One of what `override` stands for, of an interval too, at a share from 0 to below 1.
+    """Return one value of a swept override.
 
-    `interval(a,b)` is even, `tag(log,interval(a,b))` even in the logarithm, `int(interval(a,b))` of
-    whole numbers, both ends among them. Floats have four digits, as folders are named after them.
+    `interval(a,b)` is uniform, `tag(log,interval(a,b))` is uniform in the logarithm, and
+    `int(interval(a,b))` has integers including both ends. Floats have four digits, because folders
+    are named after them.
+
+    Args:
+        override: `key=` with a list or an interval.
+        groups: choices of each group.
+        at: position in the list or interval, in [0, 1).
 
     Raises:
-        UserError: an interval that is none.
+        UserError: the interval is not valid.
     """
     key, swept = key_and_text(override)[0], _interval(override)
     if swept is None:
@@ -288,7 +316,7 @@ def draw(override: str, groups: dict[str, list[str]], at: float) -> str:
 
 
 def is_interval(override: str) -> bool:
-    """Whether it stands for values without end."""
+    """Return whether an override is an interval."""
     return _interval(override) is not None
 
 

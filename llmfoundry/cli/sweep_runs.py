@@ -1,15 +1,16 @@
-"""`-m` of every script: the points run one after the other, and stand side by side on a page.
+"""Execution of a sweep (`-m`): its points run one after the other and are compared on a page.
 
-A process each, because memory, compiled code and process groups of one run would leak into the
-next. In the folder that the points share, `sweep.json` keeps which of them are done, so that the
-same command, or one with more values, runs only what is missing; what was cut off in the middle
-resumes as any run does. Whose recipe has changed since, or whose folder is gone, runs again.
+Entry point: `sweep`. Each point runs in its own process, because memory, compiled code and process
+groups of a run would leak into the next one. `sweep.json` in the common folder records the finished
+points, so that the same command, or one with more values, runs only the missing ones. An
+interrupted point resumes like any run. A point runs again if its recipe has changed or its folder
+is missing.
 
-Halving: all points run to the first pause, the better of them from there to the next, and so on
-(Jamieson and Talwalkar, 2016). Every run keeps the schedule of its whole max_duration, and a pause
-is exact (`pause_at`), so points are compared after equal shares of the same schedule, and the
-winner is the run that it would have been alone. With a learning rate that is still high a loss is
-above what its decay would make of it: what is compared is the order of such losses.
+Successive halving (Jamieson and Talwalkar, 2016): all points run to the first pause, the better
+ones to the next, and so on. Every run has the schedule of its full max_duration, and a pause is
+exact (`pause_at`). Points are therefore compared after equal fractions of the same schedule, and
+the best run is identical to a run without pauses. Losses at a pause are higher than after a decay
+of the learning rate. Only their order matters.
 """
 
 from __future__ import annotations
@@ -43,56 +44,68 @@ from llmfoundry.processes import keep_children
 from llmfoundry.redaction import public
 
 RECORD = "sweep.json"
-END = "null"  # of pause_at: a run goes to its end
+END = "null"  # value of pause_at for a run without a pause
 
 
 @dataclass
 class PointExit:
-    """How a point's process ended."""
+    """Exit status and duration of a point's process."""
 
     status: int
     seconds: float
     pause: str = END
-    """Where it was paused, as pause_at has it."""
+    """The pause that it reached, as in pause_at."""
 
     @property
     def words(self) -> str:
-        """For a table."""
+        """Return the end in words, for a table."""
         if self.status:
             return f"exit {self.status}"
         return "finished" if self.pause == END else f"paused at {self.pause}"
 
 
 def sweep(points: Sequence[SweepPoint], command: Sequence[str], config: SweepConfig) -> int:
-    """Run all points, and print and draw what became of them; how many failed.
+    """Run all points, print a comparison and write its page.
 
     Args:
-        points: each with its overrides.
-        command: what they follow: the interpreter, the script, and the recipe.
-        config: how far each of them runs.
+        points: points with their overrides.
+        command: command before the overrides: interpreter, script and recipe.
+        config: how far each point runs.
+
+    Returns:
+        The number of failed points.
 
     Raises:
-        UserError: another sweep is at work in the same folder, or it cannot be written.
+        UserError: another sweep runs in the same folder, or the folder cannot be written.
     """
     keep_children()
     home = _home(points)
     if home is None and config.how == "halving":
         raise UserError("sweep.how: halving keeps its record beside the runs; write a save_folder")
-    with _held(home):
-        going = Sweep(points, command, home)
+    with _locked(home):
+        running = Sweep(points, command, home)
         try:
-            going.run_all(config)
-        finally:  # after Ctrl-C too
-            going.write_page(is_over=True)
-    print_runs(going.read())
-    if going.page is not None:
-        print(f"page: {going.page}")
+            running.run_all(config)
+        finally:  # also after Ctrl-C
+            running.write_page(is_over=True)
+    print_runs(running.read())
+    if running.page is not None:
+        print(f"page: {running.page}")
         print(f"the same page again: {command_line('compare', str(home))}")
-    return sum(end.status != 0 for end in going.ends.values())
+    return sum(end.status != 0 for end in running.ends.values())
 
 
 class Sweep:
-    """A sweep under way."""
+    """Running sweep.
+
+    Attributes:
+        points: the points.
+        command: command before the overrides.
+        home: common folder of the points; None: there is none.
+        ends: end of each point's process, by folder.
+        record: content of sweep.json, by folder.
+        page: file of the comparison; None: none is written.
+    """
 
     def __init__(
         self, points: Sequence[SweepPoint], command: Sequence[str], home: Path | None
@@ -103,19 +116,20 @@ class Sweep:
         self.page = _free_page(home)
 
     def run_all(self, config: SweepConfig) -> None:
-        """Run every point to its end, or all to a pause and those that are better on."""
-        kept = list(range(len(self.points)))
+        """Run all points to each pause in turn, and select the better ones there."""
+        remaining = list(range(len(self.points)))
         for pause in config.rungs(len(self.points)):
-            if len(kept) < len(self.points):
-                names = ", ".join(public(self.points[number].place) for number in kept)
-                print(f"{len(kept)} of {len(self.points)} go on: {names}", flush=True)
-            for number in kept:
+            if len(remaining) < len(self.points):
+                names = ", ".join(public(self.points[number].place) for number in remaining)
+                print(f"{len(remaining)} of {len(self.points)} go on: {names}", flush=True)
+            for number in remaining:
                 self.run(number, pause)
             if pause != END:
-                kept = self.better(kept, pause, max(1, len(kept) // config.factor))
+                n_best = max(1, len(remaining) // config.factor)
+                remaining = self.better(remaining, pause, n_best)
 
     def run(self, number: int, pause: str) -> None:
-        """Run a point to a pause or its end, unless it has come as far before."""
+        """Run a point to a pause or to its end, unless an earlier sweep did so."""
         point = self.points[number]
         head = f"[{number + 1}/{len(self.points)}] {public(point.place)}"
         if (end := self._done(point, pause)) is not None:
@@ -123,91 +137,106 @@ class Sweep:
             self.ends[point.place] = end
             return
         is_training = pause != END or any(end.pause != END for end in self.ends.values())
-        more = [f"pause_at={pause}"] if is_training else []
-        if point.place in self.ends:  # or it would begin again
-            more += ["autoresume=true", "save_overwrite=false"]
+        more_overrides = [f"pause_at={pause}"] if is_training else []
+        if point.place in self.ends:  # resume, in any case
+            more_overrides += ["autoresume=true", "save_overwrite=false"]
         print(head + (f" until {pause}" if pause != END else ""), flush=True)
         started = time.monotonic()
-        status = _execute([*self.command, *point.overrides, *more], self.write_page)
+        command = [*self.command, *point.overrides, *more_overrides]
+        status = _execute(command, self.write_page)
         self.ends[point.place] = PointExit(status, time.monotonic() - started, pause)
-        self._keep(point, pause)
+        self._record_end(point, pause)
 
     def _done(self, point: SweepPoint, pause: str) -> PointExit | None:
-        kept = self._kept(point)
-        passed = [name for name in kept["at"] if _share(name) >= _share(pause)]
-        if kept["status"] != 0 or not passed:
+        """Return the recorded end of a point that has reached the pause before; else None."""
+        entry = self._entry(point)
+        reached = [name for name in entry["at"] if _share(name) >= _share(pause)]
+        if entry["status"] != 0 or not reached:
             return None
-        return PointExit(0, float(kept["seconds"]), pause)
+        return PointExit(0, float(entry["seconds"]), pause)
 
-    def _kept(self, point: SweepPoint) -> dict[str, Any]:
-        """What the record has of a point as it is now."""
-        kept = self.record.get(public(point.place), {})
-        is_same = kept.get("recipe") == point.digest and Path(point.place).exists()
-        nothing = {"status": 1, "seconds": 0.0, "at": {}}
-        return nothing | kept if is_same else nothing
+    def _entry(self, point: SweepPoint) -> dict[str, Any]:
+        """Return the entry of a point in sweep.json; an empty one if its recipe has changed."""
+        entry = self.record.get(public(point.place), {})
+        is_same = entry.get("recipe") == point.digest and Path(point.place).exists()
+        empty = {"status": 1, "seconds": 0.0, "at": {}}
+        return empty | entry if is_same else empty
 
-    def _keep(self, point: SweepPoint, pause: str) -> None:
-        """Record how far a point has come, and its losses there."""
+    def _record_end(self, point: SweepPoint, pause: str) -> None:
+        """Write the end of a point and its losses at the pause to sweep.json."""
         if self.home is None:
             return
-        end, kept = self.ends[point.place], self._kept(point)
+        end, entry = self.ends[point.place], self._entry(point)
         if end.status == 0:
             run = self._read(Path(point.place), point.place, end)
             losses = {name: run.last(name) for name in DECIDING}
-            kept["at"][pause] = {
+            entry["at"][pause] = {
                 name: str(value) for name, value in losses.items() if value is not None
             }
         self.record[public(point.place)] = {
-            **kept,
+            **entry,
             "recipe": point.digest,
             "status": end.status,
-            "seconds": round(kept["seconds"] + end.seconds, 1),
+            "seconds": round(entry["seconds"] + end.seconds, 1),
         }
         try:
             write_json(self.home / RECORD, {"points": self.record})
-        except OSError as error:  # the next may have room again
+        except OSError as error:  # the sweep continues; a later write may succeed
             print(f"{RECORD}: {one_line(error)}; this point will run again", file=sys.stderr)
 
     def better(self, numbers: Sequence[int], pause: str, count: int) -> list[int]:
-        """Of points that were paused, the `count` with the least of what all have, in order.
+        """Select the points that continue after a pause.
 
-        One that an earlier sweep has taken further goes on in any case. One that failed, or whose
-        loss is not finite, does not.
+        These are the `count` points with the lowest loss, and points that an earlier sweep has
+        continued. Points that failed or have a loss that is not finite are left out.
+
+        Args:
+            numbers: numbers of the paused points.
+            pause: the pause.
+            count: number of best points.
+
+        Returns:
+            The numbers of the selected points, in order.
         """
-        ended = [n for n in numbers if self.ends[self.points[n].place].status == 0]
-        kept = {n: self._kept(self.points[n])["at"] for n in ended}
+        # points that an earlier sweep has continued
+        succeeded = [n for n in numbers if self.ends[self.points[n].place].status == 0]
+        entries = {n: self._entry(self.points[n])["at"] for n in succeeded}
         here = _share(pause)
-        further = {n for n, at in kept.items() if max(map(_share, at), default=0.0) > here}
-        losses = {n: at[pause] for n, at in kept.items() if pause in at}
-        common = [name for name in DECIDING if all(name in one for one in losses.values())]
-        values = {n: float(one[common[0]]) for n, one in losses.items() if common}
+        continued = {n for n, at in entries.items() if max(map(_share, at), default=0.0) > here}
+
+        # the best by the first metric that all have
+        losses = {n: at[pause] for n, at in entries.items() if pause in at}
+        common = [name for name in DECIDING if all(name in of_n for of_n in losses.values())]
+        values = {n: float(of_n[common[0]]) for n, of_n in losses.items() if common}
         finite = [n for n, value in values.items() if math.isfinite(value)]
         best = sorted(finite, key=lambda n: values[n])[:count]
-        return sorted({*further, *best})
+        return sorted({*continued, *best})
 
     def read(self) -> list[ComparedRun]:
-        """What is known of each point, those that failed or have not begun too."""
+        """Read the results of all points, including failed and unstarted ones."""
         folders = [Path(point.place) for point in self.points]
-        ends = [self.ends.get(point.place) for point in self.points]
-        known = zip(folders, run_names(folders), ends, strict=True)
-        return [self._read(*one) for one in known]
+        runs = []
+        for folder, name, point in zip(folders, run_names(folders), self.points, strict=True):
+            runs.append(self._read(folder, name, self.ends.get(point.place)))
+        return runs
 
     def _read(self, folder: Path, name: str, end: PointExit | None) -> ComparedRun:
-        is_there = self.home is not None and folder.is_dir()
+        """Read the result of a point; without a readable run it has no metrics."""
+        exists = self.home is not None and folder.is_dir()
         status = "not begun" if end is None else end.words
-        found = ComparedRun(folder, public(name), status, [], {})
-        if is_there:
+        result = ComparedRun(folder, public(name), status, [], {})
+        if exists:
             try:
-                read = read_run(folder, public(name), is_held=is_held(folder))
+                run = read_run(folder, public(name), is_held=is_held(folder))
             except UserError as error:
-                found.status += f", cannot be read: {error.problems[0]}"
+                result.status += f", cannot be read: {error.problems[0]}"
             else:
-                found = read
-                found.status = status if end is not None else read.status
-        return found
+                result = run
+                result.status = status if end is not None else run.status
+        return result
 
     def write_page(self, *, is_over: bool = False) -> None:
-        """Lay over one another what there is; without a page to write nothing happens."""
+        """Write the comparison page of the results so far, if there is a page."""
         if self.page is None:
             return
         runs = self.read()
@@ -218,23 +247,23 @@ class Sweep:
 
 
 def _share(pause: str) -> float:
-    """Of the run, where it pauses."""
+    """Return the fraction of the run at a pause."""
     return 1.0 if pause == END else float(pause.removesuffix("dur"))
 
 
 def _home(points: Sequence[SweepPoint]) -> Path | None:
-    """The folder on this machine that all points share; None: there is none."""
+    """Return the local folder that all points have in common; None if there is none."""
     homes = {point.home for point in points}
     if "" in homes or any("://" in home for home in homes):
         return None
     if len(homes) == 1:
         return Path(*homes)
-    together = os.path.commonpath([os.path.abspath(home) for home in homes])
-    return None if together in ("/", os.getcwd()) else Path(together)
+    common = os.path.commonpath([os.path.abspath(home) for home in homes])
+    return None if common in ("/", os.getcwd()) else Path(common)
 
 
-def _held(home: Path | None) -> AbstractContextManager[None]:
-    """One sweep at a time in a folder; who follows its page sees that it goes on."""
+def _locked(home: Path | None) -> AbstractContextManager[None]:
+    """Lock the folder of a sweep; the lock also tells readers of the page that the sweep runs."""
     if home is None:
         return nullcontext()
     return one_at_a_time(
@@ -246,12 +275,16 @@ def _held(home: Path | None) -> AbstractContextManager[None]:
 
 
 def _read_record(home: Path | None) -> dict[str, dict[str, Any]]:
-    """The points that were run before, by place."""
+    """Read sweep.json: entries of points that ran before, by folder.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     if home is None:
         return {}
     try:
-        found = read_json_if_there(home / RECORD)
-        points = found.get("points", {})
+        record = read_json_if_there(home / RECORD)
+        points = record.get("points", {})
         return {str(place): _checked_point(point) for place, point in points.items()}
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise UserError(
@@ -261,7 +294,7 @@ def _read_record(home: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _checked_point(point: dict[str, Any]) -> dict[str, Any]:
-    """What `Sweep._keep` writes of a point, and nothing else."""
+    """Check an entry of sweep.json, as `Sweep._record_end` writes it; drop other keys."""
     at = {pause: dict(losses) for pause, losses in point["at"].items()}
     for pause, losses in at.items():
         _share(pause)
@@ -272,7 +305,7 @@ def _checked_point(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def _free_page(home: Path | None) -> Path | None:
-    """Where the page goes; None, and a line, where a file of somebody else's is."""
+    """Return the file of the page; None, with a warning, if another program's file is there."""
     if home is None:
         return None
     try:
@@ -284,24 +317,30 @@ def _free_page(home: Path | None) -> Path | None:
 
 
 def _execute(arguments: list[str], meanwhile: Callable[[], None]) -> int:
-    """Run a process to its end; after Ctrl-C or SIGTERM, which it gets too, it may still save.
+    """Run a process to its end and return its exit status.
 
-    `meanwhile` is called every SECONDS.
+    Ctrl-C and SIGTERM are forwarded to the process. It is waited for, so that it can save a
+    checkpoint.
+
+    Args:
+        arguments: command line.
+        meanwhile: called every SECONDS.
     """
-    asked: list[int] = []
+    signals: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
     def terminate(number: int, _: object) -> None:
-        asked.append(number)
-        if process is not None:  # or it is notified as soon as it is there
+        signals.append(number)
+        if process is not None:  # else the process is terminated as soon as it has started
             process.terminate()
             sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, terminate)  # first: the point may be stopped at once
+    # install the handler before the process starts, so that no signal is lost
+    previous_handler = signal.signal(signal.SIGTERM, terminate)
     try:
         process = subprocess.Popen(arguments)
-        if asked:
-            terminate(asked[0], None)
+        if signals:
+            terminate(signals[0], None)
         while True:
             try:
                 return process.wait(SECONDS)
@@ -310,4 +349,4 @@ def _execute(arguments: list[str], meanwhile: Callable[[], None]) -> int:
     finally:
         if process is not None:
             process.wait()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

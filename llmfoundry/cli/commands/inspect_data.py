@@ -1,8 +1,8 @@
-"""`scripts/inspect_data.py`: what a run reads at some time, without a model.
+"""Command of `scripts/inspect_data.py`: print the data that a run reads at a given time.
 
-The run's own loader is built and asked; samples are a pure function of the recipe, so nothing of
-what lies before has to be read. Where the run has trained for a while, its newest checkpoint
-up to that time says what each stream has given, as it does for the run itself.
+Entry point: `inspect_data`. It builds the loader of the run, without a model. Samples are a pure
+function of the recipe, so earlier data is not read. If the run has checkpoints, the loader resumes
+from the newest one up to that time, as the run itself does.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from llmfoundry.redaction import public
 from llmfoundry.terminal import columns
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-_SHOWN = 80  # characters of a row's text
+_SHOWN = 80  # characters of a text in the table
 
 
 @dataclass(frozen=True)
 class SegmentFacts:
-    """Tokens of a document that weigh alike.
+    """Consecutive tokens of a document with the same loss weight.
 
     Attributes:
-        document: its number in the row, from 0.
-        side: of the document: 1 chosen or desirable, -1 rejected or undesirable, 0 neither.
-        weight: of each token as a label; 0: it is context.
-        tokens: how many they are.
-        text: of them.
+        document: number of the document in the sequence, from 0.
+        side: 1 if the document is chosen or desirable, -1 if rejected or undesirable, else 0.
+        weight: loss weight of each token; 0: not in the loss.
+        tokens: number of tokens.
+        text: their text.
     """
 
     document: int
@@ -65,19 +65,19 @@ class SegmentFacts:
 
 @dataclass(frozen=True)
 class SequenceFacts:
-    """A row of the step.
+    """Sequence of the batch.
 
     Attributes:
-        slot: its number in the global batch.
-        stream: that it is from; data where there is only one.
-        sample: its number in the stream's own order, from 0 at the run's start.
-        epoch: of the stream, from 0.
-        where: the shard and the place in it; of texts that are packed while training, the first
-            document of its group.
-        documents: tokens of each document in it.
-        text: of its tokens.
-        parts: of supervised rows: what is learned and what is not, in order.
-        padding: tokens that fill the row up.
+        slot: number of the sequence in the global batch.
+        stream: name of its stream; `data` if there is only one.
+        sample: number of the sequence in the order of the stream, from 0 at the start of the run.
+        epoch: epoch of the stream, from 0.
+        where: shard and position in it; for texts packed during training, the first document of
+            the group.
+        documents: number of tokens of each document.
+        text: text of all tokens.
+        parts: supervised data: parts inside and outside the loss, in order.
+        padding: number of padding tokens.
     """
 
     slot: int
@@ -93,15 +93,15 @@ class SequenceFacts:
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """A stream until the step.
+    """Consumption of a stream before the step.
 
     Attributes:
-        stream: its name.
-        rows: that it gave.
-        tokens: in these, padding with them.
-        share: of all rows until then.
-        epochs: how often they go through it.
-        rows_of_run, epochs_of_run: the same, of the whole run.
+        stream: name of the stream.
+        rows: number of sequences read.
+        tokens: number of tokens in them, including padding.
+        share: fraction of the sequences of all streams.
+        epochs: number of passes over the stream.
+        rows_of_run, epochs_of_run: the same at the end of the run.
     """
 
     stream: str
@@ -115,13 +115,13 @@ class StreamFacts:
 
 @dataclass(frozen=True)
 class PhaseFacts:
-    """Proportions that hold from a step on.
+    """Proportions of the streams from a step on.
 
     Attributes:
-        at: as in the recipe.
-        step: the first.
-        in_force: whether the step that is looked at lies in it.
-        proportions: each stream's part; sum to 1.
+        at: start of the phase as in the recipe.
+        step: first step of the phase.
+        in_force: whether the inspected step is in this phase.
+        proportions: fraction of each stream; they sum to 1.
     """
 
     at: str
@@ -131,33 +131,38 @@ class PhaseFacts:
 
 
 def inspect_data(recipe: ResolvedTrainRecipe) -> None:
-    """Print the rows of a step, the streams until it, and the phases.
+    """Print the sequences of a step, the consumption of the streams before it, and the phases.
 
     Raises:
-        UserError: the time lies beyond the run, or the data cannot be read.
+        UserError: the time is after the end of the run, or the data cannot be read.
     """
-    asked, pretrained = recipe.user_recipe, None
-    assert isinstance(asked, InspectRecipe)
+    # build the loader of the run
+    user_recipe, pretrained = recipe.user_recipe, None
+    assert isinstance(user_recipe, InspectRecipe)
     if isinstance(recipe, ResolvedFinetuneRecipe):
         pretrained = open_base(recipe, ALONE, note=print)
     tokenizer = make_tokenizer(recipe, ALONE, pretrained)
     data = open_data(recipe, tokenizer, ALONE)
     clock = build_clock(recipe, data)
-    step = step_of(asked, clock)
+    step = step_of(user_recipe, clock)
     loader = build_loader(recipe, data, clock, tokenizer, ALONE)
-    note = _go_on(recipe, loader, step)
-    rows = (
-        [] if step == clock.total else _rows(loader, tokenizer, step, asked.n, recipe.max_seq_len)
-    )
+    note = _resume(recipe, loader, step)
+
+    # collect the facts of the step
+    rows: list[SequenceFacts] = []
+    if step < clock.total:
+        rows = _rows(loader, tokenizer, step, user_recipe.n, recipe.max_seq_len)
     streams = _streams(loader, step, clock, recipe.max_seq_len)
     phases = _phases(recipe, data, clock, step)
     loader.close()
-    if asked.json:
+
+    # print them
+    if user_recipe.json:
         facts = {"step": step, "steps_of_run": clock.total, "tokens": step * clock.tokens_per_batch}
         print(json.dumps({"kind": "step", **facts}))
-        for kind, found in (("row", rows), ("stream", streams), ("phase", phases)):
-            for one in found:
-                print(json.dumps({"kind": kind, **asdict(one)}))
+        for kind, items in (("row", rows), ("stream", streams), ("phase", phases)):
+            for item in items:
+                print(json.dumps({"kind": kind, **asdict(item)}))
         return
     print(public("\n".join([*data.summary.splitlines(), *note])))
     print("\n".join(_page(clock, step, rows, streams, phases)))
@@ -166,10 +171,10 @@ def inspect_data(recipe: ResolvedTrainRecipe) -> None:
 
 
 def step_of(recipe: InspectRecipe, clock: Clock) -> int:
-    """The step that `at` falls in; the number of steps where it is the run's end.
+    """Return the step at the time `at`; the number of steps if it is the end of the run.
 
     Raises:
-        UserError: it lies beyond.
+        UserError: the time is after the end of the run.
     """
     batches = clock.batches(recipe.at)
     if batches > clock.total:
@@ -181,99 +186,108 @@ def step_of(recipe: InspectRecipe, clock: Clock) -> int:
     return math.floor(batches + 1e-9)
 
 
-def _go_on(recipe: ResolvedTrainRecipe, loader: Loader, step: int) -> list[str]:
-    """Take over what the streams had given at the run's newest checkpoint up to `step`."""
+def _resume(recipe: ResolvedTrainRecipe, loader: Loader, step: int) -> list[str]:
+    """Resume the loader from the run's newest checkpoint up to `step`; return a line about it."""
     if not recipe.autoresume or recipe.save_overwrite:
         return []
-    at, options = recipe.save_folder, FetchOptions.from_config(recipe.data)
-    run = find_run(at, "save_folder", options=options) if is_url(at) else Storage(Path(at))
-    found = find_checkpoint(run, note=lambda line: None, sums=ChecksumSelection.RECORD, until=step)
-    if found is None:
+    folder, options = recipe.save_folder, FetchOptions.from_config(recipe.data)
+    is_remote = is_url(folder)
+    run = find_run(folder, "save_folder", options=options) if is_remote else Storage(Path(folder))
+    checkpoint = find_checkpoint(
+        run, note=lambda line: None, sums=ChecksumSelection.RECORD, until=step
+    )
+    if checkpoint is None:
         return []
-    state = read_state(found)
+    state = read_state(checkpoint)
     loader.resume(state["order"], state["batch"])
-    return [f"resuming from {found}"]
+    return [f"resuming from {checkpoint}"]
 
 
 def _rows(
     loader: Loader, tokenizer: Tokenizer, step: int, n: int, seq_len: int
 ) -> list[SequenceFacts]:
-    """The first `n` rows of the step."""
+    """Return the first `n` sequences of the step."""
     sources, samples = loader.mixture.plan(step, 0, min(n, loader.mixture.batch_size))
-    found = []
+    rows = []
     for slot, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
         stream = loader.streams[source]
-        place = int(stream.locate(samples[slot : slot + 1])[0])
-        row = stream.read(place)
-        found.append(
+        position = int(stream.locate(samples[slot : slot + 1])[0])
+        row = stream.read(position)
+        rows.append(
             SequenceFacts(
                 slot=slot,
                 stream=stream.name,
                 sample=sample,
                 epoch=sample // stream.n_rows,
-                where=stream.where(place),
+                where=stream.where(position),
                 documents=row.lengths,
                 text=_text(tokenizer, row.ids[: sum(row.lengths)]),
                 parts=_parts(tokenizer, row),
                 padding=seq_len - sum(row.lengths),
             )
         )
-    return found
+    return rows
 
 
 def _parts(tokenizer: Tokenizer, row: TrainingSequence) -> list[SegmentFacts]:
-    """The documents of a supervised row, cut where learned tokens begin and end."""
+    """Split the documents of a supervised sequence where the loss weight changes."""
     if row.weights is None:
         return []
-    found, begin = [], 0
+    parts, begin = [], 0
     for number, length in enumerate(row.lengths):
         weights = row.weights[begin : begin + length]
-        cuts = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), length]
-        for start, stop in pairwise(cuts):
+        borders = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), length]
+        for start, stop in pairwise(borders):
             ids = row.ids[begin + start : begin + stop]
             side = row.sides[number] if row.sides is not None else 0
-            is_other = row.sides is not None and not side  # that KTO compares with
-            weight = 0.0 if is_other else round(float(weights[start]), 6)
-            found.append(SegmentFacts(number, side, weight, stop - start, _text(tokenizer, ids)))
+            # among documents with sides, one without is KTO's mismatched answer for the KL term
+            is_reference = row.sides is not None and not side
+            weight = 0.0 if is_reference else round(float(weights[start]), 6)
+            parts.append(SegmentFacts(number, side, weight, stop - start, _text(tokenizer, ids)))
         begin += length
-    return found
+    return parts
 
 
 def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """What ids spell; those that no token has are left out, and said."""
+    """Decode ids; leave out ids without a token and prepend their number."""
     known = ids[(ids >= 0) & (ids < tokenizer.vocab_size)]
     n = len(ids) - len(known)
     return f"[{n} ids that no token has] " * bool(n) + tokenizer.decode(known.tolist())
 
 
 def _streams(loader: Loader, step: int, clock: Clock, seq_len: int) -> list[StreamFacts]:
-    given, total = loader.mixture.consumed(step), loader.mixture.consumed(clock.total)
-    return [
-        StreamFacts(
-            stream=stream.name,
-            rows=rows,
-            tokens=rows * seq_len,
-            share=rows / max(1, sum(given)),
-            epochs=rows / stream.n_rows,
-            rows_of_run=rows_of_run,
-            epochs_of_run=rows_of_run / stream.n_rows,
+    """Return the consumption of each stream before the step and over the run."""
+    before, total = loader.mixture.consumed(step), loader.mixture.consumed(clock.total)
+    facts = []
+    for stream, rows, rows_of_run in zip(loader.streams, before, total, strict=True):
+        facts.append(
+            StreamFacts(
+                stream=stream.name,
+                rows=rows,
+                tokens=rows * seq_len,
+                share=rows / max(1, sum(before)),
+                epochs=rows / stream.n_rows,
+                rows_of_run=rows_of_run,
+                epochs_of_run=rows_of_run / stream.n_rows,
+            )
         )
-        for stream, rows, rows_of_run in zip(loader.streams, given, total, strict=True)
-    ]
+    return facts
 
 
 def _phases(
     recipe: ResolvedTrainRecipe, data: RunData, clock: Clock, step: int
 ) -> list[PhaseFacts]:
+    """Return the phases of the mixture."""
     names = [stream.name for stream in data.streams]
     times = ["0ba", *(phase.at for phase in recipe.data.phases)]
     phases = build_phases(recipe, data, clock)
-    now = max(n for n, phase in enumerate(phases) if phase.step <= step)
-    found = []
+    current = max(n for n, phase in enumerate(phases) if phase.step <= step)
+    facts = []
     for n, (at, phase) in enumerate(zip(times, phases, strict=True)):
-        parts = (weight / sum(phase.weights) for weight in phase.weights)
-        found.append(PhaseFacts(at, phase.step, n == now, dict(zip(names, parts, strict=True))))
-    return found
+        fractions = [weight / sum(phase.weights) for weight in phase.weights]
+        proportions = dict(zip(names, fractions, strict=True))
+        facts.append(PhaseFacts(at, phase.step, n == current, proportions))
+    return facts
 
 
 def _page(
@@ -283,13 +297,16 @@ def _page(
     streams: Sequence[StreamFacts],
     phases: Sequence[PhaseFacts],
 ) -> list[str]:
-    """The tables."""
+    """Return the lines of the tables."""
+    # headline
     lines = [""]
     if step == clock.total:
         lines.append(f"the run ends here, after {step:,} steps")
     else:
         lines.append(f"step {step:,} of {clock.total:,}, counted from 0")
     lines[-1] += f", {step * clock.tokens_per_batch:,} tokens"
+
+    # sequences, streams, phases
     if rows:
         head = ["slot", "stream", "epoch", "shard and place", "documents", "text"]
         cells = [
@@ -319,21 +336,22 @@ _SIDES = {0: "", 1: ", chosen", -1: ", rejected"}
 
 
 def learned_lines(row: SequenceFacts, *, color: bool) -> list[str]:
-    """The text of a supervised row, what is learned of it marked, its documents apart.
+    """Return the text of a supervised sequence with marks around the text in the loss.
 
     Args:
-        row: to show.
-        color: learned text is green and context grey; otherwise learned text stands in {+ +}.
+        row: the sequence.
+        color: text in the loss is green and other text grey; otherwise text in the loss is in
+            {+ +}.
     """
     if not row.parts:
         return []
     lines = ["", f"slot {row.slot}: {row.where}"]
     for number, length in enumerate(row.documents):
         parts = [part for part in row.parts if part.document == number]
-        learned = sum(part.tokens for part in parts if part.weight)
+        n_in_loss = sum(part.tokens for part in parts if part.weight)
         lines.append(
             f"---- document {number + 1} of {len(row.documents)}{_SIDES[parts[0].side]}:"
-            f" {length:,} tokens, {learned:,} learned ----"
+            f" {length:,} tokens, {n_in_loss:,} learned ----"
         )
         lines += "".join(_marked(part, color=color) for part in parts).split("\n")
     if row.padding:
@@ -351,5 +369,5 @@ def _marked(part: SegmentFacts, *, color: bool) -> str:
 
 
 def _shown(text: str) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text on one line."""
     return printable(text[:_SHOWN].replace("\n", "\\n"))

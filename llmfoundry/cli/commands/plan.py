@@ -1,8 +1,9 @@
-"""`scripts/plan.py`: memory, seconds, days and money of a run on GPUs that need not be here.
+"""Command of `scripts/plan.py`: memory, time and cost of a run, estimated without its GPUs.
 
-`plan/layouts.py` finds the layouts, `plan/seconds.py` times them. `--dry-run` and the start of a
-run show the seconds of the recipe's own. Speeds are those of a GPU's data sheet, or those that
-`make gpu-check` (`benchmarks/gpu_check/`) measured.
+Entry point: `plan`. `plan/layouts.py` enumerates parallel layouts, and `plan/seconds.py` estimates
+their step times. `--dry-run` and the start of a run print the estimate for the recipe's own layout.
+Speeds come from the data sheet of the GPU or from a report of `make gpu-check`
+(`benchmarks/gpu_check/`).
 """
 
 from __future__ import annotations
@@ -49,20 +50,21 @@ from llmfoundry.terminal import columns
 
 Rows = Iterator[tuple[str, str]]
 RESTART = 600.0
-"""Seconds from a failure until training continues, what was computed since the last save left out:
-detected, replaced, started, loaded."""
+"""Seconds from a failure until training continues: detection, replacement, start, loading.
+
+The work since the last checkpoint, which is repeated, comes on top."""
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """What a whole run takes.
+    """Time and cost of a complete run.
 
     Attributes:
-        tokens: that it trains on; None: not known.
-        seconds: without failures.
-        goodput: share of the time that is not lost to failures.
-        gpus: that it has.
-        price: of one of them an hour; None: not given.
+        tokens: training tokens; None: unknown.
+        seconds: training time without failures; None: unknown.
+        goodput: fraction of the time that is not lost to failures.
+        gpus: number of GPUs.
+        price: price of a GPU-hour; None: not given.
     """
 
     tokens: float | None
@@ -73,24 +75,25 @@ class RunCost:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Of all GPUs, with what failures cost."""
+        """Return the GPU-hours of the run, including time lost to failures."""
         if self.seconds is None:
             return None
         return self.seconds / self.goodput * self.gpus / 3600
 
     @property
     def money(self) -> float | None:
-        """Of all GPUs, in the price's currency."""
+        """Return the cost of the run in the currency of `price`."""
         hours = self.gpu_hours
         return None if hours is None or self.price is None else hours * self.price
 
 
 def plan(recipe: ResolvedTrainRecipe) -> None:
-    """Print what a checked recipe would take.
+    """Print the estimates for a checked recipe.
 
     Raises:
         UserError: no layout fits, or the recipe fine-tunes.
     """
+    # hardware, and the speeds that it reaches
     if isinstance(recipe, ResolvedFinetuneRecipe):
         raise UserError(
             "model.pretrained: fine-tuning is not timed; write --dry-run=8x80gb behind"
@@ -104,34 +107,39 @@ def plan(recipe: ResolvedTrainRecipe) -> None:
         raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
     reached, source = measured_speeds(hardware, recipe, user_recipe.gpu_check)
     setting = Cluster(hardware.gpus, reached, hardware.memory - TAKEN)
-    own, refused = _own(recipe, setting)
-    ranking = (
-        rank(recipe, setting, user_recipe.layouts)
-        if user_recipe.layouts
-        else Ranking([], None, 0, 0)
-    )
-    shown = own or next(iter(ranking.best), None)
-    if shown is None:
-        raise UserError(*(refused or ["hardware: no layout fits"]), *_nearest(ranking))
+
+    # the recipe's own layout, and the fastest ones
+    recipe_layout, refusals = _recipe_layout(recipe, setting)
+    ranking = Ranking([], None, 0, 0)
+    if user_recipe.layouts:
+        ranking = rank(recipe, setting, user_recipe.layouts)
+    layout = recipe_layout or next(iter(ranking.best), None)
+    if layout is None:
+        raise UserError(*(refusals or ["hardware: no layout fits"]), *_nearest(ranking))
+
+    # print
     if user_recipe.format == "json":
-        found = _as_json(user_recipe, recipe, own, ranking, setting)
-        print(json.dumps(found | {"refused": refused, "speeds": source}, indent=1))
+        facts = _as_json(user_recipe, recipe, recipe_layout, ranking, setting)
+        print(json.dumps(facts | {"refused": refusals, "speeds": source}, indent=1))
         return
     rows = [("model", _model(recipe)), ("hardware", f"{hardware}; {source}")]
-    if own is None:
-        rows += [("the recipe's own", line) for line in refused]
-    rows += [("layout" if own else "the fastest", shown.name()), *describe(shown, setting)]
-    rows += _run(shown, user_recipe, setting)
+    if recipe_layout is None:
+        rows += [("the recipe's own", line) for line in refusals]
+    label = "layout" if recipe_layout else "the fastest"
+    rows += [(label, layout.name()), *describe(layout, setting)]
+    rows += _run(layout, user_recipe, setting)
     if ranking.best:
-        rows += _ranked(user_recipe, own, ranking)
+        rows += _ranked(user_recipe, recipe_layout, ranking)
     console = Console()
     console.banner([(label, public(text)) for label, text in rows])
     if ranking.best:
         console.table("\n".join(_table(ranking.best, setting)))
 
 
-def _own(recipe: ResolvedTrainRecipe, setting: Cluster) -> tuple[ParallelLayout | None, list[str]]:
-    """The recipe's own layout, or why it cannot be."""
+def _recipe_layout(
+    recipe: ResolvedTrainRecipe, setting: Cluster
+) -> tuple[ParallelLayout | None, list[str]]:
+    """Return the recipe's own layout, or None and why it is not possible."""
     try:
         return own_layout(recipe, setting), []
     except UserError as error:
@@ -148,26 +156,31 @@ def _model(recipe: ResolvedTrainRecipe) -> str:
 
 
 def describe(layout: ParallelLayout, setting: Cluster) -> Rows:
-    """Memory, messages and seconds of a layout."""
+    """Yield lines about memory, communication and speed of a layout."""
+    # memory
     rows, gpu = layout.microbatch, setting.reached.gpu
     room = f"{layout.room / GIB:.1f} GiB may be used"
     parts = parts_text(layout.need, rows)
     yield "memory", f"about {format_gib(layout.bytes / GIB)} a GPU: {parts}; {room}"
-    sent, between = Counter[str](), 0
-    for each in communication(layout.recipe, setting.gpus, rows, gpu.node):
-        sent[each.what] += each.sent
-        between += each.between
-    if sent.total():
-        kinds = ", ".join(f"{what} {format_gib(n / GIB)}" for what, n in sent.most_common())
-        inside = format_gib((sent.total() - between) / GIB)
-        outside = f", {format_gib(between / GIB)} between nodes" * bool(between)
+
+    # bytes communicated per GPU and step
+    sent_bytes, between_nodes = Counter[str](), 0
+    for transfer in communication(layout.recipe, setting.gpus, rows, gpu.node):
+        sent_bytes[transfer.what] += transfer.sent
+        between_nodes += transfer.between
+    if sent_bytes.total():
+        kinds = ", ".join(f"{kind} {format_gib(n / GIB)}" for kind, n in sent_bytes.most_common())
+        inside = format_gib((sent_bytes.total() - between_nodes) / GIB)
+        outside = f", {format_gib(between_nodes / GIB)} between nodes" * bool(between_nodes)
         yield "sends", f"{inside} a GPU and step inside a node{outside}: {kinds}"
+
+    # speed
     yield "step", step_line(layout.step)
     yield "speed", speed_line(layout.step, layout.recipe, setting.gpus, gpu)
 
 
 def costs(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> RunCost:
-    """Of the whole run."""
+    """Estimate time and cost of the complete run."""
     recipe = layout.recipe
     step = recipe.global_train_batch_size * recipe.max_seq_len
     tokens, length = user_recipe.tokens, Duration.parse(recipe.max_duration)
@@ -183,7 +196,7 @@ def costs(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> 
 
 
 def _interval(recipe: ResolvedTrainRecipe, layout: ParallelLayout) -> float:
-    """Seconds between saves; 0 where that is not known."""
+    """Return the seconds between checkpoints; 0 if they are unknown."""
     rows = recipe.global_train_batch_size
     every = Duration.parse(recipe.save_interval)
     if every.unit in ("ep", "dur"):
@@ -192,30 +205,30 @@ def _interval(recipe: ResolvedTrainRecipe, layout: ParallelLayout) -> float:
 
 
 def _run(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> Rows:
-    """Days, GPU-hours, money; what a checkpoint holds."""
-    found = costs(layout, user_recipe, setting)
-    if found.seconds is None or found.gpu_hours is None or found.tokens is None:
+    """Yield lines about time, cost and checkpoints of the run."""
+    run = costs(layout, user_recipe, setting)
+    if run.seconds is None or run.gpu_hours is None or run.tokens is None:
         yield "run", f"{user_recipe.max_duration} of a text of unknown length; write tokens=1e12"
     else:
-        days = f"{duration(found.seconds / found.goodput)} for {short_count(found.tokens)} tokens"
-        hours = f"{short_count(found.gpu_hours)} GPU-hours"
-        money = (
-            "" if found.money is None else f", {found.money:,.0f} at {user_recipe.price:g} an hour"
-        )
-        lost = f"; goodput {percent(found.goodput)}" if found.goodput < 1 else ""
-        yield "run", f"{days}, {hours}{money}{lost}"
+        days = f"{duration(run.seconds / run.goodput)} for {short_count(run.tokens)} tokens"
+        hours = f"{short_count(run.gpu_hours)} GPU-hours"
+        money = "" if run.money is None else f", {run.money:,.0f} at {user_recipe.price:g} an hour"
+        goodput = f"; goodput {percent(run.goodput)}" if run.goodput < 1 else ""
+        yield "run", f"{days}, {hours}{money}{goodput}"
     yield "checkpoint", f"about {format_gib(checkpoint_bytes(layout) / GIB)}"
 
 
 def checkpoint_bytes(layout: ParallelLayout) -> int:
-    """Of weights and moments."""
+    """Return the size of a checkpoint: weights and optimizer state."""
     recipe = layout.recipe
     width = 2 if recipe.precision == "bf16" else 4
     return round((width + recipe.optimizer.moment_bytes(width)) * layout.need.parameters)
 
 
-def _ranked(user_recipe: PlanRecipe, own: ParallelLayout | None, ranking: Ranking) -> Rows:
-    """The fastest, and why it is."""
+def _ranked(
+    user_recipe: PlanRecipe, recipe_layout: ParallelLayout | None, ranking: Ranking
+) -> Rows:
+    """Yield lines about the fastest layout and why it is the fastest."""
     first, *others = ranking.best
     words = first.overrides(user_recipe)
     if not words:
@@ -225,9 +238,9 @@ def _ranked(user_recipe: PlanRecipe, own: ParallelLayout | None, ranking: Rankin
     if others:
         gap = others[0].step.total / first.step.total - 1
         yield "why", f"{percent(gap)} faster than {others[0].name()}: {why(first, others[0])}"
-    if own is not None and own.step.total > first.step.total:
-        gap = own.step.total / first.step.total - 1
-        yield "", f"{percent(gap)} faster than the recipe's own: {why(first, own)}"
+    if recipe_layout is not None and recipe_layout.step.total > first.step.total:
+        gap = recipe_layout.step.total / first.step.total - 1
+        yield "", f"{percent(gap)} faster than the recipe's own: {why(first, recipe_layout)}"
     yield from (("does not fit", line) for line in _nearest(ranking))
     yield "looked at", f"{ranking.looked_at:,} layouts, memory of {ranking.estimated:,}"
 
@@ -239,19 +252,19 @@ def _nearest(ranking: Ranking) -> Iterator[str]:
         yield f"the fastest of those: {near.name()}, {seconds}: {too_large(near)}"
 
 
-def _table(found: list[ParallelLayout], setting: Cluster) -> list[str]:
-    """Layouts, a line each."""
+def _table(layouts: list[ParallelLayout], setting: Cluster) -> list[str]:
+    """Return a table of layouts."""
     gpu = setting.reached.gpu
     rows = [
         (
             str(number),
-            one.name(),
-            f"{one.step.total:.3g}",
-            percent(one.step.mfu(gpu)),
-            f"{one.bytes / GIB:.1f}",
-            f"{sum(one.step.waiting.values()):.2g}",
+            layout.name(),
+            f"{layout.step.total:.3g}",
+            percent(layout.step.mfu(gpu)),
+            f"{layout.bytes / GIB:.1f}",
+            f"{sum(layout.step.waiting.values()):.2g}",
         )
-        for number, one in enumerate(found, 1)
+        for number, layout in enumerate(layouts, 1)
     ]
     head = ("", "layout", "s a step", "MFU", "GiB", "s waiting")
     return columns(head, rows, left=(0, 1))
@@ -260,19 +273,22 @@ def _table(found: list[ParallelLayout], setting: Cluster) -> list[str]:
 def _as_json(
     user_recipe: PlanRecipe,
     recipe: ResolvedTrainRecipe,
-    own: ParallelLayout | None,
+    recipe_layout: ParallelLayout | None,
     ranking: Ranking,
     setting: Cluster,
 ) -> dict[str, Any]:
     near = ranking.nearest
+    own = None
+    if recipe_layout is not None:
+        own = _layout_json(recipe_layout, user_recipe, setting)
     return {
         "hardware": user_recipe.hardware,
         "gpus": setting.gpus,
         "parameters": parameter_count(recipe.model),
         "active_parameters": active_parameter_count(recipe.model),
         "flops_per_token": flops_per_token(recipe.model, recipe.max_seq_len),
-        "own": None if own is None else _layout_json(own, user_recipe, setting),
-        "best": [_layout_json(one, user_recipe, setting) for one in ranking.best],
+        "own": own,
+        "best": [_layout_json(layout, user_recipe, setting) for layout in ranking.best],
         "nearest": None if near is None else _layout_json(near, user_recipe, setting),
         "looked_at": ranking.looked_at,
     }
@@ -282,9 +298,9 @@ def _layout_json(
     layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster
 ) -> dict[str, Any]:
     recipe, step, gpu = layout.recipe, layout.step, setting.reached.gpu
-    found = costs(layout, user_recipe, setting)
+    run = costs(layout, user_recipe, setting)
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total / setting.gpus
-    messages = communication(recipe, setting.gpus, layout.microbatch, gpu.node)
+    transfers = communication(recipe, setting.gpus, layout.microbatch, gpu.node)
     return {
         "layout": layout.name(),
         "overrides": layout.overrides(user_recipe),
@@ -292,18 +308,18 @@ def _layout_json(
         "bytes": layout.bytes,
         "bytes_by_kind": layout.need.parts(layout.microbatch),
         "room": layout.room,
-        "sends": [sent._asdict() for sent in messages],
+        "sends": [transfer._asdict() for transfer in transfers],
         "fits": layout.fits,
         "seconds": step.total,
         "parts": step.split(),
         "tokens_per_second_per_gpu": tokens,
         "mfu": step.mfu(gpu),
         "hfu": step.hfu(gpu),
-        "run_tokens": found.tokens,
-        "run_seconds": found.seconds,
-        "goodput": found.goodput,
-        "gpu_hours": found.gpu_hours,
-        "money": found.money,
+        "run_tokens": run.tokens,
+        "run_seconds": run.seconds,
+        "goodput": run.goodput,
+        "gpu_hours": run.gpu_hours,
+        "money": run.money,
         "checkpoint_bytes": checkpoint_bytes(layout),
     }
 
@@ -314,38 +330,41 @@ GPU_CHECK = Path("gpu-check/gpu-check.json")
 def measured_speeds(
     hardware: Hardware, recipe: ResolvedTrainRecipe, path: str | None
 ) -> tuple[Speeds, str]:
-    """What such a GPU reaches, and where that is from, for people.
+    """Return the speeds of a GPU and a text about their source.
 
     Args:
-        hardware: the GPUs; of a file of the user's, whatever was measured counts.
-        recipe: filled.
-        path: the value of gpu_check; None: GPU_CHECK, where it is there and of such a GPU.
+        hardware: the GPUs. For GPUs that this project does not know, any report is accepted.
+        recipe: resolved recipe.
+        path: report of `make gpu-check`; None: GPU_CHECK, if it exists and measured such a GPU.
 
     Raises:
-        UserError: the file that is asked for cannot be read, or measured another device.
+        UserError: the file at `path` cannot be read or measured another device.
     """
-    by_sheet = speeds(hardware.gpu, recipe), "speeds by the data sheet"
+    # without a report, speeds of the data sheet
+    data_sheet = speeds(hardware.gpu, recipe), "speeds by the data sheet"
     if path is None and not GPU_CHECK.is_file():
-        return by_sheet
+        return data_sheet
     file = GPU_CHECK if path is None else find_file(path, "gpu_check")
     try:
-        device, products, copies = _read_rates(file)
+        device, tflops, copy_rate = _read_rates(file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if path is None:
-            return by_sheet
+            return data_sheet
         raise UserError(
             f"gpu_check: {file} is no report of make gpu-check; write another"
         ) from error
     if not _is_same(device, hardware):
         if path is None:
-            return by_sheet
+            return data_sheet
         raise UserError(
             f"gpu_check: {file} measured {device or 'no GPU'}, but hardware is {hardware.name};"
             " write the report of such a GPU, or remove it"
         )
-    gpu = dataclasses.replace(hardware.gpu, reached=min(1.0, products / hardware.gpu.tflops))
-    found = dataclasses.replace(speeds(gpu, recipe), memory=copies * 1e9)
-    return found, f"products {products:.0f} TFLOP/s, memory {copies:.0f} GB/s by {file}"
+
+    # measured speeds
+    gpu = dataclasses.replace(hardware.gpu, reached=min(1.0, tflops / hardware.gpu.tflops))
+    measured = dataclasses.replace(speeds(gpu, recipe), memory=copy_rate * 1e9)
+    return measured, f"products {tflops:.0f} TFLOP/s, memory {copy_rate:.0f} GB/s by {file}"
 
 
 def _is_same(device: str, hardware: Hardware) -> bool:
@@ -359,14 +378,14 @@ _NAMES = {short_name(key) for key in GPUS}
 
 
 def _read_rates(file: Path) -> tuple[str, float, float]:
-    """The device's name, best TFLOP/s of products, GB/s of copies."""
+    """Return device name, best TFLOP/s of matmuls and best GB/s of copies in a report."""
     content = read_json(file)
     rows = [row for row in _measured_rows(content) if "product" in row]
-    products = max(float(row["TFLOP/s"]) for row in rows if "TFLOP/s" in row)
-    copies = max(float(row["GB/s"]) for row in rows if "GB/s" in row)
-    if not (0 < products < 1e6 and 0 < copies < 1e6):
+    tflops = max(float(row["TFLOP/s"]) for row in rows if "TFLOP/s" in row)
+    copy_rate = max(float(row["GB/s"]) for row in rows if "GB/s" in row)
+    if not (0 < tflops < 1e6 and 0 < copy_rate < 1e6):
         raise ValueError("no rates")
-    return str(content["facts"].get("gpu", "")), products, copies
+    return str(content["facts"].get("gpu", "")), tflops, copy_rate
 
 
 def _measured_rows(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -1,8 +1,9 @@
-"""`scripts/scaling.py`: run a grid of small runs, fit the law of their loss, test it, predict.
+"""Command of `scripts/scaling.py`: fit a scaling law to a grid of small runs, test it, predict.
 
-The idea: a point is an ordinary run in a folder of its own. That says whether it is done, so
-that the same command skips it, resumes it, or refuses it where its recipe is another one now. What
-is held out is predicted, and the prediction written, before its run begins.
+Entry point: `scaling`. Each point is an ordinary run in its own folder. From the content of the
+folder, the same command knows whether to skip the run, resume it, or reject it because its recipe
+has changed. The loss of a held-out run is predicted, and the prediction written to a file, before
+the run starts.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from llmfoundry.scaling.points import Point, by_family, finite, read_points, to_
 from llmfoundry.terminal import columns
 
 PREDICTED = "held_out.json"
-_TRIES = 12  # to find the FLOPs of a budget in hours
-_CLOSE = 0.01  # share by which these hours may be missed
+_TRIES = 12  # iterations that search the FLOPs of a budget in hours
+_CLOSE = 0.01  # relative tolerance of these hours
 
 
 def scaling(written: ScalingRecipe) -> None:
-    """Run what is not done, and write scaling.json, points.csv and scaling.html.
+    """Run all points that are not finished; write scaling.json, points.csv and scaling.html.
 
     Raises:
-        UserError: a point's recipe is another than its folder's, or there is no law.
+        UserError: the recipe of a point differs from that in its folder, or no law can be fitted.
         RunFailure: runs failed; the same command resumes them.
     """
     recipe, console = copy.deepcopy(written), Console()
@@ -69,14 +70,16 @@ def scaling(written: ScalingRecipe) -> None:
 
 
 def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> None:
-    """The table of all points before any is run, and their sums.
+    """Print a table of all points before any runs, and the total cost of the remaining ones.
 
     Raises:
-        UserError: they are too few for a law, or do not fit on the hardware.
+        UserError: there are too few points for a law, or one does not fit on the hardware.
     """
     points = [with_result(one) for one in made]
     for family, runs in by_family([point for point in points if not point.held_out]).items():
         refuse_few([(run.parameters, run.tokens) for run in runs], f"sizes: {family or 'its'} runs")
+
+    # the table; FLOPs and seconds of points that are not finished
     rows, flops, seconds = [], list[float](), list[float | None]()
     for one, point in zip(made, points, strict=True):
         takes = _seconds(recipe, one, points)
@@ -103,18 +106,20 @@ def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Consol
     head = ["point", "N total", "N active", "N no emb.", "D", "D/N", "tokens a step", "steps"]
     head += ["lr", "FLOPs", "time", ""]
     console.table("\n".join(columns(head, rows, left=(0, 11))))
+
+    # totals
     text = f"to run: {len(flops)} of {len(made)} runs, {sum(flops):.3g} FLOPs"
     known = [each for each in seconds if each is not None]
     if len(known) < len(seconds):
         text += "; of unknown time: write flops_per_second, or hardware"
     elif known:
-        together = 1 if recipe.hardware else recipe.workers or 1
-        text += f", about {_cost(recipe, sum(known) / together)}"
+        n_concurrent = 1 if recipe.hardware else recipe.workers or 1
+        text += f", about {_cost(recipe, sum(known) / n_concurrent)}"
     console.note(text)
 
 
 def _cost(recipe: ScalingRecipe, seconds: float) -> str:
-    """Time, GPU-hours where GPUs are named, and money."""
+    """Return a text with time, GPU-hours if there are GPUs, and money if there is a price."""
     gpus = 1 if recipe.hardware is None else Hardware.parse(recipe.hardware, "hardware").gpus
     hours, text = seconds / 3600 * gpus, duration(seconds)
     if recipe.hardware is not None:
@@ -125,35 +130,41 @@ def _cost(recipe: ScalingRecipe, seconds: float) -> str:
 
 
 def _seconds(recipe: ScalingRecipe, one: GridPoint, done: Sequence[Point]) -> float | None:
-    """Of a run: planned for the hardware, or at the speed of the done run of the nearest size."""
+    """Estimate the seconds of a run.
+
+    They are planned for the recipe's hardware, or scaled from the finished run of the nearest size,
+    or follow from `flops_per_second`. None: unknown.
+    """
     if recipe.hardware is not None:
         return _planned(recipe, one)
-    mine = one.point
-    near = min(
+    point = one.point
+    nearest = min(
         (other for other in done if other.seconds > 0),
-        key=lambda p: (p.name != mine.name, abs(math.log(p.parameters / mine.parameters))),
+        key=lambda p: (p.name != point.name, abs(math.log(p.parameters / point.parameters))),
         default=None,
     )
-    if near is not None:
-        return mine.flops / near.flops * near.seconds
-    return None if recipe.flops_per_second is None else mine.flops / recipe.flops_per_second
+    if nearest is not None:
+        return point.flops / nearest.flops * nearest.seconds
+    return None if recipe.flops_per_second is None else point.flops / recipe.flops_per_second
 
 
 def _planned(recipe: ScalingRecipe, one: GridPoint) -> float | None:
-    """Seconds of a run on the recipe's hardware: in its own layout, or the fastest that fits.
+    """Plan the seconds of a run on the recipe's hardware.
+
+    The layout is that of the recipe, or the fastest one that fits.
 
     Raises:
-        UserError: none fits.
+        UserError: no layout fits.
     """
-    written = checked(PlanRecipe, recipe.base, [*one.words, f"hardware={recipe.hardware}"])
-    hardware = Hardware.parse(written.hardware, "hardware")
-    filled = with_guessed_vocabulary(written.resolve())
-    reached, _ = measured_speeds(hardware, filled, None)
+    user_recipe = checked(PlanRecipe, recipe.base, [*one.words, f"hardware={recipe.hardware}"])
+    hardware = Hardware.parse(user_recipe.hardware, "hardware")
+    resolved = with_guessed_vocabulary(user_recipe.resolve())
+    reached, _ = measured_speeds(hardware, resolved, None)
     setting = Cluster(hardware.gpus, reached, hardware.memory - TAKEN)
     try:
-        layout = own_layout(filled, setting)
+        layout = own_layout(resolved, setting)
     except UserError:
-        best = rank(filled, setting, 1).best
+        best = rank(resolved, setting, 1).best
         if not best:
             size = short_count(one.point.total)
             raise UserError(
@@ -161,17 +172,21 @@ def _planned(recipe: ScalingRecipe, one: GridPoint) -> float | None:
                 " parameters; write more GPUs, or a smaller budget"
             ) from None
         layout = best[0]
-    return costs(layout, written, setting).seconds
+    return costs(layout, user_recipe, setting).seconds
 
 
 def _run(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> dict[str, Any]:
-    """All runs, those that are held out after the law and what it says of them is written."""
+    """Run all points; held-out points run last, after the predictions of their loss are written.
+
+    Returns:
+        The predictions by family.
+    """
     run_all(recipe, [one for one in made if not one.point.held_out], console)
-    held = {one.point.family: one for one in made if one.point.held_out}
-    if not held:
+    held_out = {one.point.family: one for one in made if one.point.held_out}
+    if not held_out:
         return {}
     fits = fit_families([with_result(one) for one in made], recipe.bootstrap)
-    tests = predicted(fits, held, Path(recipe.output).expanduser() / PREDICTED)
+    tests = predicted(fits, held_out, Path(recipe.output).expanduser() / PREDICTED)
     for family, test in tests.items():
         low, high = test["interval"] or (math.nan, math.nan)
         late = "" if test["before"] else ", after its run"
@@ -179,31 +194,39 @@ def _run(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> 
             f"{family or 'held out'}: loss {test['predicted']:.4f} ({low:.4f} to {high:.4f})"
             f" predicted of {test['name']}{late}"
         )
-    run_all(recipe, list(held.values()), console)
+    run_all(recipe, list(held_out.values()), console)
     return tests
 
 
 def predicted(
     fits: Sequence[FamilyFit], held: dict[str, GridPoint], path: Path
 ) -> dict[str, dict[str, Any]]:
-    """What was predicted of each family's held-out point before its run; now, where nothing was.
+    """Return the predicted loss of each family's held-out point, and write it to `path`.
 
-    A prediction that was written stays as long as the same runs were fitted, so that nobody can
-    come back to it with what the held-out run has shown.
+    A prediction in the file is used again if it was fitted to the same runs, so that the result of
+    the held-out run cannot change it afterwards.
+
+    Args:
+        fits: fitted law of each family.
+        held: held-out point of each family.
+        path: file of the predictions.
+
+    Raises:
+        UserError: the file cannot be read.
     """
     try:
-        written = read_json_if_there(path)
+        earlier = read_json_if_there(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}; delete it") from error
     tests: dict[str, dict[str, Any]] = {}
     for fit in fits:
-        one = held[fit.family]
-        now = fit.held_out(one.point)
-        before = written.get(fit.family) if isinstance(written, dict) else None
+        point = held[fit.family]
+        prediction = fit.held_out(point.point)
+        test = earlier.get(fit.family) if isinstance(earlier, dict) else None
         names = ("name", "fitted", "predicted")
-        if not isinstance(before, dict) or any(before.get(key) != now[key] for key in names):
-            before = {**now, "before": not is_done(one.folder), "written": time.time()}
-        tests[fit.family] = before
+        if not isinstance(test, dict) or any(test.get(key) != prediction[key] for key in names):
+            test = {**prediction, "before": not is_done(point.folder), "written": time.time()}
+        tests[fit.family] = test
     write_json(path, finite(tests))
     return tests
 
@@ -211,33 +234,35 @@ def predicted(
 def report(
     recipe: ScalingRecipe, points: Sequence[Point], tests: dict[str, Any], console: Console
 ) -> None:
-    """Fit, predict, write the files and print what they hold."""
+    """Fit the law, predict, write the result files and print a summary."""
     output = Path(recipe.output).expanduser()
     key = "sizes" if recipe.fit is None else f"fit: {recipe.fit}"
     fits = fit_families(points, recipe.bootstrap, key=key)
-    found = summary(points, fits, tests) | {"parameters": recipe.parameters}
+    results = summary(points, fits, tests) | {"parameters": recipe.parameters}
     if recipe.budget is not None:
         for fit in fits:
-            found["families"][fit.family]["prediction"] = _budget(recipe, fit, points)
-    found = finite(found)
+            results["families"][fit.family]["prediction"] = _budget(recipe, fit, points)
+    results = finite(results)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        write_json(output / "scaling.json", found)
+        write_json(output / "scaling.json", results)
         atomic_write(output / "points.csv", to_csv(points))
-        write_scaling_page(output / "scaling.html", found)
+        write_scaling_page(output / "scaling.html", results)
     except OSError as error:
         raise UserError(f"output: {output}: {one_line(error)}; write another folder") from error
-    console.banner([*told(found), ("page", str(output / "scaling.html"))])
+    console.banner([*told(results), ("page", str(output / "scaling.html"))])
 
 
 def _budget(recipe: ScalingRecipe, fit: FamilyFit, points: Sequence[Point]) -> dict[str, Any]:
-    """The best model for the budget, its time and cost; `words` make it a run.
+    """Return the best model for the budget, with its time, cost and command-line overrides.
 
-    FLOPs of hours are searched from those of the largest run on: a larger model is no slower.
+    The FLOPs of a budget in hours are searched upwards from those of the largest run: a larger
+    model reaches at least the same FLOP/s.
 
     Raises:
-        UserError: it is too far from what was run, or fits on no layout of the hardware.
+        UserError: the budget is too far from the runs, or no layout of the hardware fits.
     """
+    # search the FLOPs; a single iteration if the budget has FLOPs
     hours = recipe.budget_hours
     flops = fit.most_flops if hours else recipe.budget_flops
     for _ in range(_TRIES):
@@ -251,10 +276,12 @@ def _budget(recipe: ScalingRecipe, fit: FamilyFit, points: Sequence[Point]) -> d
         if not hours or not seconds:
             break
         gpus = Hardware.parse(str(recipe.hardware), "hardware").gpus
-        more = hours * 3600 / gpus / seconds
-        if abs(more - 1) < _CLOSE:
+        ratio = hours * 3600 / gpus / seconds
+        if abs(ratio - 1) < _CLOSE:
             break
-        flops *= more
+        flops *= ratio
+
+    # overrides without the name and the folder of the run
     best |= {"seconds": seconds, "cost": "" if seconds is None else _cost(recipe, seconds)}
     model = one.words[: -len(("run_name", "save_folder"))]
     return best | {"words": model, "base": recipe.base}

@@ -1,8 +1,9 @@
-"""The runs of a scaling experiment: which are done, and how the others come to their end.
+"""Execution of the runs of a scaling experiment.
 
-`cli/commands/scaling.py` calls it. The idea: a point is an ordinary run in a folder of its own,
-which says whether it is done. It is a process of this machine; or, with `launch`, it is given to a
-target as `scripts/launch.py` does, asked for as `scripts/runs.py` does, and outlives this command.
+Entry point: `run_all`, which `cli/commands/scaling.py` calls. Each point is an ordinary run in its
+own folder, whose content shows whether the run is finished. The run is a child process. With
+`launch` it is submitted to a target as by `scripts/launch.py` and polled as by `scripts/runs.py`;
+it then continues after this command ends.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from llmfoundry.redaction import public
 from llmfoundry.scaling.points import Point
 
 FINAL = ("model", "tokenizer", "eval")
-"""Sections that NOT_LEARNT has, and that a point's loss depends on all the same."""
-QUEUES = ("slurm", "kubernetes")  # targets that hold any number of jobs
-_LOOK_S, _ASK_S = 0.2, 5.0  # between two looks at all runs; questions to a run's target
-_SILENT_S = 600.0  # without an answer of a target, after which its run is given up here
+"""Sections in NOT_LEARNT on which the loss of a point depends nevertheless."""
+QUEUES = ("slurm", "kubernetes")  # targets that queue any number of jobs
+_LOOK_S, _ASK_S = 0.2, 5.0  # intervals of checking all runs, and of querying a run's target
+_SILENT_S = 600.0  # after this time without a state from the target, a run counts as failed
 
 
 def read(folder: Path) -> ComparedRun | None:
-    """A point's folder; None where nothing was begun.
+    """Read the run in a point's folder; None if it was not started.
 
     Raises:
         UserError: a file in it cannot be read.
@@ -60,40 +61,40 @@ def read(folder: Path) -> ComparedRun | None:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a point's run came to its end."""
+    """Return whether the run of a point is finished."""
     run = read(folder)
     return run is not None and run.status == "finished"
 
 
-def with_result(one: GridPoint) -> Point:
-    """A point with what its run measured, where that is done."""
-    run = read(one.folder)
+def with_result(grid_point: GridPoint) -> Point:
+    """Return a point with the loss and time of its run, if the run is finished."""
+    run = read(grid_point.folder)
     if run is None or run.status != "finished":
-        return one.point
+        return grid_point.point
     loss = run.last(EVAL_LOSS)
     seconds = 3600 * float(run.rows[-1][HOURS]) if run.rows else math.nan
-    return replace(one.point, loss=math.nan if loss is None else loss, seconds=seconds)
+    return replace(grid_point.point, loss=math.nan if loss is None else loss, seconds=seconds)
 
 
-def refuse_changed(made: Sequence[GridPoint]) -> None:
-    """Refuse points whose folder holds a run of another recipe.
+def refuse_changed(grid_points: Sequence[GridPoint]) -> None:
+    """Reject points whose folder contains a run of another recipe.
 
     Raises:
-        UserError: names the first key that differs in each.
+        UserError: one line per point, with the first key that differs.
     """
     problems = []
-    for one in made:
-        run = read(one.folder)
+    for grid_point in grid_points:
+        run = read(grid_point.folder)
         if run is None:
             continue
-        new = {key: public("" if v is None else str(v)) for key, v in one.settings.items()}
+        new = {key: public("" if v is None else str(v)) for key, v in grid_point.settings.items()}
         for key in sorted(new.keys() | run.settings.keys()):
             matters = not NOT_LEARNT.fullmatch(key) or key.partition(".")[0] in FINAL
             if matters and new.get(key) != run.settings.get(key):
                 was, now = run.settings.get(key, "unset"), new.get(key, "unset")
                 problems.append(
-                    f"{key}: was {was} when {one.point.name} was run, and is {now}; write another"
-                    f" output, or delete {run.folder}"
+                    f"{key}: was {was} when {grid_point.point.name} was run, and is {now}; write"
+                    f" another output, or delete {run.folder}"
                 )
                 break
     if problems:
@@ -102,13 +103,13 @@ def refuse_changed(made: Sequence[GridPoint]) -> None:
 
 @dataclass
 class RunProcess:
-    """A run in a process of this one; its output goes into a file."""
+    """Run in a child process, with its output in a file."""
 
     process: subprocess.Popen[Any]
     log: Path
 
     def ended(self) -> str | None:
-        """How it ended, in words; None: it has not."""
+        """Describe how the process ended; None while it runs."""
         status = self.process.poll()
         if status is None:
             return None
@@ -119,14 +120,14 @@ class RunProcess:
 
 @dataclass
 class LaunchedRun:
-    """A run that its target, or another process, brings to its end."""
+    """Run on a target, or in a process that another command started."""
 
     folder: Path
-    asked: float = -math.inf
-    heard: float = field(default_factory=time.monotonic)
+    asked: float = -math.inf  # time of the last query
+    heard: float = field(default_factory=time.monotonic)  # time of the last known state
 
     def ended(self) -> str | None:
-        """How it ended, in words; None: it has not, or its target gives no answer yet."""
+        """Describe how the run ended; None while it runs, or its state is briefly unknown."""
         now = time.monotonic()
         if now - self.asked < _ASK_S:
             return None
@@ -137,101 +138,113 @@ class LaunchedRun:
             return None
         if run.state == NOT_KNOWN and now - self.heard < _SILENT_S:
             return None
-        more = f"; if it is gone, delete {self.folder / 'launch.json'}"
+        advice = ""
+        if run.state == NOT_KNOWN:
+            advice = f"; if it is gone, delete {self.folder / 'launch.json'}"
         logs = command_line("runs", "logs", str(self.folder))
-        return f"{run.state}: {run.why}{more * (run.state == NOT_KNOWN)}; see {logs}"
+        return f"{run.state}: {run.why}{advice}; see {logs}"
 
 
-def run_all(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> None:
-    """Run what is not done, as many at a time as the recipe says, and wait for all.
+def run_all(recipe: ScalingRecipe, grid_points: Sequence[GridPoint], console: Console) -> None:
+    """Run all points that are not finished, `workers` at a time, and wait for them.
 
-    A signal ends the processes, each saved; what was launched goes on.
+    A signal terminates the child processes, which save a checkpoint. Launched runs continue.
 
     Raises:
-        UserError: a target refuses a run.
-        RunFailure: some failed; the others were run all the same.
+        UserError: a target rejects a run.
+        RunFailure: some runs failed; all others were run nevertheless.
     """
-    left = {one.point.name: one for one in made if not is_done(one.folder)}
-    runs: dict[str, RunProcess | LaunchedRun] = {
-        name: LaunchedRun(one.folder) for name, one in left.items() if _is_under_way(one.folder)
-    }
-    waiting, failed = [name for name in left if name not in runs], list[str]()
-    most = recipe.workers or (len(left) if recipe.target in QUEUES else 1)
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # points to run; some may be running already
+    unfinished = {one.point.name: one for one in grid_points if not is_done(one.folder)}
+    running: dict[str, RunProcess | LaunchedRun] = {}
+    for name, grid_point in unfinished.items():
+        if _is_under_way(grid_point.folder):
+            running[name] = LaunchedRun(grid_point.folder)
+    waiting = [name for name in unfinished if name not in running]
+    limit = recipe.workers or (len(unfinished) if recipe.target in QUEUES else 1)
+
+    # start and poll
+    failures: list[str] = []
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        while waiting or runs:
-            while waiting and len(runs) < most:
+        while waiting or running:
+            while waiting and len(running) < limit:
                 name = waiting.pop(0)
-                runs[name] = _start(recipe, left[name])
-            for name, run in list(runs.items()):
-                if (how := run.ended()) is not None:
-                    del runs[name]
-                    failed += _failure(left[name], how, console)
-                    console.note(f"{len(left) - len(waiting) - len(runs)} of {len(left)} runs")
+                running[name] = _start(recipe, unfinished[name])
+            for name, run in list(running.items()):
+                if (ending := run.ended()) is not None:
+                    del running[name]
+                    failures += _failure(unfinished[name], ending, console)
+                    n_done = len(unfinished) - len(waiting) - len(running)
+                    console.note(f"{n_done} of {len(unfinished)} runs")
             time.sleep(_LOOK_S)
     finally:
-        _leave(runs, console)
-        signal.signal(signal.SIGTERM, before)
-    if failed:
-        raise RunFailure("\n".join([*failed, "the same command runs what is not done"]))
+        _leave(running, console)
+        signal.signal(signal.SIGTERM, previous_handler)
+    if failures:
+        raise RunFailure("\n".join([*failures, "the same command runs what is not done"]))
 
 
 def _is_under_way(folder: Path) -> bool:
-    """Whether a target, or a process that no command waits for, has the run; unless it is gone."""
+    """Return whether the run is running or queued, or its target has a job of unknown state."""
     run = api.state_of(folder)
     return run.state in UNDER_WAY or (run.state == NOT_KNOWN and bool(run.job))
 
 
-def _start(recipe: ScalingRecipe, one: GridPoint) -> RunProcess | LaunchedRun:
-    """A run as its command line has it."""
+def _start(recipe: ScalingRecipe, grid_point: GridPoint) -> RunProcess | LaunchedRun:
+    """Start the run of a point, in a child process or on a target."""
     if recipe.launch is not None:
-        return _launch(recipe, one)
-    log = one.folder.with_name(f"{one.point.name}.log")
+        return _launch(recipe, grid_point)
+    log = grid_point.folder.with_name(f"{grid_point.point.name}.log")
     env = {"OMP_NUM_THREADS": str(max(1, cores() // (recipe.workers or 1))), **os.environ}
-    keep_children(env)  # but for those that are launched: they would end with this process, too
+    keep_children(env)  # child processes end with this process; launched runs must not
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         process = start_module(
-            "llmfoundry", "train", str(recipe.base), *one.words,
+            "llmfoundry", "train", str(recipe.base), *grid_point.words,
             env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     return RunProcess(process, log)
 
 
-def _launch(recipe: ScalingRecipe, one: GridPoint) -> LaunchedRun:
-    """A run given to its target, which has the point's folder by the same path."""
-    words = [*one.words, f"save_folder={one.folder.absolute()}"]
-    made = checked(LaunchRecipe, recipe.base, words)
+def _launch(recipe: ScalingRecipe, grid_point: GridPoint) -> LaunchedRun:
+    """Submit a run to its target, on which the folder of the point has the same path.
+
+    Raises:
+        UserError: the recipe of the launch is not valid.
+    """
+    words = [*grid_point.words, f"save_folder={grid_point.folder.absolute()}"]
+    launch_recipe = checked(LaunchRecipe, recipe.base, words)
     assert recipe.launch is not None
-    made.launch = copy.deepcopy(recipe.launch)
-    if problems := [*made.check()]:
+    launch_recipe.launch = copy.deepcopy(recipe.launch)
+    if problems := [*launch_recipe.check()]:
         raise UserError(*problems)
-    job = make_job(made, given=str(recipe.base), overrides=one.words)
-    submit(replace(job, folder=one.folder))
-    return LaunchedRun(one.folder)
+    job = make_job(launch_recipe, given=str(recipe.base), overrides=grid_point.words)
+    submit(replace(job, folder=grid_point.folder))
+    return LaunchedRun(grid_point.folder)
 
 
-def _failure(one: GridPoint, how: str, console: Console) -> list[str]:
-    """Report the end of a run; a line where it failed."""
-    point = with_result(one)
-    if is_done(one.folder):
+def _failure(grid_point: GridPoint, ending: str, console: Console) -> list[str]:
+    """Report the end of a run; return a line if it failed, else nothing."""
+    point, folder = with_result(grid_point), grid_point.folder
+    if is_done(folder):
         console.note(f"{point.name}: loss {point.loss:.4f}, {duration(point.seconds)}")
         return []
-    unseen = "" if (one.folder / "recipe.yaml").exists() else f"; nothing is in {one.folder}"
-    line = f"{point.name}: {how}{unseen}"
+    missing = "" if (folder / "recipe.yaml").exists() else f"; nothing is in {folder}"
+    line = f"{point.name}: {ending}{missing}"
     console.warn(line)
     return [line]
 
 
 def _leave(runs: Mapping[str, RunProcess | LaunchedRun], console: Console) -> None:
-    """End this process's runs, each saved; say how those that others have are found again."""
-    own = [run.process for run in runs.values() if isinstance(run, RunProcess)]
-    for process in own:
+    """Terminate child processes, which save a checkpoint; report how to find launched runs."""
+    processes = [run.process for run in runs.values() if isinstance(run, RunProcess)]
+    for process in processes:
         process.terminate()
-    for process in own:
+    for process in processes:
         process.wait()
-    if len(own) < len(runs):
+    n_launched = len(runs) - len(processes)
+    if n_launched:
         points = next(run.folder for run in runs.values() if isinstance(run, LaunchedRun)).parent
-        listed = command_line("runs", "list", f"folder={points}")
-        count = len(runs) - len(own)
-        console.note(f"launched runs that go on: {count} ({listed}); the same command waits")
+        listing = command_line("runs", "list", f"folder={points}")
+        console.note(f"launched runs that go on: {n_launched} ({listing}); the same command waits")
