@@ -1,11 +1,10 @@
-"""`Endpoint`: a model behind a server that speaks OpenAI's protocol (vLLM, llama.cpp, OpenAI …).
+"""Evaluated model behind a server with OpenAI's protocol (vLLM, llama.cpp, OpenAI …).
 
-The gauntlet asks it as it asks a model of ours: it continues texts, and where it can echo a text
-with its log-probabilities (vLLM, and others of the completions protocol), it scores them too. What
-is wrong with one question (it is too long, it is not allowed) fails that question; what is wrong
-with the address, the key or the model ends the evaluation.
-
-A text is sent with `echo` and `logprobs`; `echo` reads the answer's score from the reply.
+Entry point: `Endpoint`. It generates text. If the server echoes texts with log-probabilities
+(vLLM and other servers of the completions protocol), it also scores answers: a text is sent with
+`echo` and `logprobs`, and `models/echo.py` reads the score from the reply. An error about one
+question (too long, not allowed) fails that question. An error about the address, the key or the
+model ends the evaluation.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ from llmfoundry.retry import backoff, retry
 ATTEMPTS = 8
 LONGEST_DELAY = 60.0  # seconds between two attempts
 _JITTER = (0.5, 1.5)
-MAX_STOPS = 4  # OpenAI's limit; the rest is cut here
-OF_ONE_QUESTION = (400, 413, 422)  # too long, or not allowed: other questions may be taken
+MAX_STOPS = 4  # limit of OpenAI; texts are cut here at the other stops
+OF_ONE_QUESTION = (400, 413, 422)  # statuses that concern one question: too long or not allowed
 _HOPELESS = (ConnectionRefusedError, socket.gaierror, ssl.SSLCertVerificationError)
 
 Spell = Callable[[Sequence[int]], str]
 Item = TypeVar("Item")
-Said = TypeVar("Said")
+Output = TypeVar("Output")
 
 
 class _Refused(Exception):
-    """The server will not take this question; the words of a Refusal."""
+    """The server refuses a question. The text is that of the Refusal."""
 
 
 class Endpoint:
-    """Texts continued by a server, at temperature 0; a `EvaluatedModel`.
+    """EvaluatedModel on a server, at temperature 0.
 
     Attributes:
-        url: the address up to and including its version, such as https://api.openai.com/v1.
-        model: the name that the server gives the model.
-        first_delay: seconds before the second attempt; each later one waits twice as long.
-        tokens_computed: of all inputs, as the server counted them; 0 where it does not report them.
+        url: address up to and including the version, such as https://api.openai.com/v1.
+        model: name of the model on the server.
+        first_delay: seconds before the second attempt; each later delay is twice as long.
+        tokens_computed: input tokens counted by the server; 0 if it does not report them.
     """
 
     def __init__(
@@ -69,19 +68,19 @@ class Endpoint:
         timeout: float = 300.0,
         spell: Spell | None = None,
     ) -> None:
-        """Nothing is sent yet.
+        """Initialize without sending a request.
 
         Args:
-            url: see above.
-            model: see above.
-            api_key_env: environment variable with the key; where it is not set, none is sent.
-            concurrency: requests under way at the same time, over all processes.
-            chat: send each prompt as a user's message to /chat/completions, not to /completions.
-            timeout: seconds that the server may be silent.
-            spell: the text of a request's tokens, with none for special ones; None: no scores.
+            url: address of the server.
+            model: name of the model.
+            api_key_env: environment variable of the key; if it is unset, no key is sent.
+            concurrency: concurrent requests of all ranks together.
+            chat: send prompts as user messages to /chat/completions, not to /completions.
+            timeout: timeout of a request, seconds.
+            spell: decodes the tokens of a request, without special tokens; None: no scores.
 
         Raises:
-            UserError: the address is none.
+            UserError: the address is not valid.
         """
         if not url.startswith(("http://", "https://")):
             raise UserError(f"{url}: is no address; write one such as http://localhost:8000/v1")
@@ -93,11 +92,11 @@ class Endpoint:
         self._spell = spell
         self._why_no_scores: str | None = None if spell and not chat else "it is asked by chat"
         self._was_tried = self._why_no_scores is not None
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
 
     @property
     def can_score(self) -> bool:
-        """Whether the server echoes a text with its log-probabilities; it is asked once.
+        """Return whether the server echoes texts with log-probabilities. The first call tries it.
 
         Raises:
             UserError: the server cannot be reached, or refuses.
@@ -108,9 +107,9 @@ class Endpoint:
         return self._why_no_scores is None
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score | Refusal]:
-        """A score for each request, in order, of the server's own tokens.
+        """Return the score of each request, computed over the server's own tokens.
 
-        Several processes deal the requests among themselves, and all get all scores.
+        The requests are distributed over all ranks, and each rank returns all scores.
 
         Raises:
             UserError: the server cannot be reached, refuses, or cannot score.
@@ -124,9 +123,9 @@ class Endpoint:
         return self._share([self._texts(request) for request in requests], self._score)
 
     def generate(self, prompts: Sequence[GenerationPrompt]) -> list[str | Refusal]:
-        """The greedy continuation of each prompt, in order, cut before its first stop.
+        """Return the greedy continuation of each prompt, cut before its first stop text.
 
-        Several processes deal the prompts among themselves, and all get all texts.
+        The prompts are distributed over all ranks, and each rank returns all texts.
 
         Raises:
             UserError: the server cannot be reached, or refuses.
@@ -134,52 +133,62 @@ class Endpoint:
         return self._share(prompts, self._continue)
 
     def _share(
-        self, items: Sequence[Item], ask: Callable[[Item, threading.Event], Said]
-    ) -> list[Said]:
-        """What the server says of each, dealt over the processes; all of them get all.
+        self, items: Sequence[Item], send: Callable[[Item, threading.Event], Output]
+    ) -> list[Output]:
+        """Distribute items over all ranks, send them, and gather all outputs on each rank.
 
-        Over all of them, whatever the mesh, not over data ranks: nothing is asked twice.
+        They are distributed over all ranks of any mesh, not over data ranks, so that no item is
+        sent twice.
+
+        Raises:
+            UserError: a rank failed; raised on every rank.
         """
         if not (dist.is_initialized() and dist.get_world_size() > 1):
-            return self._ask_all(items, ask, self._concurrency)
+            return self._send_all(items, send, self._concurrency)
+
+        # send this rank's items
         rank, size = dist.get_rank(), dist.get_world_size()
-        said: list[Said] = []
+        outputs: list[Output] = []
         problems: tuple[str, ...] = ()
         before = self.tokens_computed
         try:
-            said = self._ask_all(items[rank::size], ask, max(1, self._concurrency // size))
+            outputs = self._send_all(items[rank::size], send, max(1, self._concurrency // size))
         except UserError as error:
-            problems = error.problems  # raised below, where all processes raise it
+            problems = error.problems  # raised below, on every rank
+
+        # gather
         parts: list[Any] = [None] * size
-        dist.all_gather_object(parts, (said, problems, self.tokens_computed - before))
-        if lines := dict.fromkeys(line for _, lines, _ in parts for line in lines):
-            raise UserError(*lines)
+        dist.all_gather_object(parts, (outputs, problems, self.tokens_computed - before))
+        all_problems = dict.fromkeys(line for _, lines, _ in parts for line in lines)
+        if all_problems:
+            raise UserError(*all_problems)
         self.tokens_computed = before + sum(tokens for _, _, tokens in parts)
         return [parts[i % size][0][i // size] for i in range(len(items))]
 
-    def _ask_all(
+    def _send_all(
         self,
         items: Sequence[Item],
-        ask: Callable[[Item, threading.Event], Said],
+        send: Callable[[Item, threading.Event], Output],
         concurrency: int,
-    ) -> list[Said]:
+    ) -> list[Output]:
+        """Send items concurrently; return their outputs in order."""
         given_up = threading.Event()
         with ThreadPoolExecutor(concurrency) as pool:
-            futures = [pool.submit(ask, item, given_up) for item in items]
+            futures = [pool.submit(send, item, given_up) for item in items]
             try:
                 return [future.result() for future in futures]
-            except BaseException:  # Ctrl-C too: without this the pool would wait for every prompt
+            except BaseException:  # also Ctrl-C; otherwise the pool would wait for every prompt
                 given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
     def _texts(self, request: ScoreRequest) -> tuple[str, str]:
-        """Context and target of a request."""
+        """Return the texts of context and answer of a request."""
         assert self._spell is not None
-        whole = (*request.tokens, *request.targets[-1:])
-        border = len(whole) - len(request.targets)
-        context = self._spell(whole[:border])
-        return context, self._spell(whole)[len(context) :]
+        tokens = (*request.tokens, *request.targets[-1:])
+        border = len(tokens) - len(request.targets)
+        context = self._spell(tokens[:border])
+        return context, self._spell(tokens)[len(context) :]
 
     def _score(self, texts: tuple[str, str], given_up: threading.Event) -> Score | Refusal:
         context, target = texts
@@ -193,7 +202,7 @@ class Endpoint:
             raise self._other_protocol(reply) from None
 
     def _try_echo(self, texts: tuple[str, str], given_up: threading.Event) -> str | None:
-        """Why the server does not score texts; None: it does."""
+        """Return why the server cannot score texts; None if it can."""
         body = {"model": self.model, "temperature": 0, "prompt": "".join(texts), **ECHO}
         try:
             read_score(self._post("/completions", body, given_up), *texts)
@@ -204,13 +213,14 @@ class Endpoint:
         return None
 
     def _continue(self, prompt: GenerationPrompt, given_up: threading.Event) -> str | Refusal:
+        """Request the continuation of one prompt."""
         body: dict[str, Any] = {"model": self.model, "temperature": 0}
         body["max_tokens"] = prompt.max_new_tokens
         if prompt.stops:
             body["stop"] = list(prompt.stops[:MAX_STOPS])
         if self.chat:
-            plain = [{"role": "user", "content": prompt.text}]
-            body["messages"] = [dict(m) for m in prompt.messages] or plain
+            user_message = {"role": "user", "content": prompt.text}
+            body["messages"] = [dict(m) for m in prompt.messages] or [user_message]
             if prompt.tools:
                 body["tools"] = [dict(tool) for tool in prompt.tools]
         else:
@@ -222,7 +232,7 @@ class Endpoint:
             return Refusal(str(error))
 
     def _text(self, reply: Any) -> str:
-        """The continuation in a reply; what a model may leave out, a message's content, is ''."""
+        """Return the continuation in a reply; "" if a message has no content."""
         with suppress(KeyError, IndexError, TypeError):
             choice = reply["choices"][0]
             if self.chat and "tool_calls" in choice["message"] and choice["message"]["tool_calls"]:
@@ -233,6 +243,7 @@ class Endpoint:
         raise self._other_protocol(reply)
 
     def _other_protocol(self, reply: Any) -> UserError:
+        """Return the error for a reply that does not follow the protocol."""
         shown = json.dumps(reply)[:200]
         return UserError(
             f"{self.url}: does not answer as OpenAI's protocol has it: {shown}; write the address"
@@ -240,24 +251,31 @@ class Endpoint:
         )
 
     def _post(self, path: str, body: Mapping[str, Any], given_up: threading.Event) -> Any:
-        """The reply; tried again where the server is busy, fails, or breaks off.
+        """Return the reply to a request, retried if the server is busy, fails or disconnects.
+
+        Args:
+            path: path below the address.
+            body: body of the request.
+            given_up: set if another request has failed for good.
 
         Raises:
-            UserError: there is none, and so it would be for any question.
-            _Refused: the server will not take this question.
+            UserError: no reply, for a reason that concerns every question.
+            _Refused: the server refuses this question.
         """
 
-        def ask() -> Any:
+        def attempt() -> Any:
             reply = self._send(path, body)
             self._has_answered = True
             self._count(reply)
             return reply
 
         def again(error: Exception, failures: int) -> float:
-            asked = 0.0
+            retry_after = 0.0
+            # reason of the failure; permanent errors are raised
             if isinstance(error, urllib.error.HTTPError):
                 self._has_answered = True
-                why, asked = self._failed(error), _seconds(error.headers.get("Retry-After"))
+                why = self._failed(error)
+                retry_after = _seconds(error.headers.get("Retry-After"))
             elif isinstance(error, OSError | http.client.HTTPException):
                 reason = getattr(error, "reason", error)
                 if isinstance(reason, _HOPELESS) and not self._has_answered:
@@ -265,22 +283,24 @@ class Endpoint:
                 why = str(reason) or type(reason).__name__
             else:
                 raise error
+
+            # delay of the next attempt
             if failures == ATTEMPTS or given_up.is_set():
                 raise UserError(
                     f"{self.url}: gave no answer in {failures} attempts: {why}; try later, or lower"
                     f" the endpoint's concurrency ({self._concurrency})"
                 )
             delay = backoff(failures, first=self.first_delay, longest=LONGEST_DELAY, jitter=_JITTER)
-            return min(max(asked, delay), LONGEST_DELAY)
+            return min(max(retry_after, delay), LONGEST_DELAY)
 
-        return retry(ask, again=again, wait=given_up.wait)
+        return retry(attempt, again=again, wait=given_up.wait)
 
     def _count(self, reply: Any) -> None:
-        with suppress(KeyError, TypeError), self._counting:
+        with suppress(KeyError, TypeError), self._count_lock:
             self.tokens_computed += int(reply["usage"]["prompt_tokens"])
 
     def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        """POST of a body, GET without; what the server's JSON holds."""
+        """Send a POST request, or GET without a body; return the parsed JSON of the reply."""
         headers = {"Content-Type": "application/json", "User-Agent": "llmfoundry"}
         if key := os.environ.get(self._key_env):
             headers["Authorization"] = f"Bearer {key}"
@@ -290,21 +310,26 @@ class Endpoint:
             content = response.read()
         try:
             return parse_json(content)
-        except ValueError:  # a page: `_text` says so
+        except ValueError:  # such as an HTML page, for which `_text` raises an error
             return content.decode(errors="replace").strip()
 
     def _failed(self, error: urllib.error.HTTPError) -> str:
-        """What a failed request says; raised at once where another attempt would not help."""
+        """Return the reason of a transient error; raise a permanent one.
+
+        Raises:
+            _Refused: the error concerns this question.
+            UserError: it concerns all questions.
+        """
         message, code = _message(error)
-        said = f"{error.code} {error.reason}" + (f": {message}" if message else "")
+        reason = f"{error.code} {error.reason}" + (f": {message}" if message else "")
         if error.code >= 500 or (error.code == 429 and code != "insufficient_quota"):
-            return said
+            return reason
         if error.code in OF_ONE_QUESTION:
-            raise _Refused(said) from error
-        raise UserError(f"{self.url}: {said}; {self._remedy(error.code)}") from error
+            raise _Refused(reason) from error
+        raise UserError(f"{self.url}: {reason}; {self._remedy(error.code)}") from error
 
     def _remedy(self, status: int) -> str:
-        """What to write after a status that no other attempt would change."""
+        """Return what the user can do about a permanent error status."""
         if status in (401, 403):
             if os.environ.get(self._key_env):
                 return f"put a key that it accepts into the variable {self._key_env}"
@@ -320,7 +345,7 @@ class Endpoint:
         return f"write its address up to and including /v1, the name of its model; or {kind}"
 
     def _models(self) -> list[str]:
-        """Names of the server's models, 20 at most; none where it does not list them."""
+        """Return up to 20 names of the server's models; none if it does not list them."""
         try:
             return [str(model["id"]) for model in self._send("/models", None)["data"]][:20]
         except (OSError, http.client.HTTPException, KeyError, TypeError):
@@ -335,7 +360,7 @@ class Endpoint:
 
 
 def _message(error: urllib.error.HTTPError) -> tuple[str, str]:
-    """The server's words on one line, and its code, in the forms that servers have."""
+    """Return message and code of an error reply, in any of the forms that servers use."""
     content = error.read(10_000).decode(errors="replace")
     try:
         reply = parse_json(content)
@@ -349,6 +374,6 @@ def _message(error: urllib.error.HTTPError) -> tuple[str, str]:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """How long the server asks to wait; 0 where it does not say, or names a date."""
+    """Return the seconds of a Retry-After header; 0 if it is missing or a date."""
     value = (retry_after or "").strip()
     return float(value) if value.replace(".", "", 1).isdecimal() else 0.0
