@@ -33,21 +33,21 @@ from llmfoundry.gauntlet.questions import (
 )
 from llmfoundry.recipe.checks import nearest
 
-TIE = 1e-6  # nats per unit compared; closer numbers are the same up to rounding
-BUCKETS = 10  # of confidence, as Composer's
+TIE = 1e-6  # nats per unit; values that are closer count as equal, because of rounding
+BUCKETS = 10  # of the calibration error, as in Composer
 
 NOT_GENERATED = "TeacherForcedGreedyAccuracy"
-"""Share of generation's gold answers of which every token is the likeliest after those before."""
+"""Fraction of gold answers of generation tasks that are greedy: every token is the likeliest."""
 WHOLE_WORDS = "whole_word_exact_match"
-"""Share of generated answers that are right, and not only as the start of a longer number."""
+"""Fraction of generated answers that are right and not merely the start of a longer word."""
 BITS, CALIBRATION = "gold_bits_per_byte", "expected_calibration_error"
 LM_CALIBRATION = "InContextLearningLMExpectedCalibrationError"
 CHOICE_CALIBRATION = "InContextLearningMCExpectedCalibrationError"
-"""LLM Foundry's metric_names may ask for these; they are computed in any case."""
+"""Names that metric_names of LLM Foundry may contain; these metrics are always computed."""
 
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u00b4", " "))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_GOES_ON = re.compile(r"\w|[.,]\d")  # of a word or a number: 3|0, 3|.5, 2|,125
+_GOES_ON = re.compile(r"\w|[.,]\d")  # continuation of a word or number: 3|0, 3|.5, 2|,125
 
 UNITS: dict[str, Callable[[ScoreRequest, Score], int]] = {
     "sum": lambda request, score: 1,
@@ -55,10 +55,10 @@ UNITS: dict[str, Callable[[ScoreRequest, Score], int]] = {
     "char": lambda request, score: len(request.text),
     "byte": lambda request, score: len(request.text.encode()),
 }
-"""`choice_by`: what a log-probability is divided by before choices are compared."""
+"""`choice_by`: unit by whose number a log-probability is divided before choices are compared."""
 
 CHOICE_ACCURACIES = {"acc": "sum", "acc_token": "token", "acc_norm": "char", "acc_byte": "byte"}
-"""Reported for each multiple_choice and schema task, the harness's names among them."""
+"""Accuracies of each multiple_choice and schema task; some have the names of the harness."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class AnsweredQuestion:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every number is one."""
+        """Return whether all log-probabilities are finite."""
         return all(math.isfinite(s.logprob) and math.isfinite(s.best_logprob) for s in self.scores)
 
     @property
     def gold(self) -> int:
-        """Which request is the right one's."""
+        """Return the number of the request with the correct answer."""
         return self.question.row.gold
 
 
@@ -104,7 +104,7 @@ class Judgment:
 
 
 Interval = tuple[float, float]
-_Z95 = 1.959963984540054  # standard deviations to each side that hold 95 % of a normal distribution
+_Z95 = 1.959963984540054  # 95 % of a normal distribution are within this many standard deviations
 
 
 @dataclass(frozen=True)
@@ -125,41 +125,47 @@ def answers_of(
     scores: Sequence[Sequence[Score | Refusal]],
     texts: Sequence[str | Refusal] | None,
 ) -> list[AnsweredQuestion]:
-    """Each question with its scores and, in generation, its text."""
-    written = [None] * len(questions) if texts is None else texts
-    return [_answer(*parts) for parts in zip(questions, scores, written, strict=True)]
+    """Combine questions with the scores and texts of a model.
+
+    Args:
+        questions: questions.
+        scores: scores of the requests of each question.
+        texts: generated text of each question; None: nothing was generated.
+    """
+    generated = [None] * len(questions) if texts is None else texts
+    return [_answer(*parts) for parts in zip(questions, scores, generated, strict=True)]
 
 
 def _answer(
     question: Question, scores: Sequence[Score | Refusal], text: str | Refusal | None
 ) -> AnsweredQuestion:
-    said = [score for score in scores if isinstance(score, Score)]
-    refusals = [part for part in (*scores, text) if isinstance(part, Refusal)]
+    accepted = [score for score in scores if isinstance(score, Score)]
+    refusals = [output for output in (*scores, text) if isinstance(output, Refusal)]
     if question.problem:
         refusals = [Refusal(question.problem, left_out=True)]
-    if refusals:  # what is wrong for one reason is not left out for another
+    if refusals:  # one that counts as wrong takes precedence over one that is left out
         return AnsweredQuestion(
             question, (), None, min(refusals, key=lambda refusal: refusal.left_out)
         )
     assert not isinstance(text, Refusal)
-    return AnsweredQuestion(question, said, text)
+    return AnsweredQuestion(question, accepted, text)
 
 
 def judge_written(task: TaskConfig, answer: AnsweredQuestion) -> Judgment:
-    """By the text; where none was written, right iff the gold answer is the greedy one."""
+    """Judge by the generated text; without one, by whether the gold answer is greedy."""
     if answer.text is None:
         return judge_greedy(task, answer)
     return Judgment(None, is_right(answer.text, answer.question.row, task))
 
 
 def judge_greedy(task: TaskConfig, answer: AnsweredQuestion) -> Judgment:
-    """Right iff every token of the gold answer is the likeliest one."""
+    """Judge by whether the gold answer is greedy: every token is the likeliest."""
     score = answer.scores[answer.gold]
     return Judgment(None, score.greedy, score.tied)
 
 
 def judge_choice(task: TaskConfig, answer: AnsweredQuestion) -> Judgment:
-    """Right by the task's own unit."""
+    """Judge by the log-probability per unit that the task configures."""
     return judge_by(answer, task.choice_by)
 
 
@@ -179,16 +185,19 @@ def judge_by(answer: AnsweredQuestion, unit: str) -> Judgment:
 
 
 def calibration_error(judged: Sequence[tuple[float, bool]]) -> float:
-    """Expected calibration error of (confidence, right) pairs, with Composer's buckets.
+    """Return the expected calibration error of (confidence, right) pairs, as in Composer.
 
-    A bucket's confidence is its middle, not the mean of what is in it
+    The confidence of a bucket is its middle, not the mean of its pairs
     (composer.metrics.nlp.InContextLearningExpectedCalibrationError).
     """
+    # count pairs and right answers per bucket of confidence
     totals, rights = [0] * BUCKETS, [0] * BUCKETS
     for confidence, right in judged:
         bucket = min(int(confidence * BUCKETS), BUCKETS - 1)
         totals[bucket] += 1
         rights[bucket] += right
+
+    # mean gap between accuracy and confidence, weighted by the number of pairs
     gaps = [
         total * abs(right / total - (i + 0.5) / BUCKETS)
         for i, (total, right) in enumerate(zip(totals, rights, strict=True))
@@ -198,7 +207,7 @@ def calibration_error(judged: Sequence[tuple[float, bool]]) -> float:
 
 
 def bits_per_byte(answers: Sequence[AnsweredQuestion]) -> Estimate:
-    """Bits that the gold answers take, over their UTF-8 bytes.
+    """Return the bits of the gold answers per UTF-8 byte.
 
     The standard error is that of a ratio of two means over rows (Cochran, Sampling Techniques,
     section 6.3): sqrt(n / (n - 1) * sum of (bits - ratio * bytes)^2) / sum of bytes.
@@ -214,27 +223,27 @@ def bits_per_byte(answers: Sequence[AnsweredQuestion]) -> Estimate:
 
 
 def choice_metrics(answers: Sequence[AnsweredQuestion], n_refused: int) -> dict[str, Estimate]:
-    """The accuracy by each unit, and both calibration errors."""
-    found = {}
+    """Return the accuracy by each unit, and both calibration errors."""
+    metrics = {}
     for name, unit in CHOICE_ACCURACIES.items():
         rights = [judge_by(answer, unit).right for answer in answers]
-        found[name] = share_right([*rights, *[False] * n_refused])
-    return found | _choice_calibration(answers)
+        metrics[name] = share_right([*rights, *[False] * n_refused])
+    return metrics | _choice_calibration(answers)
 
 
 def greedy_metrics(answers: Sequence[AnsweredQuestion], n_refused: int) -> dict[str, Estimate]:
-    """Both calibration errors."""
+    """Return both calibration errors."""
     return _greedy_calibration(answers)
 
 
 def generation_metrics(answers: Sequence[AnsweredQuestion], n_refused: int) -> dict[str, Estimate]:
-    """The share of gold answers that are greedy."""
+    """Return the fraction of gold answers that are greedy."""
     rights = [*(answer.scores[0].greedy for answer in answers), *[False] * n_refused]
     return {NOT_GENERATED: share_right(rights)}
 
 
 def is_whole(task: TaskConfig, answer: AnsweredQuestion) -> bool:
-    """Whether a text is right, and not only as the start of a longer word or number."""
+    """Return whether a text is right and not merely the start of a longer word or number."""
     if answer.text is None:
         return False
     row = answer.question.row
@@ -242,16 +251,19 @@ def is_whole(task: TaskConfig, answer: AnsweredQuestion) -> bool:
 
 
 def share_right(rights: Sequence[bool]) -> Estimate:
-    """The share that is right, with the binomial standard error; that of one row is not known."""
+    """Return the fraction of right answers with its binomial standard error.
+
+    The error of a single answer is None.
+    """
     share = sum(rights) / len(rights)
     error = math.sqrt(share * (1 - share) / len(rights)) if len(rights) > 1 else None
     return Estimate(share, error, wilson(sum(rights), len(rights)))
 
 
 def wilson(rights: int, n: int) -> Interval:
-    """The 95 % interval of a share of right answers (Wilson, JASA 22, 1927).
+    """Return the 95 % interval of a fraction of right answers (Wilson, JASA 22, 1927).
 
-    All shares p from which rights / n is no further away than 1.96 sqrt(p (1 - p) / n).
+    It contains every p with |rights / n - p| <= 1.96 sqrt(p (1 - p) / n).
     """
     z2, share = _Z95**2, rights / n
     middle = (rights + z2 / 2) / (n + z2)
@@ -285,38 +297,45 @@ def combined(
 
 
 def _choice_calibration(answers: Sequence[AnsweredQuestion]) -> dict[str, Estimate]:
-    """With the probability of whole options, and with Composer's."""
-    found = {CALIBRATION: [_confidence(a, _of_whole(a)) for a in answers]}
+    """Return calibration errors with two confidences.
+
+    They are the probability of an option, and the mean probability of its tokens, as in Composer.
+    """
+    pairs = {CALIBRATION: [_confidence(a, _probabilities(a)) for a in answers]}
     means = [[score.mean_probability for score in a.scores] for a in answers]
-    if all(mean is not None for of in means for mean in of):
-        judged = [
-            _confidence(a, [m or 0.0 for m in of]) for a, of in zip(answers, means, strict=True)
-        ]
-        found[CHOICE_CALIBRATION] = judged
-    return {name: Estimate(calibration_error(judged)) for name, judged in found.items()}
+    if all(mean is not None for of_answer in means for mean in of_answer):
+        composer_pairs = []
+        for answer, of_answer in zip(answers, means, strict=True):
+            composer_pairs.append(_confidence(answer, [mean or 0.0 for mean in of_answer]))
+        pairs[CHOICE_CALIBRATION] = composer_pairs
+    return {name: Estimate(calibration_error(judged)) for name, judged in pairs.items()}
 
 
-def _of_whole(answer: AnsweredQuestion) -> list[float]:
-    """Probabilities of the options, up to a common factor, which keeps them from underflow."""
+def _probabilities(answer: AnsweredQuestion) -> list[float]:
+    """Return the probabilities of the options relative to the best one, to avoid underflow."""
     best = max(score.logprob for score in answer.scores)
     return [math.exp(score.logprob - best) for score in answer.scores]
 
 
 def _confidence(answer: AnsweredQuestion, probabilities: Sequence[float]) -> tuple[float, bool]:
-    """(the greatest share, whether it alone is the right option's)."""
+    """Return the largest normalized probability, and whether only the gold option has it."""
     best, total = max(probabilities), sum(probabilities)
     leaders = [i for i, p in enumerate(probabilities) if p >= best * (1 - TIE)]
     return best / total if total else 0.0, leaders == [answer.gold]
 
 
 def _greedy_calibration(answers: Sequence[AnsweredQuestion]) -> dict[str, Estimate]:
-    """With the probability of all the likeliest tokens, and with Composer's, of one of them."""
+    """Return calibration errors with two confidences.
+
+    They are the product of the likeliest tokens' probabilities, and the least of them, as in
+    Composer.
+    """
     scores = [answer.scores[0] for answer in answers]
-    found = {CALIBRATION: [(math.exp(s.best_logprob), s.greedy) for s in scores]}
-    known = [(s.least_best, s.greedy) for s in scores if s.least_best is not None]
-    if len(known) == len(scores):
-        found[LM_CALIBRATION] = known
-    return {name: Estimate(calibration_error(judged)) for name, judged in found.items()}
+    pairs = {CALIBRATION: [(math.exp(s.best_logprob), s.greedy) for s in scores]}
+    composer_pairs = [(s.least_best, s.greedy) for s in scores if s.least_best is not None]
+    if len(composer_pairs) == len(scores):
+        pairs[LM_CALIBRATION] = composer_pairs
+    return {name: Estimate(calibration_error(judged)) for name, judged in pairs.items()}
 
 
 def until_stop(text: str, stops: Sequence[str]) -> str:
@@ -326,20 +345,22 @@ def until_stop(text: str, stops: Sequence[str]) -> str:
     Foundry uses regular expressions and the stop string that begins first.)
     """
     assert all(stops), "an empty stop would end every text"
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)[1]] if found else text
+    starts = [(text.find(stop), stop) for stop in stops]
+    matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
+    return text[: min(matches)[1]] if matches else text
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated white space.
+    """Convert to lower case; remove punctuation, articles and repeated white space.
 
-    TriviaQA's (mandarjoshi90/triviaqa, evaluation/triviaqa_evaluation.py), as LLM Foundry has it.
+    This is the normalization of TriviaQA (mandarjoshi90/triviaqa,
+    evaluation/triviaqa_evaluation.py), as in LLM Foundry.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def final_answer(text: str, task: TaskConfig) -> str:
-    """What is compared with the aliases: what follows the chain of thought, cleaned."""
+    """Return the normalized text after the chain of thought, which is compared with aliases."""
     text = until_stop(text, task.early_stopping_criteria)
     if task.cot_delimiter:
         text = text.split(task.cot_delimiter)[-1]
@@ -347,9 +368,10 @@ def final_answer(text: str, task: TaskConfig) -> str:
 
 
 def is_right(text: str, row: TaskRow, task: TaskConfig) -> bool:
-    """Whether a text answers the row's question: it begins with an alias that is not empty.
+    """Return whether a text answers the question of a row.
 
-    A row with checks of its own must meet all of them instead, to its last character.
+    It does if it begins with an alias that is not empty. If the row has checks, the text before the
+    first stop must meet all of them instead.
     """
     if row.checks:
         return meets_checks(until_stop(text, task.early_stopping_criteria), row.checks)
@@ -357,7 +379,7 @@ def is_right(text: str, row: TaskRow, task: TaskConfig) -> bool:
 
 
 def runs_on(text: str, row: TaskRow, task: TaskConfig) -> bool:
-    """Whether a text is right only as the start of a longer word or number: "30" where 3 is."""
+    """Return whether an answer is only the start of a longer word or number: "30" for "3"."""
     if row.checks:
         return False
     answer = final_answer(text, task)
@@ -366,7 +388,7 @@ def runs_on(text: str, row: TaskRow, task: TaskConfig) -> bool:
 
 
 def empty_aliases(rows: Iterable[TaskRow], task: TaskConfig) -> list[str]:
-    """A note for each row with aliases that cleaning leaves nothing of, and that never match."""
+    """Return a note for each row with aliases that are empty after normalization."""
     notes = []
     for row in rows:
         empty = [alias for alias in _aliases(row) if not _clean(alias, task)]
@@ -379,9 +401,9 @@ def empty_aliases(rows: Iterable[TaskRow], task: TaskConfig) -> list[str]:
 
 
 def _matches(answer: str, row: TaskRow, task: TaskConfig) -> list[str]:
-    """The cleaned aliases that a cleaned answer begins with."""
-    cleaned = {_clean(alias, task) for alias in _aliases(row)} - {""}
-    return [alias for alias in cleaned if answer.startswith(alias)]
+    """Return the normalized aliases that a normalized answer begins with."""
+    aliases = {_clean(alias, task) for alias in _aliases(row)} - {""}
+    return [alias for alias in aliases if answer.startswith(alias)]
 
 
 def _aliases(row: TaskRow) -> tuple[str, ...]:
@@ -398,19 +420,19 @@ _SENTENCE = re.compile(r"[^.!?]*[^\W_][^.!?]*[.!?]+")
 
 
 def meets_checks(text: str, checks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a text meets every requirement; an empty one meets none."""
+    """Return whether a text meets all checks; an empty text meets none."""
     text = text.strip()
     return bool(text) and all(holds(text, check) for check in checks)
 
 
 def holds(text: str, check: Mapping[str, Any]) -> bool:
-    """Whether a text meets one requirement."""
+    """Return whether a text meets one check."""
     arguments = {key: value for key, value in check.items() if key != "check"}
     return CHECKS[check["check"]][0](text, **arguments)
 
 
 def check_problems(checks: Any) -> Iterator[str]:
-    """A line for each mistake in a row's requirements as they are written."""
+    """Yield a line for each error in the checks of a row."""
     if not isinstance(checks, list) or not checks:
         yield f"field 'checks' is {checks!r:.60}; write a list of one or more mappings"
         return
@@ -420,10 +442,10 @@ def check_problems(checks: Any) -> Iterator[str]:
             hint = nearest(str(name), CHECKS)
             yield f"field 'checks': {name!r:.60} is not a check{hint} ({', '.join(CHECKS)})"
             continue
-        wanted = CHECKS[name][1]
-        for key in sorted(check.keys() - {"check"} - wanted.keys()):
-            yield f"field 'checks': {name}: unknown key '{key}'; its keys: {', '.join(wanted)}"
-        for key, kind in wanted.items():
+        parameters = CHECKS[name][1]
+        for key in sorted(check.keys() - {"check"} - parameters.keys()):
+            yield f"field 'checks': {name}: unknown key '{key}'; its keys: {', '.join(parameters)}"
+        for key, kind in parameters.items():
             value = check.get(key)
             if not _KINDS[kind][1](value):
                 yield f"field 'checks': {name}: {key} is {value!r:.60}; write {_KINDS[kind][0]}"
@@ -462,45 +484,44 @@ def _lower(text: str) -> bool:
 
 
 def _finds(text: str, word: str) -> bool:
-    """Whether a word stands in a text, in any case, and not inside of a longer one."""
+    """Return whether a text contains a word, in any case, and not inside a longer word."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def _number(text: str, value: float) -> bool:
-    """GSM8K's rule: what follows the last ####, or else the last number, without commas."""
-    after = text.rpartition("####")[2]
-    found = _NUMBER.findall(after)
-    if not found:
+    """Compare the number after the last ####, or else the last number, as GSM8K does."""
+    numbers = _NUMBER.findall(text.rpartition("####")[2])
+    if not numbers:
         return False
-    first_or_last = found[0] if "####" in text else found[-1]
-    return float(first_or_last.replace(",", "")) == float(value)
+    number = numbers[0] if "####" in text else numbers[-1]
+    return float(number.replace(",", "")) == float(value)
 
 
 def _json(text: str, value: Mapping[str, Any]) -> bool:
-    """The whole text is JSON of this value; the order of keys does not matter."""
+    """Return whether the complete text is JSON of a value; the order of keys does not matter."""
     return _loaded(text) == dict(value)
 
 
 def _json_keys(text: str, keys: Sequence[str]) -> bool:
-    found = _loaded(text)
-    return isinstance(found, dict) and sorted(found) == sorted(keys)
+    parsed = _loaded(text)
+    return isinstance(parsed, dict) and sorted(parsed) == sorted(keys)
 
 
 def _call(text: str, value: Mapping[str, Any]) -> bool:
-    """The first JSON object of the text, whatever a template writes around it, is this call."""
+    """Return whether the first JSON object in a text is a tool call; templates add text around."""
     start = text.find("{")
     if start < 0:
         return False
     try:
-        found, _ = json.JSONDecoder().raw_decode(text[start:])
+        call, _ = json.JSONDecoder().raw_decode(text[start:])
     except (ValueError, RecursionError):
         return False
-    found = found.get("function", found)
-    if not isinstance(found, dict):
+    call = call.get("function", call)
+    if not isinstance(call, dict):
         return False
-    arguments = found.get("arguments", found.get("parameters"))
+    arguments = call.get("arguments", call.get("parameters"))
     arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
-    return found.get("name") == value["name"] and arguments == value["arguments"]
+    return call.get("name") == value["name"] and arguments == value["arguments"]
 
 
 def _loaded(text: str) -> Any:
@@ -529,7 +550,7 @@ CHECKS: dict[str, tuple[Callable[..., bool], dict[str, str]]] = {
     "json_keys": (_json_keys, {"keys": "list"}),
     "call": (_call, {"value": "mapping"}),
 }
-"""Each requirement: what checks whether it is met, and its arguments with their kinds."""
+"""Each check: its function, and the kinds of its parameters."""
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a text", lambda value: isinstance(value, str) and bool(value)),
@@ -538,4 +559,4 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mapping": ("a mapping", lambda value: isinstance(value, Mapping)),
     "list": ("a list of texts", lambda v: isinstance(v, list) and all(type(x) is str for x in v)),
 }
-"""Each kind of argument: in words, and as a check."""
+"""Each kind of parameter: its description, and a function that checks a value."""

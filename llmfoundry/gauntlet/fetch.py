@@ -1,11 +1,14 @@
-"""Bring the rows of benchmarks into a folder: checked, counted, resumable.
+"""Download of benchmark rows to a folder: verified and resumable.
 
-`commands.fetch_eval_data` reads the table of files, `eval/fetch.yaml`, and calls `fetch` with one
-of two routes: `from_foundry`, or `from_hub`, whose rows `eval/hub_rows.yaml` turns into LLM
-Foundry's form. A file is named by its path below the data folder, as in LLM Foundry:
-`world_knowledge/arc_easy.jsonl`; tasks may share one. The idea: a file appears under its name only
-when it is complete, after its checksum is in `manifest.json`; so a stopped run leaves nothing to
-repair, the next one resumes, and a file that changed later is noticed. No file is ever overwritten.
+Entry point: `fetch`, which `commands/fetch_eval_data.py` calls with the table of files
+(`eval/fetch.yaml`) and a source. The source is `from_foundry`, a clone of LLM Foundry, or
+`from_hub`, the Hugging Face hub, whose rows `eval/hub_rows.yaml` converts to the form of LLM
+Foundry. A file is identified by its path in the data folder, as in LLM Foundry:
+`world_knowledge/arc_easy.jsonl`. Several tasks may read one file.
+
+A file gets its final name only when it is complete and its checksum is in `manifest.json`. An
+interrupted run therefore resumes without repair, and later changes of a file are detected. Existing
+files are never overwritten.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ Row = dict[str, Any]
 
 MANIFEST = "manifest.json"
 FOUNDRY_DATA = "scripts/eval/local_data"
-"""Where LLM Foundry's repository keeps its rows."""
+"""Folder of the rows in LLM Foundry's repository."""
 FOLDER = "local_data/"
-"""What ends the part of a dataset_uri before a file's name."""
+"""Folder in a dataset_uri after which the name of a file begins."""
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set on the Hugging Face hub, or a local folder that `datasets` loads."""
+    """Dataset on the Hugging Face hub, or a local folder that `datasets` can load."""
 
     id: str
     split: str
@@ -49,14 +52,14 @@ class HubSource:
     """A name in eval/hub_rows.yaml."""
     config: str | None = None
     revision: str | None = None
-    """Branch, tag or commit; refs/convert/parquet where the data set is a loading script."""
+    """Branch, tag or commit; refs/convert/parquet for a dataset that is a loading script."""
     sample: int | None = None
-    """Rows to draw, always the same; unset: all."""
+    """Number of rows to sample, with a fixed seed; None: all rows."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file that tasks read, as LLM Foundry has it, and where else its rows are."""
+    """File of LLM Foundry that tasks read, and the hub dataset with the same rows."""
 
     file: str
     rows: int
@@ -65,14 +68,14 @@ class DataFile:
     licence: str | None = None
     hub: HubSource | None = None
     differs: str | None = None
-    """Why the hub's rows make another version of the task."""
+    """Why the rows of the hub are a different version of the task."""
 
 
 def read_table(path: Path) -> dict[str, DataFile]:
-    """The entries of a fetch table, by file.
+    """Read the entries of a fetch table, by file.
 
     Raises:
-        UserError: every unknown key, missing key and unknown mapping.
+        UserError: one line per unknown key, missing key and unknown mapping.
     """
     entries = read_yaml(path).get("files")
     if not isinstance(entries, list) or not entries:
@@ -94,46 +97,52 @@ def read_table(path: Path) -> dict[str, DataFile]:
 
 
 def files_of_gauntlet(path: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """The files that a gauntlet's tasks read, each with their labels; and tasks that read others.
+    """Return the files that the tasks of a gauntlet read.
+
+    Returns:
+        Labels of tasks by file, and a line for each task with another kind of dataset_uri.
 
     Raises:
-        UserError: the gauntlet file has a mistake.
+        UserError: the gauntlet file is not valid.
     """
     tasks = read_gauntlet(path).tasks
     return _by_file((task.label, task.dataset_uri) for task in tasks)
 
 
 def files_of_tasks(labels: Iterable[str], folder: str = "eval/tasks") -> dict[str, list[str]]:
-    """The files that the tasks of these labels read, as the YAMLs in `folder` define them.
+    """Return the files that tasks read, with the labels of the tasks.
+
+    Args:
+        labels: labels of tasks.
+        folder: folder with YAML files of tasks.
 
     Raises:
-        UserError: a label is defined nowhere; names the nearest.
+        UserError: a label is not defined, or its task needs no file.
     """
-    defined = {
-        str(task["label"]): str(task["dataset_uri"])
-        for path in sorted(find_shipped(folder, "tasks").glob("*.yaml"))
-        for task in read_yaml(path)["tasks"]
-    }
+    uris: dict[str, str] = {}
+    for path in sorted(find_shipped(folder, "tasks").glob("*.yaml")):
+        for task in read_yaml(path)["tasks"]:
+            uris[str(task["label"])] = str(task["dataset_uri"])
     unknown = [
-        f"tasks: {label}: is not defined in {folder}{nearest(label, defined)}"
+        f"tasks: {label}: is not defined in {folder}{nearest(label, uris)}"
         for label in labels
-        if label not in defined
+        if label not in uris
     ]
     if unknown:
         raise UserError(*unknown)
-    files, others = _by_file((label, defined[label]) for label in labels)
+    files, others = _by_file((label, uris[label]) for label in labels)
     if others:
         raise UserError(*(f"tasks: {task}; it needs no fetching" for task in others))
     return files
 
 
 def _by_file(tasks: Iterable[tuple[str, str]]) -> tuple[dict[str, list[str]], list[str]]:
-    """Labels by file below the data folder, and `label reads URI` for all other tasks."""
+    """Return labels by file in the data folder, and `label reads URI` for all other tasks."""
     files: dict[str, list[str]] = {}
     others = []
     for label, uri in tasks:
-        _, found, file = uri.replace("\\", "/").rpartition(FOLDER)
-        if not found or "://" in uri:
+        _, folder, file = uri.replace("\\", "/").rpartition(FOLDER)
+        if not folder or "://" in uri:
             others.append(f"{label} reads {uri}")
         elif label not in files.setdefault(file, []):
             files[file].append(label)
@@ -141,17 +150,17 @@ def _by_file(tasks: Iterable[tuple[str, str]]) -> tuple[dict[str, list[str]], li
 
 
 class FetchError(Exception):
-    """Why one file cannot be had, in one line; the others may still be."""
+    """One file cannot be fetched. The text is one line; other files may succeed."""
 
 
 @dataclass(frozen=True)
 class FileProvenance:
-    """What a route says of the file that it has written.
+    """Origin of a file that a route has written.
 
     Attributes:
-        source: where the rows are from, with commit or revision.
-        licence: under which terms, if it is known.
-        notes: what a reader must know before comparing results.
+        source: source of the rows, with commit or revision.
+        licence: license; None: unknown.
+        notes: differences that matter when results are compared.
     """
 
     source: str
@@ -174,7 +183,7 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class FetchOutcome:
-    """What became of one file; `line` is for people."""
+    """Result for one file; `line` is the message to print."""
 
     file: str
     there: bool
@@ -183,17 +192,17 @@ class FetchOutcome:
 
 @dataclass
 class FetchManifest:
-    """What was fetched into a folder, kept in it as manifest.json."""
+    """Checksums and sources of the files in a folder, stored there as manifest.json."""
 
     folder: Path
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path) -> FetchManifest:
-        """The folder's manifest; empty where there is none.
+        """Load the manifest of a folder; an empty one if there is none.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: the file cannot be read.
         """
         path = folder / MANIFEST
         if not path.exists():
@@ -209,7 +218,7 @@ class FetchManifest:
         return cls(folder, files)
 
     def enter(self, file: str, content: FileDigest, fetched: FileProvenance) -> None:
-        """Record a file, on disk too."""
+        """Record a file and write the manifest."""
         self.files[file] = asdict(content) | {"source": fetched.source, "licence": fetched.licence}
         path = self.folder / MANIFEST
         text = json.dumps({"files": self.files}, indent=1, sort_keys=True, ensure_ascii=False)
@@ -217,16 +226,21 @@ class FetchManifest:
 
 
 def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[FetchOutcome]:
-    """Bring each file to `output`, unless it is there; one outcome each, with a progress bar.
+    """Fetch each file that is not in `output`, with a progress bar; yield the outcome of each.
+
+    Args:
+        files: the files.
+        output: data folder.
+        route: writes the rows of a file.
 
     Raises:
-        UserError: the folder or its manifest cannot be used.
+        UserError: the folder or its manifest cannot be read or written.
     """
     files = list(files)
     try:
         output.mkdir(parents=True, exist_ok=True)
         manifest = FetchManifest.load(output)
-        with tqdm(files, unit="file", disable=None) as bar:  # None: only where a person looks on
+        with tqdm(files, unit="file", disable=None) as bar:  # None: only on a terminal
             for file in bar:
                 bar.set_description(Path(file.file).stem)
                 yield _fetch_one(file, manifest, route)
@@ -236,19 +250,24 @@ def fetch(files: Iterable[DataFile], *, output: Path, route: Route) -> Iterator[
 
 
 def _fetch_one(file: DataFile, manifest: FetchManifest, route: Route) -> FetchOutcome:
+    """Fetch or check one file."""
     target = manifest.folder / file.file
     try:
         if target.exists():
             line = _check_present(file, target, manifest)
         else:
-            line = _bring(file, target, manifest, route)
+            line = _download(file, target, manifest, route)
     except FetchError as error:
         return FetchOutcome(file.file, False, str(error))
     return FetchOutcome(file.file, True, line)
 
 
 def _check_present(file: DataFile, target: Path, manifest: FetchManifest) -> str:
-    """A line about a file that is there: still as it was fetched, or put there by someone."""
+    """Check an existing file against the manifest; record a file that the user put there.
+
+    Raises:
+        FetchError: the file has changed since it was fetched.
+    """
     content = inspect(target)
     entry = manifest.files.get(file.file)
     if entry is None:
@@ -263,12 +282,13 @@ def _check_present(file: DataFile, target: Path, manifest: FetchManifest) -> str
     return f"{content.rows:,} rows, already there"
 
 
-def _bring(file: DataFile, target: Path, manifest: FetchManifest, route: Route) -> str:
+def _download(file: DataFile, target: Path, manifest: FetchManifest, route: Route) -> str:
+    """Write a file with `route` and record it; return a line about it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(target) as partial:
         fetched = route(file, partial)
         content = inspect(partial)
-        # The manifest comes first: a run that is stopped here leaves no file that it forgot.
+        # The manifest is written first, so that every file with its final name is in it.
         manifest.enter(file.file, content, fetched)
     notes = [*_differences(file, content), *fetched.notes]
     if fetched.licence:
@@ -277,10 +297,10 @@ def _bring(file: DataFile, target: Path, manifest: FetchManifest, route: Route) 
 
 
 def inspect(path: Path) -> FileDigest:
-    """Read a complete jsonl file.
+    """Return size and checksum of a JSONL file.
 
     Raises:
-        FetchError: a line is no JSON object, or there is none.
+        FetchError: a line is not a JSON object, or the file has no rows.
     """
     digest, size, rows = hashlib.sha256(), 0, 0
     with open_guarded(path) as lines:
@@ -302,7 +322,7 @@ def inspect(path: Path) -> FileDigest:
 
 
 def _differences(file: DataFile, content: FileDigest) -> Iterator[str]:
-    """How a file differs from LLM Foundry's of that name, as far as that is known."""
+    """Yield how a file differs from the file of that name in LLM Foundry."""
     if content.rows != file.rows:
         yield f"LLM Foundry's file has {file.rows:,} rows"
     elif file.sha256 is not None and content.sha256 != file.sha256:
@@ -312,10 +332,10 @@ def _differences(file: DataFile, content: FileDigest) -> Iterator[str]:
 
 
 def from_foundry(clone: Path) -> Route:
-    """The route that links to files of a clone of LLM Foundry's repository, which are read there.
+    """Return the route that creates links to the files of a clone of LLM Foundry.
 
     Raises:
-        UserError: the folder holds no such data.
+        UserError: the folder is not a clone with data.
     """
     folder = _data_folder(clone)
     source = "LLM Foundry" + _commit(clone)
@@ -326,7 +346,7 @@ def from_foundry(clone: Path) -> Route:
             raise FetchError(f"{file.file} is not in {show(folder)}{_other_route(file)}")
         try:
             content = inspect(path)
-            target.unlink(missing_ok=True)  # of a run that was killed
+            target.unlink(missing_ok=True)  # left by a killed run
             target.symlink_to(path.resolve())
         except OSError as error:
             raise FetchError(f"{show(path)}: {error.strerror}") from error
@@ -341,8 +361,7 @@ def from_foundry(clone: Path) -> Route:
 
 
 def _data_folder(clone: Path) -> Path:
-    tried = [clone / FOUNDRY_DATA, clone / "local_data", clone]
-    for folder in tried:
+    for folder in (clone / FOUNDRY_DATA, clone / "local_data", clone):
         if (folder / "world_knowledge").is_dir():
             return folder
     raise UserError(
@@ -352,15 +371,15 @@ def _data_folder(clone: Path) -> Path:
 
 
 def _commit(clone: Path) -> str:
-    """` at 8c8dd48f`, or nothing where git does not say."""
+    """Return ` at 8c8dd48f`, the commit of a clone; "" if it is unknown."""
     if not (clone / ".git").exists():
         return ""
     command = ["git", "-C", str(clone), "rev-parse", "--short=8", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return f" at {done.stdout.strip()}"
+    return f" at {result.stdout.strip()}"
 
 
 def _other_route(file: DataFile) -> str:
@@ -371,16 +390,17 @@ _SAMPLE_SEED = 1234
 
 
 def from_hub() -> Route:
-    """The route that loads data sets of the hub.
+    """Return the route that loads datasets of the hub.
 
     Raises:
         UserError: a package is missing.
     """
-    import_optional("datasets", "from_hub:", extra="data")  # once, before any file is tried
+    import_optional("datasets", "from_hub:", extra="data")  # fail before the first file
     return _write
 
 
 def _write(file: DataFile, target: Path) -> FileProvenance:
+    """Load, convert and write the rows of a hub dataset."""
     if file.hub is None:
         raise FetchError("only LLM Foundry's repository has it: from_foundry=PATH")
     commit, licence = _card(file.hub)
@@ -397,10 +417,10 @@ def _write(file: DataFile, target: Path) -> FileProvenance:
 
 
 def _card(hub: HubSource) -> tuple[str | None, str | None]:
-    """Commit and licence of a data set; both unknown for a local folder and in offline mode.
+    """Return commit and license of a dataset; None for a local folder and in offline mode.
 
     Raises:
-        FetchError: the hub does not answer, or does not show the data set.
+        FetchError: the hub does not respond, or the dataset is not accessible.
     """
     if Path(hub.id).is_dir():
         return None, None
@@ -411,21 +431,21 @@ def _card(hub: HubSource) -> tuple[str | None, str | None]:
         info = huggingface_hub.HfApi().dataset_info(hub.id, revision=hub.revision)
     except OfflineModeIsEnabled:
         return None, None
-    except Exception as error:  # its client's errors share no base class
+    except Exception as error:  # errors of the hub's client share no base class
         raise FetchError(_reason(error, hub)) from error
     licence = getattr(info.card_data, "license", None)
     return info.sha, ", ".join(licence) if isinstance(licence, list) else licence
 
 
 def _load(hub: HubSource, commit: str | None) -> Iterable[Row]:
-    """The rows of the asked split, at the commit whose licence was read.
+    """Load the rows of a split at a commit.
 
     Raises:
-        FetchError: with the library's own reason in it.
+        FetchError: the library cannot load them.
     """
     import datasets
 
-    # The library's cache does not notice that a local folder has changed.
+    # The cache of the library does not detect changes of a local folder.
     mode = "force_redownload" if Path(hub.id).is_dir() else None
     try:
         return datasets.load_dataset(
@@ -435,52 +455,57 @@ def _load(hub: HubSource, commit: str | None) -> Iterable[Row]:
             revision=commit or hub.revision,
             download_mode=mode,
         )
-    except Exception as error:  # the library raises a dozen unrelated types, its client's too
+    except Exception as error:  # the library raises a dozen unrelated types
         raise FetchError(_reason(error, hub)) from error
 
 
 def _mapped(source: Iterable[Row], hub: HubSource) -> tuple[list[Row], int]:
-    """All rows in LLM Foundry's form, and how many of the source gave none.
+    """Convert rows to the form of LLM Foundry.
+
+    Returns:
+        The rows, and the number of source rows that do not fit.
 
     Raises:
-        FetchError: the source does not have the columns and values that its mapping knows.
+        FetchError: the columns or values do not match the mapping.
     """
-    make = hub_mappings()[hub.mapping]
+    convert = hub_mappings()[hub.mapping]
     rows: list[Row] = []
     dropped = 0
     for number, row in enumerate(source):
         try:
-            made = make(row)
+            converted = convert(row)
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise FetchError(
                 f"{hub.id}: row {number}: {type(error).__name__}: {error}; its columns"
                 f" ({', '.join(row)}) or values are not those that mapping {hub.mapping} knows"
             ) from error
-        dropped += not made
-        rows.extend(made)
+        dropped += not converted
+        rows.extend(converted)
+
+    # sample, in the order of the source
     if hub.sample is not None and hub.sample < len(rows):
-        chosen = random.Random(_SAMPLE_SEED).sample(range(len(rows)), hub.sample)
-        rows = [rows[i] for i in sorted(chosen)]
+        sample = random.Random(_SAMPLE_SEED).sample(range(len(rows)), hub.sample)
+        rows = [rows[i] for i in sorted(sample)]
     return rows, dropped
 
 
 # --- mappings: eval/hub_rows.yaml -------------------------------------------------------------
 
 _EXPRESSIONS = ("choices", "context_options", "aliases", "gold")
-"""Fields of a row that are no texts."""
+"""Fields of a row that are not text."""
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 HubMapping = Callable[[Row], list[Row]]
-"""From a row in the columns that its source publishes to the rows that it becomes: mostly one, none
-where it does not fit, several where a source keeps a conversation in one row."""
+"""Converts a row of a hub dataset to rows of LLM Foundry: usually one, none if it does not fit,
+several if a row contains a conversation."""
 
 
 @functools.cache
 def hub_mappings() -> dict[str, HubMapping]:
-    """The mappings of eval/hub_rows.yaml, which explains them, by name."""
+    """Return the mappings of eval/hub_rows.yaml by name. The file documents its format."""
     import jinja2
 
     class Missing(jinja2.StrictUndefined):
-        """A part of a column that is not there: a KeyError of its name, once it is used."""
+        """Missing part of a column, which raises a KeyError with its name when it is used."""
 
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **{**settings, "exc": KeyError})
@@ -496,21 +521,31 @@ def hub_mappings() -> dict[str, HubMapping]:
 
 
 def _mapping(entry: Mapping[str, Any], environment: Any) -> HubMapping:
+    """Compile an entry of eval/hub_rows.yaml."""
     from jinja2.meta import find_undeclared_variables
 
-    columns: set[str] = set()
+    columns: set[str] = set()  # read by templates and expressions
 
     def template(text: str) -> Callable[[Row], Any]:
+        """Compile a text field; a single expression whose value is None stays None."""
         columns.update(find_undeclared_variables(environment.parse(text)))
-        if not (whole := re.fullmatch(r"\{\{((?:(?!\}\}).)*)\}\}", text)):
+        single_expression = re.fullmatch(r"\{\{((?:(?!\}\}).)*)\}\}", text)
+        if not single_expression:
             return environment.from_string(text).render
-        value = environment.compile_expression(whole[1], undefined_to_none=False)
-        return lambda known: None if (found := value(known)) is None else str(found)  # no "None"
+        evaluate = environment.compile_expression(single_expression[1], undefined_to_none=False)
+
+        def render(variables: Row) -> str | None:
+            value = evaluate(variables)
+            return None if value is None else str(value)
+
+        return render
 
     def expression(text: str) -> Callable[[Row], Any]:
+        """Compile a field that is not text."""
         columns.update(find_undeclared_variables(environment.parse(f"{{{{ {text} }}}}")))
         return environment.compile_expression(text, undefined_to_none=False)
 
+    # compile all fields
     where = expression(entry.get("where", "true"))
     each = expression(entry.get("each", "[none]"))
     let = {name: expression(text) for name, text in entry.get("let", {}).items()}
@@ -521,21 +556,25 @@ def _mapping(entry: Mapping[str, Any], environment: Any) -> HubMapping:
     }
     columns -= {"row", "turn", "turns", *let, *environment.globals}
 
-    def make(source: Row) -> list[Row]:
+    def convert(source: Row) -> list[Row]:
+        """Convert a row of the source."""
         for name in columns - source.keys():
             raise KeyError(name)
-        known = {**source, "row": source}
-        if not where(known):
+        # variables of the expressions
+        variables = {**source, "row": source}
+        if not where(variables):
             return []
         for name, compute in let.items():
-            known[name] = compute(known)
-        known["turns"] = each(known)
-        return [
-            {name: write({**known, "turn": turn}) for name, write in fields.items()}
-            for turn in range(len(known["turns"]))
-        ]
+            variables[name] = compute(variables)
+        variables["turns"] = each(variables)
+        # one row per turn
+        rows = []
+        for turn in range(len(variables["turns"])):
+            of_turn = {**variables, "turn": turn}
+            rows.append({name: write(of_turn) for name, write in fields.items()})
+        return rows
 
-    return make
+    return convert
 
 
 def _only(values: Sequence[Any]) -> Any:
@@ -544,12 +583,12 @@ def _only(values: Sequence[Any]) -> Any:
 
 
 def _lettered(texts: Sequence[str]) -> str:
-    """One choice a line, each after its letter."""
+    """Return one line per choice, with its letter."""
     return "\n".join(f"{_LETTERS[i]}. {text}" for i, text in enumerate(texts))
 
 
 def _in_sentence(option: str, before: str, pronoun: str) -> str:
-    """`before`, and an option with the case and ending that it has there in place of `pronoun`."""
+    """Append an option to `before`, with the case and ending that replace `pronoun`."""
     if not before.rstrip().endswith((".", "!", "?")):
         name = r"^(An?|The|My|His|Her|Their|She|He|It|They)\b"
         option = re.sub(name, lambda match: match[0].lower(), option)
@@ -558,15 +597,15 @@ def _in_sentence(option: str, before: str, pronoun: str) -> str:
 
 
 def _clean_wikihow(text: str) -> str:
-    """Titles in brackets end a sentence, other brackets go, and double spaces become one."""
+    """Replace [title] with the end of a sentence; remove other brackets and double spaces."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 _FILTERS: dict[str, Callable[..., Any]] = {
     "only": _only,
-    "int": int,  # Jinja's own gives 0 for what is no number
-    "join": lambda texts, between: between.join(texts),  # Jinja's own writes None for a null
+    "int": int,  # Jinja's filter returns 0 for text that is not a number
+    "join": lambda texts, between: between.join(texts),  # Jinja's filter writes None for a null
     "lettered": _lettered,
     "letters": lambda texts: list(_LETTERS[: len(texts)]),
     "sampled": lambda values, seed: random.Random(seed).sample(values, len(values)),
@@ -577,11 +616,11 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     "in_sentence": _in_sentence,
 }
 
-# --- what a data set's reader says ------------------------------------------------------------
+# --- errors of a dataset's reader -------------------------------------------------------------
 
 
 def _reason(error: Exception, hub: HubSource) -> str:
-    """One line: what went wrong with a data set, and what to do."""
+    """Return one line about an error of a dataset and what to do."""
     text = " ".join(str(error).split()) or type(error).__name__
     kinds = {cls.__name__ for cls in type(error).__mro__}
     if "GatedRepoError" in kinds or re.search(r"\bgated\b", text):
@@ -594,7 +633,7 @@ def _reason(error: Exception, hub: HubSource) -> str:
     return f"{hub.id}: {type(error).__name__}: {text}"
 
 
-# Names, as the hub's client has been built on two HTTP libraries: requests, now httpx.
+# Class names, because versions of the hub's client use different HTTP libraries (requests, httpx).
 _NETWORK = {
     "ConnectionError",
     "NetworkError",
