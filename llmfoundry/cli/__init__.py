@@ -7,6 +7,6 @@ one function for each script.
 
 def main() -> None:
     """Run the console command, `llmfoundry`."""
-    from llmfoundry.cli.console import main as run_console  # --help of a script needs none of it
+    from llmfoundry.cli.console import main as run_console  # scripts do not need it
 
     run_console()

@@ -1,6 +1,7 @@
-"""The command line of every script: [RECIPE.yaml] [key=value ...] and a few flags, in any order.
+"""Parser of every script's command line: [RECIPE.yaml] [key=value ...] and flags, in any order.
 
-`parse` sorts the words; `recipe/overrides.py` reads what a `key=value` means, with Hydra's grammar.
+Entry point: `parse`, which sorts the arguments. `recipe/overrides.py` parses `key=value` with the
+grammar of Hydra.
 """
 
 from __future__ import annotations
@@ -36,30 +37,33 @@ _KNOWN = {flag.split()[0] for flag in FLAGS}
 
 @dataclass
 class CommandLine:
-    """What the user asked for."""
+    """Parsed command line."""
 
     recipe: str | None = None
     more: list[str] = field(default_factory=list)
-    """Words without a key after the first, which a script of several folders takes."""
+    """Further paths, for scripts that accept several folders."""
     overrides: list[str] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
     hardware: Hardware | None = None
-    """Of `--dry-run=64xh100`."""
+    """Value of `--dry-run=64xh100`."""
     topic: str | None = None
     """The KEY of `--help KEY`."""
     unknown_flags: list[tuple[str, str | None]] = field(default_factory=list)
-    """Each with what follows it, which may be its value; to be refused once the keys are known."""
+    """Unknown flags with the next argument, which may be a value. They are rejected once the keys
+    of the recipe are known, which the error suggests."""
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
     """Sort arguments into recipe, overrides and flags.
 
     Raises:
-        UserError: an argument that is not one of them.
+        UserError: an argument is not valid.
     """
     command = CommandLine()
     words: list[str] = []
     arguments = list(argv)
+
+    # flags; the meaning of other words depends on --help, which may come later
     while arguments:
         argument = arguments.pop(0)
         if not argument.isascii() and argument != argument.encode(errors="ignore").decode():
@@ -80,17 +84,20 @@ def parse(argv: Sequence[str]) -> CommandLine:
         elif value and flag != "--cfg":
             raise UserError(f"{flag}: takes no value after a '='")
         command.flags.add(flag)
+
+    # paths and overrides
     for word in words:
         _place(command, word)
     return command
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word behind an unknown flag is neither a setting nor a flag."""
+    """Return whether a word after an unknown flag is neither an override nor a flag."""
     return not word.startswith("-") and "=" not in word
 
 
 def _place(command: CommandLine, word: str) -> None:
+    """Add a word to the command line as override, help topic or path."""
     if not word.strip():
         raise UserError("an argument is empty; write a recipe's path or key=value")
     if not _is_recipe(word):
@@ -104,10 +111,10 @@ def _place(command: CommandLine, word: str) -> None:
 
 
 def refuse_more(command: CommandLine) -> None:
-    """What follows the one path of a script.
+    """Reject a second path, for scripts that accept one.
 
     Raises:
-        UserError: something does.
+        UserError: there is a second path.
     """
     if command.recipe is not None and command.more:
         kind = "recipes" if command.recipe.endswith((".yaml", ".yml")) else "words without a key"
@@ -118,7 +125,7 @@ def refuse_more(command: CommandLine) -> None:
 
 
 def _is_recipe(word: str) -> bool:
-    """Whether a word is a path; a sweep's folder, and so what lies in it, may hold a `=`."""
+    """Return whether a word is a path. Paths in the folder of a sweep may contain `=`."""
     if word.startswith("~"):
         return word.startswith("~/")
     key = word.partition("=")[0]

@@ -1,7 +1,7 @@
-"""What the last word of a command line can become: the shell's completion.
+"""Shell completion of the last word of a command line.
 
-The shell asks through the console command, which calls a script with `--complete` and the words so
-far; nothing is read but names, so that Tab answers at once.
+Entry point: `complete`. The shell calls the console command, which calls a script with `--complete`
+and the words so far. Only names are read, so that completion is fast.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from llmfoundry.recipe.schema import Choice, Schema
 def complete(
     recipe_type: type[Any] | Callable[[CommandLine], type[Any]], words: Sequence[str]
 ) -> list[str]:
-    """The words that the last of `words` can become; one that ends with `=`, `.` or `/` is open."""
+    """Return the completions of the last word; no space follows those that end with `=`, `.`, `/`.
+
+    Args:
+        recipe_type: dataclass of the script's recipe, or a function that chooses it.
+        words: words of the command line up to the cursor.
+    """
     *before, current = words or [""]
-    command = _understood(before)
+    command = _parsed(before)
     try:
         chosen = recipe_type if isinstance(recipe_type, type) else recipe_type(command)
     except UserError:
@@ -36,31 +41,31 @@ def complete(
     schema = Schema.of(chosen)
     key, equals, text = current.partition("=")
     if current.startswith("-"):
-        found = [flag.split()[0] for flag in FLAGS]
+        candidates = [flag.split()[0] for flag in FLAGS]
     elif equals:
-        found = [f"{key}={value}" for value in _values(schema, command, key, text)]
+        candidates = [f"{key}={value}" for value in _values(schema, command, key, text)]
     else:
-        found = [*_first(schema, command, current)]
-        found += _keys(schema, current, "--help" in command.flags)
-    return sorted({word for word in found if word.startswith(current)})
+        candidates = [*_first(schema, command, current)]
+        candidates += _keys(schema, current, "--help" in command.flags)
+    return sorted({word for word in candidates if word.startswith(current)})
 
 
-def _understood(words: Sequence[str]) -> CommandLine:
-    """What can be read of the words before; the rest does not matter to what may follow."""
+def _parsed(words: Sequence[str]) -> CommandLine:
+    """Parse the words before the last one; invalid words are ignored."""
     command = CommandLine()
     for word in words:
         try:
-            read = parse(["--cfg", "job"] if word == "--cfg" else [word])
+            parsed = parse(["--cfg", "job"] if word == "--cfg" else [word])
         except UserError:
             continue
-        command.recipe = command.recipe or read.recipe
-        command.overrides += read.overrides
-        command.flags |= read.flags
+        command.recipe = command.recipe or parsed.recipe
+        command.overrides += parsed.overrides
+        command.flags |= parsed.flags
     return command
 
 
 def _first(schema: Schema, command: CommandLine, current: str) -> Iterator[str]:
-    """The word without a key, if there is none yet: a recipe, a file, or the folder of a run."""
+    """Yield candidates of the path, if there is none yet: a recipe, a file or a run's folder."""
     if command.recipe is not None and not hasattr(schema.cls, "FOLDERS_KEY"):
         return
     if "run_name" in schema.keys:
@@ -73,7 +78,7 @@ def _first(schema: Schema, command: CommandLine, current: str) -> Iterator[str]:
 
 
 def _keys(schema: Schema, current: str, as_topics: bool) -> Iterator[str]:
-    """The keys of the section that `current` is in, as settings or as topics of --help."""
+    """Yield the keys of the section that `current` is in, as overrides or as topics of --help."""
     parent, dot, _ = current.rpartition(".")
     above = schema.find(parent) if dot else None
     section = schema if not dot else above.section if above is not None else None
@@ -89,7 +94,7 @@ def _keys(schema: Schema, current: str, as_topics: bool) -> Iterator[str]:
 
 
 def _values(schema: Schema, command: CommandLine, key: str, text: str) -> Iterator[str]:
-    """What `key` may be: choices, true and false, or paths that begin with `text`."""
+    """Yield values of a key: choices, true and false, or paths that begin with `text`."""
     try:
         recipe = None if command.recipe is None else find_recipe(command.recipe)
     except UserError:
@@ -98,20 +103,20 @@ def _values(schema: Schema, command: CommandLine, key: str, text: str) -> Iterat
     if key in groups:
         yield from groups[key]
         return
-    found = schema.find(key)
-    if found is None or not found.owners:  # or an item of a list or a mapping
+    schema_key = schema.find(key)
+    if schema_key is None or not schema_key.owners:  # unknown, or an item of a list or mapping
         return
-    choice = found.rule(Choice)
+    choice = schema_key.rule(Choice)
     if choice is not None:
         yield from choice.options
-    elif bool in found.types:
+    elif bool in schema_key.types:
         yield from ("true", "false")
-    elif str in found.types:
+    elif str in schema_key.types:
         yield from _paths(text)
 
 
 def _paths(text: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[str]:
-    """Files and folders whose path begins with `text`."""
+    """Yield files and folders whose path begins with `text`; folders end with `/`."""
     folder, slash, name = text.rpartition("/")
     try:
         entries = list(os.scandir(Path(f"{folder}{slash}").expanduser()))

@@ -1,6 +1,7 @@
-"""The text of `--help`: a script's docstring, flags and groups, or what a key means.
+"""Text of `--help`: docstring, flags and groups of a script, or the explanation of a key.
 
-All of it is the schema's. `unknown_flag` answers a flag that there is none of.
+Entry points: `help_text`, and `unknown_flag` for the error about an unknown flag. Both read the
+schema of the recipe.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from llmfoundry.recipe.typed import dump
 from llmfoundry.recipe.unknown_keys import hint_for, unknown_key
 
 WIDEST = 98
-_NOTE = re.compile(r"(?<=\S)  +(?=\S)")  # between a command and what it is for
+_NOTE = re.compile(r"(?<=\S)  +(?=\S)")  # between a command and its note
 
 
 def help_text(schema: Schema, command: CommandLine, help: str) -> str:
-    """The text for `--help`, `RECIPE --help` or `--help KEY`."""
+    """Return the text of `--help`, `RECIPE --help` or `--help KEY`."""
     if command.topic is not None:
         return "\n".join(_topic(schema, command.topic))
     recipe = None if command.recipe is None else find_recipe(command.recipe)
@@ -61,12 +62,19 @@ def help_text(schema: Schema, command: CommandLine, help: str) -> str:
 
 
 def unknown_flag(schema: Schema, argument: str, following: str | None = None) -> str:
-    """What to say of a flag, `--name` or `--name=value`, and the word that follows it."""
-    name, equals, value = argument.lstrip("-").partition("=")
-    key, given = name.replace("-", "_"), value if equals else following
-    suggestion = hint_for(schema, key, given)
+    """Return the error for an unknown flag.
+
+    Args:
+        schema: schema of the recipe.
+        argument: the flag, `--name` or `--name=value`.
+        following: the next word, which may be its value.
+    """
+    name, equals, value_after_equals = argument.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    value = value_after_equals if equals else following
+    suggestion = hint_for(schema, key, value)
     if schema.find(key) is not None:
-        suggestion = f"; settings have no dashes: {key}={'VALUE' if given is None else given}"
+        suggestion = f"; settings have no dashes: {key}={'VALUE' if value is None else value}"
     elif not suggestion:
         suggestion = nearest(argument, FLAG_WORDS)
     if not suggestion and equals:
@@ -78,13 +86,17 @@ FLAG_WORDS = [*(flag.split()[0] for flag in FLAGS), "--multirun"]
 
 
 def _topic(schema: Schema, dotted: str) -> Iterator[str]:
-    """A key and its meaning, or all keys of a section."""
+    """Yield the lines about a key, or about all keys of a section.
+
+    Raises:
+        UserError: there is no such key.
+    """
     key = schema.find(dotted)
     if key is None:
         raise UserError(*(problem.line for problem in unknown_key(schema, dotted)))
     section, prefix = key.section, f"{dotted}."
     if section is None:
-        if key.owners:  # else the name of an item, such as a stream's
+        if key.owners:  # not the name of an item, such as a stream
             yield from _key(key, dotted)
         section, prefix = key.item, f"{dotted}{item_name(key)}."
         if section is None:
@@ -95,7 +107,7 @@ def _topic(schema: Schema, dotted: str) -> Iterator[str]:
 
 
 def item_name(key: Key) -> str:
-    """How the items of a list or a mapping of sections are named: [N] or .NAME."""
+    """Return the notation for items of a list ([N]) or mapping (.NAME) of sections."""
     is_list = any(typing.get_origin(option) is list for option in key.types)
     return "[N]" if is_list else ".NAME"
 
@@ -116,7 +128,7 @@ def _key(key: Key, dotted: str) -> Iterator[str]:
 
 
 def type_text(key: Key) -> str:
-    """The types of its value, as users write them: `int | null`."""
+    """Return the types of a key's value, such as `int | null`."""
     kinds = (
         str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
         for kind in key.types
@@ -125,7 +137,7 @@ def type_text(key: Key) -> str:
 
 
 def default_text(key: Key) -> str:
-    """Its default, as YAML has it on one line."""
+    """Return the default of a key as YAML on one line."""
     return dump({key.name: key.default}).partition(": ")[2].strip()
 
 
@@ -136,7 +148,7 @@ def _indented(text: str, indent: str) -> str:
 
 
 def _fitted(help: str) -> str:
-    """A script's docstring in a terminal's width: paragraphs filled, notes below long commands."""
+    """Wrap the docstring of a script to the width of the terminal."""
     return "\n\n".join(map(_fitted_paragraph, help.split("\n\n")))
 
 
@@ -150,7 +162,7 @@ def _fitted_paragraph(text: str) -> str:
 
 
 def _fitted_command(line: str) -> str:
-    """An indented command, and behind it what it is for."""
+    """Wrap an indented command with a note; the note of a long command goes below it."""
     command, *note = _NOTE.split(line.rstrip(), maxsplit=1)
     if len(command) > _width():
         indent = command[: len(command) - len(command.lstrip())]
@@ -165,14 +177,14 @@ def _fitted_command(line: str) -> str:
 
 
 def _width() -> int:
-    """Characters of a line: a terminal's, and no more than can be read."""
+    """Return the width of the terminal, at most WIDEST."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return WIDEST
     return min(WIDEST, shutil.get_terminal_size().columns)
 
 
 def _header(recipe: Path) -> str:
-    """The comment at the head of a recipe's file."""
+    """Return the comment at the head of a recipe's file."""
     lines = recipe.read_text(encoding="utf-8").splitlines()
     header = []
     for line in lines:
@@ -185,5 +197,5 @@ def _header(recipe: Path) -> str:
 def _table(title: str, rows: dict[str, str]) -> str:
     width = max(map(len, rows)) + 4
     lines = [_indented(text, " " * width).lstrip() for text in rows.values()]
-    named = (f"  {name:<{width - 2}}{text}" for name, text in zip(rows, lines, strict=True))
-    return "\n".join([title, *named])
+    table = (f"  {name:<{width - 2}}{text}" for name, text in zip(rows, lines, strict=True))
+    return "\n".join([title, *table])

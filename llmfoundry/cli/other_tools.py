@@ -1,9 +1,9 @@
-"""The table `OTHERS`: what users of other tools type, and what it is here.
+"""Hints for users of other tools: keys and flags of these tools, and the equivalent keys here.
 
-`script.py` hands it to the loader, which makes hints of it. Here are names of keys and flags of
-Hugging Face's Trainer, TRL, peft and accelerate, of axolotl, litgpt, torchtitan and nanoGPT; LLM
-Foundry's are in `migrate/`. A hint is only given where its key exists;
-`tests/migrate/test_hints.py` compares every line with the schemas.
+Entry point: `register_other_tools`, with which `script.py` passes the table `OTHERS` to the loader
+of recipes. The table has names of Hugging Face's Trainer, TRL, peft, accelerate, axolotl, litgpt,
+torchtitan and nanoGPT. Names of LLM Foundry are in `migrate/`. A hint is only given if the recipe
+has its key. `tests/migrate/test_hints.py` compares every line with the schemas.
 """
 
 from __future__ import annotations
@@ -376,5 +376,5 @@ OTHERS = (*LLM_FOUNDRY, *TRAINERS)
 
 
 def register_other_tools() -> None:
-    """Have hints for unknown keys name what users of other tools mean."""
+    """Register the table for hints about unknown keys."""
     register(OTHERS, file_hint)

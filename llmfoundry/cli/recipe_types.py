@@ -1,4 +1,4 @@
-"""Which recipe a script takes where its command line decides: training's, or fine-tuning's."""
+"""Choice between the training and the fine-tuning recipe of a script by its command line."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ AnyRecipe = TypeVar("AnyRecipe", bound=TrainRecipe)
 def either(
     plain: type[AnyRecipe], finetune: type[AnyRecipe]
 ) -> Callable[[CommandLine], type[AnyRecipe]]:
-    """What chooses a script's recipe by its command line: fine-tuning's has model.pretrained.
+    """Return a function that chooses the recipe type: a fine-tuning recipe has model.pretrained.
 
-    Calling it raises a UserError where the recipe's file cannot be read.
+    The function raises a UserError if the file of the recipe cannot be read.
     """
 
     def chosen(command: CommandLine) -> type[AnyRecipe]:
@@ -45,10 +45,10 @@ supervised = either(TrainRecipe, FinetuneRecipe)
 
 
 def checked_for(command: CommandLine) -> type[Checked]:
-    """The kind of recipe that a command line names.
+    """Choose the recipe type of `scripts/check.py`.
 
     Raises:
-        UserError: its file cannot be read.
+        UserError: the file of the recipe cannot be read.
     """
     if is_finetuning(command.recipe, command.overrides):
         return CheckFinetuneRecipe

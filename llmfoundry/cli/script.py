@@ -1,8 +1,8 @@
-"""The front of every script: path and overrides in, a typed and checked recipe out.
+"""Common runner of all scripts: parses the command line, loads and checks the recipe.
 
-A script calls `run` with its recipe's dataclass. The command itself is imported only once the
-recipe is known to be sound, so that `--help`, `--cfg job` and every mistake in a recipe are
-answered without torch.
+Entry point: `run`, which a script calls with the dataclass of its recipe. The module of the command
+is imported only after the recipe is checked, so that `--help`, `--cfg job` and errors in a recipe
+do not wait for the import of torch.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def run(
     """Read the command line, load the recipe, and call `target` with it.
 
     Args:
-        recipe_type: the script's recipe, a dataclass with `check()`; or what chooses it.
-        target: `package.module:function`, called with the checked recipe, defaults resolved.
-        argv: the arguments; unset: those of the process.
-        help: the script's docstring, printed by --help.
+        recipe_type: dataclass of the recipe, with `check()`; or a function that chooses it.
+        target: `package.module:function`, called with the checked and resolved recipe.
+        argv: the arguments; None: those of the process.
+        help: docstring of the script, printed by --help.
 
     Raises:
-        SystemExit: 2 after a UserError (its lines on stderr) or on a full disk, 130 after Ctrl-C, 1
-            after a RunFailure, but for those with a status of their own, or a sweep in which a run
-            failed.
+        SystemExit: status 2 after a UserError (printed to stderr) or on a full disk, 130 after
+            Ctrl-C, that of a RunFailure (1 unless it has its own), 1 after a sweep with a failed
+            run.
     """
     recipe: Any = None  # until its command starts
     outlast_readers()
@@ -127,20 +127,23 @@ def _report(error: UserError | RunFailure, recipe: Any) -> int:
 def _completions(
     recipe_type: type[Any] | Callable[[CommandLine], type[Any]], words: Sequence[str]
 ) -> list[str]:
-    """What the last word can become: of the recipe, or of the sweep, which is in no recipe."""
+    """Return the completions of the last word: keys of the recipe or of a sweep."""
     *before, word = words or [""]
     if not is_sweeps(word):
-        own = ["sweep=", "sweep."] if word and "sweep".startswith(word) else []
-        return [*complete(recipe_type, words), *own]
-    found = complete(SweepRecipe, [*before, word.replace("sweep=", "sweep.how=")])
-    return [each.replace("sweep.how=", word[:6]) if word[5] == "=" else each for each in found]
+        sweep_keys = ["sweep=", "sweep."] if word and "sweep".startswith(word) else []
+        return [*complete(recipe_type, words), *sweep_keys]
+    # `sweep=` is short for `sweep.how=`
+    completions = complete(SweepRecipe, [*before, word.replace("sweep=", "sweep.how=")])
+    if word[5] == "=":
+        completions = [each.replace("sweep.how=", "sweep=") for each in completions]
+    return completions
 
 
 def _exit(status: int) -> NoReturn:
-    """End this process after an error; as one of several without waiting for any other.
+    """Exit after an error; as one of several ranks, without waiting for the others.
 
-    Python would first wait for its threads, and PyTorch for messages under way: for as long as
-    parallel.dist_timeout, while the others wait for this one's end to end themselves.
+    A normal exit would wait for Python threads and for pending collectives, up to
+    parallel.dist_timeout, while the other ranks wait for this process to exit.
     """
     if _one_of_several():
         sys.stdout.flush()
@@ -154,11 +157,13 @@ def _one_of_several() -> bool:
 
 
 def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
-    """Do what the flags ask; the checked recipe where a run remains to be done, else None."""
+    """Handle the flags; return the checked recipe if the command is to run, else None."""
     schema = Schema.of(recipe_type)
     if command.unknown_flags:
         raise UserError(*(unknown_flag(schema, *flag) for flag in command.unknown_flags))
     _take_folder(recipe_type, command)
+
+    # flags that only print
     if "--version" in command.flags:
         print(versions())
         return None
@@ -168,6 +173,8 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
             schema = Schema.of(SweepRecipe)
         print(as_called(help_text(schema, command, help)))
         return None
+
+    # flags that need a recipe
     _check_installation()
     _need_recipe(schema, command)
     if "-m" in command.flags or any(map(is_sweeps, command.overrides)):
@@ -182,7 +189,7 @@ def _answer(recipe_type: type[Any], command: CommandLine, help: str) -> Any:
 
 
 def _sweep(recipe_type: type[Any], command: CommandLine) -> None:
-    """Run every point, or only print or list them."""
+    """Run the points of a sweep, or print their recipes (--cfg job) or names (--dry-run)."""
     config = sweep_config(command)
     if "--cfg" in command.flags:
         for point in sweep_points(recipe_type, command, config):
@@ -206,7 +213,11 @@ def _sweep(recipe_type: type[Any], command: CommandLine) -> None:
 
 
 def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:
-    """Scripts that work on a run, or on another tool's file, take its path without a key."""
+    """Convert a path without a key to an override, for scripts that work on a run or a file.
+
+    Raises:
+        UserError: there are several paths for one key.
+    """
     names = ("FOLDERS_KEY", "FOLDER_KEY", "FILE_KEY")
     folders, folder, file = (getattr(recipe_type, name, None) for name in names)
     key, word = folders or folder or file, command.recipe
@@ -218,12 +229,12 @@ def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:
     if any(override.startswith(f"{key}=") for override in command.overrides):
         raise UserError(f"{word}: is {key}, which is given a second time; remove one of the two")
     command.recipe = None
-    written = as_list([word, *command.more]) if folders else word
-    command.overrides.insert(0, f"{key}={written}")
+    value = as_list([word, *command.more]) if folders else word
+    command.overrides.insert(0, f"{key}={value}")
 
 
 def versions() -> str:
-    """A line for each part that decides what a run does."""
+    """Return the versions of the project and its main dependencies, one per line."""
     lines = []
     for name in (DISTRIBUTION, "torch", "transformers"):
         try:
@@ -234,7 +245,11 @@ def versions() -> str:
 
 
 def _print(recipe_type: type[Any], command: CommandLine) -> None:
-    """The whole recipe on stdout, even if `check` finds problems, which then follow."""
+    """Print the complete recipe, even if it is not valid.
+
+    Raises:
+        UserError: problems of the recipe, after it is printed.
+    """
     recipe, problems = read(recipe_type, command.recipe, command.overrides)
     require(recipe)
     if not is_named(recipe) and "--resolve" not in command.flags:
@@ -245,15 +260,23 @@ def _print(recipe_type: type[Any], command: CommandLine) -> None:
 
 
 def _need_recipe(schema: Schema, command: CommandLine) -> None:
-    """A training run takes its name from its recipe's file."""
-    named = any(word.startswith("run_name=") for word in command.overrides)
-    if "run_name" in schema.keys and command.recipe is None and not named:
+    """Check that a training run has a recipe or a name; the default name is that of the recipe.
+
+    Raises:
+        UserError: it has neither.
+    """
+    has_name = any(word.startswith("run_name=") for word in command.overrides)
+    if "run_name" in schema.keys and command.recipe is None and not has_name:
         recipes = ", ".join(recipe_name(path) for path in shipped(schema))
         raise UserError(f"no recipe given; write one as the first argument: {recipes}")
 
 
 def _check_installation() -> None:
-    """LLM Foundry's own distribution brings a package of the same name."""
+    """Check that LLM Foundry is not installed, whose package has the same import name.
+
+    Raises:
+        UserError: both are installed.
+    """
     installed = []
     for name in ("llm-foundry", DISTRIBUTION):
         try:
@@ -271,16 +294,17 @@ def _check_installation() -> None:
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 ALLOCATOR_VARIABLES = (
     ALLOCATOR_VARIABLE,
-    "PYTORCH_CUDA_ALLOC_CONF",  # older names, which still count
+    "PYTORCH_CUDA_ALLOC_CONF",  # older names, still read by PyTorch
     "PYTORCH_HIP_ALLOC_CONF",
 )
 
 
 def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to an environment before PyTorch is imported: nothing where the user set some.
+    """Return allocator settings to add to the environment before PyTorch is imported.
 
-    Rows of experts and of packed documents are of another length in each step; in segments of fixed
-    sizes the gaps between them add up, and a step that fits runs out of memory.
+    Inputs of experts and packed documents have a different length in each step. With segments of
+    fixed size, fragmentation grows until a step runs out of memory. Settings of the user take
+    precedence.
     """
     is_set = any(name in environment for name in ALLOCATOR_VARIABLES)
     return {} if is_set else {ALLOCATOR_VARIABLE: "expandable_segments:True"}

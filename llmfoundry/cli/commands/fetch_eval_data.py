@@ -1,4 +1,4 @@
-"""`scripts/fetch_eval_data.py`: the rows of benchmarks, which this repository does not hold."""
+"""Command of `scripts/fetch_eval_data.py`: download benchmark rows, which are not shipped."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LOCAL_DATA = (ROOT if IS_REPOSITORY else Path()) / "eval" / "local_data"
 
 
 def fetch_eval_data(recipe: FetchRecipe) -> None:
-    """Fill the folder, and print a line for each file.
+    """Fetch the files of a gauntlet or of tasks; print a line for each.
 
     Raises:
-        UserError: a line for each file that is not there in the end; the others are.
+        UserError: one line for each file that could not be fetched; all others are in the folder.
     """
     recipe.fill()
     table = read_table(find_shipped(recipe.table, "table"))
@@ -53,7 +53,7 @@ def fetch_eval_data(recipe: FetchRecipe) -> None:
 def _wanted(
     recipe: FetchRecipe, table: dict[str, DataFile]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Files to fetch with the labels of their tasks, and a line for each that the table lacks."""
+    """Return the files to fetch with the labels of their tasks, and errors for unknown files."""
     if recipe.gauntlet is None:
         files = files_of_tasks(recipe.tasks)
     else:

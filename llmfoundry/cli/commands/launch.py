@@ -1,7 +1,8 @@
-"""`scripts/launch.py`: a run is given to a target, and its record kept.
+"""Command of `scripts/launch.py`: submit a run to a target and record the launch.
 
-The order: the composed recipe and a record without a job are written, the target's client is asked,
-and the record is written again with the job. So a run that was cut off in between is seen.
+Entry points: `launch`, and `submit` for other commands. First the composed recipe and a record
+without a job are written. Then the job is submitted, and the record is written again with the job.
+A launch that is interrupted in between is therefore visible.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def launch(recipe: ResolvedTrainRecipe) -> None:
     """Render a checked recipe for its target, and submit it unless `dry_run`.
 
     Raises:
-        UserError: it runs there already, or the target's client is missing or refuses.
+        UserError: the run is running already, or the target's client is missing or rejects it.
     """
     user_recipe, job = recipe.user_recipe, job_of(recipe)
     assert isinstance(user_recipe, LaunchRecipe)
@@ -43,15 +44,17 @@ def launch(recipe: ResolvedTrainRecipe) -> None:
         return
     record = submit(job)
     rows = [("launched", f"{record.target} {record.job}"), ("run", show(job.folder))]
-    rows += [("its folder", place)] if (place := record.where.get(records.RUN)) else []
+    run_folder = record.where.get(records.RUN)
+    if run_folder:
+        rows.append(("its folder", run_folder))
     Console().banner([*rows, ("recipe", show(job.folder / RECIPE))])
 
 
 def submit(job: Job) -> records.LaunchRecord:
-    """Give a job to its target; its record, which is kept before and after.
+    """Submit a job to its target; write and return the record of the launch.
 
     Raises:
-        UserError: it runs there already, or the target's client is missing or refuses.
+        UserError: the run is running already, or the target's client is missing or rejects it.
     """
     target = TARGETS[job.config.target]
     with one_at_a_time(
@@ -61,7 +64,9 @@ def submit(job: Job) -> records.LaunchRecord:
         instead="write another",
     ):
         _refuse_running(job)
-        before = records.read(job.folder)
+
+        # the record without a job, the recipe and the changes of the code
+        earlier_record = records.read(job.folder)
         try:
             (job.folder / LOGS).mkdir(exist_ok=True)
             records.write(job.folder, job.record)
@@ -72,10 +77,12 @@ def submit(job: Job) -> records.LaunchRecord:
                 (job.folder / DIFF).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(job.folder, error) from error
+
+        # submit, and complete the record
         try:
             record = target.submit(job)
         except UserError:
-            _forget(job.folder, before)
+            _restore_record(job.folder, earlier_record)
             raise
         try:
             records.write(job.folder, record)
@@ -87,13 +94,13 @@ def submit(job: Job) -> records.LaunchRecord:
     return record
 
 
-def _forget(folder: Path, before: records.LaunchRecord | None) -> None:
-    """A launch that was refused leaves no run that failed; an earlier one's record comes back."""
+def _restore_record(folder: Path, earlier: records.LaunchRecord | None) -> None:
+    """Restore the record before a rejected launch, which is not a failed run."""
     with suppress(OSError):
-        if before is None:
+        if earlier is None:
             (folder / records.RECORD).unlink(missing_ok=True)
         else:
-            records.write(folder, before)
+            records.write(folder, earlier)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
@@ -101,27 +108,34 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 
 
 def job_of(recipe: ResolvedTrainRecipe) -> Job:
-    """What this command launches: the recipe as the user wrote it."""
+    """Return the job of the user's recipe and command line."""
     command = parse(sys.argv[1:])
     given = command.recipe or "a command line"
     return make_job(recipe.user_recipe, given=given, overrides=command.overrides)
 
 
 def _refuse_running(job: Job) -> None:
-    """Two jobs of one run would fight for its folder, and the second start over or wait."""
+    """Check that no other job or process trains the run, because both would write its folder.
+
+    Raises:
+        UserError: one does.
+    """
     folder = job.folder
-    record, what = records.read(folder), ""
+    # a queued or running job of an earlier launch
+    record, reason = records.read(folder), ""
     if record is not None and record.job:
-        found = TARGETS[record.target].state(record)
-        if found.state in (records.WAITING, records.RUNNING):
-            what = f"is {found.state} as {record.target} {record.job} ({found.reason})"
-    places = [folder]
-    if job.config.target in ("local", "slurm"):  # whose paths are this machine's
-        places.append(records.run_folder(folder, job.record))
-    if not what and any(map(is_held, places)):
-        what = "is trained by another process"
-    if what:
+        status = TARGETS[record.target].state(record)
+        if status.state in (records.WAITING, records.RUNNING):
+            reason = f"is {status.state} as {record.target} {record.job} ({status.reason})"
+
+    # a process that holds the lock of the folder
+    folders = [folder]
+    if job.config.target in ("local", "slurm"):  # targets that share paths with this machine
+        folders.append(records.run_folder(folder, job.record))
+    if not reason and any(map(is_held, folders)):
+        reason = "is trained by another process"
+    if reason:
         raise UserError(
-            f"{show(folder)}: {what}; stop it (llmfoundry runs stop {folder.name}), or write"
+            f"{show(folder)}: {reason}; stop it (llmfoundry runs stop {folder.name}), or write"
             " another run_name"
         )

@@ -1,4 +1,4 @@
-"""`scripts/prepare_data.py`: a recipe's tokenizer and shards; neither training nor torch."""
+"""Command of `scripts/prepare_data.py`: build a recipe's tokenizer and shards, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prepare_data(recipe: ResolvedPrepareRecipe) -> None:
 
 
 def build_output(config: ResolvedPrepareConfig, tokenizer: Tokenizer) -> OutputFormat:
-    """What the resolved `prepare` section asks for."""
+    """Return the output format of the resolved `prepare` section."""
     if config.format == "tokens":
         return token_output(tokenizer, shard_bytes=config.size_limit, hashes=tuple(config.hashes))
     output = OutputFormat(
@@ -51,7 +51,7 @@ def build_output(config: ResolvedPrepareConfig, tokenizer: Tokenizer) -> OutputF
     if not output.tokenizes:
         return output
     _check_dtype(str(config.dtype), tokenizer)
-    if config.eos_text is None:  # the end of text, unless the tokenizer puts it there itself
+    if config.eos_text is None:  # the end of text, unless the tokenizer itself adds it
         around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
         eos: tuple[int, ...] = () if tokenizer.eos_id in around else (tokenizer.eos_id,)
     else:
@@ -67,19 +67,24 @@ def build_output(config: ResolvedPrepareConfig, tokenizer: Tokenizer) -> OutputF
 
 
 def _check_dtype(dtype: str, tokenizer: Tokenizer) -> None:
-    """Whether all ids fit, before any text is read."""
-    most, last = np.iinfo(dtype).max, tokenizer.vocab_size - 1
-    if last > most:
+    """Check that the dtype can represent all ids, before any text is read.
+
+    Raises:
+        UserError: it cannot.
+    """
+    largest, last_id = np.iinfo(dtype).max, tokenizer.vocab_size - 1
+    if last_id > largest:
         raise UserError(
-            f"prepare.dtype: {dtype} holds ids up to {most:,}, the tokenizer's go up to {last:,};"
-            " write int32"
+            f"prepare.dtype: {dtype} holds ids up to {largest:,}, the tokenizer's go up to"
+            f" {last_id:,}; write int32"
         )
 
 
 def _fill_cache(recipe: ResolvedPrepareRecipe) -> None:
+    """Prepare all corpora of the recipe in the cache folder."""
     data = recipe.data
     if data.streams and recipe.tokenizer.name == "train":
-        from llmfoundry.builders.data import learning_corpus  # with torch, and for this alone
+        from llmfoundry.builders.data import learning_corpus  # imports torch; only needed here
 
         data = learning_corpus(data)
     tokenizer = build_tokenizer(recipe.tokenizer, data, progress=True)
@@ -92,6 +97,7 @@ def _fill_cache(recipe: ResolvedPrepareRecipe) -> None:
 
 
 def _write(recipe: ResolvedPrepareRecipe, config: ResolvedPrepareConfig, output: str) -> None:
+    """Prepare the corpus in a folder or at a URL, and print how to train on it."""
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=True)
     folder = output.rstrip("/") if "://" in output else str(Path(output).expanduser().absolute())
     manifest = prepare_to(
@@ -112,7 +118,7 @@ def _write(recipe: ResolvedPrepareRecipe, config: ResolvedPrepareConfig, output:
 
 
 def _corpora(data: DataConfig) -> dict[str, DataConfig]:
-    """Every corpus that the recipe names, by what its lines begin with."""
+    """Return every corpus of the recipe by the key that its output lines begin with."""
     if not data.streams:
         return {"data": data}
     return {

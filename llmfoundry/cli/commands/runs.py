@@ -1,4 +1,4 @@
-"""`scripts/runs.py`: prints what `launch/runs.py` finds, and serves it for Prometheus."""
+"""Command of `scripts/runs.py`: print, follow, stop and export the runs of `launch/runs.py`."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ _PREFIX = "llmfoundry_run_"
 
 
 def runs(recipe: RunsRecipe) -> None:
-    """Do what the verb says.
+    """Execute the verb, the first word of the command line.
 
     Raises:
-        UserError: there is no such run, or it cannot be asked or stopped.
+        UserError: there is no such run, or its target cannot be queried or stop it.
     """
     _VERBS[recipe.words[0]](recipe)
 
 
 def _list(recipe: RunsRecipe) -> None:
-    found = api.list_runs(recipe.folder)
+    states = api.list_runs(recipe.folder)
     if recipe.format == "json":
-        return _print_json([asdict(run) for run in found])
-    if not found:
+        return _print_json([asdict(run) for run in states])
+    if not states:
         return print(f"no runs in {recipe.folder}")
-    print("\n".join(columns(_HEAD, [_row(run) for run in found], left=(0, 1, 6, 7))))
+    print("\n".join(columns(_HEAD, [_row(run) for run in states], left=(0, 1, 6, 7))))
 
 
 def _row(run: RunState) -> tuple[str, ...]:
+    """Return the cells of a run in the table."""
     of = f" of {run.total:,}" if run.total else ""
     why = run.event if run.event and run.state in UNDER_WAY else run.why or run.event
     return (
@@ -60,19 +61,20 @@ def _row(run: RunState) -> tuple[str, ...]:
 
 
 def _plain(text: str) -> str:
-    """Names and events are of a folder that anyone may have written."""
+    """Escape control characters and mask secrets in a text of an untrusted folder."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in public(text))
 
 
 def _describe(recipe: RunsRecipe) -> None:
-    found = api.describe(recipe.words[1], recipe.folder)
+    details = api.describe(recipe.words[1], recipe.folder)
     if recipe.format == "json":
-        return _print_json(asdict(found))
-    Console().banner([(label, public(text)) for label, text in _rows(found) if text])
+        return _print_json(asdict(details))
+    Console().banner([(label, public(text)) for label, text in _rows(details) if text])
 
 
-def _rows(found: RunDetails) -> Iterator[tuple[str, str]]:
-    run = found.run
+def _rows(details: RunDetails) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts about a run."""
+    run = details.run
     yield "run", run.folder
     yield "run's folder", run.run_folder
     yield "state", f"{run.state}" + f": {run.why}" * bool(run.why)
@@ -80,18 +82,18 @@ def _rows(found: RunDetails) -> Iterator[tuple[str, str]]:
     yield "step", step
     yield "loss", loss
     yield "goodput", goodput
-    yield "launched", " ".join(filter(None, (run.target, run.job, _clock(found.submitted_at))))
-    yield "recipe", " ".join([found.recipe, *found.overrides]).strip()
-    yield "git", ", ".join(f"{key} {value}" for key, value in found.git.items())
-    for attempt in found.attempts:
+    yield "launched", " ".join(filter(None, (run.target, run.job, _clock(details.submitted_at))))
+    yield "recipe", " ".join([details.recipe, *details.overrides]).strip()
+    yield "git", ", ".join(f"{key} {value}" for key, value in details.git.items())
+    for attempt in details.attempts:
         yield f"attempt {attempt['attempt']}", f"{attempt['cause']}: {attempt['why']}"
-    yield "checkpoints", ", ".join(found.checkpoints)
-    scores = (f"{name} {value}" for name, value in found.evaluation.items() if value is not None)
+    yield "checkpoints", ", ".join(details.checkpoints)
+    scores = (f"{name} {value}" for name, value in details.evaluation.items() if value is not None)
     yield "gauntlet", ", ".join(scores)
-    yield "software", ", ".join(f"{name} {value}" for name, value in found.environment.items())
-    for event in found.events[-5:]:
+    yield "software", ", ".join(f"{name} {value}" for name, value in details.environment.items())
+    for event in details.events[-5:]:
         yield str(event["kind"]), f"{_clock(event['time'])} {event['what']}"
-    yield "logs", found.logs
+    yield "logs", details.logs
 
 
 def _clock(when: float | None) -> str:
@@ -99,7 +101,7 @@ def _clock(when: float | None) -> str:
 
 
 def _print_json(values: Any) -> None:
-    """Numbers that JSON has not are null."""
+    """Print JSON; NaN and infinities become null."""
     finite = json.loads(json.dumps(values, default=str), parse_constant=lambda _: None)
     print(public(json.dumps(finite, indent=1)))
 
@@ -120,7 +122,7 @@ def _print_lines(lines: Iterator[tuple[str, str]]) -> None:
 
 
 def _stop(recipe: RunsRecipe) -> None:
-    """All are asked side by side; what could not be stopped is said at the end."""
+    """Stop runs concurrently; raise all errors at the end."""
 
     def stop(name: str) -> RunState | UserError:
         try:
@@ -131,21 +133,23 @@ def _stop(recipe: RunsRecipe) -> None:
     names = list(dict.fromkeys(recipe.words[1:]))
     problems: list[str] = []
     with ThreadPoolExecutor(len(names)) as pool:
-        for found in pool.map(stop, names):
-            if isinstance(found, UserError):
-                problems += found.problems
+        for outcome in pool.map(stop, names):
+            if isinstance(outcome, UserError):
+                problems += outcome.problems
             else:
-                print(_plain(f"{found.name}: {found.state} at step {found.step:,}"), flush=True)
+                line = f"{outcome.name}: {outcome.state} at step {outcome.step:,}"
+                print(_plain(line), flush=True)
     if problems:
         raise UserError(*problems)
 
 
 def _serve(recipe: RunsRecipe) -> None:
+    """Serve the states of all runs for Prometheus until the process is terminated."""
     from llmfoundry.loggers.metrics_server import serve
     from llmfoundry.loggers.prometheus_logger import need_client
 
     need_client("runs serve")
-    api.list_runs(recipe.folder)  # is there such a folder?
+    api.list_runs(recipe.folder)  # raises an error if the folder does not exist
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry(auto_describe=False)
@@ -174,30 +178,34 @@ _GAUGES: dict[str, tuple[str, Callable[[RunState], float | None]]] = {
 
 
 class Collector:
-    """What a scrape gets (prometheus_client's custom collector): every run of a folder."""
+    """Custom collector of prometheus_client: reads every run of a folder at each scrape."""
 
     def __init__(self, folder: str) -> None:
-        """Reads nothing yet."""
+        """Initialize without reading."""
         self._folder = folder
 
     def collect(self) -> Iterator[Any]:
-        """The metric families; a folder that is gone has no runs."""
+        """Yield the metric families; a deleted folder has no runs."""
         from prometheus_client.core import GaugeMetricFamily
 
-        found: list[RunState] = []
+        run_states: list[RunState] = []
         with suppress(UserError):
-            found = api.list_runs(self._folder)
+            run_states = api.list_runs(self._folder)
+
+        # one gauge per state
         states = GaugeMetricFamily(
             f"{_PREFIX}state", "1: the state that the run is in.", labels=["run", "state"]
         )
-        for run in found:
+        for run in run_states:
             for state in STATES:
                 states.add_metric([run.name, state], run.state == state)
         yield states
-        for name, (meaning, of) in _GAUGES.items():
+
+        # one gauge per number
+        for name, (meaning, number_of) in _GAUGES.items():
             family = GaugeMetricFamily(f"{_PREFIX}{name}", meaning, labels=["run"])
-            for run in found:
-                value = of(run)
+            for run in run_states:
+                value = number_of(run)
                 if value is not None:
                     family.add_metric([run.name], value)
             yield family

@@ -1,7 +1,8 @@
-"""The runs of a scaling experiment: each point's recipe, by the rules, and what it counts.
+"""Grid of a scaling experiment: recipe, parameters, tokens and FLOPs of each run.
 
-`cli/commands/scaling.py` calls `grid`. The idea: a point is the base recipe's command line and
-nothing else, so that any of them can be run by hand.
+Entry point: `grid`, which `cli/commands/scaling.py` calls. The rules of the scaling recipe
+determine the overrides of each point. A point is fully described by the base recipe and these
+overrides, so that it can be run by hand.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from llmfoundry.scaling.points import Point
 
 MOST_WIDTH = 1 << 17
 COMPARED = ("tokenizer.", "data.", "eval.validation")
-"""Keys that families share, else their losses do not compare."""
+"""Keys that must be equal in all families; otherwise their losses are not comparable."""
 
 
 @dataclass(frozen=True)
 class GridPoint:
-    """A run to be made.
+    """Run of the grid.
 
     Attributes:
-        point: what it counts; without a loss.
-        words: of its command line behind the base recipe.
-        settings: of its whole recipe, by dotted key.
-        folder: of the run.
+        point: parameters, tokens and FLOPs; without a loss.
+        words: overrides of the base recipe.
+        settings: complete recipe, by dotted key.
+        folder: folder of the run.
     """
 
     point: Point
@@ -49,15 +50,15 @@ class GridPoint:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A family's model of one width.
+    """Model of one family and width.
 
     Attributes:
-        family: its name.
-        width: of the model.
-        words: that make it of the base recipe.
-        recipe: filled, with a vocabulary.
-        counts: parameters: total, active and non_embedding, as `Point` has them.
-        flops: of training on a token.
+        family: name of the family.
+        width: d_model.
+        words: overrides of the base recipe.
+        recipe: resolved recipe, with a vocabulary size.
+        counts: numbers of parameters: total, active and non_embedding, as in `Point`.
+        flops: training FLOPs per token.
     """
 
     family: str
@@ -69,37 +70,48 @@ class ModelShape:
 
 
 def grid(recipe: ScalingRecipe) -> list[GridPoint]:
-    """All points, those that are held out last.
+    """Return all points; held-out points come last.
 
     Raises:
-        UserError: a point's recipe has problems; all are named.
+        UserError: problems of the recipes of all points.
     """
+    # combinations of family, width and budget (tokens or FLOPs)
     bases = {family: base_of(recipe, family) for family in recipe.families or [""]}
     _refuse_unlike(bases)
-    aims = [*itertools.product(recipe.sizes, recipe.tokens or recipe.compute)]
-    wanted = [(family, width, aim, False) for family in bases for width, aim in aims]
-    if held := recipe.held_out:
-        wanted += [(family, held.size, held.tokens, True) for family in bases]
-    keys = dict.fromkeys((family, width) for family, width, _, _ in wanted)
-    shapes = {key: shape_of(recipe, key[0], bases[key[0]], key[1]) for key in keys}
+    budgets = [*itertools.product(recipe.sizes, recipe.tokens or recipe.compute)]
+    specs = [(family, width, budget, False) for family in bases for width, budget in budgets]
+    if held_out := recipe.held_out:
+        specs += [(family, held_out.size, held_out.tokens, True) for family in bases]
 
-    def tokens_of(shape: ModelShape, aim: float, is_held: bool) -> float:
-        return aim if is_held or recipe.tokens else aim / shape.flops
+    # the model of each family and width
+    shapes: dict[tuple[str, int], ModelShape] = {}
+    for family, width, _, _ in specs:
+        if (family, width) not in shapes:
+            shapes[family, width] = shape_of(recipe, family, bases[family], width)
 
-    fitted = [(shapes[f, width], aim) for f, width, aim, is_held in wanted if not is_held]
-    _settle_rules(recipe, bases, [(shape, tokens_of(shape, aim, False)) for shape, aim in fitted])
+    def tokens_of(shape: ModelShape, budget: float, is_held_out: bool) -> float:
+        return budget if is_held_out or recipe.tokens else budget / shape.flops
+
+    # anchor the rules of learning rate and batch size at the smallest fitted point
+    fitted = [(shapes[family, width], budget) for family, width, budget, out in specs if not out]
+    runs = [(shape, tokens_of(shape, budget, False)) for shape, budget in fitted]
+    _settle_rules(recipe, bases, runs)
+
+    # the points, with swept factors and seeds
     points, problems = list[GridPoint](), dict[str, None]()
-    for family, width, aim, is_held in wanted:
-        shape, swept = shapes[family, width], [(1.0, 1.0)]
-        if not is_held:
-            swept = [*itertools.product(recipe.lr_factors, recipe.batch_factors)]
-        for factors, seed in itertools.product(swept, recipe.seeds or [shape.recipe.seed]):
+    for family, width, budget, is_held_out in specs:
+        shape, factor_pairs = shapes[family, width], [(1.0, 1.0)]
+        if not is_held_out:
+            factor_pairs = [*itertools.product(recipe.lr_factors, recipe.batch_factors)]
+        for factors, seed in itertools.product(factor_pairs, recipe.seeds or [shape.recipe.seed]):
+            tokens = tokens_of(shape, budget, is_held_out)
             try:
-                one = point_of(recipe, shape, tokens_of(shape, aim, is_held), factors, seed)
+                one = point_of(recipe, shape, tokens, factors, seed)
             except UserError as error:
                 problems |= dict.fromkeys(error.problems)
                 continue
-            points.append(replace(one, point=replace(one.point, held_out=is_held, target=aim)))
+            point = replace(one.point, held_out=is_held_out, target=budget)
+            points.append(replace(one, point=point))
     if len({one.point.name for one in points}) < len(points):
         problems["tokens: two points are the same run; write values further apart"] = None
     if problems:
@@ -108,10 +120,10 @@ def grid(recipe: ScalingRecipe) -> list[GridPoint]:
 
 
 def base_of(recipe: ScalingRecipe, family: str) -> ResolvedTrainRecipe:
-    """A family's recipe before any rule, filled.
+    """Return the resolved recipe of a family before any rule.
 
     Raises:
-        UserError: it has problems, or measures nothing that a law could be fitted to.
+        UserError: the recipe is not valid or does not measure a validation loss.
     """
     base = checked(TrainRecipe, recipe.base, [*_words(recipe, family), "run_name=scaling"])
     if not base.eval.validation:
@@ -122,31 +134,37 @@ def base_of(recipe: ScalingRecipe, family: str) -> ResolvedTrainRecipe:
 
 
 def _words(recipe: ScalingRecipe, family: str) -> list[str]:
-    """What the family's command line has before any rule."""
+    """Return the overrides of a family before any rule."""
     plugins = [f"plugins={as_list(recipe.plugins)}"] * bool(recipe.plugins)
     return [*plugins, *recipe.overrides, *recipe.families.get(family, [])]
 
 
 def _refuse_unlike(bases: dict[str, ResolvedTrainRecipe]) -> None:
-    """Losses of other tokens or other text do not compare."""
-    (first, mine), *others = [(f, dict(flat(as_written(base)))) for f, base in bases.items()]
-    for family, written in others:
-        for key, value in written.items():
-            if key.startswith(COMPARED) and value != mine.get(key):
+    """Check that all families have the same tokenizer and data; else losses are not comparable.
+
+    Raises:
+        UserError: a key of COMPARED differs.
+    """
+    settings = [(family, dict(flat(as_written(base)))) for family, base in bases.items()]
+    (first_family, first), *others = settings
+    for family, other in others:
+        for key, value in other.items():
+            if key.startswith(COMPARED) and value != first.get(key):
                 raise UserError(
-                    f"families.{family}: {key} is {value}, and {first}'s is {mine.get(key)}:"
-                    " their losses do not compare; write one for both"
+                    f"families.{family}: {key} is {value}, and {first_family}'s is"
+                    f" {first.get(key)}: their losses do not compare; write one for both"
                 )
 
 
 def shape_of(
     recipe: ScalingRecipe, family: str, base: ResolvedTrainRecipe, width: int
 ) -> ModelShape:
-    """The family's model of a width, by the rules.
+    """Return the model of a family and width by the rules.
 
     Raises:
-        UserError: the width does not divide into heads, or the model cannot be.
+        UserError: the width is not a multiple of the head dimension, or the model is not valid.
     """
+    # overrides of width, depth and heads
     model, rules = base.model, recipe.rules
     head = rules.head_dim or model.head_dim
     if width % head:
@@ -165,19 +183,20 @@ def shape_of(
     if model.expansion_ratio is None and ffn.ffn_hidden_size:
         hidden = max(8, round(ffn.ffn_hidden_size * width / model.d_model / 8) * 8)
         words.append(f"model.ffn_config.ffn_hidden_size={hidden}")
-    own = [*_words(recipe, family), *words]
-    made = checked(TrainRecipe, recipe.base, [*own, "run_name=scaling"])
-    filled = with_guessed_vocabulary(made.resolve())
-    shaped = filled.model
-    embedded = shaped.vocab_size * width * (1 if shaped.tie_word_embeddings else 2)
-    if shaped.learned_pos_emb:
-        embedded += (shaped.max_seq_len or 0) * width
-    active = active_parameter_count(shaped)
-    counts = {"total": parameter_count(shaped), "active": active}
-    counts["non_embedding"] = active - embedded
-    return ModelShape(
-        family, width, own, filled, counts, flops_per_token(shaped, filled.max_seq_len)
-    )
+    all_words = [*_words(recipe, family), *words]
+
+    # parameters and FLOPs of the resolved model
+    user_recipe = checked(TrainRecipe, recipe.base, [*all_words, "run_name=scaling"])
+    resolved = with_guessed_vocabulary(user_recipe.resolve())
+    config = resolved.model
+    n_embedding = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
+    if config.learned_pos_emb:
+        n_embedding += (config.max_seq_len or 0) * width
+    active = active_parameter_count(config)
+    counts = {"total": parameter_count(config), "active": active}
+    counts["non_embedding"] = active - n_embedding
+    flops = flops_per_token(config, resolved.max_seq_len)
+    return ModelShape(family, width, all_words, resolved, counts, flops)
 
 
 def _settle_rules(
@@ -185,7 +204,13 @@ def _settle_rules(
     bases: dict[str, ResolvedTrainRecipe],
     aims: Sequence[tuple[ModelShape, float]],
 ) -> None:
-    """Write in place where a rule has its base's number, and which that is."""
+    """Set the anchor of each power rule in place: the base's value, and where it applies.
+
+    Args:
+        recipe: its rules are changed.
+        bases: recipe of each family; the first one has the values.
+        aims: shape and tokens of the fitted points; the smallest is the anchor.
+    """
     recipe.fill()
     base = next(iter(bases.values()))
     step = base.global_train_batch_size * base.max_seq_len
@@ -195,6 +220,7 @@ def _settle_rules(
 
 
 def _quantity(rule: PowerRule, shape: ModelShape, tokens: float) -> float:
+    """Return the quantity that a rule depends on (`by`) for a shape and number of tokens."""
     known = {"compute": shape.flops * tokens, "parameters": shape.counts["active"]}
     return float((known | {"tokens": tokens, "width": shape.width})[rule.by])
 
@@ -202,7 +228,7 @@ def _quantity(rule: PowerRule, shape: ModelShape, tokens: float) -> float:
 def point_of(
     recipe: ScalingRecipe, shape: ModelShape, tokens: float, factors: tuple[float, float], seed: int
 ) -> GridPoint:
-    """A run by the settled rules, tokens rounded to whole steps."""
+    """Return a run by the anchored rules, with tokens rounded to complete steps."""
     rules, length = recipe.rules, shape.recipe.max_seq_len
     batch = rules.batch_tokens.number(_quantity(rules.batch_tokens, shape, tokens)) * factors[1]
     rows = max(1, round(batch / length))
@@ -240,7 +266,7 @@ def point_of(
 def _name(
     recipe: ScalingRecipe, shape: ModelShape, tokens: int, lr: float, rows: int, seed: int
 ) -> Iterator[str]:
-    """What tells a run from the others of the grid."""
+    """Yield the parts of a run's name that distinguish it from the other runs of the grid."""
     if shape.family:
         yield shape.family
     yield f"size={shape.width}"
@@ -254,7 +280,7 @@ def _name(
 
 
 def shape_near(recipe: ScalingRecipe, family: str, parameters: float) -> ModelShape:
-    """The family's model, by the rules, whose parameters come nearest to a number."""
+    """Return the model of a family whose number of parameters is nearest to `parameters`."""
     base = base_of(recipe, family)
     head = recipe.rules.head_dim or base.model.head_dim
     assert head is not None
@@ -262,11 +288,14 @@ def shape_near(recipe: ScalingRecipe, family: str, parameters: float) -> ModelSh
     def size(heads: int) -> float:
         return shape_of(recipe, family, base, heads * head).counts[recipe.parameters]
 
+    # double the heads until the model is large enough, then bisect
     high = 1
     while high * head < MOST_WIDTH and size(high) < parameters:
         high *= 2
     heads = range(max(1, high // 2), high + 1)
     above = min(high, heads.start + bisect_left(heads, parameters, key=size))
-    both = (max(1, above - 1), above)
-    near = min(both, key=lambda heads: abs(math.log(size(heads) / parameters)))
-    return shape_of(recipe, family, base, near * head)
+
+    # the nearer of the two neighbors, on a logarithmic scale
+    neighbors = (max(1, above - 1), above)
+    nearest = min(neighbors, key=lambda heads: abs(math.log(size(heads) / parameters)))
+    return shape_of(recipe, family, base, nearest * head)

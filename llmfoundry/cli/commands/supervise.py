@@ -1,6 +1,7 @@
-"""`scripts/supervise.py`, and `supervise.enabled` of a training run: the process around it.
+"""Command of `scripts/supervise.py`, and of a training run with `supervise.enabled`.
 
-It imports no PyTorch: it waits for days next to processes that need the memory.
+Entry point: `supervise`, which starts training processes and restarts them after failures. It does
+not import PyTorch, to save memory: it runs for days next to the training processes.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from llmfoundry.terminal import outlast_full_disks
 
 
 def supervise(recipe: ResolvedTrainRecipe) -> None:
-    """Train until the run is complete, or another attempt is of no use.
+    """Train until the run is complete or a restart cannot help.
 
     Raises:
-        SystemExit: with a status of `exit_status`.
-        UserError: the recipe would start over at each restart, or refuse to resume.
+        SystemExit: always, with a status of `exit_status`.
+        UserError: the recipe would start from the beginning at each restart, or not resume.
     """
+    # checks
     if {SUPERVISED, "RANK"} & os.environ.keys():
         raise UserError(
             "scripts/supervise.py: is itself started by torchrun or another supervisor; start it"
@@ -52,6 +54,8 @@ def supervise(recipe: ResolvedTrainRecipe) -> None:
             f"supervise.launch: {NODES} is the number of a Slurm job's machines, and this is none;"
             " write the number, or start it with sbatch"
         )
+
+    # supervise
     end_with_starters()
     outlast_full_disks()
     name = "finetune" if isinstance(recipe, FinetuneRecipe) else "train"
@@ -79,13 +83,13 @@ def supervise(recipe: ResolvedTrainRecipe) -> None:
 
 
 def is_supervised(recipe: ResolvedTrainRecipe) -> bool:
-    """Whether this process is to become a supervisor: none is around it, and no launcher."""
+    """Return whether this process must supervise: no supervisor or launcher has started it."""
     is_launched = "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
     return recipe.supervise.enabled and SUPERVISED not in os.environ and not is_launched
 
 
 def _folder(recipe: ResolvedTrainRecipe) -> Path:
-    """Where the run works on this machine."""
+    """Return the local folder of the run."""
     if "://" not in recipe.save_folder:
         return Path(recipe.save_folder)
     from llmfoundry.checkpoint.open_run import run_storage  # imports PyTorch

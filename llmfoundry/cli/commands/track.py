@@ -1,4 +1,4 @@
-"""`scripts/track.py`: what a run's metrics.jsonl has, to the stores that lack it."""
+"""Command of `scripts/track.py`: backfill trackers with the metrics.jsonl of a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llmfoundry.recipe.typed import require
 
 
 def track(recipe: TrackRecipe) -> None:
-    """Compare and send, for as long as it takes.
+    """Send the metrics that a tracker lacks.
 
     Raises:
-        UserError: the folder has no record of a run, the run is under way, or a store did not get
-            it all.
+        UserError: the folder has no metrics of a run, the run is running, or a tracker did not
+            accept everything.
     """
     run = run_with_record(recipe)
     folder = run.folder
@@ -30,17 +30,17 @@ def track(recipe: TrackRecipe) -> None:
     else:
         user_recipe.logger = recipe.logger
     console = Console()
-    with hold_run(run, ALONE, note=console.note):  # a run under way sends its record itself
+    with hold_run(run, ALONE, note=console.note):  # a running run sends its metrics itself
         run_recipe = user_recipe.resolve()
         task = registration(run_recipe, run)
         send_record(run_recipe, folder, task, note=console.note, warn=console.warn)
 
 
 def run_with_record(recipe: TrackRecipe) -> Storage:
-    """The run.
+    """Return the folder of the run, with its metrics downloaded.
 
     Raises:
-        UserError: it has no record of a run.
+        UserError: it has no metrics.
     """
     assert recipe.run is not None
     run = find_place(recipe.run, "run", ALONE)
