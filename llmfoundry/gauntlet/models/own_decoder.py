@@ -25,7 +25,7 @@ from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.gauntlet.questions import GenerationPrompt, Score, ScoreRequest
 from llmfoundry.inference.decoder_rows import Autocast, DecoderSlots, decoder_of
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.requests import ScoreRequest as Wanted
+from llmfoundry.inference.requests import SequenceRequest
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.packed_layout import PackedLayout
@@ -543,8 +543,8 @@ def generate_texts(
     return [texts.get(i) or "" for i in range(len(prompts))]
 
 
-def _request(prompt: GenerationPrompt, end_ids: Collection[int]) -> Wanted:
-    return Wanted(prompt.tokens, prompt.max_new_tokens, stop_ids=frozenset(end_ids))
+def _request(prompt: GenerationPrompt, end_ids: Collection[int]) -> SequenceRequest:
+    return SequenceRequest(prompt.tokens, prompt.max_new_tokens, stop_ids=frozenset(end_ids))
 
 
 def _classes(prompts: Sequence[GenerationPrompt]) -> Iterator[tuple[list[int], int]]:
