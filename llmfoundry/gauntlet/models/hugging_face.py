@@ -25,7 +25,7 @@ from llmfoundry.gauntlet.models.own_decoder import (
 )
 from llmfoundry.gauntlet.questions import GenerationPrompt, Score, ScoreRequest
 from llmfoundry.inference.engine import SlotEngine
-from llmfoundry.inference.hugging_face_rows import HuggingFaceSlots, angles_by_length, end_ids
+from llmfoundry.inference.hugging_face_slots import HuggingFaceSlots, angles_by_length, end_ids
 
 if TYPE_CHECKING:
     from llmfoundry.data.text.tokenizer import Tokenizer

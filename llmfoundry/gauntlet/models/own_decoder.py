@@ -23,7 +23,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.answer_metrics import until_stop
 from llmfoundry.gauntlet.models.tree import Forest, TreeRow, grow, write_row
 from llmfoundry.gauntlet.questions import GenerationPrompt, Score, ScoreRequest
-from llmfoundry.inference.decoder_rows import Autocast, DecoderSlots, decoder_of
+from llmfoundry.inference.decoder_slots import Autocast, DecoderSlots, decoder_of
 from llmfoundry.inference.engine import SlotEngine
 from llmfoundry.inference.requests import SequenceRequest
 from llmfoundry.models.attention import longest_document
