@@ -1,10 +1,11 @@
-"""Bytes, FLOPs and memory traffic of a recipe's own code for one row, counted on fake tensors.
+"""Bytes, FLOPs and memory traffic per sequence of a recipe, counted on fake tensors.
 
-`memory.py` and the predicted seconds ask `count`. The idea: each kind of block and the ends of the
-model (embedding, final norm, head and loss) run once forward and back, in the recipe's precision,
-with its recomputation, adapters and frozen weights, parallelized as in a run over processes that do
-not exist; `meter.py` writes down what is held, computed and moved. All of it is linear in rows, so
-that two passes, of two rows and of three, give what is fixed and what each row adds.
+Entry point: `count`, which `memory.py` and `seconds.py` call. The idea: each kind of block and the
+ends of the model (embedding, final norm, head and loss) run one forward and backward pass, with the
+precision, activation checkpointing, adapters, frozen weights and parallelism of the run, over ranks
+that do not exist. `meter.py` records allocated bytes, FLOPs and memory traffic. All of these are
+linear in the number of sequences, so that passes with two and with three sequences give the
+constant and the slope.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 CPU = torch.device("cpu")
 FEW = 2
-"""Rows of the first pass: one more than one, whose sums over rows PyTorch leaves out."""
+"""Sequences of the first pass. With 1, PyTorch would omit sums over the batch dimension."""
 
 
 @dataclass(frozen=True)
 class Bytes(Amounts):
-    """Bytes as a function of the rows computed at a time, and of the load of experts.
+    """Bytes as a function of the sequences of a microbatch and of the expert load.
 
     Attributes:
-        fixed: whatever the rows: gradients and copies of weights.
-        row: of each row.
-        load: of each row and each unit by which the load of this process's experts exceeds the
-            mean; 0 where processes share none.
-        logits: of each row: logits, of which the loss holds those of a chunk of tokens at most.
+        fixed: constant part: gradients and copies of weights.
+        row: bytes per sequence.
+        load: bytes per sequence and unit of expert load above the mean; 0 without expert
+            parallelism.
+        logits: bytes of logits per sequence; the loss holds at most those of a chunk of tokens.
     """
 
     fixed: float = 0.0
@@ -62,20 +63,21 @@ class Bytes(Amounts):
 
 @dataclass(frozen=True)
 class BlockCount:
-    """What one block does on one process; messages between processes left out.
+    """Cost of one block on one rank, without communication.
 
     Attributes:
-        blocks: how many are alike.
-        kept: what waits for the backward pass.
-        at_forward: moments of the forward pass, in bytes beside what was there before; those that
-            another exceeds in every way left out.
-        at_backward: moments of the backward pass, beside what all blocks keep, this one's included;
-            of a mixture until its experts' gradients are there.
-        experts_done: that moment; None: there are no experts, or the operator is not looked into.
-        behind_experts: its moments from then on; the experts' gradients are in `fixed`.
-        forward: what the forward pass computes and moves.
-        backward: what the backward pass does, recomputation left out.
-        again: what the backward pass computes again.
+        blocks: number of blocks of this kind.
+        kept: saved activations.
+        at_forward: memory peaks of the forward pass, in addition to what was allocated before.
+            A peak that another one exceeds in every term is left out.
+        at_backward: memory peaks of the backward pass, in addition to the saved activations of all
+            blocks; in a block with experts, until the gradients of the experts exist.
+        experts_done: memory at the time when the gradients of the experts exist; None: no experts,
+            or an operator without a mark at that time.
+        behind_experts: memory peaks after it; their `fixed` includes the gradients of the experts.
+        forward: work of the forward pass.
+        backward: work of the backward pass, without recomputation.
+        again: work of recomputation.
     """
 
     blocks: int
@@ -91,15 +93,15 @@ class BlockCount:
 
 @dataclass(frozen=True)
 class EndsCount:
-    """What embedding, final norm, head and loss do on one process.
+    """Cost of embedding, final norm, head and loss on one rank.
 
     Attributes:
-        at_loss: moments of the forward pass, in bytes beside what all blocks keep; the loss makes
-            the head's gradient there.
-        at_head: moments of the backward pass before the blocks', beside that.
-        behind: moments of the backward pass behind all blocks.
-        forward: what the forward pass computes and moves, the head's gradient included.
-        backward: what the backward pass does.
+        at_loss: memory peaks of the forward pass, in addition to the saved activations of all
+            blocks. The loss computes the gradient of the head in the forward pass.
+        at_head: memory peaks of the backward pass before that of the blocks.
+        behind: memory peaks of the backward pass after that of the blocks.
+        forward: work of the forward pass, including the gradient of the head.
+        backward: work of the backward pass.
     """
 
     at_loss: tuple[Bytes, ...]
@@ -111,24 +113,24 @@ class EndsCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """All kinds of blocks, in the order of their last, and the ends."""
+    """Costs of all kinds of blocks, ordered by their last block, and of the ends."""
 
     blocks: tuple[BlockCount, ...]
     ends: EndsCount
 
     @property
     def forward(self) -> Pass:
-        """Of the whole model."""
+        """Work of the forward pass of the model."""
         return _sum([*(one.forward.times(one.blocks) for one in self.blocks), self.ends.forward])
 
     @property
     def backward(self) -> Pass:
-        """Of the whole model, recomputation left out."""
+        """Work of the backward pass of the model, without recomputation."""
         return _sum([*(one.backward.times(one.blocks) for one in self.blocks), self.ends.backward])
 
     @property
     def again(self) -> Pass:
-        """Of the whole model: what the backward pass computes again."""
+        """Work of recomputation in the model."""
         return _sum([one.again.times(one.blocks) for one in self.blocks])
 
 
@@ -146,14 +148,15 @@ def count(
     device: torch.device = CPU,
     meta_model: Decoder | None = None,
 ) -> ModelCount:
-    """What a filled recipe's model does for one row on one process.
+    """Count the cost of a model on one rank, per sequence.
 
     Args:
-        recipe: filled; recomputation decided: auto counts as none.
-        degrees: of its mesh. Of replicas and shards it matters only whether there are shards.
-        device: where it is to compute.
-        meta_model: of fine-tuning: the model on the meta device, frozen and quantized as it will
-            be; None: all parameters train.
+        recipe: resolved recipe; activation checkpointing and compression `auto` count as none.
+        degrees: degrees of the mesh. Of the data-parallel degrees it matters only whether FSDP
+            shards the weights.
+        device: device type of the run.
+        meta_model: for fine-tuning: the model on the meta device, frozen and quantized as in the
+            run; None: all parameters are trained.
     """
     if meta_model is None or isinstance(meta_model, Decoder):
         return _count(recipe, degrees, device, meta_model)
@@ -161,11 +164,10 @@ def count(
     before, noise.disabled = noise.disabled, True
     try:
         return _count(recipe, degrees, device, meta_model)
-    except Exception:  # a class that asks tensors for their values, or has kernels of its own
-        alike = {each.name: getattr(recipe.model, each.name) for each in fields(ModelConfig)}
-        ours = replace(
-            recipe, model=ResolvedModelConfig(**alike)
-        )  # of the same sizes, all of it trained
+    except Exception:  # a class that reads the values of tensors, or has kernels of its own
+        # count a decoder of the same sizes instead, with all parameters trained
+        sizes = {each.name: getattr(recipe.model, each.name) for each in fields(ModelConfig)}
+        ours = replace(recipe, model=ResolvedModelConfig(**sizes))
         return _count(ours, degrees, device, None)
     finally:
         noise.disabled = before
@@ -174,6 +176,7 @@ def count(
 def _count(
     recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.device, meta_model: Decoder | None
 ) -> ModelCount:
+    """Return the counts from a cache whose keys are the settings that they depend on."""
     depth = recipe.model.n_layers if meta_model is None else len(meta_model.blocks)
     memory = _decided(recipe.parallel).activation_memory(depth)
     model = None if isinstance(recipe.model, HFModelConfig) else replace(recipe.model)
@@ -187,7 +190,7 @@ def _count(
     known = _known if meta_model is None else _known_of.setdefault(meta_model, {})
     of_ends = repr(facts)
     if model is not None:
-        model.vocab_size = 0  # nothing to blocks
+        model.vocab_size = 0  # does not affect the blocks
     of_blocks = repr([*facts, memory])
     setting = _Setting(recipe, degrees, device, meta_model)
     if of_blocks not in known:
@@ -199,13 +202,13 @@ def _count(
     return ModelCount(known[of_blocks], known[of_ends])
 
 
-_known: dict[str, Any] = {}  # counts by what they depend on
+_known: dict[str, Any] = {}  # counts by the settings that they depend on
 _known_of: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """What `count` was asked."""
+    """Arguments of `count`."""
 
     recipe: ResolvedTrainRecipe
     degrees: Degrees
@@ -214,10 +217,11 @@ class _Setting:
 
     @contextmanager
     def counter(self, memory: ActivationMemory) -> Iterator[tuple[_Counter, list[_Kind]]]:
-        """The model with a block of each kind, parallelized as in a run, and these kinds."""
+        """Yield a counter for a model with one block of each kind, parallelized, and the kinds."""
         recipe, degrees, kind = self.recipe, self.degrees, self.device.type
         root, kinds, memory = _reduced(recipe, self.meta_model, memory)
         is_sharded = not degrees.is_replicas
+        # parallelize as the run does, on a mesh of ranks that do not exist
         with imagined(degrees) as meshes, unwatched_shapes():
             apply_tensor_parallel(root, meshes)
             apply_expert_parallel(root, meshes)
@@ -225,23 +229,22 @@ class _Setting:
             share_router_statistics(root, World(0, 1, 0, CPU), meshes)
             wrap_blocks(root, memory, compile_mode=None)
             layouts = _layouts(recipe, kind, degrees)
+
+            # replace the parameters by fake tensors, in the dtype in which FSDP gathers them
             with FakeTensorMode(allow_non_fake_inputs=True):
-                fill(
-                    root, torch.bfloat16 if is_sharded and recipe.precision == "amp_bf16" else None
-                )
+                narrow = is_sharded and recipe.precision == "amp_bf16"
+                fill(root, torch.bfloat16 if narrow else None)
                 loads = (1.0, 2.0) if degrees.expert > 1 else (1.0,)
                 model = self.meta_model
                 trains = model is None or any(p.requires_grad for p in model.parameters())
-                yield (
-                    _Counter(
-                        recipe, root, kind, layouts, loads, is_sharded=is_sharded, trains=trains
-                    ),
-                    kinds,
+                counter = _Counter(
+                    recipe, root, kind, layouts, loads, is_sharded=is_sharded, trains=trains
                 )
+                yield counter, kinds
 
 
 def _decided(parallel: ParallelConfig) -> ParallelConfig:
-    """Where auto counts as none."""
+    """Return the settings with `auto` replaced by none."""
     if parallel.activation_compression == "auto":
         parallel = replace(parallel, activation_compression="none")
     if recomputation(parallel.activation_checkpointing) != "auto":
@@ -250,9 +253,10 @@ def _decided(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _layouts(recipe: ResolvedTrainRecipe, kind: str, degrees: Degrees) -> dict[int, PackedLayout]:
-    """Of so many rows on a CPU two documents in each: it attends to packed rows otherwise.
+    """Return layouts with two documents per sequence on a CPU, by number of sequences.
 
-    Made of real numbers. GPUs' kernels keep as much of packed rows as of plain ones.
+    On a CPU, attention over packed sequences uses other operators. On a GPU, kernels save as much
+    for packed sequences as for others. The layouts are real tensors.
     """
     length = recipe.max_seq_len
     ours = not isinstance(recipe.model, HFModelConfig)
@@ -263,24 +267,25 @@ def _layouts(recipe: ResolvedTrainRecipe, kind: str, degrees: Degrees) -> dict[i
 
 
 def fill(root: nn.Module, dtype: torch.dtype | None = None, *, device: torch.device = CPU) -> None:
-    """Give a model on the meta device fake tensors in its place, in a `FakeTensorMode`.
+    """Replace the parameters and buffers of a model on the meta device by fake tensors.
 
-    `to_empty` cannot swap fake tensors. What is one parameter in two places stays one.
+    Must be called in a `FakeTensorMode`. Tied parameters stay tied. (`to_empty` cannot swap fake
+    tensors.)
 
     Args:
-        root: of any classes.
-        dtype: of its floating-point parameters, as FSDP gathers them; None: as they are.
-        device: where they stand for memory.
+        root: model of any class.
+        dtype: dtype of floating-point parameters, as FSDP gathers them; None: unchanged.
+        device: device of the fake tensors.
     """
-    made: dict[int, nn.Parameter] = {}
+    replaced: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, p in list(module._parameters.items()):
-            if p is not None and id(p) not in made:
+            if p is not None and id(p) not in replaced:
                 kind = dtype if p.is_floating_point() else None
                 empty = torch.empty_like(p, device=device, dtype=kind)
-                made[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+                replaced[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
             if p is not None:
-                module._parameters[name] = made[id(p)]
+                module._parameters[name] = replaced[id(p)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -288,12 +293,12 @@ def fill(root: nn.Module, dtype: torch.dtype | None = None, *, device: torch.dev
 
 @dataclass(frozen=True)
 class _Kind:
-    """A block that stands for those like it.
+    """One kind of block.
 
     Attributes:
-        place: of it in the reduced model.
-        count: how many are alike.
-        is_reached: whether anything before it trains.
+        place: index of its representative in the reduced model.
+        count: number of blocks of this kind.
+        is_reached: whether any parameter before it is trained.
     """
 
     place: int
@@ -303,15 +308,16 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Trait:
-    """What blocks differ by, that run the same code.
+    """Properties that distinguish blocks which run the same code.
 
     Attributes:
-        layer: what attention does, whose keys it takes left out; None: a class of transformers'.
-        owns_kv: whether its keys and values are its own.
-        is_taken: whether others take them.
-        is_reached: whether anything before it trains.
-        targets: what of it is computed again.
-        shapes: of its parameters, with dtypes and what trains; empty where all are alike.
+        layer: attention settings, apart from the source of keys and values; None: a class of
+            transformers.
+        owns_kv: whether the block computes its keys and values.
+        is_taken: whether other blocks use its keys and values.
+        is_reached: whether any parameter before it is trained.
+        targets: modules that are recomputed.
+        shapes: shapes, dtypes and `requires_grad` of its parameters; empty if equal in all blocks.
     """
 
     layer: LayerConfig | None
@@ -325,12 +331,14 @@ class _Trait:
 def _reduced(
     recipe: ResolvedTrainRecipe, meta_model: Decoder | None, memory: ActivationMemory
 ) -> tuple[Root, list[_Kind], ActivationMemory]:
-    """The model on the meta device with one block of each kind, and how these keep activations."""
+    """Return the model with one block of each kind, its kinds, and their activation memory."""
     layers = recipe.model.layers() if meta_model is None else getattr(meta_model, "layers", None)
     traits = _traits(meta_model, layers, memory)
     kinds: dict[_Trait, list[int]] = {}
     for i, trait in enumerate(traits):
         kinds.setdefault(trait, []).append(i)
+
+    # keep the first block of each kind, and the blocks whose keys and values these use
     in_order = sorted(kinds.values(), key=lambda each: each[-1])
     firsts = {each[0]: len(each) for each in in_order}
     makers = {layers[i].kv_from for i in firsts} if layers else set()
@@ -338,11 +346,12 @@ def _reduced(
     kept = None
     if layers:
         kept = [replace(layers[i], kv_from=places.index(layers[i].kv_from)) for i in places]
+
+    # build the reduced model
     if meta_model is None:
         assert kept is not None
-        model = _shallow(
-            recipe, [(layer, traits[i]) for i, layer in zip(places, kept, strict=True)]
-        )
+        with_traits = [(layer, traits[i]) for i, layer in zip(places, kept, strict=True)]
+        model = _shallow(recipe, with_traits)
     else:
         copies = nn.ModuleList(copy.deepcopy(meta_model.blocks[i]) for i in places)
         model = copy.deepcopy(meta_model, {id(meta_model.blocks): copies})
@@ -350,13 +359,13 @@ def _reduced(
             model._ways, model._head = {False: "positions", True: "mask"}, (1.0, None)
     if kept is not None:
         model.layers = kept
-    found = [_Kind(places.index(i), n, traits[i].is_reached) for i, n in firsts.items()]
+    reduced_kinds = [_Kind(places.index(i), n, traits[i].is_reached) for i, n in firsts.items()]
     targets = tuple(memory.targets[i] for i in places)
-    return Root(model), found, replace(memory, targets=targets)
+    return Root(model), reduced_kinds, replace(memory, targets=targets)
 
 
 def _shallow(recipe: ResolvedTrainRecipe, layers: Sequence[tuple[LayerConfig, _Trait]]) -> Decoder:
-    """The recipe's model on the meta device, with these blocks alone."""
+    """Return the recipe's model on the meta device, with only these blocks."""
     config = recipe.model
     with torch.device("meta"):
         model = Decoder(replace(config, n_layers=0, block_overrides=None))
@@ -370,9 +379,9 @@ def _shallow(recipe: ResolvedTrainRecipe, layers: Sequence[tuple[LayerConfig, _T
 def _traits(
     model: Decoder | None, layers: Sequence[LayerConfig] | None, memory: ActivationMemory
 ) -> list[_Trait]:
-    """Of each block; all of a model trains where there is none yet."""
+    """Return the traits of each block. Without a model, all parameters are trained."""
     taken = {layer.kv_from for i, layer in enumerate(layers or ()) if layer.kv_from != i}
-    found, reached = [], model is None or _trains_before(model)
+    traits, reached = [], model is None or _trains_before(model)
     for i, targets in enumerate(memory.targets):
         layer, owns = layers[i] if layers else None, True
         if layer is not None:
@@ -381,13 +390,13 @@ def _traits(
         if model is not None:
             named = list(model.blocks[i].named_parameters())
             shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in named)
-        found.append(_Trait(layer, owns, i in taken, reached, targets, shapes))
+        traits.append(_Trait(layer, owns, i in taken, reached, targets, shapes))
         reached = reached or any(trains for *_, trains in shapes)
-    return found
+    return traits
 
 
 def _trains_before(model: Decoder) -> bool:
-    """Whether what comes before the blocks trains: embeddings."""
+    """Return whether any parameter before the blocks (an embedding) is trained."""
     others = {id(p) for block in model.blocks for p in block.parameters()}
     others |= {id(p) for n, p in model.named_parameters() if n.startswith("norm_f.")}
     if model.head_weight is not model.embedding_weight:
@@ -396,7 +405,7 @@ def _trains_before(model: Decoder) -> bool:
 
 
 class _Counter:
-    """Runs parts of a reduced model, parallelized and filled, in a `FakeTensorMode`."""
+    """Runs parts of a reduced model whose parameters are fake tensors, and records their cost."""
 
     def __init__(
         self,
@@ -417,7 +426,7 @@ class _Counter:
         self._meter = Meter(local.shape[0])
         self._meter.know(root.parameters())
         self._meter.know(root.buffers())
-        if not is_sharded:  # gradients of the microbatch before
+        if not is_sharded:  # DDP: gradients of the previous microbatch exist
             for p in root.parameters():
                 p.grad = torch.empty_like(p) if p.requires_grad else None
             self._meter.know(p.grad for p in root.parameters() if p.grad is not None)
@@ -437,33 +446,33 @@ class _Counter:
         return torch.autocast("cpu", torch.bfloat16, enabled=low)
 
     def _batch(self, rows: int) -> Batch:
-        """Rows with a label for each token."""
+        """Return `rows` sequences with a label for each token."""
         length = self._recipe.max_seq_len
         tokens = torch.zeros(rows, length, dtype=torch.long)
         batch = Batch(tokens, tokens, self._layouts.get(rows))
         return batch if self._shard is None else self._shard(batch)
 
     def blocks(self, kinds: Sequence[_Kind]) -> tuple[BlockCount, ...]:
-        """Of each kind of block."""
+        """Count the cost of each kind of block."""
         blocks = list(self._root.model.blocks)
         cases = [(FEW, 1.0), (FEW + 1, 1.0), *((FEW, load) for load in self._loads[1:])]
         runs: dict[int, list[tuple[int, PassRecording]]] = {kind.place: [] for kind in kinds}
         for rows, load in cases:
             with self._counting(load):
-                given = self._inputs(rows, blocks)
+                inputs = self._inputs(rows, blocks)
                 for kind in kinds:
-                    run = self._run(blocks[kind.place], *given[kind.place], kind.is_reached)
+                    run = self._run(blocks[kind.place], *inputs[kind.place], kind.is_reached)
                     runs[kind.place].append(run)
         return tuple(_block_count(kind.count, runs[kind.place]) for kind in kinds)
 
     def _inputs(
         self, rows: int, blocks: Sequence[nn.Module]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What each block is called with."""
-        given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Return the arguments of each block's call in a forward pass of the reduced model."""
+        inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given.append((args, kwargs))
+            inputs.append((args, kwargs))
 
         hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
         batch = self._batch(rows)
@@ -471,27 +480,29 @@ class _Counter:
             self._root(batch.tokens, batch.layout, lambda model, hidden: None)
         for hook in hooks:
             hook.remove()
-        return given
+        return inputs
 
     def _run(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_reached: bool
     ) -> tuple[int, PassRecording]:
-        """Bytes that it keeps, and all that it did."""
+        """Run a block forward and backward; return the bytes of saved activations, and the rest."""
         meter, (x, *others) = self._meter, args
 
         def leaf(tensor: Any) -> Any:
             trains = isinstance(tensor, Tensor) and tensor.is_floating_point() and is_reached
             return tensor.detach().requires_grad_() if trains else tensor
 
+        # forward pass; only autograd then references what is allocated
         others = [tuple(map(leaf, one)) if isinstance(one, tuple) else one for one in others]
         meter.begin()
         with self._autocast():
-            made = block(leaf(torch.empty_like(x)), *others, **kwargs)
-        outputs = [t for t in _tensors(made) if t.requires_grad]
+            result = block(leaf(torch.empty_like(x)), *others, **kwargs)
+        outputs = [t for t in _tensors(result) if t.requires_grad]
         shapes = [(t.shape, t.dtype) for t in outputs]
         edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
-        del made, outputs
+        del result, outputs
         kept = meter.since()
+        # backward pass
         if edges:
             with meter.backward():
                 grads = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -502,17 +513,17 @@ class _Counter:
         return kept, meter.end()
 
     def ends(self) -> EndsCount:
-        """Of what is around the blocks."""
+        """Count the cost of embedding, final norm, head and loss."""
         model, runs = self._root.model, list[PassRecording]()
         hook = None
-        if self._trains:  # blocks that are not here would have a gradient go on
+        if self._trains:  # the gradient passes through the omitted blocks to the embedding
             hook = _embedding(model).register_forward_hook(
-                lambda module, args, made: made if made.requires_grad else made.requires_grad_()
+                lambda module, args, out: out if out.requires_grad else out.requires_grad_()
             )
         for rows in (FEW, FEW + 1):
             with self._counting():
                 batch = self._batch(rows)
-                model.loss_chunk = batch.tokens.numel()  # one, whose size the caller knows
+                model.loss_chunk = batch.tokens.numel()  # one chunk; callers know the chunk size
                 self._meter.begin()
                 with self._autocast():
                     loss = self._root(batch.tokens, batch.layout, _loss_of(batch.labels))
@@ -529,7 +540,7 @@ class _Counter:
 
 
 def _embedding(model: Decoder) -> nn.Module:
-    """Of tokens."""
+    """Return the token embedding."""
     return model.wte if isinstance(model, Decoder) else model.hf.get_input_embeddings()
 
 
@@ -537,29 +548,31 @@ def _loss_of(labels: Tensor) -> Callable[[Decoder, Tensor], Tensor]:
     return lambda model, hidden: model.loss(hidden, labels)
 
 
-def _tensors(made: Any) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(made) if isinstance(t, Tensor)]
+def _tensors(result: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
 
 
 def _block_count(number: int, runs: Sequence[tuple[int, PassRecording]]) -> BlockCount:
-    """Of runs of FEW rows, of one more, and where processes share experts under twice the load."""
+    """Return the cost of a block from its runs with FEW sequences, one more, and double load."""
     kept = _bytes([Reading(kept, 0) for kept, _ in runs])
     records = [recorded for _, recorded in runs]
-    held = [Reading(kept, 0) for kept, _ in runs]
+    saved = [Reading(kept, 0) for kept, _ in runs]
+    forward = [r.readings["forward"] for r in records]
     backward, marked = [r.readings["backward"] for r in records], records[0].experts
+    experts_done = _moments([run[marked - 1 : marked] for run in backward], saved)
     return BlockCount(
         number,
         kept,
-        _moments([r.readings["forward"] for r in records]),
-        _moments([run[: marked or None] for run in backward], held),
-        next(iter(_moments([run[marked - 1 : marked] for run in backward], held)), None),
-        _moments([run[marked:] for run in backward], held) if marked else (),
+        _moments(forward),
+        _moments([run[: marked or None] for run in backward], saved),
+        next(iter(experts_done), None),
+        _moments([run[marked:] for run in backward], saved) if marked else (),
         **_passes(records),
     )
 
 
 def _passes(records: Sequence[PassRecording]) -> dict[str, Pass]:
-    """Of runs of FEW rows and of one row more."""
+    """Return the work of each pass from runs with FEW sequences and with one more."""
     few, more = (
         {name: Work(**done) for name, done in recorded.work.items()} for recorded in records[:2]
     )
@@ -580,7 +593,7 @@ def _ends_count(runs: Sequence[PassRecording]) -> EndsCount:
 
 
 def _bytes(readings: Sequence[Reading]) -> Bytes:
-    """From those of FEW rows, of one row more, and perhaps of FEW under twice the load."""
+    """Return bytes from readings with FEW sequences, one more, and optionally double load."""
     few, more, *loaded = readings
     row, logits = more.total - few.total, more.logits - few.logits
     load = (loaded[0].total - few.total) / FEW if loaded else 0.0
@@ -590,22 +603,22 @@ def _bytes(readings: Sequence[Reading]) -> Bytes:
 def _moments(
     runs: Sequence[Sequence[Reading]], before: Sequence[Reading] | None = None
 ) -> tuple[Bytes, ...]:
-    """As bytes of rows and load, of the same operations in each run; without what others exceed."""
+    """Return the memory peaks of runs of the same operations, without those that others exceed."""
     if before is not None:
         runs = [
             [Reading(r.total - start.total, r.logits) for r in run]
             for run, start in zip(runs, before, strict=True)
         ]
-    if len({len(run) for run in runs}) > 1:  # other operations for another size: the most alone
+    if len({len(run) for run in runs}) > 1:  # operations depend on the size: only the maximum
         runs = [[max(run, key=lambda r: r.total)] for run in runs]
-    found: list[Bytes] = []
+    peaks: list[Bytes] = []
     for readings in zip(*runs, strict=True):
-        moment = _bytes(readings)
-        if not any(_exceeds(other, moment) for other in found):
-            found = [other for other in found if not _exceeds(moment, other)] + [moment]
-    return tuple(found)
+        peak = _bytes(readings)
+        if not any(_exceeds(other, peak) for other in peaks):
+            peaks = [other for other in peaks if not _exceeds(peak, other)] + [peak]
+    return tuple(peaks)
 
 
 def _exceeds(one: Bytes, other: Bytes) -> bool:
     pairs = zip(vars(one).values(), vars(other).values(), strict=True)
-    return all(mine >= theirs for mine, theirs in pairs)
+    return all(left >= right for left, right in pairs)

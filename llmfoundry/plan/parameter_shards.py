@@ -1,8 +1,9 @@
-"""How many values of a model one process holds, of every degree of parallelism.
+"""Number of parameter values on one rank, for any combination of parallel degrees.
 
-`memory.py` and `communication.py` ask it. Tensor parallelism divides the matrices of the dense
-layers, expert parallelism the experts; what these leave is cut by FSDP into even parts along the
-first dimension, over the processes that have the same (`distributed/fsdp.py`).
+Entry points: `shares`, `unit_of` and `values_of`, for `memory.py` and `communication.py`. Tensor
+parallelism shards the matrices of dense layers, and expert parallelism the experts. FSDP then
+shards the rest evenly along the first dimension, over the ranks that hold the same values
+(`distributed/fsdp.py`).
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import Degrees, context_method
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
-REDUCED = 4  # bytes of a gradient on its way to its shard: added up in fp32
+REDUCED = 4  # bytes per value of a gradient that is being reduced, in fp32
 _OF_TOKENS = re.compile(r"(^|\.)(wpe|norm_\w+|[qk]_ln)\.(weight|bias)$")
-"""What each process has whole and applies to its own tokens."""
+"""Parameters that every tensor-parallel rank holds in full and applies to its tokens."""
 _IN_LAYER = re.compile(r"ffn\.(router|shared|experts)\.")
-"""A layer with experts, which tensor parallelism does not divide."""
+"""Parameters of a layer with experts, which tensor parallelism does not shard."""
 BLOCK, OF_LAYER, OF_EXPERTS = "block", "layer with experts", "experts"
-"""What FSDP gathers at once: a block; of it apart, under tensor parallelism, a layer with experts,
-and under expert parallelism the experts of one."""
+"""Units that FSDP gathers: a block; under tensor parallelism a layer with experts is a separate
+unit, and under expert parallelism the experts of a layer are."""
 
 
 class Values(NamedTuple):
-    """Values of some parameters, or bytes, as one process has them.
+    """Number of values (or bytes) of some parameters on one rank.
 
     Attributes:
-        shard: what the process keeps; of several processes the one with most.
-        gathered: what there is of them while they are at work.
+        shard: values that the rank keeps (the maximum over ranks).
+        gathered: values while they are gathered for compute.
     """
 
     shard: int = 0
     gathered: int = 0
 
     def plus(self, other: Values) -> Values:
-        """Those of both."""
+        """Return the sum."""
         return Values(self.shard + other.shard, self.gathered + other.gathered)
 
     def times(self, count: int) -> Values:
-        """Those of so many alike."""
+        """Return the values of `count` equal sets of parameters."""
         return Values(self.shard * count, self.gathered * count)
 
 
 def total(values: Iterable[Values]) -> Values:
-    """Of several."""
+    """Return the sum of several values."""
     found = Values()
     for one in values:
         found = found.plus(one)
@@ -59,13 +60,13 @@ def total(values: Iterable[Values]) -> Values:
 
 
 class Unit(NamedTuple):
-    """What FSDP gathers of each block at once.
+    """FSDP unit of each block.
 
     Attributes:
-        processes: over which it is cut.
-        apart: ranks from one of these to the next.
-        all: of all blocks.
-        block: of the largest block.
+        processes: number of ranks that share it.
+        apart: stride between these ranks.
+        all: values in all blocks.
+        block: values in the largest block.
     """
 
     processes: int
@@ -75,12 +76,12 @@ class Unit(NamedTuple):
 
 
 class ParameterShards(NamedTuple):
-    """What one process has of a model.
+    """Values of a model on one rank.
 
     Attributes:
         ends: embeddings, final norm and head.
-        head: the output head, which may be the embedding.
-        units: of the blocks; the first is what is gathered with the block itself.
+        head: output head, which may be the embedding.
+        units: FSDP units of the blocks; the first one is the block itself.
     """
 
     ends: Values
@@ -89,17 +90,17 @@ class ParameterShards(NamedTuple):
 
     @property
     def blocks(self) -> Values:
-        """Of all blocks."""
+        """Values of all blocks."""
         return total(unit.all for unit in self.units)
 
     @property
     def all(self) -> Values:
-        """Of the whole model."""
+        """Values of the model."""
         return self.ends.plus(self.blocks)
 
 
 def shares(model: ResolvedModelConfig, degrees: Degrees) -> ParameterShards:
-    """What a process has of a filled model."""
+    """Return the values of a model on one rank."""
     (bare, _), *blocks = parts(model)
     each = [(by_unit(block.named_parameters(), degrees), count) for block, count in blocks]
     largest, _ = max(each, key=lambda one: total(one[0].values()).gathered)
@@ -122,23 +123,23 @@ def shares(model: ResolvedModelConfig, degrees: Degrees) -> ParameterShards:
 
 
 def by_unit(named: Iterable[tuple[str, Tensor]], degrees: Degrees) -> dict[str, Values]:
-    """What a process has of a block's parameters, by the unit that they are gathered with."""
-    found = {BLOCK: Values()}
+    """Return the values of a block's parameters on one rank, by FSDP unit."""
+    units = {BLOCK: Values()}
     for name, parameter in named:
         unit, values = unit_of(name, degrees), values_of(name, parameter.shape, degrees)
-        found[unit] = found.get(unit, Values()).plus(values)
-    return found
+        units[unit] = units.get(unit, Values()).plus(values)
+    return units
 
 
 def unit_of(name: str, degrees: Degrees) -> str:
-    """With what FSDP gathers a parameter of a block."""
+    """Return the FSDP unit that a parameter of a block belongs to."""
     if EXPERTS in name and degrees.expert > 1:
         return OF_EXPERTS
     return OF_LAYER if degrees.tensor > 1 and _IN_LAYER.search(name) else BLOCK
 
 
 def cut_over(unit: str, degrees: Degrees) -> int:
-    """Over how many processes FSDP cuts a unit."""
+    """Return the number of ranks that FSDP shards a unit over."""
     return {
         BLOCK: degrees.weights,
         OF_LAYER: degrees.copy_size,
@@ -147,12 +148,12 @@ def cut_over(unit: str, degrees: Degrees) -> int:
 
 
 def apart(unit: str, degrees: Degrees) -> int:
-    """Ranks from one of these processes to the next, as `distributed/mesh.py` lays them out."""
+    """Return the stride between these ranks in the mesh (`distributed/mesh.py`)."""
     return {BLOCK: degrees.tensor, OF_LAYER: 1, OF_EXPERTS: degrees.expert}[unit]
 
 
 def tokens_of_row(recipe: ResolvedTrainRecipe, degrees: Degrees) -> int:
-    """A process's tokens of a row that context parallelism divides; padded where it does not."""
+    """Return the tokens of a sequence on one rank, padded for context parallelism."""
     if degrees.context == 1:
         return recipe.max_seq_len
     gathered = context_method(recipe.model, recipe.parallel, degrees) == "all_gather"
@@ -161,10 +162,11 @@ def tokens_of_row(recipe: ResolvedTrainRecipe, degrees: Degrees) -> int:
 
 
 def seen_by_tokens(model: ResolvedModelConfig) -> int:
-    """Values of what tensor parallelism gives each process whole, for its own tokens.
+    """Return the number of values that tensor-parallel ranks hold in full, for their own tokens.
 
-    Norms and positions. Biases of the second matrices are added to what all tokens gave, and layers
-    with experts are cut by FSDP over these processes too.
+    These are norms and positions. Biases of row-parallel matrices are not included: they are added
+    to the output of all tokens. Layers with experts are not included either: FSDP shards them over
+    the tensor-parallel ranks too.
     """
     return sum(
         count * parameter.numel()
@@ -175,7 +177,7 @@ def seen_by_tokens(model: ResolvedModelConfig) -> int:
 
 
 def values_of(name: str, shape: Sequence[int], degrees: Degrees) -> Values:
-    """What a process has of a parameter of that name and shape."""
+    """Return the values of a parameter on one rank."""
     rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     unit = unit_of(name, degrees)
     if unit == OF_EXPERTS:

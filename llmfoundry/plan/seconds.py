@@ -80,7 +80,7 @@ class Speeds:
 
 
 def speeds(gpu: Gpu, recipe: ResolvedTrainRecipe) -> Speeds:
-    """Of a GPU, by its data sheet."""
+    """Return the achievable speeds of a GPU for a recipe, from the data sheet."""
     newer = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
     share, narrow = gpu.sustained * gpu.reached, FP32 if recipe.precision == "fp32" else 1.0
     return Speeds(
@@ -94,19 +94,19 @@ def speeds(gpu: Gpu, recipe: ResolvedTrainRecipe) -> Speeds:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """A step's seconds; those of the parts add up to `total`.
+    """Seconds of a step by component. The components add up to `total`.
 
     Attributes:
-        products: of matrix products, without those computed again.
-        attention: the same of attention.
-        memory: of operations bound by memory.
-        again: of what the backward pass computes again.
-        optimizer: of clipping and the update.
-        waiting: of messages that nothing hides, by what is sent.
-        beside: that hidden messages take from computation.
-        host: that the GPU waits for launches.
-        flops: of the model, of one process's share of the step.
-        again_flops: of what is computed again.
+        products: matmuls, without recomputation.
+        attention: attention, without recomputation.
+        memory: memory-bound operations, without recomputation.
+        again: recomputation during the backward pass.
+        optimizer: gradient clipping and the update.
+        waiting: exposed communication, by what is communicated.
+        beside: slowdown of compute by overlapped communication.
+        host: time in which the GPU waits for kernel launches.
+        flops: model FLOPs of one rank.
+        again_flops: recomputed FLOPs of one rank.
     """
 
     products: float
@@ -122,11 +122,11 @@ class StepSeconds:
 
     @cached_property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds of the step."""
         return sum(self.split().values())
 
     def split(self) -> dict[str, float]:
-        """Each part's seconds by what it is, those that take none left out."""
+        """Return the seconds of each component by its name in reports, without zero components."""
         named = {
             "products": self.products,
             "attention": self.attention,
@@ -140,23 +140,23 @@ class StepSeconds:
         return {what: seconds for what, seconds in named.items() if seconds > 0}
 
     def mfu(self, gpu: Gpu) -> float:
-        """Model FLOPs over those that the GPU could have done."""
+        """Return the model FLOPs utilization (MFU): model FLOPs over the peak FLOPs of the time."""
         return self.flops / (self.total * gpu.tflops * 1e12)
 
     def hfu(self, gpu: Gpu) -> float:
-        """The same with what is computed again."""
+        """Return the hardware FLOPs utilization (HFU), which includes recomputed FLOPs."""
         return (self.flops + self.again_flops) / (self.total * gpu.tflops * 1e12)
 
 
 def step_line(step: StepSeconds) -> str:
-    """A step's seconds and its parts, the longest first."""
+    """Return one line with the seconds of a step and of its components, the longest first."""
     split = sorted(step.split().items(), key=lambda part: -part[1])
     named = ", ".join(f"{what} {in_seconds(n)}" for what, n in split if n >= 0.001 * step.total)
     return f"about {in_seconds(step.total)}: {named}"
 
 
 def speed_line(step: StepSeconds, recipe: ResolvedTrainRecipe, gpus: int, gpu: Gpu) -> str:
-    """Tokens a second and shares of the peak."""
+    """Return one line with throughput, MFU and HFU."""
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total
     hfu = f", HFU {percent(step.hfu(gpu))}" if step.again_flops else ""
     each = f"{tokens / gpus:,.0f} tokens/s a GPU, {short_count(tokens)} in all"
@@ -164,20 +164,20 @@ def speed_line(step: StepSeconds, recipe: ResolvedTrainRecipe, gpus: int, gpu: G
 
 
 def in_seconds(seconds: float) -> str:
-    """Such as 1.23 s or 12 ms."""
+    """Return a duration as text, for example 1.23 s or 12 ms."""
     return f"{seconds:.3g} s" if seconds >= 0.0995 else f"{seconds * 1e3:.2g} ms"
 
 
 @dataclass(frozen=True)
 class GpuTime(Amounts):
-    """Seconds of a GPU, launches and FLOPs of a pass over some part of the model.
+    """GPU time, kernel launches and FLOPs of a pass over part of the model.
 
     Attributes:
-        products: seconds of products.
-        attention: of attention.
-        memory: of operations bound by memory.
-        launches: operations.
-        flops: of products and attention.
+        products: seconds of matmuls.
+        attention: seconds of attention.
+        memory: seconds of memory-bound operations.
+        launches: number of kernels.
+        flops: FLOPs of matmuls and attention.
     """
 
     products: float = 0.0
@@ -188,23 +188,23 @@ class GpuTime(Amounts):
 
     @property
     def total(self) -> float:
-        """Of all kinds."""
+        """Seconds of all operations."""
         return self.products + self.attention + self.memory
 
     def only_products(self) -> GpuTime:
-        """Without all else; FLOPs are those of products in any case that asks."""
+        """Return the matmuls alone. Callers ensure that `flops` are those of matmuls."""
         return GpuTime(products=self.products, flops=self.flops)
 
 
 @dataclass(frozen=True)
 class Computation:
-    """What a microbatch costs, without messages.
+    """GPU time of one microbatch, without communication.
 
     Attributes:
-        forward: of all blocks.
-        backward: of all blocks, without what is computed again.
-        again: what is.
-        ends: of embedding, final norm, head and loss, both ways.
+        forward: forward pass of all blocks.
+        backward: backward pass of all blocks, without recomputation.
+        again: recomputation.
+        ends: forward and backward pass of embedding, final norm, head and loss.
     """
 
     forward: GpuTime
@@ -222,26 +222,30 @@ def step_seconds(
     roughly: bool = False,
     sent: Iterable[CollectiveTraffic] | None = None,
 ) -> StepSeconds:
-    """What a step takes on each of `world_size` GPUs.
+    """Estimate the seconds of a step on each of `world_size` GPUs.
 
     Args:
-        recipe: filled; activation checkpointing decided.
-        world_size: processes of the run.
-        microbatch: rows at a time.
-        reached: what each process's GPU does.
-        roughly: whether memory traffic is that of one process over as many as share a row, in place
-            of the layout's own, which takes a second to count.
-        sent: what a process sends in a step; None: `communication`.
+        recipe: resolved recipe; activation checkpointing is decided.
+        world_size: number of ranks.
+        microbatch: sequences per microbatch and rank.
+        reached: achievable speeds of the GPU.
+        roughly: derive memory traffic from that of one process, divided by the ranks that share a
+            sequence. Counting the traffic of the layout itself takes about a second.
+        sent: communication of a step; None: as estimated by `communication`.
     """
     degrees, gpu = recipe.parallel.degrees(world_size), reached.gpu
     microbatches = recipe.global_train_batch_size / degrees.data / microbatch
-    found = [*(communication(recipe, world_size, microbatch, gpu.node) if sent is None else sent)]
+    traffic = [*(communication(recipe, world_size, microbatch, gpu.node) if sent is None else sent)]
+
+    # compute of all microbatches
     work = _work(recipe, degrees, microbatch, reached, roughly=roughly)
     done = work.forward.plus(work.backward).plus(work.ends).times(microbatches)
     again = work.again.times(microbatches)
     computed = done.total + again.total
+
+    # overlapped communication within a node slows compute
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / world_size
-    inside = sum(each.sent - each.between for each in found if each.what not in WAITED_FOR)
+    inside = sum(each.sent - each.between for each in traffic if each.what not in WAITED_FOR)
     beside = BESIDE * min(inside / (gpu.link_gb_s * 1e9), computed)
     return StepSeconds(
         products=done.products,
@@ -249,7 +253,7 @@ def step_seconds(
         memory=done.memory,
         again=again.total,
         optimizer=_optimizer(recipe, degrees, reached),
-        waiting=_waiting(recipe, found, work, microbatches, gpu),
+        waiting=_waiting(recipe, traffic, work, microbatches, gpu),
         beside=beside,
         host=max(0.0, reached.launch * (done.launches + again.launches) - computed - beside),
         flops=tokens * flops_per_token(recipe.model, recipe.max_seq_len),
@@ -265,16 +269,20 @@ def _work(
     *,
     roughly: bool,
 ) -> Computation:
-    """Of a microbatch: products by their shapes, all else by what is counted."""
+    """Return the GPU time of a microbatch: matmuls from their shapes, the rest as counted."""
     model, tokens = recipe.model, microbatch * tokens_of_row(recipe, degrees)
     share = 1 / (degrees.tensor * degrees.context) if roughly else 1.0
     counted = count(recipe, ALONE if roughly else degrees, device=CUDA)
+
+    # memory-bound operations of the blocks
     moved = {
         name: _moved(recipe, [(getattr(one, name), one.blocks) for one in counted.blocks],
                      microbatch * share, reached)
         for name in ("forward", "backward", "again")
     }  # fmt: skip
     forward, backward = moved["forward"], moved["backward"]
+
+    # matmuls of the blocks
     for block, n in parts(model)[1:]:
         first = [*products(block, model, degrees, tokens)]
         back = [each for one in first for each in one.backward()]
@@ -284,20 +292,21 @@ def _work(
     attention = GpuTime()
     for layer in model.layers():
         attention = attention.plus(_attention(recipe, degrees, microbatch, layer.window, reached))
+
+    # recomputation: the same fraction of time as of FLOPs
     again = moved["again"]
-    whole, repeated = counted.forward.row, counted.again.row
-    in_blocks = whole.products - counted.ends.forward.row.products
-    again = again.plus(forward.only_products().times(_over(repeated.products, in_blocks)))
-    again = again.plus(attention.times(_over(repeated.attention, whole.attention)))
-    one = head(model, degrees, tokens)
-    ends = [(counted.ends.forward, 1), (counted.ends.backward, 1)]
+    per_row, recomputed = counted.forward.row, counted.again.row
+    in_blocks = per_row.products - counted.ends.forward.row.products
+    again = again.plus(forward.only_products().times(_over(recomputed.products, in_blocks)))
+    again = again.plus(attention.times(_over(recomputed.attention, per_row.attention)))
+
+    # embedding, final norm, head and loss
+    output_head = head(model, degrees, tokens)
+    passes = [(counted.ends.forward, 1), (counted.ends.backward, 1)]
+    ends = _multiplied([output_head, *output_head.backward()], reached)
+    ends = ends.plus(_moved(recipe, passes, microbatch * share, reached))
     return Computation(
-        forward.plus(attention),
-        backward.plus(attention.times(BACKWARD_OF_FORWARD)),
-        again,
-        _multiplied([one, *one.backward()], reached).plus(
-            _moved(recipe, ends, microbatch * share, reached)
-        ),
+        forward.plus(attention), backward.plus(attention.times(BACKWARD_OF_FORWARD)), again, ends
     )
 
 
@@ -308,7 +317,7 @@ def _over(part: float, whole: float) -> float:
 def _moved(
     recipe: ResolvedTrainRecipe, passes: Iterable[tuple[Pass, int]], rows: float, reached: Speeds
 ) -> GpuTime:
-    """Operations bound by memory, each a kernel, or fused where the recipe is compiled."""
+    """Return the time of memory-bound operations: fused kernels if the recipe is compiled."""
     spent = GpuTime()
     for one, n in passes:
         moved = one.fixed.moved + rows * one.row.moved
@@ -320,22 +329,22 @@ def _moved(
     return spent
 
 
-def _multiplied(found: list[Matmul], reached: Speeds, *, narrow: bool = False) -> GpuTime:
-    """Products; `narrow`: those of dense layers in 8 bits, to which both operands are cast."""
+def _multiplied(matmuls: list[Matmul], reached: Speeds, *, narrow: bool = False) -> GpuTime:
+    """Return the time of matmuls. `narrow`: dense layers use FP8, with both operands cast."""
     seconds = cast = 0.0
-    for one in found:
+    for one in matmuls:
         is_narrow = narrow and one.groups == 1
         flops = reached.fp8 if is_narrow else reached.products
         seconds += one.seconds(reached.gpu, flops=flops, moved=reached.memory)
         cast += CAST * (one.rows + one.columns) * one.inner * is_narrow
-    flops = sum(one.flops for one in found)
+    flops = sum(one.flops for one in matmuls)
     return GpuTime(products=seconds, memory=cast / reached.memory, flops=flops)
 
 
 def _attention(
     recipe: ResolvedTrainRecipe, degrees: Degrees, microbatch: int, window: int, reached: Speeds
 ) -> GpuTime:
-    """A layer's, forward: of whole rows, of which a token sees half, or its window."""
+    """Return the forward time of one layer; a token attends to half a sequence, or its window."""
     model, length = recipe.model, recipe.max_seq_len
     seen = length / 2 if window < 0 else min(length / 2, window + 1)
     shared = degrees.tensor * degrees.context
@@ -343,37 +352,42 @@ def _attention(
     queries = length
     if context_method(model, recipe.parallel, degrees) == "all_gather":
         queries = -(-length // degrees.context)
-    narrow = min(1.0, 0.5 + model.head_dim / 256)  # 64 numbers a head: three quarters
-    ramp = queries / (queries + SHORT)
+    narrow = min(1.0, 0.5 + model.head_dim / 256)  # head_dim 64 reaches three quarters
+    ramp = queries / (queries + SHORT)  # short sequences are slower
     return GpuTime(attention=flops / (reached.attention * ramp * narrow), flops=flops)
 
 
 def _optimizer(recipe: ResolvedTrainRecipe, degrees: Degrees, reached: Speeds) -> float:
-    """Clipping reads a gradient twice and writes it once; the update writes all but gradients."""
+    """Return the seconds of clipping and the update, from the bytes that both read and write."""
     width = 2 if recipe.precision == "bf16" else 4
     moments = recipe.optimizer.moment_bytes(width)
     values = shares(recipe.model, degrees).all.shard
+    # clipping: two reads and one write; update: weights and state read and written, gradients read
     return values * (3 * width + 2 * (width + moments) + width) / reached.memory
 
 
 def _waiting(
     recipe: ResolvedTrainRecipe,
-    found: list[CollectiveTraffic],
+    traffic: list[CollectiveTraffic],
     work: Computation,
     microbatches: float,
     gpu: Gpu,
 ) -> dict[str, float]:
-    """Seconds of messages that nothing hides, by what is sent.
+    """Return the seconds of exposed communication, by what is communicated.
 
-    What the next products need is waited for. Weights of a block are gathered while the block
-    before computes, forward and backward; gradients are reduced while the next ones are made. Of
-    each pair the longer is waited for, and the first gather and the last reduction, which have
-    nothing beside them. Replicas reduce theirs once a step, beside the last backward pass.
+    Communication in WAITED_FOR is exposed, because the next matmul needs its result. FSDP gathers a
+    block's weights while the previous block computes, in both passes, and reduces gradients while
+    the next gradients are computed. Only the excess over that compute is exposed, and the first
+    gather and the last reduction, which overlap with nothing. Replicas all-reduce gradients once
+    per step, during the last backward pass.
     """
+    # seconds of each collective per step
     took: defaultdict[str, float] = defaultdict(float)
-    for each in found:
+    for each in traffic:
         kind = each.what if each.what in WAITED_FOR else f"{each.what} {each.kind}"
         took[kind] += each.seconds(gpu)
+
+    # seconds of one block in one microbatch
     n, reshards = recipe.model.n_layers, recipe.parallel.reshard_after_forward is not False
     each_time = recipe.parallel.reduce_scatter_each_microbatch is not False
     gather = took["weights all_gather"] / microbatches / (2 if reshards else 1) / n
@@ -383,6 +397,7 @@ def _waiting(
     backward = work.backward.plus(work.again).total / n
     again = gather if reshards else 0.0
 
+    # excess of communication over compute, plus what overlaps with nothing
     def left(computed: float, sent: float) -> float:
         return (n - 1) * max(0.0, sent - computed)
 
@@ -399,18 +414,18 @@ def _waiting(
 
 
 TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
-"""Rows and columns of cuBLAS's tiles, and the share of the largest one's speed that each reaches:
-smaller ones read more for each product (NVIDIA, Matrix Multiplication Background)."""
+"""Rows, columns and relative speed of cuBLAS's tiles. Smaller tiles read more bytes per FLOP
+(NVIDIA, Matrix Multiplication Background)."""
 
 
 class Matmul(NamedTuple):
-    """(rows, inner) times (inner, columns), so often side by side.
+    """Matmul of (rows, inner) and (inner, columns), `groups` times in one call.
 
     Attributes:
-        rows: of the first matrix: tokens, in the forward pass.
-        columns: of the second.
-        inner: of both.
-        groups: such products in one call: experts.
+        rows: rows of the first matrix; in the forward pass the number of tokens.
+        columns: columns of the second matrix.
+        inner: inner dimension.
+        groups: number of matmuls in a grouped call, one per expert.
     """
 
     rows: float
@@ -420,23 +435,23 @@ class Matmul(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """A multiply-add is two."""
+        """FLOPs; a multiply-add counts as two."""
         return 2.0 * self.rows * self.columns * self.inner * self.groups
 
     def seconds(self, gpu: Gpu, *, flops: float, moved: float) -> float:
-        """On a GPU whose fastest product reaches `flops` FLOP/s and that moves `moved` bytes/s."""
+        """Return the seconds on a GPU that reaches `flops` FLOP/s and `moved` bytes/s."""
         waves = min(self._waves(gpu, *tile) for tile in TILES)
         values = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return max(waves * 2 * self.inner / flops, 2 * values * self.groups / moved)
 
     def _waves(self, gpu: Gpu, height: int, width: int, share: float) -> float:
-        """Multiply-adds of an inner step that as many full waves of tiles would be."""
+        """Return the multiply-adds per step of `inner`, rounded up to full waves of tiles."""
         tiles = self.groups * math.ceil(self.rows / height) * math.ceil(self.columns / width)
         waves = math.ceil(tiles / gpu.multiprocessors)
         return waves * gpu.multiprocessors * height * width / share
 
     def backward(self) -> tuple[Matmul, Matmul]:
-        """What gives the gradients of the first matrix and of the second."""
+        """Return the matmuls that compute the gradients of the first and second matrix."""
         rows, columns, inner, groups = self
         return Matmul(rows, inner, columns, groups), Matmul(inner, columns, rows, groups)
 
@@ -444,14 +459,15 @@ class Matmul(NamedTuple):
 def products(
     module: nn.Module, model: ResolvedModelConfig, degrees: Degrees, tokens: float
 ) -> Iterator[Matmul]:
-    """Those of a block, or of the head, on one process in a forward pass over so many tokens.
+    """Yield the forward matmuls of a block, or of the head, on one rank.
 
     Args:
-        module: on the meta device: one of `counts.parts`.
-        model: filled.
-        degrees: of the mesh: tensor parallelism divides the matrices, whose products then meet the
-            tokens of all its processes; expert parallelism leaves rows evenly loaded as many.
-        tokens: of this process, before tensor parallelism divides them.
+        module: module of `counts.parts` on the meta device.
+        model: resolved model settings.
+        degrees: degrees of the mesh. Tensor parallelism shards the matrices, which are multiplied
+            with the tokens of all tensor-parallel ranks. Expert parallelism does not change the
+            number of rows if experts are evenly loaded.
+        tokens: tokens of this rank before sequence parallelism divides them.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim != 2 or name in ("wte.weight", "wpe.weight"):
@@ -460,7 +476,7 @@ def products(
         if EXPERTS in name:
             yield _expert(name, outputs, inputs, model, degrees, tokens)
             continue
-        if unit_of(name, degrees) != BLOCK:  # beside experts each process has its own tokens
+        if unit_of(name, degrees) != BLOCK:  # tensor-parallel ranks share the tokens
             yield Matmul(tokens / degrees.tensor, outputs, inputs)
             continue
         if tensor_parallel_dim(name) == 0:
@@ -473,7 +489,7 @@ def products(
 def _expert(
     name: str, height: int, width: int, model: ResolvedModelConfig, degrees: Degrees, tokens: float
 ) -> Matmul:
-    """Of a stack of experts (experts * hidden, d), each with its share of evenly loaded rows."""
+    """Return the grouped matmul of stacked experts (E * hidden, d), evenly loaded."""
     ffn = model.ffn_config
     experts = ffn.moe_num_experts // degrees.expert
     rows = tokens / degrees.tensor * ffn.moe_top_k / experts
@@ -483,5 +499,5 @@ def _expert(
 
 
 def head(model: ResolvedModelConfig, degrees: Degrees, tokens: float) -> Matmul:
-    """The output head's, tied or not."""
+    """Return the matmul of the output head, tied or not."""
     return Matmul(tokens, -(-model.vocab_size // degrees.tensor), model.d_model)
