@@ -50,6 +50,12 @@ from llmfoundry.gauntlet.gauntlet import TaskAnswers
 from llmfoundry.gauntlet.models.endpoint import Endpoint
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
+from llmfoundry.gauntlet.paired import (
+    ModelAnswers,
+    PairedComparison,
+    compare_rows,
+    judged_answers,
+)
 from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.background_queue import DeferredTask
@@ -66,7 +72,7 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import missing, require
 from llmfoundry.redaction import OPTIONS, public, public_texts
 
-PAGE, REPORT = "gauntlet.html", "report.html"
+PAGE, REPORT, DIFFERENCES = "gauntlet.html", "report.html", "differences.json"
 T = TypeVar("T")
 
 
@@ -218,15 +224,29 @@ def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
 
 
 def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console) -> None:
-    """A page with all of them."""
+    """Write the page of all models, and compare each with the first on the rows of both."""
     asked = [found for found in examined if found.results["gauntlet"]]
     parts = [(found.name, found.results["gauntlet"]) for found in asked]
     if len(parts) < 2:
         return
     folder = Path(recipe.output).expanduser() if recipe.output else Path("runs")
     folder.mkdir(parents=True, exist_ok=True)
-    write_eval_page(folder / PAGE, parts, links=[found.pages() for found in asked])
+    comparisons = _paired(asked)
+    for comparison in comparisons:
+        console.table(comparison.table())
+    write_json(folder / DIFFERENCES, [comparison.to_json() for comparison in comparisons])
+    links = [found.pages() for found in asked]
+    write_eval_page(folder / PAGE, parts, links=links, comparisons=comparisons)
     console.finish([("models", str(len(parts))), ("side by side", show(folder / PAGE))])
+
+
+def _paired(examined: Sequence[Examined]) -> list[PairedComparison]:
+    """Return the paired differences of each model from the first."""
+    baseline, *models = (
+        ModelAnswers(found.name, found.results["gauntlet"], judged_answers(found.answers))
+        for found in examined
+    )
+    return [compare_rows(model, baseline) for model in models]
 
 
 @dataclass(frozen=True)

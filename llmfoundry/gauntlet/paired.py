@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmfoundry.errors import UserError
-from llmfoundry.files import open_guarded, parse_json, read_object
+from llmfoundry.files import open_guarded, parse_json, read_object, read_object_if_there
 from llmfoundry.gauntlet.answer_metrics import Interval, answers_of
 from llmfoundry.gauntlet.gauntlet import TaskAnswers
 from llmfoundry.gauntlet.results import GauntletResult
@@ -102,6 +102,27 @@ class ModelAnswers:
                     f" {expected:,}; the file is incomplete or was changed: {AGAIN}"
                 )
         return cls(name, result, tasks)
+
+
+def latest_answers(name: str, run_folder: Path) -> ModelAnswers | None:
+    """Read the evaluation of a run's latest checkpoint that scripts/eval.py made.
+
+    Returns:
+        The answers, under the name of the run and the checkpoint; None: there is no evaluation
+        with answers of rows. Evaluations in training keep none.
+
+    Raises:
+        UserError: see `ModelAnswers.read`.
+    """
+    found: list[tuple[int, Path]] = []
+    for path in run_folder.glob(f"eval/*/{ROWS}"):
+        batch = read_object_if_there(path.parent / RESULTS, instead=AGAIN).get("time/batch")
+        if isinstance(batch, int):
+            found.append((batch, path.parent))
+    if not found:
+        return None
+    _, folder = max(found)
+    return ModelAnswers.read(f"{name} {folder.name}", folder)
 
 
 def judged_answers(answered: Sequence[TaskAnswers]) -> dict[str, TaskRights]:
@@ -189,6 +210,7 @@ class PairedDifference:
         n: number of rows.
         gained: rows that only the model answered right; of a category, of all its tasks.
         lost: rows that only the baseline answered right.
+        is_share: whether the scores are shares of right answers, as those of tasks.
     """
 
     name: str
@@ -199,6 +221,16 @@ class PairedDifference:
     n: int
     gained: int
     lost: int
+    is_share: bool = False
+
+    def cells(self) -> tuple[str, ...]:
+        """Return name, difference with its interval, both scores and the counts, as texts."""
+        scale, digits, unit = (100, 1, "%") if self.is_share else (1, 4, "")
+        low, high = (f"{scale * end:+.{digits}f}" for end in self.interval)
+        value = f"{scale * self.value:+.{digits}f}{unit} [{low}, {high}]"
+        scores = (f"{scale * x:.{digits}f}{unit}" for x in (self.baseline, self.model))
+        counts = (f"{count:,}" for count in (self.n, self.gained, self.lost))
+        return (self.name, value, *scores, *counts)
 
 
 @dataclass(frozen=True)
@@ -239,24 +271,18 @@ class PairedComparison:
         """Return the comparison as plain values for json.dumps."""
         return asdict(self)
 
+    def scores(self) -> list[PairedDifference]:
+        """Return all differences: averages, categories, tasks."""
+        return [*self.averages, *self.categories, *self.tasks]
+
     def table(self) -> str:
-        """Return a terminal table: tasks, categories, averages, notes."""
-        head = ("difference", "rows", "gained", "lost", "baseline", "model", "model - baseline")
-        rows = [_cells(task, scale=100, digits=1) for task in self.tasks]
-        rows += [_cells(s, scale=1, digits=4) for s in (*self.categories, *self.averages)]
-        lines = columns(head, rows, left=(0, len(head) - 1)) if rows else []
-        notes = [self.advice] if self.advice else []
-        title = f"model: {self.model}; baseline: {self.baseline}"
+        """Return a terminal table: averages, categories, tasks, notes."""
+        head = ("", "difference", "baseline", "model", "rows", "gained", "lost")
+        rows = [difference.cells() for difference in self.scores()]
+        lines = columns(head, rows) if rows else []
+        notes = ["", f"{self.advice}."] if self.advice else []
+        title = f"{self.model} minus {self.baseline}, on the rows that both answered:"
         return "\n".join([title, *lines, *notes, *(f"! {note}" for note in self.notes)])
-
-
-def _cells(difference: PairedDifference, *, scale: int, digits: int) -> tuple[str, ...]:
-    low, high = (f"{scale * end:+.{digits}f}" for end in difference.interval)
-    unit = "%" if scale == 100 else ""
-    scores = (f"{scale * x:.{digits}f}{unit}" for x in (difference.baseline, difference.model))
-    counts = (difference.n, difference.gained, difference.lost)
-    value = f"{scale * difference.value:+.{digits}f} [{low}, {high}]"
-    return (difference.name, *map(str, counts), *scores, value)
 
 
 def compare_rows(
@@ -383,9 +409,9 @@ class PairedCounts:
         """Return the task's difference and its interval."""
         gained, _, lost = self.counts.sum(axis=0).tolist()
         value, n = self.value, int(self.counts.sum())
-        score = self.baseline
+        score, interval = self.baseline, percentile_interval(draws)
         return PairedDifference(
-            self.name, score + value, score, value, percentile_interval(draws), n, gained, lost
+            self.name, score + value, score, value, interval, n, gained, lost, is_share=True
         )
 
 

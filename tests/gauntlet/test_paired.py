@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.aggregate import combine_tasks, grade
+from llmfoundry.gauntlet.aggregate import combine_tasks
 from llmfoundry.gauntlet.gauntlet import TaskAnswers
 from llmfoundry.gauntlet.gauntlet_file import BenchmarkConfig, CategoryConfig, EvalGauntlet
 from llmfoundry.gauntlet.paired import (
@@ -23,39 +22,7 @@ from llmfoundry.gauntlet.paired import (
     paired_counts,
     percentile_interval,
 )
-from llmfoundry.gauntlet.questions import (
-    Question,
-    Refusal,
-    Score,
-    ScoreRequest,
-    TaskConfig,
-    TaskRow,
-)
-from llmfoundry.gauntlet.results import TaskResult
-
-REQUESTS = (ScoreRequest((1, 2), (2,), "a"), ScoreRequest((1, 3), (3,), "b"))
-Rights = Sequence[bool | None]
-
-
-def answered(label: str, rights: Rights, categories: Sequence[str] = ()) -> TaskAnswers:
-    """Answers to generated rows; None: the row cannot be scored."""
-    task = TaskConfig(label, "x.jsonl", "multiple_choice", [0], has_categories=bool(categories))
-    questions, scores = [], []
-    for i, right in enumerate(rights):
-        category = categories[i] if categories else None
-        row = TaskRow((f"{label} {i}",), ("a", "b"), 0, f"x.jsonl:{i + 1}", category)
-        problem = "too long" if right is None else ""
-        questions.append(Question(row, () if problem else REQUESTS, problem=problem))
-        values = (-1.0, -2.0) if right else (-2.0, -1.0)
-        of_row: list[Score | Refusal] = [Score(value, False, False, value) for value in values]
-        scores.append([] if problem else of_row)
-    return TaskAnswers(task, 0, questions, scores, None)
-
-
-def graded(part: TaskAnswers, *, size: int = 0) -> TaskResult:
-    blank = TaskResult(part.task.label, 0, "", len(part.questions), None, None, 0.5, 0.5)
-    blank = dataclasses.replace(blank, rows_total=size)
-    return grade(blank, part.task, part.questions, part.scores, None)
+from tests.gauntlet.answered_rows import Rights, answered, graded, write
 
 
 def gauntlet(**members: Sequence[str]) -> EvalGauntlet:
@@ -72,18 +39,6 @@ def model(
     parts = [answered(task, rights, **keys) for task, rights in tasks.items()]
     result = combine_tasks([*map(graded, parts)], settings or EvalGauntlet(), [])
     return ModelAnswers.of(name, result, parts)
-
-
-def write(folder: Path, parts: Sequence[TaskAnswers], *, shuffled: bool = False) -> Path:
-    """results.json and rows.jsonl as scripts/eval.py writes them."""
-    folder.mkdir()
-    result = combine_tasks([*map(graded, parts)], EvalGauntlet(), [])
-    (folder / "results.json").write_text(json.dumps({"gauntlet": result.to_json()}))
-    lines = [line for part in parts for line in part.lines()]
-    if shuffled:
-        np.random.default_rng(1).shuffle(lines)
-    (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return folder
 
 
 def sample(n: int, seed: int, shares: Sequence[float] = (0.15, 0.75, 0.1)) -> NDArray[np.bool_]:
@@ -285,9 +240,11 @@ def test_the_table_counts_the_tasks_and_names_both_models() -> None:
     first = model("new", {"one": [True] * 30, "two": [True, False] * 15}, settings)
     second = model("old", {"one": [False] * 30, "two": [False, True] * 15}, settings)
     table = compare_rows(first, second).table().splitlines()
-    assert table[0] == "model: new; baseline: old"
-    assert table[1].split()[:6] == ["difference", "rows", "gained", "lost", "baseline", "model"]
-    assert table[2].startswith("one/0-shot    30      30     0") and "+100.0 [" in table[2]
-    assert table[3].startswith("two/0-shot    30      15    15") and "+0.0 [-3" in table[3]
+    assert table[0] == "new minus old, on the rows that both answered:"
+    assert table[1].split() == ["difference", "baseline", "model", "rows", "gained", "lost"]
+    names = [line.split()[0] for line in table[2:6]]
+    assert names == ["all", "x", "one/0-shot", "two/0-shot"]
+    assert table[4].split()[1] == "+100.0%" and table[4].split()[-3:] == ["30", "30", "0"]
+    assert table[5].split()[1] == "+0.0%" and table[5].split()[-3:] == ["30", "15", "15"]
     assert "2 tasks were compared, each with a 95 % interval: 0.1 of 2 such" in table[-1]
     assert "*" not in "".join(table)

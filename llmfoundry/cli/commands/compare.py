@@ -11,6 +11,12 @@ from pathlib import Path
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import RUN_LOCK, SWEEP_LOCK, is_locked
+from llmfoundry.gauntlet.paired import (
+    ModelAnswers,
+    PairedComparison,
+    compare_rows,
+    latest_answers,
+)
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.comparison import (
     HEAD,
@@ -39,8 +45,11 @@ def compare(recipe: CompareRecipe) -> None:
     """
     output, said = page_path(recipe), set[str]()
     refuse_page(output)
+    answers = RunAnswers()
     while True:
         runs, warnings = read_runs(recipe)
+        comparisons, lines = answers.compare(runs)
+        warnings += lines
         for line in warnings:
             if line not in said:
                 print(public(line), file=sys.stderr, flush=True)
@@ -48,14 +57,53 @@ def compare(recipe: CompareRecipe) -> None:
         going = any(run.status == "running" for run in runs) or is_sweeping(recipe)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            write_comparison(output, runs, follows=recipe.follow and going, warnings=warnings)
+            follows = recipe.follow and going
+            write_comparison(
+                output, runs, follows=follows, warnings=warnings, comparisons=comparisons
+            )
         except OSError as error:
             raise UserError(f"output: {output}: {error.strerror}; write another path") from error
         if not (recipe.follow and going):
             break
         time.sleep(SECONDS)
     print_runs(runs)
+    for comparison in comparisons:
+        Console().table(comparison.table())
     Console().banner([("page", str(output))])
+
+
+class RunAnswers:
+    """Answers of runs to the rows of their evaluations; files are read again if they change."""
+
+    def __init__(self) -> None:
+        """Start without answers."""
+        self._known: dict[Path, tuple[object, ModelAnswers | None]] = {}
+
+    def compare(self, runs: Sequence[ComparedRun]) -> tuple[list[PairedComparison], list[str]]:
+        """Compare each run with the first, of the runs whose answers are in their folders.
+
+        Returns:
+            The paired differences, and a line for each evaluation that cannot be read.
+        """
+        answers: list[ModelAnswers] = []
+        problems: list[str] = []
+        for run in runs:
+            try:
+                of_run = self._read(run)
+            except UserError as error:
+                problems += [f"not compared row by row: {line}" for line in error.problems]
+                continue
+            answers += [of_run] if of_run is not None else []
+        return [compare_rows(model, answers[0]) for model in answers[1:]], problems
+
+    def _read(self, run: ComparedRun) -> ModelAnswers | None:
+        paths = sorted(run.folder.glob("eval/*/*.json*"))
+        state = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
+        known_state, answers = self._known.get(run.folder, (None, None))
+        if known_state != state:
+            answers = latest_answers(run.name, run.folder)
+            self._known[run.folder] = (state, answers)
+        return answers
 
 
 def print_runs(runs: Sequence[ComparedRun]) -> None:

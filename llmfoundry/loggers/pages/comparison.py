@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write, read_json_if_there
+from llmfoundry.gauntlet.paired import PairedComparison
 from llmfoundry.loggers.console import duration, percent, short_count
 from llmfoundry.loggers.metrics_file import BATCH, TOKEN, milliseconds
 from llmfoundry.loggers.pages import coordinates, eval_page
@@ -44,6 +45,7 @@ from llmfoundry.loggers.pages.charts import (
     stretch_ends,
 )
 from llmfoundry.loggers.pages.page import breakable, page, part, table, together
+from llmfoundry.loggers.pages.paired_tables import paired_tables
 from llmfoundry.loggers.pages.report import STATUS, averages, metric_rows, read_evaluations
 from llmfoundry.loggers.pages.run_time import EVALUATION, TRAINING, grown
 from llmfoundry.recipe.typed import flat
@@ -171,7 +173,12 @@ def _evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_comparison(
-    path: Path, runs: Sequence[ComparedRun], *, follows: bool, warnings: Sequence[str] = ()
+    path: Path,
+    runs: Sequence[ComparedRun],
+    *,
+    follows: bool,
+    warnings: Sequence[str] = (),
+    comparisons: Sequence[PairedComparison] = (),
 ) -> None:
     """Write the page.
 
@@ -180,6 +187,7 @@ def write_comparison(
         runs: the runs, in the order of their colors.
         follows: whether the page will be written again; an open page then reloads itself.
         warnings: lines about runs that could not be read.
+        comparisons: paired differences between evaluated runs.
     """
     n_running = sum(run.status == "running" for run in runs)
     is_open = follows or any(run.status in ("not begun", "not finished") for run in runs)
@@ -189,6 +197,7 @@ def write_comparison(
         ("Training", charts(runs)),
         ("Differing settings", settings_table(runs)),
         ("Evaluation", evaluation(runs)),
+        ("Paired differences", paired_tables(comparisons) or _how_to_pair(runs)),
     ]
     html = page(
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
@@ -481,6 +490,15 @@ def evaluation(runs: Sequence[ComparedRun]) -> Markup:
         eval_page.task_table(results),
     )
     return Markup().join(sections)
+
+
+def _how_to_pair(runs: Sequence[ComparedRun]) -> Markup:
+    """Return a hint for runs that were evaluated, but not row by row."""
+    if sum(bool(run.evaluation) for run in runs) < 2:
+        return Markup()
+    words = "Evaluations in training keep no answers of rows. For paired differences, run"
+    command = 'python scripts/eval.py "models=[RUN1, RUN2]"'
+    return Markup('<p class="hint">{} <code>{}</code></p>').format(words, command)
 
 
 def _as_text(value: Any) -> str:

@@ -18,8 +18,10 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from llmfoundry.files import atomic_write
+from llmfoundry.gauntlet.paired import PairedComparison
 from llmfoundry.loggers.console import duration, number, short_count
 from llmfoundry.loggers.pages.page import Tile, breakable, page, part, table, together
+from llmfoundry.loggers.pages.paired_tables import paired_tables
 from llmfoundry.loggers.pages.score_tables import (
     ShownScore,
     TaskDots,
@@ -55,7 +57,12 @@ _COUNTED = {
 
 
 def write_eval_page(
-    path: Path, results: Results, *, title: str = "Evaluation", links: Sequence[Links] = ()
+    path: Path,
+    results: Results,
+    *,
+    title: str = "Evaluation",
+    links: Sequence[Links] = (),
+    comparisons: Sequence[PairedComparison] = (),
 ) -> None:
     """Write the page atomically.
 
@@ -64,6 +71,7 @@ def write_eval_page(
         results: see `eval_page`.
         title: title of the page.
         links: pages of each model, by link text; empty: no links.
+        comparisons: paired differences between the models.
     """
     relative_links = []
     for pages in links:
@@ -71,11 +79,16 @@ def write_eval_page(
         for words, page_path in pages.items():
             addresses[words] = quote(os.path.relpath(page_path, path.parent))
         relative_links.append(addresses)
-    atomic_write(path, eval_page(results, title=title, links=relative_links))
+    html = eval_page(results, title=title, links=relative_links, comparisons=comparisons)
+    atomic_write(path, html)
 
 
 def eval_page(
-    results: Results, *, title: str = "Evaluation", links: Sequence[Mapping[str, str]] = ()
+    results: Results,
+    *,
+    title: str = "Evaluation",
+    links: Sequence[Mapping[str, str]] = (),
+    comparisons: Sequence[PairedComparison] = (),
 ) -> str:
     """Return the page as HTML: models, averages, categories, tasks, problems, cost, all metrics.
 
@@ -83,6 +96,7 @@ def eval_page(
         results: at least one model; names may repeat.
         title: title of the page.
         links: URLs of each model's pages, by link text; empty: no links.
+        comparisons: paired differences between the models.
     """
     assert results
     is_complete = True
@@ -95,6 +109,7 @@ def eval_page(
     sections = [
         ("Models" if n > 1 else "Run", models_table(results, links)),
         ("Not comparable", not_comparable(results)),
+        ("Paired differences", paired_tables(comparisons)),
         (_scores_title(results), score_charts(results) + score_table(results)),
         ("Tasks", task_table(results)),
         ("Problems", problem_list(results)),

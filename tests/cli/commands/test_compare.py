@@ -21,6 +21,7 @@ from llmfoundry.files import try_lock
 from llmfoundry.loggers.pages.coordinates import key_axis
 from llmfoundry.recipe.after_training import CompareRecipe
 from llmfoundry.recipe.load import checked
+from tests.gauntlet.answered_rows import answered, write
 from tests.tiny import ROOT
 
 LOSS, BITS, SCORE = "loss/train/total", "metrics/eval/bits_per_byte", "eval_gauntlet/average"
@@ -148,6 +149,36 @@ def test_the_last_gauntlets_stand_beside_one_another_with_intervals(tmp_path: Pa
     html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
     assert "0.6000 [0.5000, 0.7000]" in html and "0.7000 [0.6000, 0.8000]" in html
     assert "copa" in html[html.index(">Evaluation<") :]
+
+
+def test_runs_that_answered_the_same_rows_have_paired_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rights = {"a": [False] * 50, "b": [True, False] * 25, "c": [True] * 50}
+    for name, of_run in rights.items():
+        folder = write_run(tmp_path / name, [1.0]) / "eval"
+        write(folder / "ba3", [answered("copa", [False] * 50)], batch=3)
+        write(folder / "ba12", [answered("copa", of_run)], batch=12)
+    write_run(tmp_path / "d", [1.0])
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    printed = capsys.readouterr().out
+    for name, value in (("b", "+50.0%"), ("c", "+100.0%")):
+        assert f"{name} ba12 minus a ba12" in printed and f"{value} [" in printed
+        assert f"<b>{name} ba12</b> minus a ba12" in html and f"{value} [" in html
+    # a damaged file is a warning, and the other runs are still compared
+    rows = tmp_path / "b/eval/ba12/rows.jsonl"
+    rows.write_text(rows.read_text()[:-30])
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    printed = capsys.readouterr()
+    assert "rows.jsonl:100: the file ends within a line" in printed.err
+    assert "c ba12 minus a ba12" in printed.out and "minus" in html and "b ba12" not in printed.out
+
+
+def test_runs_that_kept_no_answers_have_a_hint(tmp_path: Path) -> None:
+    for name in "ab":
+        evaluated(write_run(tmp_path / name, [1.0]), 0.6)
+    html, _ = page_of(f"runs=[{tmp_path}]", output=tmp_path / "page.html")
+    assert "python scripts/eval.py &#34;models=[RUN1, RUN2]&#34;" in html
 
 
 def test_a_run_keeps_its_color_and_number_where_others_have_no_gauntlet(tmp_path: Path) -> None:

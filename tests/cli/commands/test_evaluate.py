@@ -101,6 +101,11 @@ def test_a_run_and_its_export_have_the_same_rows_side_by_side(folder: Path) -> N
     arguments = (models, "eval.gauntlet=gauntlet.yaml", "output=both", "precision=fp32")
     done = run("eval.py", *arguments, cwd=folder)
     assert "side by side" in done.stdout
+    pairs = json.loads((folder / "both/differences.json").read_text())
+    assert [len(pair["tasks"]) for pair in pairs] == [3, 3, 3] and not pairs[0]["notes"]
+    assert [task["n"] for task in pairs[0]["tasks"]] == [40, 30, 6]
+    assert all(task["value"] == 0 for task in pairs[1]["tasks"]), "the same model"
+    assert "hf minus asked ba0000004, on the rows that both answered:" in done.stdout
     first, second = lines(folder / "both/1"), lines(folder / "both/2")
     assert len(first) == 40 * 3 + 30 + 6
     page = (folder / "both/gauntlet.html").read_text()
