@@ -1,4 +1,4 @@
-"""Whether a file is LLM Foundry's or MCLI's, and of which kind."""
+"""Detection of LLM Foundry and MCLI files, and of the script that a file is for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ONLY_THEIRS = (
 
 
 def is_mcli(values: dict[str, Any]) -> bool:
-    """Whether a file is for MCLI, the command line of the MosaicML platform."""
+    """Return whether a file is for MCLI, the command line of the MosaicML platform."""
     return sum(key in values for key in _PLATFORM) > 1
 
 
 def kind_of(values: dict[str, Any]) -> str | None:
-    """train, finetune, eval or gauntlet; None: no file of LLM Foundry's that is known."""
+    """Return "train", "finetune", "eval" or "gauntlet"; None for an unknown kind of file."""
     if "train_loader" in values:
         model = values.get("model")
         section = model if isinstance(model, dict) else {}
@@ -38,7 +38,7 @@ def kind_of(values: dict[str, Any]) -> str | None:
 
 
 def is_foreign(values: dict[str, Any]) -> bool:
-    """Whether a file is LLM Foundry's as a whole, and not ours with a word of it."""
+    """Return whether a file is an LLM Foundry file, not a recipe that uses one of its keys."""
     if is_mcli(values):
         return True
     known = sum(key in values for key in _ONLY_THEIRS)
@@ -46,7 +46,7 @@ def is_foreign(values: dict[str, Any]) -> bool:
 
 
 def file_hint(values: dict[str, Any]) -> str | None:
-    """What to do with a file that is LLM Foundry's as a whole; {file} stands for its path."""
+    """Return advice on an LLM Foundry file; None for other files. {file} stands for its path."""
     if not is_foreign(values):
         return None
     return "is LLM Foundry's; write `python scripts/migrate.py {file}`, which makes a recipe of it"

@@ -1,7 +1,8 @@
-"""An entry of the table of LLM Foundry's settings, and what becomes of a setting by it.
+"""Entries of the table of LLM Foundry settings, and the result of migrating one setting.
 
-`llm_foundry.py` has the entries. `recipe/unknown_keys.py` shows `write` and `why` to who typed such
-a word; `migration.py` asks `take` for the value that a whole file's setting has here.
+`llm_foundry.py` has the table of `FoundryKey` entries. If a user writes such a key in a recipe,
+`recipe/unknown_keys.py` prints `write` and `why` of its entry. `migration.py` calls
+`FoundryKey.taken` to convert the value of each setting in a file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from llmfoundry.recipe.unknown_keys import OtherToolKey, rank_of
 
 
 class MigrationStatus(Enum):
-    """What became of a setting."""
+    """Result of the migration of a setting."""
 
     KEPT = "kept"
     RENAMED = "renamed"
@@ -29,12 +30,12 @@ class MigrationStatus(Enum):
 
 @dataclass(frozen=True)
 class MigratedSetting:
-    """A setting of theirs, in ours.
+    """A setting of LLM Foundry, converted to recipe keys.
 
     Attributes:
-        values: by dotted key.
-        why: what to know about it; of what has no effect or is not possible, all there is to say.
-        verdict: unset: kept where the key is the same, else renamed.
+        values: recipe values by dotted key.
+        why: explanation for the report. Without values, it is the only text of the report.
+        verdict: status; None: "kept" if the key and the value are the same, else "renamed".
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -43,19 +44,23 @@ class MigratedSetting:
 
 
 def changed(why: str, **values: Any) -> MigratedSetting:
-    """Values that are not quite what theirs are; `__` in a name stands for the dot."""
+    """Return values whose meaning differs from LLM Foundry; `__` in a keyword stands for a dot."""
     return MigratedSetting(
         {name.replace("__", "."): value for name, value in values.items()}, why, CHANGED
     )
 
 
 def idle(why: str) -> MigratedSetting:
-    """Nothing to write."""
+    """Return the result of a setting that has no effect here."""
     return MigratedSetting({}, why, MigrationStatus.IDLE)
 
 
 def refused(why: str, **values: Any) -> MigratedSetting:
-    """What there is not here; `values` may mark what the user has to fill in."""
+    """Return the result of a setting that does not exist here.
+
+    `values` may contain placeholders (MISSING) that the user has to fill in; `__` in a keyword
+    stands for a dot.
+    """
     return MigratedSetting(
         {k.replace("__", "."): v for k, v in values.items()}, why, MigrationStatus.REFUSED
     )
@@ -67,38 +72,47 @@ MISSING = "???"
 
 
 class ForeignConfig:
-    """A whole file of another tool, interpolations resolved."""
+    """Settings of an LLM Foundry file with resolved interpolations.
+
+    Attributes:
+        values: all settings.
+        kind: script that the migrated recipe is for: "train", "finetune" or "eval".
+        path: path of the file.
+        here: section of the setting that is being migrated.
+        key: dotted key of that setting.
+        name: last part of `key`.
+        index: index of that setting in a list, or 0.
+    """
 
     def __init__(self, values: dict[str, Any], kind: str, path: Path | None = None) -> None:
-        """`kind` is the script of ours that the result is for: train, finetune or eval."""
         self.values, self.kind, self.path = values, kind, path
         self.here: dict[str, Any] = {}
-        """The section that holds the setting which is looked at."""
         self.key = self.name = ""
-        """Its dotted key, and its own name in the section."""
         self.index = 0
-        """Its number in a list, of a setting in one."""
 
     @property
     def trains(self) -> bool:
-        """Whether the result is for train.py or finetune.py."""
+        """Return whether the migrated recipe is for train.py or finetune.py."""
         return self.kind in ("train", "finetune")
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """What is at a dotted key; `default` where there is nothing, or null."""
+        """Return the value of a dotted key, or `default` if it is missing or null."""
         at: Any = self.values
         for name in dotted.split("."):
             at = at.get(name) if isinstance(at, dict) else None
         return default if at is None else at
 
     def beside(self, name: str) -> Path | None:
-        """A file that a value names, from the file's folder or one above it; None: not there."""
-        folders = [] if self.path is None else [*self.path.absolute().parents]
-        found = (folder / name for folder in folders)
-        return next((path for path in found if os.path.isfile(path)), None)
+        """Find a file that a value names, in the folder of this file or above it."""
+        if self.path is None:
+            return None
+        for folder in self.path.absolute().parents:
+            if os.path.isfile(folder / name):
+                return folder / name
+        return None
 
     def has(self, dotted: str) -> bool:
-        """Whether a dotted key stands there, perhaps without a value."""
+        """Return whether the file has a dotted key, possibly without a value."""
         *above, name = dotted.split(".")
         section = self.get(".".join(above)) if above else self.values
         return isinstance(section, dict) and name in section
@@ -106,57 +120,64 @@ class ForeignConfig:
 
 Take = Callable[[Any, ForeignConfig], MigratedSetting]
 ODD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-"""What comes of values of another kind than a setting has."""
+"""Exceptions that a converter may raise for a value of an unexpected type."""
 NO_DEFAULT = object()
 
 
 @dataclass(frozen=True)
 class FoundryKey(OtherToolKey):
-    """Words of LLM Foundry's that mean one thing here, and what becomes of their values."""
+    """One or more keys of LLM Foundry with the same meaning here, and how to migrate their values.
+
+    Attributes:
+        take: converts the value; None: the value is kept, under the key in `write`.
+        is_changed: the meaning differs, as `why` explains. Only for entries without `take`.
+        default: LLM Foundry's default, if ours is different.
+        when: whether `default` applies to a file; None: it applies to files that have its section.
+    """
 
     take: Take | None = None
-    """Of a whole file: what its value is here; unset: the same, at `write`'s key."""
     is_changed: bool = False
-    """`why` says how the meaning differs, of a whole file's setting without `take`."""
     default: Any = NO_DEFAULT
-    """What their tool takes where a file is silent, if we would take another."""
     when: Callable[[ForeignConfig], bool] | None = None
-    """Of which files `default` is true; unset: of those that have its section."""
 
     def is_default_of(self, theirs: ForeignConfig, otherwise: bool) -> bool:
-        """Whether `default` is true of a file; without `when` as `otherwise` says."""
+        """Return whether `default` applies to a file; `otherwise` is the result without `when`."""
         try:
             return otherwise if self.when is None else self.when(theirs)
         except ODD:
             return False
 
     def taken(self, key: str, value: Any, theirs: ForeignConfig) -> MigratedSetting:
-        """What a file's `value` at dotted `key` is here; of a value that cannot be, a refusal."""
+        """Convert the `value` of a dotted `key`; an invalid value is refused."""
         try:
             return self._taken(key, value, theirs)
         except ODD:
             return refused("is no value that it can have; correct it there, or remove it")
 
     def _taken(self, key: str, value: Any, theirs: ForeignConfig) -> MigratedSetting:
+        """Convert a value with `take`, or as `write` and `why` describe."""
         if self.take is not None:
             return self.take(value, theirs)
         if not self.write:
             return idle(self.why.removesuffix("; remove it"))
         if value is None:
             return idle("has no value")
+        # `write` is KEY=<example>UNIT for a value, and has no example for a section
         example = re.search("<.*?>([a-z]*)", self.write)
-        if example is None:  # a section's
+        if example is None:
             return idle("is empty") if value in ({}, []) else refused("has its settings below it")
         values = {self._filled(key): f"{value}{example[1]}" if example[1] else value}
         why, verdict = (self.why, CHANGED) if self.is_changed else ("", None)
         return MigratedSetting(values, why, verdict)
 
     def _filled(self, key: str) -> str:
-        """`write`'s key, with what the stars of the word stand for in its own stars."""
-        word = max(self.words.split(), key=lambda word: rank_of(word, key))
-        names, given = word.split("."), key.split(".")
-        starred = [part for name, part in zip(names, given, strict=False) if name == "*"]
+        """Return the key in `write`, with its stars replaced by the matching parts of `key`."""
+        # match the key with the best of the patterns
+        pattern = max(self.words.split(), key=lambda word: rank_of(word, key))
+        names, parts = pattern.split("."), key.split(".")
+        matches = [part for name, part in zip(names, parts, strict=False) if name == "*"]
+        # a star at the end matches all remaining parts
         if names[-1] == "*":
-            starred = [*starred[: names.count("*") - 1], ".".join(given[len(names) - 1 :])]
-        found = iter(starred)
-        return ".".join(next(found) if n == "*" else n for n in self.key.split("."))
+            matches = [*matches[: names.count("*") - 1], ".".join(parts[len(names) - 1 :])]
+        remaining = iter(matches)
+        return ".".join(next(remaining) if n == "*" else n for n in self.key.split("."))

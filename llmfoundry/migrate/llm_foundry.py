@@ -1,8 +1,8 @@
-"""LLM Foundry's settings (0.22) that are not simply ours by the same name.
+"""Table of LLM Foundry settings (0.22) whose name, meaning or default differs from ours.
 
-Keys whose name and meaning are the same here, such as model.d_model, need no line. `default` is
-what LLM Foundry takes where a file is silent, wherever we would take another: a migrated recipe
-says it, so that it means what the file meant.
+Keys with the same name and meaning, such as model.d_model, need no entry. `default` is LLM
+Foundry's default where ours is different. A migrated recipe then states it explicitly, so that it
+keeps the meaning of the file.
 """
 
 from __future__ import annotations

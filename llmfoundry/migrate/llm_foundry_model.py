@@ -1,4 +1,4 @@
-"""LLM Foundry's settings of the model, the tokenizer and the data: part of `llm_foundry.py`'s."""
+"""Part of the table in `llm_foundry.py`: settings of the model, the tokenizer and the data."""
 
 from __future__ import annotations
 
@@ -273,12 +273,12 @@ _TOKENIZER = (
 
 
 def _of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
-    """Keys that both loaders have: `eval_loader`'s are below data.validation."""
+    """Return the entries that both loaders have; keys of `eval_loader` move to data.validation."""
     return (*_rows_of_loader(loader, data), *_shards_of_loader(loader, data), *_idle(loader))
 
 
 def _rows_of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
-    """Where rows of Hugging Face and of files come from, and what makes them."""
+    """Return the entries for examples of Hugging Face data sets and files."""
     d, is_train = f"{loader}.dataset", loader == "train_loader"
     return (
         FoundryKey(
@@ -323,7 +323,7 @@ def _rows_of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
 
 
 def _shards_of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
-    """Where MDS shards are."""
+    """Return the entries for the locations of MDS shards."""
     d, is_train = f"{loader}.dataset", loader == "train_loader"
     stream = f"{data}.streams.*" if is_train else data
     return (
@@ -350,7 +350,7 @@ def _shards_of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
 
 
 def _idle(loader: str) -> tuple[FoundryKey, ...]:
-    """What follows from other settings, has one value here, or is not here."""
+    """Return entries that follow from other settings, have a fixed value or are unsupported."""
     d = f"{loader}.dataset"
     return (
         FoundryKey(f"{d}.max_seq_len", "max_seq_len=<2048>", take=text.row_length),

@@ -1,10 +1,10 @@
-"""A whole file of LLM Foundry's becomes a recipe: read, each setting looked up, written.
+"""Migration of an LLM Foundry file to a recipe: read the file, convert each setting, write YAML.
 
-`cli/commands/migrate.py` calls it. OmegaConf reads the file, as LLM Foundry does, once the strict
-reader has found it bounded; an interpolation that leads nowhere is reported, with what was meant.
-Every leaf of the file gets exactly one line of the report, so that nothing is dropped without a
-word; and our own checker has the last word about each value. The result is a recipe with comments
-where a meaning changed.
+`cli/commands/migrate.py` calls `read_theirs`, `migrate`, `recipe_text` and `report`. The strict
+YAML reader checks the limits of the file first. OmegaConf then reads it as LLM Foundry does; a
+broken interpolation is reported with the value that was probably meant. Every setting of the file
+has exactly one line in the report, so that nothing is dropped silently. The recipe checker has the
+last word on each value. The recipe has comments where a meaning changed.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from llmfoundry.recipe.yaml_file import read_yaml, yaml_problem
 
 Place = tuple[str | int, ...]
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
-_RESOLVER = re.compile(r"(?<!\\)\$\{(?=[\w.]+:)")  # ${oc.env:NAME}, which stays as it is
+_RESOLVER = re.compile(r"(?<!\\)\$\{(?=[\w.]+:)")  # a resolver call such as ${oc.env:NAME}
 _PARAMETERS = "parameters"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A setting: a value, an empty section, or a list of values.
+    """A setting of the file: a scalar, an empty section or a list of scalars.
 
     Attributes:
-        shown: its dotted key in the file, as a report names it.
-        key: what the table knows it by, list numbers as names.
-        place: where it stands in `values` of its file.
-        value: interpolations resolved.
-        why: what is wrong with its interpolation; empty: nothing.
+        shown: dotted key in the file, for the report.
+        key: dotted key for the table; list indices are parts of it.
+        place: path of the setting in the nested values.
+        value: value with resolved interpolations.
+        why: problem of its interpolation; "": none.
     """
 
     shown: str
@@ -74,15 +74,15 @@ class Leaf:
 
 @dataclass
 class ForeignFile:
-    """A file, read.
+    """Contents of an LLM Foundry file.
 
     Attributes:
-        path: of it.
-        kind: the script of ours that the result is for, or gauntlet; empty: there is no recipe.
-        values: the recipe's, resolved.
-        leaves: all of them, in the file's order, those around the recipe too.
-        named: dotted keys that interpolations take.
-        recipe: the other file that an MCLI file's command starts; None: it is in the file.
+        path: path of the file.
+        kind: script that the recipe is for, or "gauntlet"; "": the file has no recipe.
+        values: resolved values of the recipe.
+        leaves: all settings in file order, including those of MCLI around the recipe.
+        named: dotted keys that interpolations refer to.
+        recipe: other file that the command of an MCLI file runs; None: the recipe is in this file.
     """
 
     path: Path
@@ -97,8 +97,9 @@ def read_theirs(path: Path) -> ForeignFile:
     """Read and resolve a file.
 
     Raises:
-        UserError: it cannot be read, or is none of LLM Foundry's.
+        UserError: the file cannot be read, or is not an LLM Foundry file.
     """
+    # an MCLI file has its own settings around the recipe
     raw = _load(path)
     around: list[Leaf] = []
     recipe, prefix = None, ""
@@ -113,17 +114,19 @@ def read_theirs(path: Path) -> ForeignFile:
             f"{show(path)}: is not an LLM Foundry file for training, fine-tuning, evaluation, tasks"
             " or MCLI: it has no train_loader, models, icl_tasks or parameters"
         )
-    values, pending = _resolved(raw)
-    inside = [
-        Leaf(f"{prefix}{shown}", _key(place), place, value, pending.get(shown, ""))
-        for shown, place, value in leaves_of(values)
-    ]
-    named = {name for text in _texts(raw) for name in _NAMED.findall(text)}
-    return ForeignFile(path, kind, values, [*around, *inside], named, recipe)
+
+    # resolve interpolations, and collect all settings
+    values, problems = _resolved(raw)
+    inside = []
+    for shown, place, value in leaves_of(values):
+        why = problems.get(shown, "")
+        inside.append(Leaf(f"{prefix}{shown}", _key(place), place, value, why))
+    references = {name for text in _texts(raw) for name in _NAMED.findall(text)}
+    return ForeignFile(path, kind, values, [*around, *inside], references, recipe)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """As LLM Foundry reads it, within the bounds of a recipe."""
+    """Read a file as LLM Foundry does, within the size limits of a recipe."""
     read_yaml(path)
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
@@ -135,41 +138,49 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _within(path: Path, raw: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """The recipe that an MCLI file runs: its parameters, or a file with what the command changes.
+    """Return the recipe that an MCLI file runs, and the file that it comes from.
+
+    The recipe is the section `parameters`, or a file in the command, merged with the overrides of
+    the command.
 
     Raises:
-        UserError: the command names a file that is not beside this one.
+        UserError: the command names a missing file, or has unreadable overrides.
     """
     parameters = raw.get(_PARAMETERS) or {}
     if not isinstance(parameters, dict):
         raise UserError(f"{show(path)}: {_PARAMETERS}: is no section; it holds a recipe's keys")
     if parameters:
         return {str(key): value for key, value in parameters.items()}, None
+
+    # the first command that trains or evaluates with a file
     for name, words in calls(str(raw.get("command", ""))):
-        file = next((word for word in words if word.endswith((".yaml", ".yml"))), MOUNTED)
+        files = [word for word in words if word.endswith((".yaml", ".yml"))]
+        file = files[0] if files else MOUNTED
         if name not in ("train", "eval") or file == MOUNTED:
             continue
-        found = _beside(path, file)
-        if found is None:
+        recipe = _beside(path, file)
+        if recipe is None:
             raise UserError(
                 f"{show(path)}: command: {file} is not there; write the path of that file in place"
                 " of this one, or put this one into its clone of LLM Foundry"
             )
-        theirs, changed = _load(found), [word for word in words if "=" in word[1:]]
+
+        # merge the file with the overrides of the command
+        values, overrides = _load(recipe), [word for word in words if "=" in word[1:]]
         try:
-            changes = OmegaConf.from_dotlist(changed)
-            merged = OmegaConf.to_container(OmegaConf.merge(theirs, changes))
+            changes = OmegaConf.from_dotlist(overrides)
+            merged = OmegaConf.to_container(OmegaConf.merge(values, changes))
         except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
             raise UserError(
-                f"{show(path)}: command: {' '.join(changed)} cannot be read: {one_line(error)}"
+                f"{show(path)}: command: {' '.join(overrides)} cannot be read: {one_line(error)}"
             ) from error
         assert isinstance(merged, dict)
-        return {str(key): value for key, value in merged.items()}, found
+        return {str(key): value for key, value in merged.items()}, recipe
     return {}, None
 
 
 def _beside(path: Path, name: str) -> Path | None:
-    """A file that a command names, from a folder above the MCLI file's or its scripts/."""
+    """Find a file named by a command, in a folder above the MCLI file or in its scripts/."""
     for folder in path.absolute().parents:
         for place in (folder / name, folder / "scripts" / name):
             if os.path.isfile(place):
@@ -178,9 +189,9 @@ def _beside(path: Path, name: str) -> Path | None:
 
 
 def _resolved(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values, and for each key whose interpolation leads nowhere what was taken in its place.
+    """Return the resolved values, and a message for each key with a broken interpolation.
 
-    LLM Foundry stops at such a file; where `variables` has the name, that was meant.
+    LLM Foundry stops at such an interpolation. If `variables` has the name, its value is used.
     """
     variables = raw["variables"] if isinstance(raw.get("variables"), dict) else {}
     config = OmegaConf.create(_keep_resolvers(raw))
@@ -199,6 +210,7 @@ def _resolved(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _keep_resolvers(value: Any) -> Any:
+    """Escape resolver calls such as ${oc.env:NAME}, so that OmegaConf leaves them unchanged."""
     if isinstance(value, dict):
         return {key: _keep_resolvers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -207,7 +219,7 @@ def _keep_resolvers(value: Any) -> Any:
 
 
 def leaves_of(values: Any, place: Place = ()) -> Iterator[tuple[str, Place, Any]]:
-    """Every setting of nested values: its dotted key, its place, and its value."""
+    """Yield the dotted key, the path and the value of every setting in nested values."""
     is_list = isinstance(values, list)
     items: Any = enumerate(values) if is_list else values.items()
     for name, value in items:
@@ -234,7 +246,8 @@ def _texts(values: Any) -> Iterator[str]:
 
 
 def put(values: Any, place: Place, value: Any) -> None:
-    """Write a value at a place of nested sections and lists, which are made on the way."""
+    """Write a value at a path of nested sections and lists, and create missing ones."""
+    # descend to the section or list that contains the value
     *above, last = place
     for name, following in zip(above, place[1:], strict=True):
         empty: Any = [] if isinstance(following, int) else {}
@@ -246,6 +259,8 @@ def put(values: Any, place: Place, value: Any) -> None:
             if not isinstance(values.get(name), type(empty)):
                 values[name] = empty
             values = values[name]
+
+    # write it; a list grows as needed
     if isinstance(values, list):
         assert isinstance(last, int)
         values.extend(None for _ in range(last + 1 - len(values)))
@@ -273,14 +288,14 @@ _WRONG = re.compile(r"([\w.\[\]]+): ")
 
 @dataclass
 class SettingReport:
-    """What became of one setting.
+    """Report on one setting.
 
     Attributes:
-        leaf: of theirs; None: what LLM Foundry takes where the file is silent, written out.
-        key: of theirs, as a report names it.
-        value: theirs.
-        taken: ours.
-        verdict: decided.
+        leaf: the setting; None: an LLM Foundry default that the recipe states explicitly.
+        key: key in the LLM Foundry file, for the report.
+        value: value in the LLM Foundry file.
+        taken: the converted setting.
+        verdict: final status.
     """
 
     leaf: Leaf | None
@@ -291,20 +306,20 @@ class SettingReport:
 
     @property
     def is_default(self) -> bool:
-        """Whether the file is silent about it."""
+        """Return whether the setting is a default that the file does not have."""
         return self.leaf is None
 
 
 @dataclass
 class Migration:
-    """A file's settings, in ours.
+    """Result of a migration.
 
     Attributes:
-        source: the file.
-        lines: of every leaf one, in the file's order; then of defaults that are written out.
-        values: of the recipe, by dotted key.
-        gauntlet: the content of a gauntlet's file; empty: none is needed.
-        problems: what our checker finds in the result all the same.
+        source: the LLM Foundry file.
+        lines: a report for every setting, in file order, then for the defaults that are stated.
+        values: recipe values by dotted key.
+        gauntlet: contents of the gauntlet file; empty: none is needed.
+        problems: errors that the recipe checker finds in the result.
     """
 
     source: ForeignFile
@@ -315,16 +330,16 @@ class Migration:
 
     @property
     def recipe_type(self) -> type[Any] | None:
-        """The recipe that the result is; None: a gauntlet's file, or none."""
+        """Return the class of the resulting recipe; None for a gauntlet file or no recipe."""
         return RECIPES.get(self.source.kind)
 
 
 def migrate(source: ForeignFile, gauntlet: str | None = None) -> Migration:
-    """Take every setting, then what LLM Foundry takes by itself, then ask our checker.
+    """Convert all settings, add LLM Foundry's defaults, and check the resulting recipe.
 
     Args:
-        source: the file.
-        gauntlet: the path of the file that its own tasks will be written to.
+        source: the LLM Foundry file.
+        gauntlet: path of the gauntlet file that the tasks of `source` will be written to.
     """
     kind = source.kind if source.kind in RECIPES else "eval"
     theirs = ForeignConfig(_one_held_out(source.values), kind, source.recipe or source.path)
@@ -341,7 +356,7 @@ def migrate(source: ForeignFile, gauntlet: str | None = None) -> Migration:
 
 
 def _one_held_out(values: dict[str, Any]) -> dict[str, Any]:
-    """The file's values, of several loaders of held-out text the first."""
+    """Return the values of a file with only the first of several evaluation loaders."""
     loaders = values.get("eval_loader")
     return values | {"eval_loader": loaders[0]} if isinstance(loaders, list) and loaders else values
 
@@ -349,10 +364,14 @@ def _one_held_out(values: dict[str, Any]) -> dict[str, Any]:
 def _add(
     result: Migration, leaf: Leaf | None, key: str, value: Any, taken: MigratedSetting
 ) -> None:
-    """A line, and its values; a default's where no line before has one for the key."""
+    """Add the report and the values of a setting.
+
+    A default is not added if an earlier setting has a value for the same key.
+    """
     schema = None if result.recipe_type is None else Schema.of(result.recipe_type)
     values: dict[str, Any] = {}
     for ours, one in taken.values.items():
+        # gauntlet values go into their own file; keys that the recipe lacks are dropped
         if ours.startswith(f"{GAUNTLET}."):
             place = ours.split(".")[1:]
             put(result.gauntlet, tuple(int(n) if n.isdecimal() else n for n in place), one)
@@ -365,6 +384,8 @@ def _add(
         else:
             result.values[ours] = one
         values[ours] = one
+
+    # the report says what remains
     if taken.values and not values:
         taken = _not_ours(result.source.kind, value)
     taken = replace(taken, values=values)
@@ -374,7 +395,7 @@ def _add(
 
 
 def _not_ours(kind: str, value: Any) -> MigratedSetting:
-    """Of a setting that the recipe has no key for."""
+    """Return the result of a setting that the recipe has no key for."""
     if kind == "eval":
         return idle("the model decides it, or its run: scripts/eval.py has no such setting")
     if value in (None, False, {}, []):
@@ -383,7 +404,7 @@ def _not_ours(kind: str, value: Any) -> MigratedSetting:
 
 
 def _has(schema: Schema, key: str) -> bool:
-    """Whether a recipe has a key with a value, or a mapping of anything above it."""
+    """Return whether a recipe has a key with a value, or a mapping with free keys above it."""
     if (found := schema.find(key)) is not None:
         return found.section is None
     above = key.rpartition(".")[0]
@@ -393,6 +414,7 @@ def _has(schema: Schema, key: str) -> bool:
 
 
 def _verdict(key: str, value: Any, taken: MigratedSetting) -> MigrationStatus:
+    """Return the status of a setting; without an explicit one, "kept" or "renamed"."""
     if taken.verdict is not None:
         return taken.verdict
     plain = _dotted(key.removeprefix("parameters."))
@@ -402,15 +424,19 @@ def _verdict(key: str, value: Any, taken: MigratedSetting) -> MigrationStatus:
 
 
 def _dotted(key: str) -> str:
+    """Write list indices as parts of a dotted key: a[0] becomes a.0."""
     return re.sub(r"\[(\d+)\]", r".\1", key)
 
 
 def _taken(leaf: Leaf, source: ForeignFile, theirs: ForeignConfig) -> MigratedSetting:
-    """What a leaf is here: by the table, by its own name, or nothing."""
+    """Convert a setting: by the table, or by the recipe key of the same name."""
+    # variables are resolved already
     head = leaf.key.partition(".")[0]
     if head == "variables":
         is_named = leaf.key in source.named or leaf.key.removeprefix("variables.") in source.named
         return idle("stands where it was named" if is_named else "nothing names it")
+
+    # validation sets; an evaluation file with one model is treated as a list of models
     key = leaf.key
     if source.kind == "eval" and head == "eval_loader":
         return refused("scripts/eval.py measures a run's own held-out text; write it as a task")
@@ -419,14 +445,21 @@ def _taken(leaf: Leaf, source: ForeignFile, theirs: ForeignConfig) -> MigratedSe
     key = re.sub(r"^eval_loader\.0\.", "eval_loader.", key)
     if source.kind == "eval" and head in _MODEL_KEYS and "models" not in source.values:
         key = f"models.0.{key}"
+
+    # by the table
     theirs.here, theirs.index = _section(source.values, leaf.place)
     theirs.key, theirs.name = key, str(leaf.place[-1])
     schema = Schema.of(RECIPES.get(source.kind, EvalRecipe))
-    if found := named(key, LLM_FOUNDRY):
-        return found[0].taken(key, leaf.value, theirs)
+    entries = named(key, LLM_FOUNDRY)
+    if entries:
+        return entries[0].taken(key, leaf.value, theirs)
+
+    # by the same key of the recipe
     shown = leaf.shown.removeprefix("parameters.")
     if _has(schema, shown):
         return idle("has no value") if leaf.value is None else MigratedSetting({shown: leaf.value})
+
+    # unknown keys
     if leaf.key in source.named or head in source.named:
         return idle("stands where it was named; LLM Foundry wants it below variables")
     if source.kind == "eval" and Schema.of(TrainRecipe).find(key) is not None:
@@ -437,8 +470,9 @@ def _taken(leaf: Leaf, source: ForeignFile, theirs: ForeignConfig) -> MigratedSe
 
 
 def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
-    """The section that holds a place, and the last list number on the way."""
-    index = next((n for n in reversed(place) if isinstance(n, int)), 0)
+    """Return the section that contains a path, and the last list index on the path."""
+    indices = [n for n in place if isinstance(n, int)]
+    index = indices[-1] if indices else 0
     try:
         for name in place[:-1]:
             values = values[name]
@@ -448,9 +482,9 @@ def _section(values: Any, place: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
 
 
 def _defaults(theirs: ForeignConfig) -> Iterator[tuple[str, Any, MigratedSetting]]:
-    """What LLM Foundry takes by itself, where we would take another; or what it cannot do without.
+    """Yield the LLM Foundry defaults that differ from ours, and the settings that it requires.
 
-    Ours has a default for everything, which nobody meant.
+    A required setting without a value is an error: our default may not be what was meant.
     """
     for key in _REQUIRED if theirs.trains else ():
         if theirs.get(key) is None:
@@ -477,40 +511,42 @@ def _defaults(theirs: ForeignConfig) -> Iterator[tuple[str, Any, MigratedSetting
 
 
 def _check(result: Migration) -> None:
-    """Let our checker look: what it finds without effect goes, all else is for the user.
-
-    Raises:
-        AssertionError: it does not come to an end.
-    """
+    """Check the recipe: drop values without effect, and report all other problems."""
+    # drop values without effect until there are none
     for _ in range(len(result.values) + 1):
-        wrong, lines = _problems(result)
-        inert = [match for line in lines if (match := _INERT.match(line))]
-        gone = [m for m in inert if m[1] in result.values]
-        if not gone:
-            result.problems = wrong or [line for line in lines if not _waits(result, line)]
+        reader_problems, checker_problems = _problems(result)
+        matches = [_INERT.match(problem) for problem in checker_problems]
+        inert = [match for match in matches if match and match[1] in result.values]
+        if not inert:
+            result.problems = reader_problems
+            if not reader_problems:
+                result.problems = [p for p in checker_problems if not _waits(result, p)]
             break
-        for match in gone:
+        for match in inert:
             _drop(result, match[1], f"has no effect {match[2]}")
+
+    # mark the settings that cause the remaining problems
     for number, problem in enumerate(result.problems):
         key = _WRONG.match(problem)
-        line = next((li for li in result.lines if key and key[1] in li.taken.values), None)
-        if line is None or key is None:
+        lines = [line for line in result.lines if key and key[1] in line.taken.values]
+        if key is None or not lines:
             continue
+        line = lines[0]
         if line.verdict is not MigrationStatus.REFUSED:
             line.verdict = MigrationStatus.REFUSED
             line.taken = replace(line.taken, why=problem.partition(": ")[2])
-        elif not line.is_default:  # the checker only knows that the value is missing
+        elif not line.is_default:  # the checker knows only that the value is missing
             result.problems[number] = f"{key[1]}: {line.taken.why}"
 
 
 def _waits(result: Migration, line: str) -> bool:
-    """Whether a problem is of a value that is known once the recipe is loaded, ${oc.env:NAME}."""
+    """Return whether a problem concerns a value that is resolved at load time, ${oc.env:NAME}."""
     key = _WRONG.match(line)
     return key is not None and "${" in str(result.values.get(key[1]))
 
 
 def _drop(result: Migration, key: str, why: str) -> None:
-    """Take a value out again."""
+    """Remove a value from the recipe and update its reports."""
     del result.values[key]
     for line in [line for line in result.lines if key in line.taken.values]:
         values = {k: v for k, v in line.taken.values.items() if k != key}
@@ -522,7 +558,7 @@ def _drop(result: Migration, key: str, why: str) -> None:
 
 
 def _problems(result: Migration) -> tuple[list[str], list[str]]:
-    """What our reader says of the values, and our checker of those that it could read."""
+    """Return the problems of the recipe reader, and those of the recipe checker."""
     assert result.recipe_type is not None
     problems: list[Problem] = []
     recipe = build(result.recipe_type, nested_values(result, with_groups=True), problems)
@@ -532,7 +568,7 @@ def _problems(result: Migration) -> tuple[list[str], list[str]]:
 
 
 def nested_values(result: Migration, *, with_groups: bool = False) -> dict[str, Any]:
-    """The recipe's values, nested as it is; a group's own among them where asked for."""
+    """Return the nested values of the recipe; `with_groups` adds the values of its model group."""
     plain: dict[str, Any] = {}
     for key, value in result.values.items():
         if key == "defaults.model":
@@ -553,43 +589,49 @@ WRITTEN_OUT = "written out"
 
 
 def recipe_text(result: Migration, name: str) -> str:
-    """The recipe's YAML, sections in our order.
+    """Return the YAML of the recipe, with the sections in their usual order.
 
     Args:
-        result: of the migration.
-        name: of the file to write, for the launch line.
+        result: result of the migration.
+        name: name of the recipe file, for the launch command.
     """
     assert result.recipe_type is not None
+    # header and general comments
     comments = _comments(result)
     lines = [*_header(result, name)]
     for comment in comments.pop("", []):
         lines += _wrapped(comment, "")
-    plain = _sorted(nested_values(result), Schema.of(result.recipe_type))
-    for section, value in plain.items():
+
+    # sections with their comments
+    sections = _sorted(nested_values(result), Schema.of(result.recipe_type))
+    for section, value in sections.items():
         lines += _lines(section, value, section, comments, "")
-    left = [line for line in result.lines if line.verdict is MigrationStatus.REFUSED]
-    if left:
+
+    # settings without a counterpart
+    refused_settings = [line for line in result.lines if line.verdict is MigrationStatus.REFUSED]
+    if refused_settings:
         lines += ["", "# Not possible here:"]
-        for line in left:
+        for line in refused_settings:
             lines += _wrapped(f"{line.key}: {line.taken.why}", "")
     return "\n".join([*lines, ""])
 
 
 def _sorted(values: dict[str, Any], schema: Schema | None) -> dict[str, Any]:
-    """Sections and their keys in our order."""
+    """Sort sections and their keys in the order of the schema."""
     if schema is None:
         return values
     order = ["defaults", *schema.keys]
-    return {
-        name: _sorted(values[name], None if name == "defaults" else schema.keys[name].section)
-        if isinstance(values[name], dict)
-        else values[name]
-        for name in sorted(values, key=order.index)
-    }
+    ordered = {}
+    for name in sorted(values, key=order.index):
+        value = values[name]
+        if isinstance(value, dict):
+            value = _sorted(value, None if name == "defaults" else schema.keys[name].section)
+        ordered[name] = value
+    return ordered
 
 
 def gauntlet_text(result: Migration, name: str) -> str:
-    """The gauntlet file's YAML."""
+    """Return the YAML of the gauntlet file."""
     head = f"# Tasks and categories of {result.source.path.name}, from LLM Foundry.\n"
     run = f"#   python scripts/eval.py checkpoint=runs/NAME eval.gauntlet={name}\n"
     order = sorted(result.gauntlet, key=("definitions", "icl_tasks", "eval_gauntlet").index)
@@ -598,14 +640,17 @@ def gauntlet_text(result: Migration, name: str) -> str:
 
 
 def _header(result: Migration, name: str) -> list[str]:
-    of = f" and {result.source.recipe.name}" if result.source.recipe is not None else ""
-    what = f"From LLM Foundry's {result.source.path.name}{of}, by scripts/migrate.py."
-    return [*_wrapped(what, ""), f"#   python scripts/{result.source.kind}.py {name}"]
+    """Return the comment at the top of the recipe: its origin and its launch command."""
+    files = result.source.path.name
+    if result.source.recipe is not None:
+        files += f" and {result.source.recipe.name}"
+    origin = f"From LLM Foundry's {files}, by scripts/migrate.py."
+    return [*_wrapped(origin, ""), f"#   python scripts/{result.source.kind}.py {name}"]
 
 
 def _comments(result: Migration) -> dict[str, list[str]]:
-    """By key of ours, what to know about it."""
-    found: dict[str, list[str]] = {}
+    """Return the comments on each recipe key; the key "" has comments without a recipe key."""
+    comments: dict[str, list[str]] = {}
     for line in result.lines:
         key = next(iter(line.taken.values), "")
         if (
@@ -613,18 +658,18 @@ def _comments(result: Migration) -> dict[str, list[str]]:
             and line.is_default
             and line.verdict not in (MigrationStatus.CHANGED, MigrationStatus.REFUSED)
         ):
-            found.setdefault(key, []).append("LLM Foundry's own default")
+            comments.setdefault(key, []).append("LLM Foundry's own default")
         elif key and line.verdict in (MigrationStatus.CHANGED, MigrationStatus.REFUSED):
-            found.setdefault(key, []).append(f"{line.key}: {line.taken.why}")
+            comments.setdefault(key, []).append(f"{line.key}: {line.taken.why}")
         elif line.verdict is MigrationStatus.CHANGED:
-            found.setdefault("", []).append(f"{line.key}: {line.taken.why}")
-    return found
+            comments.setdefault("", []).append(f"{line.key}: {line.taken.why}")
+    return comments
 
 
 def _lines(
     name: str, value: Any, key: str, comments: dict[str, list[str]], indent: str
 ) -> Iterator[str]:
-    """A key and what is below it, comments before."""
+    """Yield the YAML lines of a key and everything below it, preceded by its comments."""
     if isinstance(value, dict) and value and key != "defaults":
         yield f"{indent}{name}:"
         for inner, item in value.items():
@@ -637,6 +682,7 @@ def _lines(
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
+    """Return a text as wrapped comment lines."""
     begin = f"{indent}# "
     plain = " ".join(text.split())
     return textwrap.wrap(
@@ -646,29 +692,31 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def report(result: Migration) -> Iterator[str]:
-    """A line for each setting, and how many there are of each kind."""
+    """Yield a line for each setting, then the number of settings of each status."""
     for line in result.lines:
         is_written = line.is_default and line.verdict is not MigrationStatus.REFUSED
         word = WRITTEN_OUT if is_written else line.verdict.value
-        yield f"{word:<15} {_said(line)}"
+        yield f"{word:<15} {_line_text(line)}"
     counts = Counter(line.verdict for line in result.lines if not line.is_default)
     added = sum(line.is_default for line in result.lines)
     parts = [f"{counts[verdict]} {verdict.value}" for verdict in MigrationStatus]
     yield f"{sum(counts.values())} settings: {', '.join(parts)}; {added} {WRITTEN_OUT}"
 
 
-def _said(line: SettingReport) -> str:
+def _line_text(line: SettingReport) -> str:
+    """Return the line of a setting in the report, without its status."""
     ours = ", ".join(f"{key}: {_short(value)}" for key, value in line.taken.values.items())
     why = f" ({line.taken.why})" if line.taken.why and ours else line.taken.why
     if line.is_default:
         return f"{ours}{why or f' (their default of {line.key})'}"
-    said = f"{line.key}: {_short(line.value)}"
+    setting = f"{line.key}: {_short(line.value)}"
     if line.verdict is MigrationStatus.KEPT:
-        return said + why
-    return f"{said} -> {ours}{why}" if ours else f"{said}: {why}"
+        return setting + why
+    return f"{setting} -> {ours}{why}" if ours else f"{setting}: {why}"
 
 
 def _short(value: Any) -> str:
+    """Return a value as YAML in one line, truncated."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     text = " ".join(text.removesuffix("...\n").split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -1,8 +1,8 @@
-"""What a value of LLM Foundry's is here, of text, tokenizers, tasks, models and commands.
+"""Converters of LLM Foundry values: data, tokenizers, tasks, evaluated models, loggers, commands.
 
-`values.py` has those of all else. Each gets the value and the whole file, and answers a
-`MigratedSetting`. The commands are LLM Foundry's scripts, as a shell calls them: what an MCLI
-file's `command` does.
+`values.py` has the converters of all other settings. A converter gets the value and the whole file,
+and returns a `MigratedSetting`. Commands are shell commands in an MCLI file that start LLM
+Foundry's scripts.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from llmfoundry.recipe.yaml_file import read_yaml
 
 _CALL = re.compile(r"(\w+)\.py$")
 MOUNTED = "/mnt/config/parameters.yaml"
-"""Where MCLI puts a file's own `parameters`."""
+"""File to which MCLI writes `parameters`."""
 
 
 def calls(command: str) -> list[tuple[str, list[str]]]:
-    """The scripts that a command starts, and their arguments.
+    """Return the scripts that a shell command starts, with their arguments.
 
-    A shell's line that is not balanced is taken word by word.
+    A line with unbalanced quotes is split at spaces.
     """
-    found = []
+    scripts = []
     for line in command.replace("\\\n", " ").splitlines():
         try:
             words = shlex.split(line)
         except ValueError:
             words = line.split()
-        at = next((i for i, word in enumerate(words) if _CALL.search(word)), None)
-        if at is not None:
-            match = _CALL.search(words[at])
-            assert match is not None
-            found.append((match[1], words[at + 1 :]))
-    return found
+        # the first word that is a Python file is the script
+        for i, word in enumerate(words):
+            match = _CALL.search(word)
+            if match is not None:
+                scripts.append((match[1], words[i + 1 :]))
+                break
+    return scripts
 
 
 def commands_of(command: str) -> str:
-    """Name the scripts of ours that do what a command does; their settings are not translated."""
+    """Return the scripts of this project for the same work; their settings are not translated."""
     scripts = [_OURS[name] for name, _ in calls(command) if name in _OURS]
     here = ", then ".join(f"`python scripts/{script}.py`" for script in scripts)
     if not here:
@@ -72,10 +73,10 @@ _OURS = {
     "hf_chat": "chat",
     "benchmark": "generate",
 }
-"""LLM Foundry's scripts, and ours for the same work."""
+"""Script of this project for the same work as each script of LLM Foundry."""
 
 
-# The text
+# data
 
 
 FORMATS = {
@@ -91,13 +92,13 @@ FORMATS = {
     "math-ai/StackMathQA": "stackmathqa",
     "AI-MO/NuminaMath-CoT": "numina",
 }
-"""Data sets of LLM Foundry's recipes and the formatters that it registers."""
+"""Format of each data set for which LLM Foundry registers a preprocessing function."""
 ROWS = "prompt_response"
 _LOOK = "is for rows of prompt and response; write chat if they have messages"
 
 
 def loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """What rows are."""
+    """Convert train_loader.name: the kind and the source of the data."""
     if value == "text":
         return MigratedSetting({"data.name": _source(theirs, "train_loader")})
     if value != "finetuning":
@@ -114,13 +115,14 @@ def loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def _format(theirs: ForeignConfig, loader: str) -> str:
+    """Return the format of supervised examples in a loader."""
     if theirs.get(f"{loader}.dataset.preprocessing_fn"):
         return ROWS
     return FORMATS.get(str(theirs.get(f"{loader}.dataset.hf_name")), ROWS)
 
 
 def eval_loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Held-out text of its own."""
+    """Convert eval_loader.name: the source of the validation set."""
     if value != theirs.get("train_loader.name", value):
         return refused("held-out rows are of the kind that is trained on; write data.validation")
     source, names = _source(theirs, "eval_loader"), [*_streams(theirs, "eval_loader")]
@@ -133,11 +135,12 @@ def eval_loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def _streams(theirs: ForeignConfig, loader: str) -> dict[str, Any]:
+    """Return the streams of a loader."""
     return theirs.get(f"{loader}.dataset.streams", {})
 
 
 def _source(theirs: ForeignConfig, loader: str) -> str:
-    """The name of our source."""
+    """Return the name of our data source for a loader."""
     dataset = theirs.get(f"{loader}.dataset", {})
     if dataset.get("streams"):
         return "mixture"
@@ -147,12 +150,12 @@ def _source(theirs: ForeignConfig, loader: str) -> str:
 
 
 def _is_file(name: str) -> bool:
-    """Whether `hf_name` leads to files: a folder, an address, or a builder of `datasets`."""
+    """Return whether `hf_name` refers to files: a folder, a URL, or a file format of `datasets`."""
     return name in ("json", "csv", "parquet", "text") or "://" in name or name[:1] in "./~"
 
 
 def hf_name(loader: str) -> Take:
-    """A hub id, or a folder with a file of each split's name."""
+    """Return the converter of hf_name: a hub id, or a folder with a file for each split."""
     data = "data" if loader == "train_loader" else "data.validation"
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -174,7 +177,7 @@ def hf_name(loader: str) -> Take:
 
 
 def data_dir(loader: str) -> Take:
-    """`datasets` takes the files in it whose names say the split."""
+    """Return the converter of data_dir: `datasets` reads the files named after the split."""
     data = "data" if loader == "train_loader" else "data.validation"
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -191,7 +194,7 @@ def data_dir(loader: str) -> Take:
 
 
 def data_files(loader: str) -> Take:
-    """A file, a list, or files by split."""
+    """Return the converter of data_files: a file or a list of files."""
     data = "data" if loader == "train_loader" else "data.validation"
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -201,7 +204,7 @@ def data_files(loader: str) -> Take:
 
 
 def files_of_split(loader: str) -> Take:
-    """Files by split: those of the one that is read."""
+    """Return the converter of data_files by split: only the loader's split is used."""
     take = data_files(loader)
 
     def of_split(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -213,7 +216,7 @@ def files_of_split(loader: str) -> Take:
 
 
 def split(loader: str) -> Take:
-    """A split of the hub, or the folder of shards; of files it is in their names."""
+    """Return the converter of split: a split of the hub or the folder of shards."""
     data = "data" if loader == "train_loader" else "data.validation"
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -230,7 +233,7 @@ def split(loader: str) -> Take:
 
 
 def preprocess(loader: str) -> Take:
-    """A function, or the columns that are prompt and response."""
+    """Return the converter of preprocessing_fn, a function."""
     data = "data" if loader == "train_loader" else "data.validation"
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -245,7 +248,7 @@ def preprocess(loader: str) -> Take:
 
 
 def packing(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """How many rows share one, or none do."""
+    """Convert packing_ratio: only whether examples are packed matters here."""
     key = "data__supervised__packing"
     if not is_supervised(theirs):
         return idle("text is packed when it is prepared")
@@ -256,26 +259,26 @@ def packing(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def command(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """What a shell does there, and here."""
+    """Convert the command of an MCLI file."""
     return MigratedSetting({}, commands_of(str(value)), CHANGED)
 
 
 def shuffle_seed(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """The order follows from the recipe's."""
+    """Convert shuffle_seed: the order of examples follows from seed here."""
     if value == theirs.get("seed", 17):
         return idle("the order follows from seed, which is the same")
     return changed(f"the order follows from seed ({theirs.get('seed', 17)})")
 
 
 def row_length(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """The recipe's max_seq_len, everywhere."""
+    """Convert a sequence length other than max_seq_len, which is the only one here."""
     if value is None or value == theirs.get("max_seq_len", value):
         return idle("is max_seq_len")
     return changed(f"is max_seq_len here ({theirs.get('max_seq_len')}), not {value}")
 
 
 def batching(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """There is no batch that is random."""
+    """Convert batching_method: there are no random batches here."""
     if value in ("stratified", "per_stream"):
         return MigratedSetting({"data.batching_method": value})
     why = f"{value}: every batch has every stream's part here"
@@ -283,14 +286,14 @@ def batching(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def drops_last(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Steps are whole here."""
+    """Convert drop_last: an incomplete last step is always dropped here."""
     if value:
         return idle("a last step that is not whole is left out")
     return changed("a last step that is not whole is left out here, and taken there")
 
 
 def size(key: str) -> Take:
-    """Bytes, a number or a text."""
+    """Return the converter of a size in bytes, given as a number or a text."""
     return lambda value, theirs: (
         idle("has no value")
         if value is None
@@ -299,19 +302,19 @@ def size(key: str) -> Take:
 
 
 def validates(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """The index says which hash there is."""
+    """Convert validate_hash: the index names the hash algorithm here."""
     return MigratedSetting({"data.validate_hash": bool(value)})
 
 
 def held_out(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Without an `eval_loader` all rows train, and none is measured."""
+    """Convert a missing eval_loader: all examples are used for training."""
     values: dict[str, Any] = {"eval.validation": False}
     if _source(theirs, "train_loader") in ("files", "huggingface") or is_supervised(theirs):
         values["data.validation_fraction"] = 0.0
     return MigratedSetting(values, "without eval_loader no row is held out")
 
 
-# What is measured and recorded
+# evaluation, loggers and callbacks
 
 
 GAUNTLETS = {
@@ -322,47 +325,48 @@ GAUNTLETS = {
     "lm_tasks_v0.2": ("lm_tasks", "eval_gauntlet"),
     "long_context_tasks": ("long_context", "eval_gauntlet_long_context_length"),
 }
-"""LLM Foundry's task lists under scripts/eval/yamls: our gauntlet of the same tasks, and the file
-of categories that it has."""
+"""Task lists in LLM Foundry's scripts/eval/yamls: our gauntlet with the same tasks, and the file of
+its categories."""
 
 
 def _shipped_gauntlet(theirs: ForeignConfig) -> str | None:
-    """Our gauntlet of the tasks and categories that a file names."""
+    """Return our gauntlet with the same tasks and categories as a file; None if there is none."""
     tasks, categories = theirs.get("icl_tasks"), theirs.get("eval_gauntlet")
     if not isinstance(tasks, str) or not isinstance(categories, str | None):
         return None
-    ours, its = GAUNTLETS.get(Path(tasks).stem, ("", ""))
-    fits = ours and (categories is None or Path(categories).stem == its)
-    return f"eval/gauntlets/{ours}.yaml" if fits else None
+    gauntlet, category_file = GAUNTLETS.get(Path(tasks).stem, ("", ""))
+    fits = gauntlet and (categories is None or Path(categories).stem == category_file)
+    return f"eval/gauntlets/{gauntlet}.yaml" if fits else None
 
 
 def gauntlet_file(key: str) -> Take:
-    """A list of tasks, or of categories, in a file of its own."""
+    """Return the converter of a file name of tasks or categories (`key`)."""
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if not value:
             return idle("is empty")
-        if (ours := _shipped_gauntlet(theirs)) is not None:
+        shipped = _shipped_gauntlet(theirs)
+        if shipped is not None:
             return MigratedSetting(
-                {"eval.gauntlet": ours},
+                {"eval.gauntlet": shipped},
                 "the same tasks; rows are fetched by scripts/fetch_eval_data.py",
             )
-        found = theirs.beside(str(value))
-        if found is None:
+        file = theirs.beside(str(value))
+        if file is None:
             why = (
                 f"{value} is not there; `python scripts/migrate.py` takes that file too,"
                 " and eval.gauntlet names the result"
             )
             return refused(why, eval__gauntlet=MISSING)
         try:
-            read_yaml(found)  # within the bounds of a recipe
-            inside = OmegaConf.to_container(OmegaConf.load(found))
+            read_yaml(file)  # checks the size limits of a recipe
+            contents = OmegaConf.to_container(OmegaConf.load(file))
         except (YAMLError, OmegaConfBaseException, UserError) as error:
-            raise ValueError(f"{found} is no YAML ({error})") from error
-        if not isinstance(inside, dict):
-            raise TypeError(f"{found} holds no keys")
+            raise ValueError(f"{file} is no YAML ({error})") from error
+        if not isinstance(contents, dict):
+            raise TypeError(f"{file} holds no keys")
         return MigratedSetting(
-            {f"gauntlet.{key}": inside.get(key)},
+            {f"gauntlet.{key}": contents.get(key)},
             f"is in the gauntlet's file, from {value}",
             CHANGED,
         )
@@ -371,7 +375,7 @@ def gauntlet_file(key: str) -> Take:
 
 
 def rows_of_task(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Where a task's rows are; ours are found by the label."""
+    """Convert dataset_uri of a task; without it, our examples for the task's label are used."""
     if value is None:
         why = "names no rows; those of the label in eval/tasks/foundry.yaml are taken"
         return changed(why, gauntlet__definitions="eval/tasks/foundry.yaml")
@@ -379,7 +383,7 @@ def rows_of_task(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def evaluated(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """A model of the hub, or a folder."""
+    """Convert pretrained_model_name_or_path of an evaluated model: a hub id or a folder."""
     if theirs.here.get("pretrained") is False:
         return refused("pretrained: false has no weights to evaluate")
     if theirs.here.get("pretrained_lora_id_or_path"):
@@ -392,7 +396,7 @@ def evaluated(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def evaluated_checkpoint(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Composer's checkpoint of an MPT model."""
+    """Convert load_path of an evaluated MPT model, a Composer checkpoint."""
     why = (
         "write the run, converted by LLM Foundry's scripts/inference/convert_composer_to_hf.py and"
         " `python scripts/convert.py from=hf checkpoint=FOLDER output=runs/imported`"
@@ -403,7 +407,7 @@ def evaluated_checkpoint(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def evaluated_server(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """A model behind an OpenAI-compatible address."""
+    """Convert the version of a model behind an OpenAI-compatible server."""
     kind = SERVERS.get(str(theirs.here.get("name")))
     if kind is None:
         return refused("is no model that is known here; write models: [hf:OWNER/NAME]")
@@ -414,12 +418,12 @@ def evaluated_server(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def switched_on(key: str) -> Take:
-    """A section that may be empty, `lr_monitor: {}`."""
+    """Return the converter of a section that may be empty, such as `lr_monitor: {}`."""
     return lambda value, theirs: MigratedSetting({key: True})
 
 
 def log_interval(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Lines and metrics have one interval."""
+    """Convert console_log_interval: console and metrics have the same interval here."""
     taken = duration("log_interval")(value, theirs)
     is_each = taken.values.get("log_interval") == "1ba"
     if is_each or not taken.values:
@@ -430,7 +434,7 @@ def log_interval(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def early_mode(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Which way is better."""
+    """Convert the comparison of early stopping to min or max."""
     modes = {"less": "min", "lt": "min", "greater": "max", "gt": "max"}
     return (
         idle("has no value")
@@ -440,17 +444,17 @@ def early_mode(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def early_metric(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Composer has the loader's label beside it."""
+    """Convert the metric of early stopping; Composer has the label of the loader in another key."""
     label = theirs.get("callbacks.early_stopper.dataloader_label", "eval")
     metric = "loss/train/total" if label == "train" else f"metrics/eval/{value}"
     return MigratedSetting({"callbacks.early_stopper.metric": metric})
 
 
-# The tokenizer
+# tokenizer
 
 
 def tokenizer_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """tiktoken, the model's own, or one of the hub."""
+    """Convert tokenizer.name: tiktoken, that of the pretrained model, or one of the hub."""
     if theirs.kind == "eval":
         return idle("a model is evaluated with its own tokenizer")
     if value == "tiktoken":
@@ -461,14 +465,14 @@ def tokenizer_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def encoding(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Of tiktoken alone."""
+    """Convert the encoding of tiktoken."""
     if theirs.kind == "eval":
         return idle("a model is evaluated with its own tokenizer")
     return MigratedSetting({"tokenizer.encoding": value})
 
 
 def template(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """A template's text, which is a file here."""
+    """Convert a chat template: it is a text there and a file here."""
     if value is None:
         return idle("has no value")
     return refused("write the text into a file, and tokenizer.chat_template: FILE.jinja")

@@ -1,7 +1,7 @@
-"""What a value of LLM Foundry's is here, where it is not simply the same: the table's `take`s.
+"""Converters of LLM Foundry values whose meaning differs here: run, model, optimizer, parallelism.
 
-`llm_foundry.py` names them. Each gets the value and the whole file, and answers with a
-`MigratedSetting`. Semantics are those of LLM Foundry 0.22 and Composer 0.32.
+`llm_foundry.py` names them as `take` of its entries. A converter gets the value and the whole file,
+and returns a `MigratedSetting`. Semantics are those of LLM Foundry 0.22 and Composer 0.32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
 
 
 def as_is(key: str, why: str = "") -> Take:
-    """The value under another key; a change of meaning where `why` is given."""
+    """Return a converter that keeps the value under another key; `why` marks a changed meaning."""
     return lambda value, theirs: (
         idle("has no value")
         if value is None
@@ -41,7 +41,7 @@ def as_is(key: str, why: str = "") -> Take:
 
 
 def only(same: Any, why: str, otherwise: str, **values: Any) -> Take:
-    """Nothing to write for one value, or values; not possible for any other."""
+    """Return a converter that ignores the value (or values) `same` and refuses all others."""
     allowed = same if isinstance(same, tuple) else (same,)
     return lambda value, theirs: (
         idle(why) if value in allowed or value is None else refused(otherwise, **values)
@@ -49,7 +49,7 @@ def only(same: Any, why: str, otherwise: str, **values: Any) -> Take:
 
 
 def of_text(key: str, otherwise: str) -> Take:
-    """For runs on text the value of `key`; for those on answers without effect, and why."""
+    """Return a converter to `key` for pretraining on text; supervised runs ignore the value."""
 
     def take(value: Any, t: ForeignConfig) -> MigratedSetting:
         return MigratedSetting({key: value}) if is_text(t) else idle(otherwise)
@@ -58,7 +58,7 @@ def of_text(key: str, otherwise: str) -> Take:
 
 
 def unknown(section: str, why: str) -> Take:
-    """What a section holds that is not here; a section that is empty asks for nothing."""
+    """Return a converter of the unknown keys in a section; an empty section is ignored."""
 
     def take(value: Any, t: ForeignConfig) -> MigratedSetting:
         return idle("is empty") if t.name == section and not value else refused(why)
@@ -67,12 +67,12 @@ def unknown(section: str, why: str) -> Take:
 
 
 def never(why: str) -> Take:
-    """Not possible, whatever the value."""
+    """Return a converter that refuses every value."""
     return lambda value, theirs: refused(why)
 
 
 def duration(key: str) -> Take:
-    """A duration; a bare number is epochs, as Composer reads it."""
+    """Return a converter of durations; Composer reads a bare number as epochs."""
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if value is None:
@@ -95,30 +95,30 @@ def duration(key: str) -> Take:
 
 
 def keyword(key: str) -> str:
-    """A dotted key as a name of an argument of `changed` and `refused`."""
+    """Return a dotted key as the name of a keyword argument of `changed` and `refused`."""
     return key.replace(".", "__")
 
 
 def is_supervised(theirs: ForeignConfig) -> bool:
-    """Whether the loader is the one of prompts and answers."""
+    """Return whether the train loader reads prompts and answers."""
     return theirs.get("train_loader.name") == "finetuning"
 
 
 def is_text(theirs: ForeignConfig) -> bool:
-    """Whether the loader is the one of documents."""
+    """Return whether the train loader reads documents."""
     return theirs.get("train_loader.name") == "text"
 
 
-# The run
+# run
 
 
 def trains(theirs: ForeignConfig) -> bool:
-    """Whether the result is for train.py or finetune.py."""
+    """Return whether the migrated recipe is for train.py or finetune.py."""
     return theirs.trains
 
 
 def precision(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """amp_fp16 is the only one that is not here."""
+    """Convert precision; amp_fp16 does not exist here."""
     if value == "amp_fp16":
         return changed("there is no fp16 here; bf16 has its range of fp32", precision="amp_bf16")
     if value == "amp_fp8":
@@ -128,7 +128,7 @@ def precision(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def save_folder(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """The folder of checkpoints; ours is that of the run, which has checkpoints/ in it."""
+    """Convert save_folder: it contains checkpoints there, and the whole run here."""
     if value is None:
         return idle("has no value: runs/ and the run's name are taken; nothing is saved there")
     path = _PLACE.sub(r"${\1}", str(value)).removesuffix("/").removesuffix("/checkpoints")
@@ -141,7 +141,7 @@ def save_folder(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def load_path(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Composer's checkpoint, which is converted once."""
+    """Convert load_path: a Composer checkpoint has to be converted first."""
     if value is None:
         return idle("has no value")
     why = (
@@ -155,7 +155,12 @@ def load_path(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def rows_of_batches(key: str, batch: str) -> Take:
-    """A number of batches as rows: times those of a batch."""
+    """Return a converter of a number of batches to a number of examples.
+
+    Args:
+        key: recipe key of the number of examples.
+        batch: LLM Foundry key of the batch size.
+    """
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if value is None or value == -1:
@@ -170,15 +175,15 @@ def rows_of_batches(key: str, batch: str) -> Take:
 
 
 def compiled(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """`compile_config: {}` alone switches it on."""
+    """Convert compile_config; an empty section already enables compilation."""
     return idle("has no value") if value is None else MigratedSetting({"compile": True})
 
 
-# The model
+# model
 
 
 def model_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Whose class the model is."""
+    """Convert the class of a model."""
     if value == "mpt_causal_lm":
         if theirs.kind == "eval":
             return idle("the checkpoint knows its own shape")
@@ -203,7 +208,7 @@ SHAPES = {
     "meta-llama/Llama-3.2-1B": "llama-1b",
     "bigcode/starcoder2-3b": "starcoder2-3b",
 }
-"""Published models whose shape is a choice of yamls/model/, for runs that begin at random."""
+"""Published models whose shape is a preset in yamls/model/, for runs from random weights."""
 _STRETCHED = {
     **{"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
@@ -212,14 +217,14 @@ _DROPOUT = dict.fromkeys(("emb_pdrop", "resid_pdrop", "attn_config.attn_pdrop"),
 
 
 def _beside_shape(name: str) -> dict[str, Any]:
-    """What a published config.json has that the choice has not."""
+    """Return settings in a published config.json that our model preset does not have."""
     if "3.1" in name:
         return {f"attn_config.rope_hf_config.{key}": value for key, value in _STRETCHED.items()}
     return _DROPOUT if "llama" not in name else {}
 
 
 def pretrained_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Where the weights, or the shape alone, come from."""
+    """Convert the source of the weights or, with pretrained: false, of the shape."""
     if theirs.kind == "finetune":
         return MigratedSetting({"model.pretrained": value})
     if value in SHAPES:
@@ -236,7 +241,7 @@ def pretrained_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def of_mpt(why: str) -> Take:
-    """MPT's own keys in `config_overrides`; on other models they stop LLM Foundry itself."""
+    """Return a converter of MPT keys in `config_overrides`; other models do not have them."""
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         if "mpt" not in str(theirs.get("model.pretrained_model_name_or_path")).lower():
@@ -247,7 +252,7 @@ def of_mpt(why: str) -> Take:
 
 
 def overridden(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Keys of config.json; of a shape alone, its length."""
+    """Convert overrides of config.json; a run from random weights only takes the length."""
     if theirs.kind == "finetune":
         return MigratedSetting({theirs.key: value})
     if theirs.name in ("max_position_embeddings", "n_positions", "n_ctx"):
@@ -256,21 +261,21 @@ def overridden(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def norm_type(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Flash-attention's kernel is one more name of RMSNorm."""
+    """Convert norm_type; triton_rmsnorm is RMSNorm with another kernel."""
     if value == "triton_rmsnorm":
         return MigratedSetting({"model.norm_type": "rmsnorm"}, "the same norm by another kernel")
     return MigratedSetting({"model.norm_type": value})
 
 
 def attn_impl(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """The fastest kernel is chosen here; the numbers are those of any."""
+    """Convert attn_impl: the fastest kernel is always chosen here, with the same results."""
     if theirs.kind == "finetune":
         return MigratedSetting({"model.attn_impl": "auto"}, "the fastest of the device")
     return MigratedSetting({"model.attn_config.attn_impl": "auto"}, "the fastest of the device")
 
 
 def sequence_id(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Whether packed documents see each other."""
+    """Convert attn_uses_sequence_id: whether packed documents attend to each other."""
     if is_supervised(theirs):
         if value or not theirs.get("train_loader.dataset.packing_ratio"):
             return idle("rows that are packed together never see each other here")
@@ -279,7 +284,7 @@ def sequence_id(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def ffn_type(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Three mixtures are one here."""
+    """Convert ffn_type: there are several mixture-of-experts layers there and one here."""
     key = "model__ffn_config__ffn_type"
     if value == "torch_dmoe":
         why = "has no balancing loss there, so that experts may collapse; none is added"
@@ -297,14 +302,14 @@ def ffn_type(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def jitter(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """0 is none."""
+    """Convert moe_jitter_eps; 0 means no noise."""
     if not value:
         return idle("no noise")
     return MigratedSetting({"model.ffn_config.moe_jitter_eps": value})
 
 
 def lbl_scope(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Over whose tokens loads are counted."""
+    """Convert lbl_process_group: the tokens over which the expert load is counted."""
     key = "model.ffn_config.moe_lbl_scope"
     if value is None:
         return MigratedSetting({key: "microbatch"})
@@ -316,14 +321,14 @@ def lbl_scope(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def loss_weight(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """torch_dmoe reads none."""
+    """Convert moe_loss_weight; torch_dmoe ignores it."""
     if theirs.get("model.ffn_config.ffn_type") == "torch_dmoe":
         return idle("torch_dmoe has no balancing loss")
     return MigratedSetting({"model.ffn_config.moe_loss_weight": value})
 
 
 def kept_positions(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """ALiBi and RoPE switch learned positions off there without a word."""
+    """Convert learned_pos_emb; ALiBi and RoPE disable it silently in LLM Foundry."""
     if value and any(theirs.get(f"model.attn_config.{name}") for name in ("alibi", "rope")):
         return MigratedSetting(
             {"model.learned_pos_emb": False}, "as LLM Foundry takes it with alibi or rope"
@@ -332,7 +337,7 @@ def kept_positions(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def master_dtype(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Weights, gradients and moments in 16 bits."""
+    """Convert the dtype of weights, gradients and optimizer state."""
     if value in (None, "float32", "fp32"):
         return idle("fp32, as here")
     if value in ("bfloat16", "bf16"):
@@ -341,14 +346,14 @@ def master_dtype(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def rope_factor(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """no_scaling has none."""
+    """Convert the factor of RoPE scaling; no_scaling ignores it."""
     if theirs.get("model.attn_config.rope_hf_config.type", "no_scaling") == "no_scaling":
         return idle("no_scaling stretches nothing")
     return MigratedSetting({"model.attn_config.rope_hf_config.factor": value})
 
 
 def eight_bit(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Only 4 bits, below an adapter."""
+    """Convert load_in_8bit; only 4-bit weights below an adapter exist here."""
     if not value:
         return idle(OFF)
     if theirs.kind == "eval":
@@ -357,18 +362,18 @@ def eight_bit(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     return refused("there are no 8-bit weights; model.quantize: nf4 with an adapter is 4 bits")
 
 
-# Adapters
+# adapters
 
 
 def peft_type(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """LoRA alone, there as here."""
+    """Convert the type of an adapter; only LoRA exists."""
     if str(value).upper() == "LORA":
         return MigratedSetting({"adapter.name": "lora"})
     return refused(f"{value}: adapters are lora here", adapter__name="lora")
 
 
 def adapter_pretrained(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """An adapter to begin with, or to evaluate."""
+    """Convert the adapter that a run starts from, or that is evaluated."""
     if value is None:
         return idle("has no value")
     if theirs.kind == "eval":
@@ -377,11 +382,11 @@ def adapter_pretrained(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     return MigratedSetting({"adapter.pretrained": value, "adapter.name": "lora"})
 
 
-# The optimizer
+# optimizer
 
 
 def optimizer_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Two of five, and what comes near."""
+    """Convert the name of an optimizer; some are replaced by a similar one."""
     near = {"adalr_lion": "decoupled_lionw", "clip_lion": "decoupled_lionw"}
     if value in near:
         why = f"{value} is not here; lion without what it does about outliers"
@@ -392,7 +397,7 @@ def optimizer_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def by_name(what: str) -> Take:
-    """A regular expression of parameters' names, which are others here."""
+    """Return a converter of regular expressions of parameter names, which differ here."""
     return lambda value, theirs: (
         MigratedSetting(
             {what: [value] if isinstance(value, str) else value},
@@ -404,11 +409,11 @@ def by_name(what: str) -> Take:
     )
 
 
-# Over processes
+# parallelism
 
 
 def sharding(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """FSDP's strategies as degrees."""
+    """Convert an FSDP sharding strategy to parallel degrees."""
     shard, copies = (
         "parallel__data_parallel_shard_degree",
         "parallel__data_parallel_replicate_degree",
@@ -431,7 +436,7 @@ def sharding(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def shard_degree(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """With as many copies as processes are left for."""
+    """Convert data_parallel_shard_degree; the remaining processes are replicas."""
     if value is None or theirs.kind == "eval":
         return idle(
             "a model is evaluated by the layout that its run names" if value else "no value"
@@ -447,7 +452,7 @@ def shard_degree(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def reduced(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """In what FSDP computes and adds up."""
+    """Convert mixed_precision: the dtypes of FSDP's computation and reduction."""
     if theirs.kind == "eval" or theirs.get("precision") == "fp32":
         return idle("numbers are those of precision")
     if value == "PURE":
@@ -458,14 +463,14 @@ def reduced(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def recomputed(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Whole blocks, or nothing."""
+    """Convert activation_checkpointing: full activation checkpointing, or none."""
     if theirs.kind == "eval":
         return idle("nothing is trained")
     return MigratedSetting({"parallel.activation_checkpointing": "whole" if value else "none"})
 
 
 def recomputed_parts(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """The grammar is the same; it has an effect where there is recomputation."""
+    """Convert activation_checkpointing_target, which needs activation checkpointing."""
     if not value or not theirs.get("fsdp_config.activation_checkpointing"):
         return idle("without fsdp_config.activation_checkpointing: true")
     ours = theirs.key.removeprefix("model.") or "activation_checkpointing_target"
