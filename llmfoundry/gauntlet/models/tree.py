@@ -1,11 +1,11 @@
-"""Inputs that begin alike, computed once: a prefix tree over all requests, cut into rows.
+"""Prefix trees over all requests, split into rows, so that common prefixes are computed once.
 
-`score.score_requests` calls `grow` and `write_row`. The one idea: sorted, inputs that share a
-beginning are adjacent, and all that a tree needs to know is how much each shares with the one
-before it. A row is a range of the sorted inputs. The first of them is written whole, so that where
-a row ends the path to the next is computed again, and nothing else ever is.
+Entry points: `grow` and `write_row`, which `own_decoder.py` calls. The one idea: after sorting,
+inputs with a common prefix are adjacent, and a tree is determined by the number of tokens that each
+input shares with the previous one. A row is a range of the sorted inputs. The first input of a row
+is written completely, so its prefix is recomputed. No other token is computed twice.
 
-A worked-example prefix, under it the questions, under these the choices: they are found, not given.
+The usual levels of a tree (few-shot examples, questions, choices) follow from the tokens alone.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from numpy.typing import NDArray
 from llmfoundry.gauntlet.questions import ScoreRequest
 
 ROW_TOKENS = 4096
-"""Tokens of a full row, or seq_len where that is more. A row begins with what all its inputs share:
-at 2048 that costs 3 % more tokens than at 4096 (9 tasks, fixed worked examples), at 8192 1 % less.
+"""Tokens of a full row, unless seq_len is larger. Every row begins with the common prefix of its
+inputs: rows of 2048 need 3 % more tokens than rows of 4096 (9 tasks, fixed few-shot examples), and
+rows of 8192 1 % less.
 """
 SMALLEST = 64  # tokens of the shortest row
 
 
 @dataclass(frozen=True)
 class TreeRow:
-    """Inputs start..stop of a forest in one row.
+    """Range of a forest's inputs in one row.
 
     Attributes:
         start: first input.
-        stop: the one after the last.
+        stop: end of the range (exclusive).
         used: tokens of the tree.
-        width: tokens of the row, one of `widths`.
-        work: pairs of a token and a token of its path: what attention looks at.
-        targets: tokens that its requests score.
+        width: tokens of the row including padding, one of `widths`.
+        work: number of (query, key) pairs that attention computes.
+        targets: number of scored tokens.
     """
 
     start: int
@@ -50,15 +51,15 @@ class TreeRow:
 
 @dataclass(frozen=True)
 class Forest:
-    """All requests as rows of trees, whatever the batch and the number of ranks.
+    """Rows of prefix trees over all requests; independent of batch size and number of ranks.
 
     Attributes:
         inputs: distinct inputs, sorted.
-        shared: of each, how many first tokens it has in common with the one before.
-        members: of each, the requests that read it.
-        rows: all inputs, in order.
-        n_requests: how many there were.
-        tokens_unshared: of all requests, each on its own.
+        shared: number of first tokens that each input shares with the previous one.
+        members: numbers of the requests with each input.
+        rows: ranges that cover all inputs, in order.
+        n_requests: number of requests.
+        tokens_unshared: total tokens of all requests, without sharing.
     """
 
     inputs: list[tuple[int, ...]]
@@ -70,30 +71,36 @@ class Forest:
 
     @property
     def tokens_computed(self) -> int:
-        """Tokens that go through the model, padding of rows with them."""
+        """Return the number of tokens that the model computes, including padding."""
         return sum(row.width for row in self.rows)
 
 
 def grow(requests: Sequence[ScoreRequest], *, seq_len: int) -> Forest:
-    """The forest of these requests, whose inputs have at most seq_len tokens."""
-    members: dict[bytes, list[int]] = {}
+    """Build the forest of requests, whose inputs have at most seq_len tokens."""
+    # distinct inputs, sorted
+    requests_of: dict[bytes, list[int]] = {}
     for i, request in enumerate(requests):
-        assert 1 <= len(request.targets) <= len(request.tokens) <= seq_len, "cut before"
-        members.setdefault(_sortable(request.tokens), []).append(i)
-    keys = sorted(members)
-    shared = [0, *(_common(a, b) for a, b in itertools.pairwise(keys))][: len(keys)]
-    inputs = [requests[members[key][0]].tokens for key in keys]
-    readers = [members[key] for key in keys]
+        assert 1 <= len(request.targets) <= len(request.tokens) <= seq_len, "callers cut requests"
+        requests_of.setdefault(_sortable(request.tokens), []).append(i)
+    keys = sorted(requests_of)
+    inputs = [requests[requests_of[key][0]].tokens for key in keys]
+    members = [requests_of[key] for key in keys]
+
+    # number of tokens that each shares with the previous one
+    shared = np.zeros(len(keys), dtype=np.int64)
+    for n, (previous, key) in enumerate(itertools.pairwise(keys), 1):
+        shared[n] = _common(previous, key)
+
+    # rows
     lengths = np.array([len(tokens) for tokens in inputs], dtype=np.int64)
-    scored = [sum(len(requests[i].targets) for i in each) for each in readers]
-    common = np.array(shared, dtype=np.int64)
-    rows = split_into_rows(lengths, common, np.array(scored, dtype=np.int64), widths(seq_len))
+    targets = [sum(len(requests[i].targets) for i in group) for group in members]
+    rows = split_into_rows(lengths, shared, np.array(targets, dtype=np.int64), widths(seq_len))
     unshared = sum(len(request.tokens) for request in requests)
-    return Forest(inputs, common, readers, rows, len(requests), unshared)
+    return Forest(inputs, shared, members, rows, len(requests), unshared)
 
 
 def widths(seq_len: int) -> list[int]:
-    """Lengths that a row may have, ascending: eighths of the longest, then halves of an eighth."""
+    """Return the possible widths of a row, ascending: eighths of the longest, halves of those."""
     longest = max(seq_len, ROW_TOKENS)
     eighths = [-(-longest * k // 8) for k in range(1, 9)]
     halves = [eighths[0] >> k for k in range(1, 32) if eighths[0] >> k >= SMALLEST]
@@ -106,47 +113,49 @@ def split_into_rows(
     targets: NDArray[np.int64],
     row_widths: list[int],
 ) -> list[TreeRow]:
-    """Rows of sorted inputs, each cut where it costs least.
+    """Split sorted inputs into rows of minimal cost (greedily, row by row).
 
-    What a row costs is its width and, at the start of the next, the path that is computed again;
-    of all ends that fit, the one with the lowest cost for each token of the tree is taken.
+    The cost of a row is its width plus the tokens of the next row that are recomputed. Among all
+    possible ends of a row, the one with the lowest cost per token of the tree is chosen.
 
     Args:
         lengths: (N,) tokens of each input.
         shared: (N,) as in `Forest`.
         targets: (N,) tokens scored after each input.
-        row_widths: ascending.
+        row_widths: possible widths, ascending.
     """
     bounds = np.array(row_widths)
-    new = lengths - shared  # tokens that an input adds to the one before
-    tokens = np.cumsum(new)
-    depths = np.cumsum(_triangle(lengths) - _triangle(shared))
-    again = np.append(shared[1:], 0)  # tokens to be computed again if a row ends after an input
+    tokens = np.cumsum(lengths - shared)  # tokens of the trees up to each input
+    pairs = np.cumsum(_triangle(lengths) - _triangle(shared))  # attention pairs up to each input
+    recomputed = np.append(shared[1:], 0)  # tokens to recompute if a row ends after each input
     rows, start = [], 0
     while start < len(lengths):
+        # cost of every end that fits
         base = tokens[start] - lengths[start]
         stop = int(np.searchsorted(tokens, base + bounds[-1], side="right"))
         used = tokens[start:stop] - base
-        wide = bounds[np.searchsorted(bounds, used)]
-        cost = (wide + again[start:stop]) / used
-        last = start + int(len(cost) - 1 - np.argmin(cost[::-1]))  # of equal ones the longest row
-        work = depths[last] - depths[start] + _triangle(lengths[start])
-        at = last - start
-        scored = int(targets[start : last + 1].sum())
-        rows.append(TreeRow(start, last + 1, int(used[at]), int(wide[at]), int(work), scored))
+        padded = bounds[np.searchsorted(bounds, used)]
+        cost = (padded + recomputed[start:stop]) / used
+
+        # the cheapest row; the longest one of equal cost
+        last = start + int(len(cost) - 1 - np.argmin(cost[::-1]))
+        work = pairs[last] - pairs[start] + _triangle(lengths[start])
+        n = last - start
+        n_targets = int(targets[start : last + 1].sum())
+        rows.append(TreeRow(start, last + 1, int(used[n]), int(padded[n]), int(work), n_targets))
         start = last + 1
     return rows
 
 
 @dataclass(frozen=True)
 class WrittenRow:
-    """A row's tree token by token.
+    """Tokens of a row.
 
     Attributes:
-        tokens: the row's, without padding.
-        ends: of each token, where what is below it ends.
-        places: of each request in turn, the places of its tokens that predict its targets.
-        requests: those requests.
+        tokens: tokens in preorder, without padding.
+        ends: end of the subtree of each token.
+        places: for each request, the positions that predict its targets.
+        requests: numbers of these requests.
     """
 
     tokens: list[int]
@@ -156,16 +165,19 @@ class WrittenRow:
 
 
 def write_row(forest: Forest, row: TreeRow, requests: Sequence[ScoreRequest]) -> WrittenRow:
-    """The tokens of a row in preorder, and where its requests' targets are predicted."""
+    """Write the tokens of a row in preorder, with the positions that predict its targets."""
     written = WrittenRow([], [], [], [])
     tokens, ends = written.tokens, written.ends
-    path: list[int] = []  # places from the root to the last token
+    path: list[int] = []  # positions from the root to the last token
     for i in range(row.start, row.stop):
-        kept = int(forest.shared[i]) if i > row.start else 0
-        for place in path[kept:]:
+        # close the subtrees that the next input does not share
+        n_shared = int(forest.shared[i]) if i > row.start else 0
+        for place in path[n_shared:]:
             ends[place] = len(tokens)
-        del path[kept:]
-        added = forest.inputs[i][kept:]
+        del path[n_shared:]
+
+        # append its other tokens
+        added = forest.inputs[i][n_shared:]
         path.extend(range(len(tokens), len(tokens) + len(added)))
         tokens.extend(added)
         ends.extend([0] * len(added))
@@ -174,22 +186,22 @@ def write_row(forest: Forest, row: TreeRow, requests: Sequence[ScoreRequest]) ->
             written.requests.append(request)
     for place in path:
         ends[place] = len(tokens)
-    assert len(tokens) == row.used, "a row has the tokens that it was cut for"
+    assert len(tokens) == row.used, "`split_into_rows` counts the tokens of a row"
     return written
 
 
 def _sortable(tokens: tuple[int, ...]) -> bytes:
-    """Bytes in the same order as the tokens; they compare far faster than tuples."""
+    """Return bytes with the same sort order as the tokens; they compare faster than tuples."""
     return np.array(array("I", tokens), dtype=">u4").tobytes()
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """How many first tokens two inputs share."""
-    n = min(len(a), len(b)) // 4
+    """Return the length of the common prefix of two inputs, in tokens."""
+    n = min(len(a), len(b)) // 4  # 4 bytes per token
     differ = np.frombuffer(a, ">u4", n) != np.frombuffer(b, ">u4", n)
     return int(differ.argmax()) if differ.any() else n
 
 
 def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Pairs of tokens, each with itself and those before it, in a text of n tokens."""
+    """Return the number of (query, key) pairs of causal attention over n tokens."""
     return n * (n + 1) // 2

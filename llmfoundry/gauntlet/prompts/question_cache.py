@@ -1,7 +1,8 @@
-"""Questions kept on disk, so that a task is tokenized once for many runs, processes and users.
+"""Cache of tokenized questions on disk, shared by runs, processes and users.
 
-`Gauntlet` calls `cached_questions`. A file is found by what determines its content, and holds each
-sequence of tokens as what it adds to the one before, as adjacent ones share most of their prompts.
+Entry point: `cached_questions`, which `Gauntlet` calls. The name of a file is a hash of everything
+that determines its content. Adjacent prompts share most of their tokens, so each sequence is stored
+as its difference from the previous one.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from llmfoundry.gauntlet.task_rows import rows_hash
 from llmfoundry.gauntlet.task_types import TASK_TYPES, type_of
 from llmfoundry.inference.requests import common_prefix
 
-_VERSION = 3  # raised when `questions` gives others for the same rows, or the file's form changes
+_VERSION = 3  # to be raised when `questions` or the format of the file changes
 _FILE = "questions.npz"
 
-# Fields of a task without influence on its prompts; a new field counts until it is named here.
+# Fields of a task that do not influence its prompts. All other fields are part of the key.
 _WITHOUT_EFFECT = (
     "label",
     "dataset_uri",
     "num_fewshot",
     "metric_names",
-    "max_seq_len",  # seq_len stands for it
+    "max_seq_len",  # seq_len is part of the key instead
     "do_normalization",
     "hf_loading_vars",
     "hf_parsing_map",
@@ -57,29 +58,30 @@ def cached_questions(
     say: Callable[[str], None],
     keep: Sequence[int] | None = None,
 ) -> list[Question]:
-    """What `questions` gives, from `folder` if it is there, else made and put there.
+    """Return the result of `questions` from the cache; compute and store it if it is missing.
 
-    Several processes may call this at the same time: one makes the file, the others wait.
+    If several processes call this at the same time, one computes the file and the others wait.
 
     Args:
-        rows: all rows of the task; their places do not matter.
-        task: its label, scoring and source do not matter: equal prompts are shared.
-        shots: number of worked examples.
-        settings: how tasks become prompts; the tokenizer is known by its fingerprint.
-        folder: where all prompts are kept.
-        say: called when a file is damaged; it is made again.
-        keep: indices of the rows to ask; unset: all.
+        rows: all rows of the task; their locations do not matter.
+        task: its label, scoring and source do not matter, so tasks with equal prompts share a file.
+        shots: number of few-shot examples.
+        settings: prompt mode, tokenizer (identified by its fingerprint) and lengths.
+        folder: folder of the cache.
+        say: called with a warning if a file is damaged; the file is computed again.
+        keep: indices of the rows; None: all rows.
 
     Raises:
         UserError: as `questions`, or `folder` cannot be written.
     """
+    # the key: everything that determines the questions
     settings = settings.of(task)
     chat = settings.chat
-    spoken: dict[str, Any] = (
-        {"chat": chat.facts()} if chat is not None and uses_chat(rows, chat) else {}
-    )
-    if code := TASK_TYPES.origins[task.icl_task_type].code:  # of a plugin, which may change
-        spoken["code"] = code
+    optional_facts: dict[str, Any] = {}
+    if chat is not None and uses_chat(rows, chat):
+        optional_facts["chat"] = chat.facts()
+    if code := TASK_TYPES.origins[task.icl_task_type].code:  # the code of a plugin may change
+        optional_facts["code"] = code
     fields = dataclasses.asdict(task)
     key = cache_key(
         version=_VERSION,
@@ -92,45 +94,50 @@ def cached_questions(
         mode=settings.prompts,
         seq_len=settings.seq_len,
         generate=settings.writes and type_of(task).generates,
-        **spoken,
+        **optional_facts,
     )
-    place = folder / key
-    asked = list(rows) if keep is None else [rows[i] for i in keep]
 
-    def make() -> list[Question]:
+    # load the file, or compute it
+    place = folder / key
+    selected_rows = list(rows) if keep is None else [rows[i] for i in keep]
+
+    def compute() -> list[Question]:
         return questions(rows, task, shots, settings, keep=keep)
 
     if place.is_dir():
-        found = _load_or_remove(place, asked, say)
-        if found is not None:
-            return found
-    return _make_once(place, asked, make)
+        cached = _load_or_remove(place, selected_rows, say)
+        if cached is not None:
+            return cached
+    return _make_once(place, selected_rows, compute)
 
 
 def pack_questions(asked: Sequence[Question]) -> bytes:
-    """Questions without their rows, for another process."""
+    """Serialize questions without their rows, for another process."""
     file = io.BytesIO()
     save_questions(file, asked)
     return file.getvalue()
 
 
 def unpack_questions(packed: bytes, rows: Sequence[TaskRow]) -> list[Question]:
-    """What `pack_questions` packed, about the same rows."""
+    """Return the questions that `pack_questions` serialized, with the same rows."""
     return load_questions(io.BytesIO(packed), rows)
 
 
 def save_questions(file: Path | IO[bytes], asked: Sequence[Question]) -> None:
-    """Write questions, but not their rows."""
+    """Write questions without their rows."""
+    # all token sequences, each as its difference from the previous one
     shared: list[int] = []
     added: list[int] = []
     ids: list[int] = []
-    before: tuple[int, ...] = ()
+    previous: tuple[int, ...] = ()
     for tokens in _sequences(asked):
-        n = common_prefix(before, tokens)
+        n = common_prefix(previous, tokens)
         shared.append(n)
         added.append(len(tokens) - n)
         ids.extend(tokens[n:])
-        before = tokens
+        previous = tokens
+
+    # texts as JSON, numbers as arrays
     requests = [request for question in asked for request in question.requests]
     prompts = [question.prompt for question in asked if question.prompt is not None]
     texts = {
@@ -157,12 +164,13 @@ def save_questions(file: Path | IO[bytes], asked: Sequence[Question]) -> None:
 
 
 def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Question]:
-    """Questions that `save_questions` wrote, about the same rows.
+    """Read the questions that `save_questions` wrote, with the same rows.
 
     Raises:
-        Exception: of many unrelated kinds, from zipfile, zlib, numpy and json: it is damaged. What
-            can be read is right, as every array of the file has a checksum.
+        Exception: the file is damaged. The type may be any of zipfile, zlib, numpy and json. Data
+            that can be read is correct, because every array has a checksum.
     """
+    # read the arrays and texts
     with np.load(file) as content:
         texts = json.loads(content["texts"].tobytes())
         arrays = {name: content[name].tolist() for name in content.files if name != "texts"}
@@ -173,6 +181,8 @@ def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Ques
     prompts = iter(texts["prompts"])
     names = ("n_requests", "max_new_tokens", "dropped", "truncated")
     facts = zip(rows, *(arrays[name] for name in names), texts["problems"], strict=True)
+
+    # rebuild the questions in the order in which they were written
     result = []
     for row, n_requests, n_new, dropped, truncated, problem in facts:
         requests = []
@@ -182,9 +192,9 @@ def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Ques
             requests.append(ScoreRequest(tokens, targets, text))
         prompt = None
         if n_new:
-            text, stops, *spoken = next(prompts)
-            said = (tuple(part) for part in spoken)
-            prompt = GenerationPrompt(next(sequences), text, tuple(stops), n_new, *said)
+            text, stops, *messages_and_tools = next(prompts)
+            chat_fields = (tuple(part) for part in messages_and_tools)
+            prompt = GenerationPrompt(next(sequences), text, tuple(stops), n_new, *chat_fields)
         result.append(Question(row, tuple(requests), prompt, dropped, bool(truncated), problem))
     return result
 
@@ -192,7 +202,7 @@ def load_questions(file: Path | IO[bytes], rows: Sequence[TaskRow]) -> list[Ques
 def _load_or_remove(
     place: Path, rows: Sequence[TaskRow], say: Callable[[str], None]
 ) -> list[Question] | None:
-    """The questions in a folder; None where they cannot be read: then the folder is removed."""
+    """Return the questions in a folder; if they cannot be read, remove it and return None."""
     try:
         return load_questions(place / _FILE, rows)
     except Exception as error:  # see load_questions
@@ -200,35 +210,36 @@ def _load_or_remove(
     try:
         with lock_build(place):
             try:
-                return load_questions(place / _FILE, rows)  # another process was quicker
+                return load_questions(place / _FILE, rows)  # another process has replaced it
             except Exception:
                 shutil.rmtree(place)
     except OSError:
-        pass  # another user's: `_make_once` does without
+        pass  # the file of another user; `_make_once` then works without the cache
     return None
 
 
 def _make_once(
-    place: Path, rows: Sequence[TaskRow], make: Callable[[], list[Question]]
+    place: Path, rows: Sequence[TaskRow], compute: Callable[[], list[Question]]
 ) -> list[Question]:
-    made: list[list[Question]] = []
+    """Compute and store questions, or wait for another process that does and load them."""
+    computed: list[list[Question]] = []
 
     def build(temporary: Path) -> None:
-        made.append(make())
+        computed.append(compute())
         with (temporary / _FILE).open("wb") as file:
-            save_questions(file, made[0])
+            save_questions(file, computed[0])
 
     build_once(place, build)
-    if made:
-        return made[0]
+    if computed:
+        return computed[0]
     try:
         return load_questions(place / _FILE, rows)
-    except Exception:  # damaged, said so, and not ours to remove
-        return make()
+    except Exception:  # damaged (reported before), and not removable by this user
+        return compute()
 
 
 def _sequences(asked: Sequence[Question]) -> Iterator[tuple[int, ...]]:
-    """Every list of tokens, in the order of the file."""
+    """Yield every token sequence of the questions, in the order of the file."""
     for question in asked:
         yield from (request.tokens for request in question.requests)
         if question.prompt is not None:
@@ -238,10 +249,16 @@ def _sequences(asked: Sequence[Question]) -> Iterator[tuple[int, ...]]:
 def _joined(
     shared: Sequence[int], added: Sequence[int], ids: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
-    """`_sequences` back from what each adds to the one before."""
-    before: tuple[int, ...] = ()
-    at = 0
-    for n, more in zip(shared, added, strict=True):
-        before = (*before[:n], *ids[at : at + more])
-        at += more
-        yield before
+    """Rebuild the sequences of `_sequences` from their differences.
+
+    Args:
+        shared: number of first tokens that each sequence shares with the previous one.
+        added: number of its other tokens.
+        ids: the other tokens of all sequences.
+    """
+    sequence: tuple[int, ...] = ()
+    start = 0
+    for n_shared, n_added in zip(shared, added, strict=True):
+        sequence = (*sequence[:n_shared], *ids[start : start + n_added])
+        start += n_added
+        yield sequence
