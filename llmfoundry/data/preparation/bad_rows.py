@@ -1,9 +1,9 @@
-"""Rows that cannot be used, where the rest of their file can: `BadRow`; `BadRows` counts them.
+"""Errors about single rows, and their counts.
 
-Readers of rows raise a `BadRow`, and so does what makes supervised rows of them. Whoever reads a
-corpus passes a function that gets it: by default it is raised, which ends the reading at the first
-one. `prepare_rows` counts them by what is wrong instead, in memory that does not grow with their
-number, and `data.supervised.bad_rows` decides afterwards what they mean.
+Readers of rows and the conversion of supervised rows raise a `BadRow`. Callers that read a corpus
+pass a function that handles it. By default it is raised, which stops reading at the first bad row.
+`prepare_rows` counts bad rows by mistake instead (`BadRows`), in memory that does not grow with
+their number. `data.supervised.bad_rows` then decides whether they are an error.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from llmfoundry.errors import UserError
 
-_PLACES = 3  # kept of each kind
-_KINDS = 40  # kept apart; a terminal shows 50 lines
-MOST_NAMES = 1000  # of columns and keys that are not read
+_PLACES = 3  # locations stored per kind
+_KINDS = 40  # kinds counted separately; a terminal shows 50 lines
+MOST_NAMES = 1000  # names of unread columns and keys that are counted
 _LONGEST = 400  # characters of a reason
 OTHER = "other mistakes"
 _INDEX, _NUMBER = re.compile(r"\[\d+\]"), re.compile(r"\d[\d,]*")
 
 
 class BadRow(UserError):
-    """One row, its place and what is wrong with it.
+    """A row cannot be used.
 
     Attributes:
         where: file and line.
-        why: what is wrong, and what to write instead.
-        kind: equal for rows with the same mistake; `why` where it holds nothing of the row.
+        why: the mistake and what to write instead.
+        kind: name of the mistake, equal for all rows with it; by default `why`.
     """
 
     def __init__(self, where: object, why: str, kind: str | None = None) -> None:
@@ -41,7 +41,7 @@ class BadRow(UserError):
 
 
 def too_long(where: object, most: int) -> BadRow:
-    """A row of more bytes than `data.max_row_size`."""
+    """Return the error for a row that is longer than `data.max_row_size`."""
     why = f"is longer than {most:,} bytes; divide it, or write a larger data.max_row_size"
     return BadRow(where, why, "is longer than data.max_row_size")
 
@@ -50,12 +50,12 @@ OnBadRow = Callable[[BadRow], None]
 
 
 def raise_bad_row(error: BadRow) -> None:
-    """End the reading."""
+    """Raise the error, which stops reading."""
     raise error
 
 
 def text_of_row(on_bad_row: OnBadRow, make: Callable[..., str], *args: Any) -> str:
-    """What `make` returns for a row; blank for a bad one, which `on_bad_row` gets."""
+    """Return the text that `make` returns for a row; "" for a bad row, passed to `on_bad_row`."""
     try:
         return make(*args)
     except BadRow as error:
@@ -64,17 +64,17 @@ def text_of_row(on_bad_row: OnBadRow, make: Callable[..., str], *args: Any) -> s
 
 
 def shortened(text: str) -> str:
-    """A text that may come from a row, as a part of a line: printable, and none of it endless."""
+    """Make a text from a row fit for a message: shorten it and escape unprintable characters."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class WrongFormatError(ValueError):
-    """A row that is not of its format, for a reason that names what the row holds.
+    """A row does not have its format; the text of the error contains values of the row.
 
     Attributes:
-        kind: the reason without it, equal for all rows with the same mistake.
+        kind: name of the mistake without these values, equal for all rows with it.
     """
 
     def __init__(self, why: str, kind: str) -> None:
@@ -86,12 +86,12 @@ class WrongFormatError(ValueError):
 
 
 def bad_row(where: object, error: ValueError) -> BadRow:
-    """A row of which `error` says what is wrong."""
+    """Return a BadRow with the text and kind of `error`."""
     return BadRow(where, str(error), error.kind if isinstance(error, WrongFormatError) else None)
 
 
 class BadRowsError(UserError):
-    """All rows of a source that cannot be used, where the recipe makes this an error."""
+    """Rows of a source cannot be used, and the recipe makes this an error."""
 
 
 @dataclass
@@ -99,9 +99,9 @@ class BadRowGroup:
     """Rows with the same mistake.
 
     Attributes:
-        why: what is wrong with the first.
-        count: how many they are.
-        places: file and line of the first few.
+        why: error of the first row.
+        count: number of rows.
+        places: file and line of the first few rows.
     """
 
     why: str
@@ -109,17 +109,17 @@ class BadRowGroup:
     places: list[str] = field(default_factory=list)
 
     def add(self, count: int, places: list[str]) -> None:
-        """Count more of them, which come after those counted."""
+        """Add rows that come after the counted ones."""
         self.count += count
         self.places += places[: _PLACES - len(self.places)]
 
 
 @dataclass
 class BadRows:
-    """All of a source, or of a part of it.
+    """Counts of the bad rows of a source or of a part of it.
 
     Attributes:
-        kinds: by what is wrong, numbers left out.
+        kinds: groups by name of the mistake, with numbers replaced.
     """
 
     kinds: dict[str, BadRowGroup] = field(default_factory=dict)
@@ -130,20 +130,20 @@ class BadRows:
         self._count(kind, shortened(error.why), 1, [error.where])
 
     def add(self, others: BadRows) -> None:
-        """Count those of the part that follows."""
+        """Add the counts of the next part."""
         for name, kind in others.kinds.items():
             self._count(name, kind.why, kind.count, kind.places)
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Return the number of bad rows."""
         return sum(kind.count for kind in self.kinds.values())
 
     def check(self, key: str, rows: int) -> None:
-        """Refuse them all at once.
+        """Raise one error for all bad rows, if there are any.
 
         Raises:
-            BadRowsError: there are any; a line for each kind, the most frequent first.
+            BadRowsError: one line per kind, the most frequent first.
         """
         kinds, drop = self._by_count(), "data.supervised.bad_rows: drop"
         if self.count == 1:
@@ -157,7 +157,7 @@ class BadRows:
             )
 
     def lines(self) -> Iterator[str]:
-        """For each kind, the most frequent first: how many, why, and where the first few are."""
+        """Yield a line per kind, the most frequent first: count, reason, first locations."""
         for kind in self._by_count():
             rows = "1 row" if kind.count == 1 else f"{kind.count:,} rows"
             yield f"{rows} dropped: {kind.why} (the first: {', '.join(_shortened(kind.places))})"
@@ -180,6 +180,6 @@ def _others(kind: BadRowGroup) -> str:
 
 
 def _shortened(places: list[str]) -> list[str]:
-    """Places of which those in the first one's file have their line alone, as `:12`."""
+    """Shorten locations in the file of the first one to their line, as `:12`."""
     file = places[0].rpartition(":")[0]
     return [places[0], *(p.removeprefix(file) if file else p for p in places[1:])]

@@ -1,6 +1,7 @@
-"""`build_tokenizer`: the tokenizer a recipe asks for, trained, downloaded or read from a folder.
+"""Construction of a recipe's tokenizer: trained, downloaded or read from a folder.
 
-`builders/` and `prepare_data` call it. What takes long is kept in the cache folder.
+Entry point: `build_tokenizer`, which `builders/` and `prepare_data` call. Trained and downloaded
+tokenizers are stored in the cache folder.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer, no_end_of
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 
-_VERSION = 3  # of what is learned from a corpus; raised when the sample or the trainer changes
+_VERSION = 3  # version of trained tokenizers; to be raised when the sample or the trainer changes
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool) -> Tokenizer:
-    """The tokenizer that a recipe asks for; `train` learns it from the corpus, once."""
+    """Return the tokenizer of a recipe; `train` trains it on the corpus, once.
+
+    Args:
+        config: tokenizer section of the recipe.
+        data: data section of the recipe.
+        progress: show a progress bar.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or a setting does not fit it.
+    """
     config = _with_defaults(config)
     tokenizer = _KINDS[config.name](config, data, progress)
     tokenizer.split_special_tokens = config.split_special_tokens
@@ -42,11 +52,11 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
 
 
 def tokenizer_summary(tokenizer: Tokenizer, config: TokenizerConfig) -> str:
-    """A line about what was built."""
-    asked = _with_defaults(config).vocab_size
+    """Return a line about a tokenizer."""
+    vocab_size = _with_defaults(config).vocab_size
     line = f"{config.name}, {tokenizer.vocab_size:,} tokens, {tokenizer.eos} is {tokenizer.eos_id}"
-    if asked is not None and tokenizer.vocab_size < asked:
-        line += f"; the text has too few repeated pairs for the {asked:,} asked for"
+    if vocab_size is not None and tokenizer.vocab_size < vocab_size:
+        line += f"; the text has too few repeated pairs for the {vocab_size:,} asked for"
     return line
 
 
@@ -86,10 +96,10 @@ def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> T
     if (folder / "tokenizer.json").is_file():
         return Tokenizer.load(folder)
     check_tokenizer(str(folder))
-    import transformers  # seconds; only for hub ids and folders of older formats
+    import transformers  # takes seconds; only needed for hub ids and folders of older formats
 
     try:
-        # not asked on the terminal either
+        # False also prevents the question on the terminal
         loaded = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers and the hub's client raise many unrelated types
         reason = " ".join(str(error).split())
@@ -102,9 +112,9 @@ def _huggingface(config: TokenizerConfig, data: DataConfig, progress: bool) -> T
     if loaded.eos_token is None:
         raise UserError(no_end_of_text(f"tokenizer.path: {config.path}"))
     names = ("bos_token", "unk_token", "pad_token", "chat_template")
-    kept = {name: getattr(loaded, name, None) for name in names}
+    entries = {name: getattr(loaded, name, None) for name in names}
     backend = with_bounds(loaded.backend_tokenizer, f"tokenizer.path: {config.path}")
-    return Tokenizer(backend, loaded.eos_token, kept)
+    return Tokenizer(backend, loaded.eos_token, entries)
 
 
 def _tiktoken(config: TokenizerConfig, data: DataConfig, progress: bool) -> Tokenizer:
@@ -133,7 +143,7 @@ def _tiktoken_encoding(name: str) -> Any:
 
     try:
         return tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors
+    except (OSError, ValueError) as error:  # errors of requests are OSErrors
         raise UserError(
             f"tokenizer.encoding: cannot download {name}: {' '.join(str(error).split())}; on a"
             " machine without network set TIKTOKEN_CACHE_DIR to a copy of another's cache"

@@ -1,9 +1,10 @@
-"""`Corpus`: the documents that the recipe's `data` section names, in one fixed order.
+"""Documents of a recipe's `data` section, in a fixed order.
 
-Read by the split, the tokenizer's training and the preparation. Each pass reads anew and streams,
-so a corpus may be larger than memory. The one idea: a corpus is a list of spans, parts that can be
-read by themselves, so that any number of processes can share it out without changing its order.
-Files have their readers in `readers.py`; those of datasets and of MDS shards are here.
+Entry point: `Corpus`, which is read by the holdout split, the training of a tokenizer and the
+preparation. Each pass streams all documents, so a corpus may be larger than memory. The one idea: a
+corpus is a list of spans that can be read independently, so that any number of processes can read
+it without changing its order. `readers.py` has the reader of files; the readers of datasets and of
+MDS shards are here.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from llmfoundry.data.token_shards import StreamIndex
 from llmfoundry.errors import UserError, import_optional
 from llmfoundry.recipe.data import DataConfig, FilterConfig, n_bytes
 
-_ROWS = 1024  # read at a time
+_ROWS = 1024  # rows read at a time
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
+    """Text of a corpus.
 
     Attributes:
-        source: its file, or the name of its dataset.
-        row: line or row in it; None where the file is one document.
-        text: what to train on; may be blank.
+        source: file, or name of the dataset.
+        row: line or row; None if the file is a single document.
+        text: the text; may be blank.
     """
 
     source: str
@@ -63,23 +64,23 @@ class Document:
 
     @property
     def where(self) -> str:
-        """Source and row, for messages."""
+        """Return source and row, for errors."""
         return self.source if self.row is None else f"{self.source}:{self.row}"
 
     @property
     def blank(self) -> bool:
-        """Nothing but white space: dropped, and counted, by the reader's caller."""
+        """Return whether the text is empty or white space; callers drop and count it."""
         return not self.text or self.text.isspace()
 
 
 class Corpus:
-    """Documents of one recipe, read anew at each iteration.
+    """Documents of a recipe. Each iteration reads them again.
 
     Attributes:
-        config: the recipe's data section, filled.
-        files: those behind it, in order; empty for a dataset.
-        ignored: files of other kinds that lie in the named folders.
-        hidden: files and folders that are left out for their names.
+        config: resolved data section of the recipe.
+        files: input files in order; empty for a dataset.
+        ignored: number of files of other types in the folders.
+        hidden: files and folders that are skipped because of their names.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -92,17 +93,21 @@ class Corpus:
         self._longest = n_bytes(self.config.max_row_size)
 
     def __iter__(self) -> Iterator[Document]:
-        """Every document, blank ones too."""
-        found = False
+        """Yield every document, including blank ones.
+
+        Raises:
+            UserError: all documents are blank.
+        """
+        has_text = False
         for span in self.spans():
             for document in self.read(span):
-                found = found or not document.blank
+                has_text = has_text or not document.blank
                 yield document
-        if not found:
+        if not has_text:
             raise self.holds_no_text()
 
     def spans(self, longest: int | None = None) -> list[Span]:
-        """The corpus in parts, in order, of about `longest` bytes at most where it can be cut."""
+        """Split the corpus into spans, in order, of at most about `longest` bytes if possible."""
         return self._reader.spans(longest)
 
     def read(
@@ -111,12 +116,12 @@ class Corpus:
         seen: Callable[[int], None] = ignore,
         on_bad_row: OnBadRow = raise_bad_row,
     ) -> Iterator[Document]:
-        """The documents of a part, blank ones too.
+        """Yield the documents of a span, including blank ones.
 
         Args:
-            span: the part.
-            seen: gets the bytes of input on the way.
-            on_bad_row: gets each row that cannot be read, for which a blank document stands.
+            span: the span.
+            seen: called with the number of input bytes read.
+            on_bad_row: called with each row that cannot be read; its document is blank.
         """
         for source, row, text in self._reader.read(span, seen, on_bad_row):
             document = Document(source, row, text)
@@ -124,7 +129,12 @@ class Corpus:
             yield document if checked == text else replace(document, text=checked)
 
     def _checked_text(self, document: Document) -> str:
-        """JSON and Python strings may hold half a surrogate pair, which no tokenizer can read."""
+        """Return the text of a document.
+
+        Raises:
+            BadRow: it is too long or has a lone surrogate, which JSON strings may contain but no
+                tokenizer can encode.
+        """
         try:
             size = len(document.text.encode())
         except UnicodeEncodeError as error:
@@ -136,17 +146,18 @@ class Corpus:
         return document.text
 
     def drops(self, document: Document) -> str | None:
-        """Why a document is left out by what it says, or None."""
+        """Return why the filters drop a document; None if they retain it."""
         return "blank" if document.blank else self._filter(document.text)
 
     def holds_no_text(self) -> UserError:
-        """What to say where not one document is left."""
+        """Return the error for a corpus without documents."""
         return UserError(f"{self._key}: holds no text; name a corpus that does")
 
     def fingerprint(self) -> str:
-        """Names the corpus' content without reading it: paths, sizes and times of its files.
+        """Return a hash that identifies the content without reading it.
 
-        A hub dataset is named by its id, subset and split: it is taken not to change.
+        It covers paths, sizes and modification times of files. A hub dataset is identified by id,
+        subset and split, and assumed not to change.
         """
         config = self.config
         facts: list[Any] = [config.name, config.text_column, config.subset, config.split]
@@ -164,25 +175,25 @@ class Corpus:
 
 
 class HubReader:
-    """The rows of one split."""
+    """Reader of one split of a Hugging Face dataset, on the hub or in a local folder."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Name the dataset; it is looked at when it is first read."""
+        """Initialize; the first read opens the dataset."""
         self.files: list[InputFile] = []
         self.ignored = 0
-        self.hidden: list[str] = []  # `datasets` leaves the same out, and counts nothing
+        self.hidden: list[str] = []  # `datasets` skips hidden files without reporting them
         self._config = config
         self._name, self._column = str(config.dataset), str(config.text_column)
         self._folder = dataset_folder(config)
 
     def facts(self) -> list[Any]:
-        """Its name; of a folder also its files, while the hub is taken not to change."""
+        """Return the dataset's name and, for a local folder, its files; hub datasets are fixed."""
         below = [] if self._folder is None else files_below(self._folder, hidden=[])
         files = [InputFile.here(file) for file in below]
         return [self._config.dataset, *(file.facts for file in files)]
 
     def spans(self, longest: int | None) -> list[Span]:
-        """Rows of a folder, or whole files of a hub dataset."""
+        """Return ranges of rows for a local folder, or complete files for a hub dataset."""
         if self._folder is None:
             return [Span(0, n, n + 1) for n in range(self._data.num_shards)]
         n_rows, size = len(self._data), self._row_bytes()
@@ -193,7 +204,7 @@ class HubReader:
     def read(
         self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
     ) -> Iterator[tuple[str, int, str]]:
-        """Yield (dataset, row, text); rows of a streamed file are counted within it."""
+        """Yield (dataset, row, text); rows of a streamed file are numbered within the file."""
         read = self._mapped if self._folder else self._streamed
         for row, text in read(span, on_bad_row):
             seen(len(text))
@@ -211,9 +222,9 @@ class HubReader:
     def _texts(
         self, where: str, rows: Any, first: int, on_bad_row: OnBadRow
     ) -> Iterator[tuple[int, str]]:
-        """The number and text of each row, in Arrow's types: Python's hide what they add."""
+        """Yield number and text of each row, read as Arrow types, which are exact."""
         row = first
-        for table in _reached(where, rows.with_format("arrow").iter(_ROWS)):
+        for table in _without_library_errors(where, rows.with_format("arrow").iter(_ROWS)):
             self._check(table.schema.names)
             for text in arrow_texts(f"{where}: row", row, self._column, table, on_bad_row):
                 yield row, text
@@ -222,18 +233,18 @@ class HubReader:
     @cached_property
     def _data(self) -> Any:
         data = _load(self._config, self._folder)
-        names = data.column_names  # unknown of some streamed ones until they are read
+        names = data.column_names  # None for some streamed datasets until rows are read
         if names is not None:
             self._check(names)
         return data
 
     def _row_bytes(self) -> int:
-        """About how much text a row of a folder has."""
+        """Estimate the size of a row of a local folder."""
         first = self._chosen(self._data).with_format("arrow")[:_ROWS]
         return max(1, first.nbytes // max(1, len(first)))
 
     def _chosen(self, rows: Any) -> Any:
-        """The rows with the columns that are read."""
+        """Return the rows with the columns that are read."""
         columns = read_columns(self._column)
         return rows if columns is None else rows.select_columns(columns)
 
@@ -249,7 +260,11 @@ class HubReader:
 
 
 def dataset_folder(config: DataConfig) -> Path | None:
-    """data.dataset as a local folder, or None for a hub id."""
+    """Return data.dataset as a local folder; None for a hub id.
+
+    Raises:
+        UserError: it looks like a path but is not a folder.
+    """
     name = config.dataset or ""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -259,8 +274,8 @@ def dataset_folder(config: DataConfig) -> Path | None:
     return None
 
 
-def _reached(where: str, rows: Iterable[Any]) -> Iterator[Any]:
-    """The rows; the library raises a dozen unrelated types, its client's and its readers' too."""
+def _without_library_errors(where: str, rows: Iterable[Any]) -> Iterator[Any]:
+    """Yield rows, and raise any of the many error types of the library as a UserError."""
     try:
         yield from rows
     except Exception as error:
@@ -280,7 +295,7 @@ def _load(config: DataConfig, folder: Path | None) -> Any:
         if not saved:
             return datasets.load_dataset(str(folder), config.subset, split=split)
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library raises a dozen unrelated types, its client's too
+    except Exception as error:  # the library raises a dozen unrelated types
         reason = " ".join(str(error).split()) or type(error).__name__
         what = f"data.dataset: cannot load {config.dataset}, split {split!r}"
         raise UserError(f"{what}: {reason}") from error
@@ -291,7 +306,7 @@ def _load(config: DataConfig, folder: Path | None) -> Any:
 
 
 class ShardReader:
-    """The values of one column, in the shards' order."""
+    """Reader of one column of MDS shards, in the order of the shards."""
 
     def __init__(self, config: DataConfig) -> None:
         self.files: list[InputFile] = []
@@ -300,11 +315,11 @@ class ShardReader:
         self._folder = open_shards(config, FetchOptions.from_config(config))
 
     def facts(self) -> list[Any]:
-        """The contents of its index."""
+        """Return the fingerprint of the index, and the column."""
         return [self._index.fingerprint, self._column]
 
     def spans(self, longest: int | None) -> list[Span]:
-        """Its shards."""
+        """Return one span per shard."""
         sizes = self._index.raw_bytes.tolist()
         return [Span(0, n, n + 1, size) for n, size in enumerate(sizes)]
 
@@ -346,4 +361,4 @@ _KINDS: dict[str, tuple[Callable[[DataConfig], Reader], str]] = {
     "huggingface": (HubReader, "data.dataset"),
     "shards": (ShardReader, "data"),
 }
-"""By data.name: what reads it, and what to call it where it holds no text."""
+"""Reader by data.name, and the key that the error about a corpus without text names."""

@@ -1,10 +1,11 @@
-"""What is held out, and what one process prepares at a time: both depend on the corpus alone.
+"""Holdout split of a corpus, and its partition into tasks; both depend on the corpus alone.
 
-A document's side is decided by a hash of its text: it does not move when the corpus grows, and
-equal documents are never on both sides. Of few documents the ends of the longest are held out
-instead, so that there is text of several. The tokenizer's training and the preparation both ask
-here. Tasks are cut so that any number of workers, machines and restarts makes the same parts, and
-parts in the order of their tasks are the same output.
+Entry points: `make_split`, `cut_tasks`, and `training_sample` for the training of a tokenizer. A
+hash of its text decides whether a document is held out. The decision does not change when the
+corpus grows, and equal documents are on the same side. If there are few documents, the ends of the
+longest ones are held out instead, so that held-out text comes from several documents. The partition
+does not depend on the number of workers, machines or restarts. The parts in the order of their
+tasks are the output.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from llmfoundry.data.preparation.corpus import Corpus, Document
 from llmfoundry.data.preparation.readers import Span
 
 FEW = 4
-"""Documents from which held-out text comes at least: the gauntlet compares pieces of several."""
-_MOST = 0.5  # of a document that is cut: more of it is trained on than measured
-_PIECE = 1 << 16  # characters of the longest piece sampled whole
-# Small enough to share out a small corpus, large enough that a large one has few parts: thousands
-# of tasks balance a thousand workers.
+"""Minimal number of documents with held-out text: the gauntlet compares pieces of several."""
+_MOST = 0.5  # maximal held-out fraction of a document, so that training has the larger part
+_PIECE = 1 << 16  # maximal characters of a sampled piece
+# Bytes of a task: small enough to distribute a small corpus, large enough for few parts of a large
+# one. Thousands of tasks balance a thousand workers.
 _SMALLEST, _LARGEST = 4 << 20, 256 << 20
 _TASKS = 512
 
 
 @dataclass(frozen=True)
 class HoldoutSplit:
-    """Holds out the documents whose hash lies below a bound, or the ends of a few documents.
+    """Holds out documents whose hash is below a bound, or the ends of a few documents.
 
     Attributes:
-        bound: of 2**64.
-        note: what to show the user about it; empty for the ordinary case.
-        ends: hashes of the documents whose end is held out; then no whole document is.
-        tail: share of each of these that is held out.
+        bound: bound of the hash, out of 2**64.
+        note: message for the user; usually empty.
+        ends: hashes of documents whose end is held out; no complete document is held out then.
+        tail: held-out fraction of each of these documents.
     """
 
     bound: int
@@ -48,15 +49,15 @@ class HoldoutSplit:
 
     @property
     def settings(self) -> int | list[float]:
-        """All that decides the sides."""
+        """Return everything that the split depends on."""
         return [self.tail, *sorted(self.ends)] if self.ends else self.bound
 
     def holds_out(self, text: str) -> bool:
-        """Whether this text is validation text as a whole."""
+        """Return whether the complete text is held out."""
         return content_hash(text) < self.bound
 
     def sides(self, text: str) -> list[tuple[str, bool]]:
-        """The text whole or in two, in order, and of each part whether it is held out."""
+        """Return the parts of a text, one or two, each with whether it is held out."""
         if content_hash(text) not in self.ends:
             return [(text, self.holds_out(text))]
         start = tail_start(text, self.tail)
@@ -64,29 +65,32 @@ class HoldoutSplit:
 
 
 def content_hash(text: str) -> int:
-    """64 uniform bits of the text."""
+    """Return a 64-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def tail_start(text: str, fraction: float) -> int:
-    """Where the last `fraction` of a text begins, at a line or else at a word if one is near.
+    """Return the start of the last `fraction` of a text, at a nearby line or word if possible.
 
-    There is something besides white space before and behind it in any text of two such characters.
+    Both parts contain more than white space if the text has at least two other characters.
     """
-    share = max(1, round(len(text) * fraction))
+    length = max(1, round(len(text) * fraction))
     first, last = len(text) - len(text.lstrip()), len(text.rstrip()) - 1
-    exact = min(max(first + 1, len(text) - share), last)
-    near = max(first + 1, exact - share)  # at most twice as much is held out
-    found = (text.rfind(mark, near, exact) + 1 for mark in ("\n", " "))
-    return next((start for start in found if start), exact)
+    exact = min(max(first + 1, len(text) - length), last)
+    earliest = max(first + 1, exact - length)  # at most twice the fraction is held out
+    for separator in ("\n", " "):
+        start = text.rfind(separator, earliest, exact) + 1
+        if start:
+            return start
+    return exact
 
 
 def make_split(corpus: Corpus) -> HoldoutSplit:
-    """The split that data.validation_fraction asks for.
+    """Return the split for data.validation_fraction.
 
-    Reads until some documents are held out and another is not. Where a corpus has too few for that,
-    the ends of its longest are: that share of all its text. Of one document without
-    an end, nothing is.
+    Documents are read until FEW are held out and another is not. If the corpus has too few
+    documents, the ends of its longest documents are held out, with the same fraction of all text.
+    If it has one document that cannot be split, nothing is held out.
     """
     fraction = corpus.config.validation_fraction
     bound = int(fraction * 2**64)
@@ -105,22 +109,23 @@ def make_split(corpus: Corpus) -> HoldoutSplit:
             return HoldoutSplit(bound)
     if not few.n:
         return HoldoutSplit(bound)
-    if few.longest and not keeps_columns(corpus.config.text_column):  # half of a row is none
+    # rows with several columns cannot be split
+    if few.longest and not keeps_columns(corpus.config.text_column):
         return few.split_ends(fraction)
     return few.split_whole(fraction, bound)
 
 
 @dataclass
 class _FewDocuments:
-    """What is known of the documents of a corpus that may have few.
+    """Statistics of the documents read so far, in case the corpus has few.
 
     Attributes:
-        n: documents.
-        size: their characters.
-        smallest: the least hash, and where its document is.
-        largest: the greatest hash.
-        longest: by their hashes, the longest documents of which an end can be held out: length,
-            how often the text is there, and where first.
+        n: number of documents.
+        size: total characters.
+        smallest: smallest hash, and location of its document.
+        largest: largest hash.
+        longest: the longest documents that can be split, by hash: length, number of occurrences,
+            location of the first.
     """
 
     n: int = 0
@@ -144,9 +149,9 @@ class _FewDocuments:
                 del self.longest[min(self.longest, key=lambda v: (self.longest[v][0], v))]
 
     def split_ends(self, fraction: float) -> HoldoutSplit:
-        """Hold out the ends of the longest."""
-        cut = sum(length * times for length, times, _ in self.longest.values())
-        tail = min(max(_MOST, fraction), fraction * self.size / cut)
+        """Return the split that holds out the ends of the longest documents."""
+        longest_size = sum(length * times for length, times, _ in self.longest.values())
+        tail = min(max(_MOST, fraction), fraction * self.size / longest_size)
         if self.smallest[0] == self.largest:
             note = f"{self.smallest[1]} is the only document, so its last {fraction:g} was held out"
         else:
@@ -158,7 +163,7 @@ class _FewDocuments:
         return HoldoutSplit(0, note, frozenset(self.longest), tail)
 
     def split_whole(self, fraction: float, bound: int) -> HoldoutSplit:
-        """Hold out documents below the bound, or the one of the smallest hash."""
+        """Return the split that holds out documents below the bound, or the one of least hash."""
         value, where = self.smallest
         if value == self.largest:
             return HoldoutSplit(
@@ -171,34 +176,34 @@ class _FewDocuments:
 
 
 def training_sample(corpus: Corpus, split: HoldoutSplit, n_bytes: int) -> list[str]:
-    """At most `n_bytes` of training text, spread evenly over the corpus, in its order.
+    """Sample at most `n_bytes` of training text, uniformly over the corpus, in corpus order.
 
-    Documents are cut into pieces, and the pieces with the smallest hashes stay: one pass, memory
-    bounded by the sample, and the same choice each time.
+    Documents are split into pieces, and the pieces with the smallest hashes are retained. This
+    needs one pass and memory for the sample only, and always selects the same pieces.
     """
     length = max(1, min(_PIECE, n_bytes // 64))
-    kept: list[tuple[int, int, str]] = []  # a heap, largest hash first: (-hash, place, piece)
-    size = place = 0
+    sample: list[tuple[int, int, str]] = []  # heap, largest hash first: (-hash, number, piece)
+    size = number = 0
     for document in corpus:
         if corpus.drops(document) is not None:
             continue
         text = "".join(text for text, held_out in split.sides(document.text) if not held_out)
         for start in range(0, len(text), length):
             piece = text[start : start + length]
-            heapq.heappush(kept, (-content_hash(f"{place} {piece}"), place, piece))
-            size, place = size + len(piece.encode()), place + 1
+            heapq.heappush(sample, (-content_hash(f"{number} {piece}"), number, piece))
+            size, number = size + len(piece.encode()), number + 1
             while size > n_bytes:
-                size -= len(heapq.heappop(kept)[2].encode())
-    return [piece for _, _, piece in sorted(kept, key=lambda entry: entry[1])]
+                size -= len(heapq.heappop(sample)[2].encode())
+    return [piece for _, _, piece in sorted(sample, key=lambda entry: entry[1])]
 
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """Consecutive spans of the corpus.
+    """Consecutive spans of a corpus.
 
     Attributes:
-        number: in the corpus' order.
-        spans: what to read, in order.
+        number: number of the task, in corpus order.
+        spans: spans to read, in order.
     """
 
     number: int
@@ -206,17 +211,17 @@ class PartitionTask:
 
     @property
     def part(self) -> str:
-        """The folder of what it makes, below that of its stream."""
+        """Return the name of the part's folder in the folder of a stream."""
         return f"part-{self.number:05}"
 
     @property
     def n_bytes(self) -> int | None:
-        """Of input; None: unknown."""
+        """Return the size of the input; None if it is unknown."""
         sizes = [span.n_bytes for span in self.spans if span.n_bytes is not None]
         return sum(sizes) if len(sizes) == len(self.spans) else None
 
     def fingerprint(self, corpus: Corpus, **settings: Any) -> str:
-        """Names what it makes: its files as they are now, and the settings."""
+        """Return a hash of the input files in their present state and of the settings."""
         spans = [
             [*(corpus.files[span.source].facts if corpus.files else []), *astuple(span)]
             for span in self.spans
@@ -226,9 +231,9 @@ class PartitionTask:
 
 
 def cut_tasks(corpus: Corpus) -> list[PartitionTask]:
-    """All of a corpus, in order."""
+    """Partition a corpus into tasks, in order."""
     total = sum(file.size for file in corpus.files)
-    # A power of two, so that most tasks stay as they are when a file is corrected.
+    # a power of two, so that most tasks do not change when a file is corrected
     longest = min(max(_SMALLEST, 1 << (total // _TASKS).bit_length()), _LARGEST)
     return [
         PartitionTask(number, tuple(spans))
@@ -237,15 +242,15 @@ def cut_tasks(corpus: Corpus) -> list[PartitionTask]:
 
 
 def _runs(spans: Iterable[Span], longest: int) -> Iterator[list[Span]]:
-    """Consecutive spans of `longest` bytes in all at most, or one; those of unknown size alone."""
+    """Group consecutive spans up to `longest` bytes; a span of unknown size is a group."""
     run: list[Span] = []
     size = 0
     for span in spans:
-        more = longest if span.n_bytes is None else span.n_bytes
-        if run and size + more > longest:
+        span_size = longest if span.n_bytes is None else span.n_bytes
+        if run and size + span_size > longest:
             yield run
             run, size = [], 0
         run.append(span)
-        size += more
+        size += span_size
     if run:
         yield run

@@ -88,7 +88,17 @@ class PreparedCorpus:
 def prepare_corpus(
     config: DataConfig, tokenizer: Tokenizer, *, progress: bool, shard_bytes: int = 64 << 20
 ) -> PreparedCorpus:
-    """The corpus in tokens, from the cache where it is there."""
+    """Return the tokens of a corpus, from the cache if they are there.
+
+    Args:
+        config: data section of the recipe.
+        tokenizer: the tokenizer.
+        progress: show a progress bar.
+        shard_bytes: size of a shard.
+
+    Raises:
+        UserError: the corpus cannot be read, or the cache cannot be written.
+    """
     plan = PreparationPlan(
         Corpus(config), tokenizer, token_output(tokenizer, shard_bytes=shard_bytes)
     )
@@ -110,7 +120,20 @@ def prepare_to(
     execution: ExecutionOptions,
     about: Mapping[str, str],
 ) -> Manifest:
-    """The corpus in shards at a place; resumes from what an interrupted call left there."""
+    """Prepare a corpus in a folder or at a URL; resume an interrupted preparation.
+
+    Args:
+        place: output folder.
+        config: data section of the recipe.
+        tokenizer: the tokenizer.
+        output: format of the shards.
+        execution: processes and engine.
+        about: license and source of the text, for the manifest.
+
+    Raises:
+        UserError: the corpus cannot be read, the output cannot be written, or it contains something
+            else.
+    """
     plan = PreparationPlan(Corpus(config), tokenizer, output, about)
     _check_free(place)
     with _writing(place):
@@ -130,15 +153,21 @@ def prepare_to(
 
 
 def _fill_cache(place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions) -> None:
+    """Prepare a corpus in the cache; leave nothing behind if no part was finished."""
     try:
         prepare_folder(place, plan, execution)
     except UserError:
         if not any(name.endswith(".json") for name in place.names_below(WORK)):
-            place.remove(WORK)  # not one part to resume from
+            place.remove(WORK)
         raise
 
 
 def _open(folder: Path, config: DataConfig) -> PreparedCorpus:
+    """Open a prepared folder of the cache.
+
+    Raises:
+        UserError: the folder is damaged.
+    """
     options = FetchOptions.from_config(config)
     try:
         manifest = Manifest.read(OutputFolder(str(folder)))
@@ -154,14 +183,22 @@ def _open(folder: Path, config: DataConfig) -> PreparedCorpus:
 
 
 def _check_free(place: OutputFolder) -> None:
-    """Whether the folder is empty, or a preparation's."""
+    """Check that the output folder is empty or belongs to a preparation.
+
+    Raises:
+        UserError: it contains other files.
+    """
     names = place.names()
     if names and MANIFEST not in names and WORK not in names:
         raise _other(place, f"{names[0]} is not of a preparation")
 
 
 def _claim(place: OutputFolder, plan: PreparationPlan) -> None:
-    """Say what the folder will hold, or find that an earlier call would have gone on the same."""
+    """Record the settings of the preparation, or compare them with those of an earlier call.
+
+    Raises:
+        UserError: the earlier settings are different or damaged.
+    """
     data = place.read(_SETTINGS)
     if data is None:
         place.write(_SETTINGS, json.dumps(plan.settings).encode())
@@ -176,6 +213,7 @@ def _claim(place: OutputFolder, plan: PreparationPlan) -> None:
 
 
 def _check_same(place: OutputFolder, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise a UserError for the first setting that differs."""
     old, new = _flat(before), _flat(now)
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key):
@@ -183,11 +221,13 @@ def _check_same(place: OutputFolder, before: dict[str, Any], now: dict[str, Any]
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat
 
 
@@ -200,7 +240,7 @@ def _other(place: OutputFolder, why: str) -> UserError:
 
 @contextmanager
 def _writing(place: OutputFolder) -> Iterator[None]:
-    """One preparation at a time in a folder of this machine; errors of its disk as a line."""
+    """Lock a local output folder, and raise errors of its disk as a UserError."""
     if place.here is None:
         yield
         return
@@ -221,12 +261,12 @@ def _writing(place: OutputFolder) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a preparation is done; nothing of it can be seen in the output.
+    """Execution of a preparation; the output does not depend on it.
 
     Attributes:
-        workers: tasks at a time; None: as many as the engine has cores.
+        workers: concurrent tasks; None: the number of cores of the engine.
         engine: local or ray.
-        progress: show a bar on stderr.
+        progress: show a progress bar on stderr.
     """
 
     workers: int | None = None
@@ -236,13 +276,13 @@ class ExecutionOptions:
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """What is prepared.
+    """Input and output of a preparation.
 
     Attributes:
-        corpus: what to read.
-        tokenizer: what to encode with.
-        output: what to write.
-        about: licence and source of the text, for the manifest.
+        corpus: the corpus.
+        tokenizer: the tokenizer.
+        output: format of the shards.
+        about: license and source of the text, for the manifest.
     """
 
     corpus: Corpus
@@ -252,7 +292,7 @@ class PreparationPlan:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """All that decides the output, beside the corpus' files."""
+        """Return everything but the corpus' files that the output depends on."""
         config = self.corpus.config
         return {
             "version": _VERSION,
@@ -268,7 +308,12 @@ class PreparationPlan:
 def prepare_folder(
     place: OutputFolder, plan: PreparationPlan, execution: ExecutionOptions
 ) -> Manifest:
-    """Make what is missing at a place that nobody else writes to."""
+    """Prepare the missing parts of a folder that no other process writes to.
+
+    Raises:
+        UserError: the corpus cannot be read, changed meanwhile, or has no usable text.
+    """
+    # tasks and settings
     corpus = plan.corpus
     before = corpus.fingerprint()
     split = make_split(corpus)
@@ -276,6 +321,8 @@ def prepare_folder(
     settings = {**plan.settings, "held out": split.settings}
     if corpus.config.deduplicate != "none":
         settings["among"] = before
+
+    # parts; if the corpus has changed meanwhile, they are useless
     job = PartSettings(corpus, split, plan.tokenizer, plan.output, place, settings)
     parts = _make_parts(job, tasks, execution)
     manifest = make_manifest(corpus, parts, split, settings=plan.settings, about=plan.about)
@@ -283,8 +330,10 @@ def prepare_folder(
         _check(corpus, manifest, before)
     except UserError:
         for task in tasks:
-            place.remove(f"{WORK}/{task.part}.json")  # of no use to anybody
+            place.remove(f"{WORK}/{task.part}.json")
         raise
+
+    # indices and manifest
     _write_indices(job, tasks, parts)
     manifest.write(place)
     return manifest
@@ -293,7 +342,7 @@ def prepare_folder(
 def _make_parts(
     job: PartSettings, tasks: Sequence[PartitionTask], execution: ExecutionOptions
 ) -> list[PreparedPart]:
-    """Every task's part; those of an earlier call where they are there."""
+    """Return the parts of all tasks; run tasks whose part is missing or outdated."""
     names = set(job.place.names_below(WORK))
     for name in names:
         if name.startswith(SCRATCH):
@@ -312,21 +361,23 @@ def _run(
     missing: Sequence[PartitionTask],
     execution: ExecutionOptions,
 ) -> dict[int, PreparedPart]:
-    sized = all(task.n_bytes is not None for task in tasks)  # else the bar counts tasks
+    """Run the missing tasks with a progress bar; return their parts by number."""
+    # the bar counts bytes if all sizes are known, else tasks
+    sized = all(task.n_bytes is not None for task in tasks)
     amounts = {task.number: (task.n_bytes or 0) if sized else 1 for task in tasks}
-    left = sum(amounts[task.number] for task in missing)
+    remaining = sum(amounts[task.number] for task in missing)
     workers = execution.workers or cores()
     with ExitStack() as stack:
         total = sum(amounts.values())
         bar = progress(
-            total, "preparing", "B" if sized else " parts", done=total - left, scaled=sized,
+            total, "preparing", "B" if sized else " parts", done=total - remaining, scaled=sized,
             shown=execution.progress,
         )  # fmt: skip
         stack.enter_context(bar)
         run = stack.enter_context(ENGINES[execution.engine](execution.workers))
         job = replace(job, repeats=_find_repeats(job, tasks, run))
         if execution.engine == "local" and min(workers, len(missing)) == 1:
-            # In this process: its one task is encoded by all cores, and the bar moves within it.
+            # a single task runs in this process: all cores encode it, and the bar shows its bytes
             job = replace(job, threads=workers)
             work = partial(_make, job, seen=bar.update if sized else ignore)
             amounts = {} if sized else amounts
@@ -337,7 +388,7 @@ def _run(
             parts[number] = part
             bar.update(amounts.get(number, 0))
     if job.repeats and job.place.here is None:
-        shutil.rmtree(job.repeats[0].parent)  # what is here goes with the folder of the work
+        shutil.rmtree(job.repeats[0].parent)  # in a local output, the caller removes WORK
     return parts
 
 
@@ -348,12 +399,12 @@ def _make(
 
 
 def _find_repeats(job: PartSettings, tasks: Sequence[PartitionTask], run: Run) -> list[Path]:
-    """Which documents of each task repeat another, if that is asked for."""
+    """Find repeated documents; return a file per task, or nothing without deduplication."""
     if job.corpus.config.deduplicate == "none":
         return []
     names = [job.fingerprint(task) for task in tasks]
     key = hashlib.blake2b("".join(names).encode(), digest_size=16).hexdigest()
-    # Beside an output elsewhere the work is kept here; a cluster's machines must share it.
+    # For a remote output the files are in the cache, which the machines of a cluster must share.
     cache = Path(job.corpus.config.cache_folder).expanduser() / "repeats"
     folder = (job.place.here / WORK if job.place.here else cache) / key
     folder.mkdir(parents=True, exist_ok=True)
@@ -363,7 +414,11 @@ def _find_repeats(job: PartSettings, tasks: Sequence[PartitionTask], run: Run) -
 
 
 def _check(corpus: Corpus, manifest: Manifest, before: str) -> None:
-    """Whether what was read is what is there, and can be trained on."""
+    """Check that the corpus did not change meanwhile and has training documents.
+
+    Raises:
+        UserError: it did, or has none.
+    """
     if Corpus(corpus.config).fingerprint() != before:
         raise UserError("data: files of the corpus changed while they were read; start again")
     train, validation = manifest.counts["train"], manifest.counts["validation"]
@@ -382,14 +437,14 @@ def _check(corpus: Corpus, manifest: Manifest, before: str) -> None:
 def _write_indices(
     job: PartSettings, tasks: Sequence[PartitionTask], parts: Sequence[PreparedPart]
 ) -> None:
-    """Each stream's index, once nothing else is in its folder."""
+    """Write the index of each stream, after removing parts of an earlier partition."""
     for stream in STREAMS:
         shards = [shard for part in parts for shard in part.shards[stream]]
         texts = [name for part in parts for name in part.texts] if stream == "validation" else []
         used = {task.part for task, part in zip(tasks, parts, strict=True) if part.shards[stream]}
         for name in job.place.names_below(stream):
             if name not in used and name != INDEX:
-                job.place.remove(f"{stream}/{name}")  # of a corpus that was cut otherwise
+                job.place.remove(f"{stream}/{name}")
         if job.output.kind == "tokens":
             index = StreamIndex(
                 dtype=job.output.dtype,
@@ -407,21 +462,21 @@ def _write_indices(
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared folder is.
+    """Metadata of a prepared folder.
 
     Attributes:
-        settings: all that decided it, beside the files.
+        settings: everything but the files that the content depends on.
         corpus: fingerprint of the files.
-        about: free text of the recipe: licence, source.
-        counts: of each stream.
-        dropped: documents left out, by reason.
-        ignored: files of other kinds in the folders named.
-        hidden: files and folders that are left out for their names.
-        note: of the split; empty for the ordinary case.
-        ends: each held-out document is the end of one that is trained on.
-        sources: every file: name, bytes, and sha256 (read whole, on this machine) or stamp (time of
-            its last change in ns, or the store's tag).
-        versions: of the programs.
+        about: license and source, free text of the recipe.
+        counts: counts of each stream.
+        dropped: number of dropped documents, by reason.
+        ignored: number of files of other types in the folders.
+        hidden: files and folders that are skipped because of their names.
+        note: message about the split; usually empty.
+        ends: each held-out document is the end of a training document.
+        sources: name and size of every file, and its sha256 (local files read completely) or stamp
+            (modification time in ns, or tag of the store).
+        versions: versions of the programs.
     """
 
     settings: dict[str, Any]
@@ -438,16 +493,20 @@ class Manifest:
 
     @property
     def total(self) -> StreamCounts:
-        """Of all streams."""
+        """Return the sum over all streams."""
         return sum(self.counts.values(), StreamCounts())
 
     def write(self, place: OutputFolder) -> None:
-        """Declare the folder finished."""
+        """Write the manifest, which marks the folder as complete."""
         place.write(MANIFEST, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, place: OutputFolder) -> Manifest | None:
-        """That of a folder, or None: it has none."""
+        """Read the manifest of a folder; None if it has none.
+
+        Raises:
+            UserError: it is damaged.
+        """
         data = place.read(MANIFEST)
         if data is None:
             return None
@@ -468,7 +527,7 @@ def make_manifest(
     settings: dict[str, Any],
     about: Mapping[str, str],
 ) -> Manifest:
-    """The facts of all parts together."""
+    """Return the manifest of all parts together."""
     counts = {name: StreamCounts() for name in STREAMS}
     dropped: Counter[str] = Counter()
     checksums: dict[int, str] = {}
@@ -476,11 +535,12 @@ def make_manifest(
         counts = {name: counts[name] + part.counts[name] for name in STREAMS}
         dropped.update(part.dropped)
         checksums.update(part.checksums)
-    sources = [
-        {"name": public(file.name), "bytes": file.size}
-        | ({"sha256": checksums[n]} if n in checksums else {"stamp": file.stamp})
-        for n, file in enumerate(corpus.files)
-    ]
+    sources: list[dict[str, Any]] = []
+    for n, file in enumerate(corpus.files):
+        version_of: dict[str, Any] = (
+            {"sha256": checksums[n]} if n in checksums else {"stamp": file.stamp}
+        )
+        sources.append({"name": public(file.name), "bytes": file.size, **version_of})
     return Manifest(
         settings=settings,
         corpus=corpus.fingerprint(),
@@ -497,7 +557,7 @@ def make_manifest(
 
 
 def manifest_summary(manifest: Manifest) -> str:
-    """Lines for the user: counts, sizes, and what was dropped."""
+    """Return lines with counts, sizes and dropped documents, to print."""
     total, held_out = manifest.total, manifest.counts["validation"]
     documents = manifest.counts["train"].documents if manifest.ends else total.documents
     end = "the end of " if held_out.documents == 1 else "the ends of "
@@ -522,10 +582,10 @@ def _documents(count: int) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            continue  # run from a checkout
-    return found
+            continue  # a checkout is not installed
+    return versions

@@ -1,11 +1,13 @@
-"""`make_part`: one task's documents to files. What processes, Ray's workers or anyone else run.
+"""Conversion of one task's documents to shards.
 
-The one idea: a part is a pure function of the task and the job. Its folders appear atomically, and
-the mark that it is done comes last, so that a killed preparation resumes with the parts it has, and
-two that make the same part do no harm. Documents are encoded on several threads, in order: the
-`tokenizers` library encodes without holding Python's lock. Long texts are cut where that leaves the
-ids unchanged, which bounds memory and spreads one book over cores. A sink for each stream takes a
-document's pieces with their ids and writes token shards, or MDS of tokens, text or columns.
+Entry point: `make_part`, which the processes of `engines.py` and the workers of Ray call. The one
+idea: a part is a pure function of the task and the settings. Its folders appear atomically, and its
+JSON file is written last. A killed preparation therefore resumes with its finished parts, and two
+processes that write the same part do no harm.
+
+Documents are encoded on several threads, in order, because the `tokenizers` library releases the
+GIL. Long texts are split where this leaves the ids unchanged, which limits memory and distributes a
+book over cores. A `PartWriter` per stream writes token shards, or MDS of tokens, text or columns.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from llmfoundry.data.preparation.partition import HoldoutSplit, PartitionTask
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.data.token_shards import TokenWriter
 
-WORK = ".parts"  # the folder of what is unfinished
+WORK = ".parts"  # folder of unfinished work
 REPEAT = "repeats another"
 _CHUNK = 1 << 18  # characters that a thread encodes at a time
-_LONGEST = 1 << 20  # characters of a document encoded in one go, where it can be cut
-# Byte-level tokenizers begin a word at a line's first character, so that cutting there gives the
-# ids of the whole. Only after a character and before one: runs of white space are words too.
+_LONGEST = 1 << 20  # characters of a document that are encoded at once, if it can be split
+# Byte-level tokenizers begin a word at the start of a line, so splitting there does not change the
+# ids. The characters on both sides must not be white space, since runs of it are words, too.
 _CUT = re.compile(r"\S\n(?=\S)")
 STREAMS = ("train", "validation")
 TEXTS = "texts.jsonl"
@@ -49,18 +51,19 @@ TEXTS = "texts.jsonl"
 
 @dataclass
 class PartSettings:
-    """What all tasks of a preparation share. Picklable.
+    """Settings that all tasks of a preparation share. Picklable.
 
     Attributes:
-        corpus: what is read.
-        split: what is held out.
-        tokenizer: what encodes.
-        output: what is written.
-        place: where to.
-        settings: what decides the output beside the corpus' files; a part made with others is
-            made again.
-        threads: that encode in each process.
-        repeats: of each task, which of its documents repeat another (`deduplicate`), or nothing.
+        corpus: the corpus.
+        split: decides which documents are held out.
+        tokenizer: the tokenizer.
+        output: format of the files.
+        place: output folder.
+        settings: everything but the corpus' files that the output depends on. A part with other
+            settings is prepared again.
+        threads: encoding threads per process.
+        repeats: for each task, a file with the documents that repeat another (`deduplicate`); empty
+            without deduplication.
     """
 
     corpus: Corpus
@@ -73,21 +76,21 @@ class PartSettings:
     repeats: list[Path] = field(default_factory=list)
 
     def fingerprint(self, task: PartitionTask) -> str:
-        """Names what a task makes."""
+        """Return the fingerprint of a task's part."""
         return task.fingerprint(self.corpus, **self.settings)
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """What a task made.
+    """Metadata of a finished part.
 
     Attributes:
-        task: its fingerprint.
-        counts: of each stream.
-        shards: of each stream, as its index lists them.
+        task: fingerprint of the part.
+        counts: counts of each stream.
+        shards: index entries of each stream's shards.
         texts: files with held-out documents.
-        dropped: documents that were left out, by reason.
-        checksums: sha256 of the files that were read whole, by their number.
+        dropped: number of dropped documents, by reason.
+        checksums: sha256 of the input files that were read completely, by number of the file.
     """
 
     task: str
@@ -98,33 +101,44 @@ class PreparedPart:
     checksums: dict[int, str]
 
     def to_json(self) -> bytes:
-        """For its file."""
+        """Serialize the part for its file."""
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> PreparedPart:
-        """From its file."""
+        """Parse the file of a part."""
         return msgspec.json.decode(data, type=cls)
 
 
 def make_part(
     job: PartSettings, task: PartitionTask, seen: Callable[[int], None] = ignore
 ) -> PreparedPart:
-    """Read, encode and write a task; `seen` gets the bytes of input on the way."""
+    """Read, encode and write the documents of a task.
+
+    Args:
+        job: settings of the preparation.
+        task: the task.
+        seen: called with the number of input bytes read, for a progress bar.
+    """
     with job.place.scratch(WORK) as folder:
-        sinks = {name: job.output.sink(folder / name, task.part) for name in STREAMS}
+        # write to a scratch folder
+        writers = {name: job.output.sink(folder / name, task.part) for name in STREAMS}
         with (folder / TEXTS).open("w", encoding="utf-8") as texts:
             reader = _Reader(job, task, seen, texts if job.output.keeps_texts else None)
             for piece, ids in _encoded(job, reader.pieces()):
-                sinks[STREAMS[piece.held_out]].add(piece, ids)
-        shards = {name: sink.end() for name, sink in sinks.items()}
+                writers[STREAMS[piece.held_out]].add(piece, ids)
+        shards = {name: writer.end() for name, writer in writers.items()}
         names = _place_texts(folder, task)
+
+        # move it to the output
         for name in STREAMS:
             if (folder / name / task.part).is_dir():
                 job.place.put(folder / name / task.part, f"{name}/{task.part}")
+
+    # the metadata marks the part as finished
     part = PreparedPart(
         task=job.fingerprint(task),
-        counts={name: sink.counts for name, sink in sinks.items()},
+        counts={name: writer.counts for name, writer in writers.items()},
         shards=shards,
         texts=names,
         dropped=dict(sorted(reader.dropped.items())),
@@ -135,7 +149,7 @@ def make_part(
 
 
 def _place_texts(folder: Path, task: PartitionTask) -> list[str]:
-    """The file of held-out texts, if there are any, as the index lists it."""
+    """Move the file of held-out texts to the part, if it has any; return its name in the index."""
     if not (folder / TEXTS).stat().st_size:
         return []
     target = folder / "validation" / task.part
@@ -145,14 +159,14 @@ def _place_texts(folder: Path, task: PartitionTask) -> list[str]:
 
 
 def find_part(job: PartSettings, task: PartitionTask) -> PreparedPart | None:
-    """What a task made earlier, if it would make the same now."""
+    """Return the finished part of a task; None if it is missing or has another fingerprint."""
     data = job.place.read(f"{WORK}/{task.part}.json")
     part = None if data is None else PreparedPart.from_json(data)
     return part if part is not None and part.task == job.fingerprint(task) else None
 
 
 def sign_part(job: PartSettings, folder: Path, task: PartitionTask) -> None:
-    """Write what `deduplicate` compares of a task's documents."""
+    """Write the signatures of a task's documents, which `deduplicate` compares."""
     target = signature_file(folder, task)
     if not target.exists():
         texts = (document.text for document in _Reader(job, task).documents())
@@ -160,13 +174,13 @@ def sign_part(job: PartSettings, folder: Path, task: PartitionTask) -> None:
 
 
 def signature_file(folder: Path, task: PartitionTask) -> Path:
-    """Where `sign_part` writes; a folder has those of one corpus as it is."""
+    """Return the file of `sign_part`; a folder has the signatures of one version of a corpus."""
     return folder / f"{task.part}.npy"
 
 
 @dataclass
 class _Reader:
-    """The documents of a task that stay; counts the others and writes held-out texts to `texts`."""
+    """Reader of a task's documents; counts dropped ones and writes held-out texts to `texts`."""
 
     job: PartSettings
     task: PartitionTask
@@ -175,7 +189,7 @@ class _Reader:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def documents(self) -> Iterator[Document]:
-        """Those that their own text does not rule out."""
+        """Yield the documents that the filters retain."""
         corpus = self.job.corpus
         for span in self.task.spans:
             for document in corpus.read(span, self.seen):
@@ -186,17 +200,18 @@ class _Reader:
                     self.dropped[reason] += 1
 
     def pieces(self) -> Iterator[DocumentPart]:
-        """Those that stay, long ones cut where that is possible."""
-        cuttable = self.job.output.tokenizes and cuts_at_lines(self.job.tokenizer)
+        """Yield the retained documents; long ones are split if the tokenizer allows it."""
+        may_split = self.job.output.tokenizes and cuts_at_lines(self.job.tokenizer)
         for document in self._unrepeated():
             for side, held_out in self.job.split.sides(document.text):
                 if held_out and self.texts is not None:
                     self.texts.write(json.dumps(side) + "\n")
-                parts = list(split_text(side)) if cuttable else [side]
+                parts = list(split_text(side)) if may_split else [side]
                 for n, text in enumerate(parts):
                     yield DocumentPart(text, held_out, n == 0, n == len(parts) - 1)
 
     def _unrepeated(self) -> Iterator[Document]:
+        """Yield the documents that do not repeat another."""
         if not self.job.repeats:
             yield from self.documents()
             return
@@ -217,7 +232,7 @@ def _encoded(
 
 
 def _checksums(corpus: Corpus, task: PartitionTask) -> Iterator[tuple[int, str]]:
-    """Of the files of this machine that the task read whole; it is fast beside encoding them."""
+    """Yield number and sha256 of the local files that the task reads completely."""
     for span in task.spans if corpus.files else ():
         file = corpus.files[span.source]
         if span.start == 0 and span.stop is None and "://" not in file.name:
@@ -226,13 +241,13 @@ def _checksums(corpus: Corpus, task: PartitionTask) -> Iterator[tuple[int, str]]
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """A document, or a part of a long one, on its way to a stream.
+    """Document, or piece of a long document.
 
     Attributes:
-        text: never empty.
+        text: text of the piece; never empty.
         held_out: whether it is validation text.
-        first: whether a document begins with it.
-        last: whether a document ends with it.
+        first: whether it is the first piece of the document.
+        last: whether it is the last piece.
     """
 
     text: str
@@ -242,51 +257,58 @@ class DocumentPart:
 
     @property
     def n_bytes(self) -> int:
-        """Of its text in UTF-8."""
+        """Return the size of the text in UTF-8."""
         return len(self.text.encode())
 
 
 def split_text(text: str, longest: int = _LONGEST) -> Iterator[str]:
-    """A long text in parts of about `longest` characters whose ids join to those of the whole."""
+    """Split a text into pieces of about `longest` characters without changing its ids."""
     start = 0
-    while (place := _CUT.search(text, start + longest)) is not None:
-        yield text[start : place.end()]
-        start = place.end()
+    while (line_end := _CUT.search(text, start + longest)) is not None:
+        yield text[start : line_end.end()]
+        start = line_end.end()
     yield text[start:]
 
 
 def cuts_at_lines(tokenizer: Tokenizer) -> bool:
-    """Whether `split_text` keeps the ids; SentencePiece marks the start of each text."""
+    """Return whether `split_text` leaves the ids unchanged.
+
+    It does not for SentencePiece, which marks the start of each text.
+    """
     before, after = "end.\n", "Start here"
-    whole = tokenizer.encode(before + after)
-    parts = tokenizer.encode(before) + tokenizer.encode(after)
-    # A special token that is read may take the white space at its sides with it.
-    return tokenizer.byte_level and tokenizer.split_special_tokens and whole == parts
+    joined_ids = tokenizer.encode(before + after)
+    ids = tokenizer.encode(before) + tokenizer.encode(after)
+    # a parsed special token may absorb the white space around it
+    return tokenizer.byte_level and tokenizer.split_special_tokens and joined_ids == ids
 
 
 def encode_all(
     pieces: Iterable[DocumentPart], tokenizer: Tokenizer, workers: int
 ) -> Iterator[tuple[DocumentPart, list[int]]]:
-    """Each piece with its ids, in order, encoded by `workers` threads some chunks ahead."""
+    """Yield each piece with its ids, in order; `workers` threads encode some chunks ahead."""
+    # in this thread
     if workers == 1:
         with _one_thread_a_call():
             for chunk in _chunks(pieces):
                 ids = tokenizer.encode_batch([piece.text for piece in chunk])
                 yield from zip(chunk, ids, strict=True)
         return
-    waiting: deque[tuple[list[DocumentPart], Future[list[list[int]]]]] = deque()
+
+    # in several threads; at most 2 * workers chunks are in memory
+    pending: deque[tuple[list[DocumentPart], Future[list[list[int]]]]] = deque()
     with _one_thread_a_call(), ThreadPoolExecutor(workers) as pool:
         for chunk in _chunks(pieces):
             texts = [piece.text for piece in chunk]
-            waiting.append((chunk, pool.submit(tokenizer.encode_batch, texts)))
-            if len(waiting) > 2 * workers:
-                done, future = waiting.popleft()
-                yield from zip(done, future.result(), strict=True)
-        for done, future in waiting:
-            yield from zip(done, future.result(), strict=True)
+            pending.append((chunk, pool.submit(tokenizer.encode_batch, texts)))
+            if len(pending) > 2 * workers:
+                oldest, future = pending.popleft()
+                yield from zip(oldest, future.result(), strict=True)
+        for oldest, future in pending:
+            yield from zip(oldest, future.result(), strict=True)
 
 
 def _chunks(pieces: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
+    """Group pieces to chunks of at least _CHUNK characters."""
     chunk: list[DocumentPart] = []
     size = 0
     for piece in pieces:
@@ -301,7 +323,7 @@ def _chunks(pieces: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
 
 @contextmanager
 def _one_thread_a_call() -> Iterator[None]:
-    """Keep `tokenizers` from spreading each call over all cores: num_workers says how many."""
+    """Disable the threads of `tokenizers`; num_workers sets the number of cores in use."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -316,20 +338,20 @@ def _one_thread_a_call() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """What files are made of.
+    """Format of the output files.
 
     Attributes:
         kind: tokens (token shards), mds-tokens, mds-text or mds-columns.
-        dtype: <u2 or <u4 in token shards; of MDS the column's encoding: ndarray:int32 …, str.
-        shard_bytes: of a file, before compression.
-        hashes: algorithms, for the index.
-        eos_id: begins each document of token shards; the end of text, or what the tokenizer itself
-            puts before a text.
-        compression: of MDS shards.
+        dtype: <u2 or <u4 for token shards; encoding of the column for MDS: ndarray:int32 …, str.
+        shard_bytes: size of a shard before compression.
+        hashes: hash algorithms of the index.
+        eos_id: first id of each document in token shards: the end of text, or the token that the
+            tokenizer itself prepends.
+        compression: compression of MDS shards; None: none.
         row: tokens of an MDS sample.
-        bos, eos: ids around each document; in token shards `bos` comes after `eos_id`.
-        no_wrap: begin each row with a document; leave out what is over of a row's last one.
-        columns: of mds-columns: each with its encoding, str or json.
+        bos, eos: ids around each document; in token shards, `bos` follows `eos_id`.
+        no_wrap: begin each MDS sample with a document, and drop the rest of its last document.
+        columns: columns of mds-columns with their encoding, str or json.
     """
 
     kind: str
@@ -346,23 +368,23 @@ class OutputFormat:
 
     @property
     def tokenizes(self) -> bool:
-        """Whether ids are needed; a document may then come in pieces."""
+        """Return whether documents are tokenized; they may then be split into pieces."""
         return self.kind not in ("mds-text", "mds-columns")
 
     @property
     def keeps_texts(self) -> bool:
-        """Whether held-out documents are kept as they are, beside their ids."""
+        """Return whether the text of held-out documents is stored in addition to their ids."""
         return self.kind == "tokens"
 
     def sink(self, folder: Path, part: str) -> PartWriter:
-        """Where a stream's part goes: files below FOLDER/PART."""
+        """Return the writer of a stream's part, with files in FOLDER/PART."""
         return _SINKS[self.kind](self, folder, part)
 
 
 def token_output(
     tokenizer: Tokenizer, *, shard_bytes: int = 64 << 20, hashes: tuple[str, ...] = ("sha1",)
 ) -> OutputFormat:
-    """Token shards in the narrowest type that holds a tokenizer's ids."""
+    """Return the format of token shards, in the smallest dtype that holds all ids."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     first, *bos = tokenizer.document_start
     return OutputFormat(
@@ -372,14 +394,14 @@ def token_output(
 
 @dataclass
 class StreamCounts:
-    """What a stream, or a part of it, holds.
+    """Counts of a stream or of a part of it.
 
     Attributes:
-        documents: documents.
-        bytes: of their text in UTF-8.
-        tokens: written; those around documents included.
-        samples: of MDS.
-        tokens_left_out: of MDS rows that did not become whole.
+        documents: number of documents.
+        bytes: size of their text in UTF-8.
+        tokens: number of written tokens, including special tokens around documents.
+        samples: number of MDS samples.
+        tokens_left_out: tokens of incomplete MDS samples, which are dropped.
     """
 
     documents: int = 0
@@ -394,7 +416,7 @@ class StreamCounts:
 
 @dataclass
 class PartWriter(ABC):
-    """One stream of one part: takes pieces, then is ended."""
+    """Writer of one stream of a part: `add` pieces, then `end`."""
 
     output: OutputFormat
     folder: Path
@@ -402,22 +424,22 @@ class PartWriter(ABC):
     counts: StreamCounts = field(default_factory=StreamCounts)
 
     def add(self, piece: DocumentPart, ids: list[int]) -> None:
-        """Take the next piece of a document."""
+        """Add the next piece of a document."""
         self.counts.documents += piece.first
         self.counts.bytes += piece.n_bytes
         self._add(piece, ids)
 
     @abstractmethod
     def _add(self, piece: DocumentPart, ids: list[int]) -> None:
-        """Write what is complete."""
+        """Add a piece in the format of the subclass."""
 
     @abstractmethod
     def end(self) -> list[dict[str, Any]]:
-        """Finish the files; their entries in the index of the stream."""
+        """Finish the files; return their entries in the index of the stream."""
 
 
 class _Tokens(PartWriter):
-    """Token shards."""
+    """Writer of token shards."""
 
     @cached_property
     def _writer(self) -> TokenWriter:
@@ -436,13 +458,13 @@ class _Tokens(PartWriter):
 
 
 class _MDS(PartWriter):
-    """MDS. The writer is made for the first sample, as a part may have none."""
+    """Writer of MDS. The MDSWriter is created for the first sample, as a part may have none."""
 
     column: ClassVar[str]
 
     @property
     def columns(self) -> dict[str, str]:
-        """Each with its encoding."""
+        """Return the columns with their encodings."""
         return {self.column: self.output.dtype}
 
     @cached_property
@@ -473,7 +495,7 @@ class _MDS(PartWriter):
 
 
 class _MDSText(_MDS):
-    """A sample a document, as it was read."""
+    """Writer of MDS with one sample per document, unchanged."""
 
     column = "text"
 
@@ -482,7 +504,7 @@ class _MDSText(_MDS):
 
 
 class _MDSColumns(_MDS):
-    """A sample a row, as it was read: its document is the JSON object that `readers.pick` made."""
+    """Writer of MDS with one sample per row; its document is a JSON object of `readers.pick`."""
 
     @property
     def columns(self) -> dict[str, str]:
@@ -493,7 +515,10 @@ class _MDSColumns(_MDS):
 
 
 class _MDSTokens(_MDS):
-    """LLM Foundry's ConcatTokens: documents joined and cut into rows; the last rest is left out."""
+    """Writer of MDS with concatenated tokens, as LLM Foundry's ConcatTokens.
+
+    Documents are joined and split into samples of equal length; the last rest is dropped.
+    """
 
     column = "tokens"
 
@@ -502,20 +527,24 @@ class _MDSTokens(_MDS):
         return []
 
     def _add(self, piece: DocumentPart, ids: list[int]) -> None:
-        output, waiting = self.output, self._ids
-        waiting += (*output.bos, *ids) if piece.first else ids
+        output, pending = self.output, self._ids
+        pending += (*output.bos, *ids) if piece.first else ids
         if piece.last:
-            waiting += output.eos
+            pending += output.eos
         if output.no_wrap and not piece.last:
             return
-        rows = min(len(waiting) // output.row, 1 if output.no_wrap else len(waiting))
-        for start in range(0, rows * output.row, output.row):
-            self._write({self.column: np.array(waiting[start : start + output.row], self._dtype)})
-        self.counts.tokens += rows * output.row
-        if output.no_wrap and rows:
-            self.counts.tokens_left_out += len(waiting) - output.row
-            waiting.clear()
-        del waiting[: rows * output.row]
+
+        # write complete samples; with no_wrap at most one, and drop the rest of the document
+        n_samples = len(pending) // output.row
+        if output.no_wrap:
+            n_samples = min(n_samples, 1)
+        for start in range(0, n_samples * output.row, output.row):
+            self._write({self.column: np.array(pending[start : start + output.row], self._dtype)})
+        self.counts.tokens += n_samples * output.row
+        if output.no_wrap and n_samples:
+            self.counts.tokens_left_out += len(pending) - output.row
+            pending.clear()
+        del pending[: n_samples * output.row]
 
     def end(self) -> list[dict[str, Any]]:
         self.counts.tokens_left_out += len(self._ids)
