@@ -60,13 +60,13 @@ TRAINING = {  # settings that affect training alone, and their value where they 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a model must be for an architecture to express it.
+    """A requirement on a model, so that an architecture can express it.
 
     Attributes:
         key: our setting.
-        value: what it is in every model of the architecture; None where it follows from others.
-        holds: whether a filled config fits; None: `key` is `value`.
-        must: what to write for `key`, for the user who reads the refusal; empty: `value`.
+        value: its value in every model of the architecture; None: it follows from other settings.
+        holds: whether a resolved config meets the requirement; None: `key` must be `value`.
+        must: value to write for `key`, for the error message; "": `value`.
     """
 
     key: str
@@ -77,15 +77,15 @@ class Requirement:
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A key of config.json (dotted where nested) that holds one of our settings.
+    """A key of config.json (dotted if nested) that has the value of one of our settings.
 
     Attributes:
-        default: what transformers takes where the key is missing; None: what our setting derives.
-        choices: our values by theirs; the first of theirs is written.
-        write: their value of a config, where it is not simply our setting's.
-        read: our value of theirs.
-        also: the key's other names, by version: written too, read where the first is missing.
-        gguf: the `gguf.GGUFWriter` method that writes it, of what few architectures have.
+        default: transformers' default for a missing key; None: the value that our setting derives.
+        choices: our values by HF value; the first HF value is written.
+        write: computes the HF value of a config, if it is not the value of our setting.
+        read: computes our value of the HF value.
+        also: other names of the key in other versions: written too, read if the first is missing.
+        gguf: method of `gguf.GGUFWriter` that writes the value, for settings of few architectures.
     """
 
     theirs: str
@@ -100,11 +100,11 @@ class ConfigField:
 
 @dataclass(frozen=True)
 class FixedField:
-    """A key of config.json that must be `value`: the decoder or transformers has nothing else.
+    """A key of config.json that must have one `value`: the decoder or transformers has no other.
 
     Attributes:
-        default: what transformers takes where the key is missing; ANYTHING: the key is written for
-            transformers' sake, and any value is read, since logits do not depend on it.
+        default: transformers' default for a missing key. ANYTHING: the key is written for
+            transformers, and any value is accepted, because logits do not depend on it.
     """
 
     theirs: str
@@ -114,16 +114,16 @@ class FixedField:
 
 @dataclass(frozen=True)
 class WindowFields:
-    """How an architecture specifies which layers attend to a sliding window.
+    """Keys by which an architecture specifies the layers with a sliding window.
 
     Attributes:
-        key: `layer_types` or GPT-Neo's `attention_types`, which name each layer's kind; or
-            `sliding_window`, where that holds for all layers.
-        default: the window's size where config.json has none.
-        switch: `use_sliding_window` must be true for windows, and is false where missing.
-        types: the layers' types where config.json does not list them; None: none has a window.
-        always: a size must be given even where no layer has a window.
-        sizes: false where layers' kinds are listed, but none of them is a window.
+        key: `layer_types` or GPT-Neo's `attention_types`, which list the type of each layer; or
+            `sliding_window`, if it applies to all layers.
+        default: window size if config.json has none.
+        switch: `use_sliding_window` must be true for windows; a missing key means false.
+        types: computes the layer types if config.json does not list them; None: no windows.
+        always: a size must be written even if no layer has a window.
+        sizes: false if layer types are listed but no type is a window.
     """
 
     key: str = "layer_types"
@@ -136,20 +136,19 @@ class WindowFields:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one of transformers' classes specifies what the decoder is.
+    """Description of one of transformers' classes in terms of our settings.
 
     Attributes:
-        biases: keys for whether linear layers have biases, each with which of our layers' they
-            follow (`tensor_names.has_bias`). The weights that are read must agree.
-        biased: what these keys are where config.json lacks them.
-        partial_rotary: share of a head that rotates where config.json has none; None: the
-            architecture has no rotary positions.
-        theta: base of the rotary frequencies where config.json has none.
-        windows: None: attention is over everything before.
+        biases: keys for biases of linear layers, and when they apply (`tensor_names.has_bias`). The
+            weights in a file must agree.
+        biased: value of these keys if config.json lacks them.
+        partial_rotary: default fraction of a head that rotates; None: no rotary positions.
+        theta: default base of the rotary frequencies.
+        windows: keys of sliding windows; None: attention is always full.
         nope: `no_rope_layers` specifies which layers rotate.
-        tuned: layers that do not rotate have Llama 4's temperature tuning, others have none.
+        tuned: layers that do not rotate have Llama 4's temperature tuning, other layers do not.
         unread: keys of dropouts that the decoder does not have, or has elsewhere.
-        advice: for a user whose config.json has another value of a key that is fixed.
+        advice: advice for a config.json with another value of a fixed key.
     """
 
     model_type: str
@@ -168,7 +167,7 @@ class Architecture:
 
     @property
     def mixture(self) -> bool:
-        """Whether its feed-forward layers are mixtures of experts."""
+        """Return whether its feed-forward layers are mixtures of experts."""
         return any(need.key == TYPE and need.value == "dmoe" for need in self.needs)
 
 

@@ -29,15 +29,15 @@ DENSE = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where an architecture keeps a layer's experts; `{i}` is the block's number.
+    """Names of the tensors of a layer's experts; `{i}` is the index of the block.
 
     Attributes:
         router: (E, D).
-        gate: with `{e}`, the expert's number: (f, D). The same as `up`: (E, 2 f, D), the gates'
-            rows before the up projections'. Else as ours: (E * f, D). Of MLPs: the up projection.
+        gate: with `{e}`, the index of the expert: (f, D). If equal to `up`: (E, 2 f, D), with the
+            rows of the gate first. Otherwise as ours: (E * f, D). For MLPs: the up projection.
         up: as `gate`; MLPs have none.
-        down: with `{e}` (D, f); beside a joint `gate` (E, D, f); else as ours, (E * f, D).
-        shared: the expert that all tokens visit: gate above up projection (2 h, D), and (D, h).
+        down: with `{e}`: (D, f). With a joint `gate`: (E, D, f). Otherwise as ours: (E * f, D).
+        shared: names of the shared expert: gate and up projection (2 h, D), and down (D, h).
     """
 
     router: str
@@ -47,7 +47,7 @@ class ExpertNames:
     shared: tuple[str, str] | None = None
 
     def of(self, block: int) -> ExpertNames:
-        """The same with the block's number put in."""
+        """Return the names for one block."""
         put = {name: getattr(self, name) for name in ("router", "gate", "up", "down")}
         put = {name: value.replace("{i}", str(block)) for name, value in put.items()}
         shared = self.shared and (
@@ -58,14 +58,14 @@ class ExpertNames:
 
     @property
     def form(self) -> str:
-        """A key of `FORMS`."""
+        """Return the layout of the experts, a key of `FORMS`."""
         if "{e}" in self.gate:
             return "each"
         return "joint" if self.gate == self.up else "stacked"
 
 
 def present(choices: tuple[ExpertNames, ...], names: Collection[str]) -> ExpertNames:
-    """The choice that a file with these names follows; the first if it is none."""
+    """Return the naming that a file with these names uses; the first one if none matches."""
     files = (c for c in choices if c.of(0).gate.format(e=0) in names)
     return next(files, choices[0])
 
@@ -73,7 +73,10 @@ def present(choices: tuple[ExpertNames, ...], names: Collection[str]) -> ExpertN
 def experts_to_theirs(
     names: ExpertNames, config: ResolvedModelConfig, ours: Collection[str]
 ) -> Made:
-    """Their names, and what makes each of our tensors, whose names are `ours`; block by block."""
+    """Yield each HF name and the function that makes its tensor of ours, block by block.
+
+    `ours` are the names of our tensors.
+    """
     for block in range(config.n_layers):
         here, at = names.of(block), f"blocks.{block}.ffn."
         if is_mixture(config):
@@ -90,10 +93,10 @@ def experts_to_theirs(
 
 
 def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Read) -> Made:
-    """Our names of the feed-forward layers' tensors, and what makes each of theirs.
+    """Yield each of our names and the function that makes its tensor of HF tensors.
 
-    What makes it raises a UserError where theirs has another shape than config.json makes it;
-    `sketch` raises one where they have no such tensor.
+    The function raises a UserError if an HF tensor has the wrong shape. `sketch` raises one if the
+    file has no such tensor.
     """
     for block in range(config.n_layers):
         here, at = names.of(block), f"blocks.{block}.ffn."
@@ -114,7 +117,7 @@ def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Rea
 
 
 def _feed_forward(name: str, stack: Stack, at: str, config: ResolvedModelConfig) -> Made:
-    """Ours of one of `DENSE` (E, f, D): of a mixture's experts, or of the one that is the layer."""
+    """Yield our tensors of one projection (E, f, D): of the experts, or of the dense layer."""
     whole = _then(_flat, stack)
     if not is_mixture(config):
         turned = _then(lambda w2: w2.T.contiguous(), whole)
@@ -128,7 +131,7 @@ def _feed_forward(name: str, stack: Stack, at: str, config: ResolvedModelConfig)
 
 
 def _our_stack(name: str, at: str, config: ResolvedModelConfig) -> Stack:
-    """One of ours (E, f, D): of a mixture's experts, or of the layer that is one."""
+    """Return one projection (E, f, D) of our experts, or of our dense layer as a single expert."""
     count = _count(config)
     if is_mixture(config):
         return _then(lambda w: w.unflatten(0, (count, -1)), _one(f"{at}experts.{name}"))
@@ -228,7 +231,7 @@ def _shape(config: ResolvedModelConfig) -> tuple[int, int, int]:
 
 
 def _theirs(name: str, shape: tuple[int, ...]) -> Make:
-    """Their tensor of that name, whose shape is compared."""
+    """Return the function that reads an HF tensor and checks its shape."""
 
     def shaped(read: Read) -> Tensor:
         tensor = read(name)
@@ -271,7 +274,7 @@ _JOINT_EXPERTS = ExpertNames(  # as transformers 5 holds them, and saves them if
 
 
 def _each_named(module: str, gate: str, up: str, down: str) -> tuple[ExpertNames, ...]:
-    """Experts with a tensor each, or joined as transformers 5 holds them."""
+    """Return two namings: one tensor per expert, or joint tensors as in transformers 5."""
     expert = f"model.layers.{{i}}.{module}.experts.{{e}}."
     named = ExpertNames(
         f"model.layers.{{i}}.{module}.gate.weight",
@@ -283,6 +286,7 @@ def _each_named(module: str, gate: str, up: str, down: str) -> tuple[ExpertNames
 
 
 def _granite_experts() -> tuple[ExpertNames, ...]:
+    """Return the two namings of Granite's experts."""
     moe, shared = "model.layers.{i}.block_sparse_moe.", "model.layers.{i}.shared_mlp."
     both = (f"{shared}input_linear.weight", f"{shared}output_linear.weight")
     old, new = f"{moe}input_linear.weight", f"{moe}experts.gate_up_proj"

@@ -59,14 +59,14 @@ ELSEWHERE = ("init_config", "name")  # sections that logits do not feel
 
 
 def is_foundry(written: Mapping[str, Any]) -> bool:
-    """Whether config.json is LLM Foundry's; transformers' own MPT has another class's name."""
+    """Return whether config.json was written by LLM Foundry, not by transformers' own MPT class."""
     ffn, classes = written.get("ffn_config"), written.get("architectures") or ()
     has_ffn_type = isinstance(ffn, dict) and "ffn_type" in ffn  # the first MPTs have no ffn_config
     return written.get("model_type") == "mpt" and (has_ffn_type or FOUNDRY in classes)
 
 
 def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig:
-    """The `model` section; a line to `problems` for each key that we have nothing for."""
+    """Return the `model` section; append a line to `problems` for each unsupported key."""
     keys = Schema.of(ModelConfig).keys
     ours: dict[str, Any] = DEFAULTS | {k: written[k] for k in keys if k in written}
     ours = {key: value for key, value in ours.items() if key not in ELSEWHERE}
@@ -94,13 +94,14 @@ def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig
 
 
 def _is_off(value: Any, off: Any) -> bool:
+    """Return whether the value of an unsupported key has no effect."""
     if isinstance(off, dict):
         return not value or all(value.get(key, wanted) == wanted for key, wanted in off.items())
     return value is None or value == off
 
 
 def _read_attention(attn: dict[str, Any]) -> None:
-    """Leave out, in place, what LLM Foundry writes although it is without effect."""
+    """Remove keys in place that LLM Foundry writes although they have no effect."""
     scaling, tuning = (attn.get(key) for key in ("rope_hf_config", "attn_temperature_tuning"))
     if not attn.get("rope"):
         scaling = None
@@ -127,7 +128,7 @@ def _read_attention(attn: dict[str, Any]) -> None:
 
 
 def _read_overrides(ours: dict[str, Any]) -> None:
-    """Write out, in place, that the whole order is repeated."""
+    """Write explicitly, in place, that a repetition applies to the entire order."""
     overrides = ours.get("block_overrides")
     if isinstance(overrides, dict) and "repeat" in overrides:
         again = {"order": overrides.get("order"), "repeat": overrides["repeat"]}
@@ -136,7 +137,7 @@ def _read_overrides(ours: dict[str, Any]) -> None:
 
 
 def _settle_scale(ours: dict[str, Any]) -> None:
-    """Write out, in place, that attention is scaled as if heads were d_model / n_heads wide."""
+    """Set the attention scale explicitly, in place, to that of heads of width d_model / n_heads."""
     width, default = ours.get("head_dim"), ModelConfig()
     if width and ours["attn_config"].get("softmax_scale") is None:
         derived = ours.get("d_model", default.d_model) / ours.get("n_heads", default.n_heads)
@@ -144,7 +145,7 @@ def _settle_scale(ours: dict[str, Any]) -> None:
 
 
 def _read_ffn(ffn: dict[str, Any], problems: list[str]) -> None:
-    """Our keys of a mixture's, in place; those of a dense layer are ours."""
+    """Convert the keys of a mixture of experts in place; those of a dense layer are unchanged."""
     if ffn.get("ffn_hidden_size") is None:
         ffn.pop("ffn_hidden_size", None)
     if isinstance(ffn.get("ffn_act_fn"), dict):
@@ -172,7 +173,7 @@ def _read_ffn(ffn: dict[str, Any], problems: list[str]) -> None:
 
 
 def foundry_map(config: ResolvedModelConfig, written: Mapping[str, Any]) -> WeightMap:
-    """Names of the weights: ours after `transformer.`, but for routers and experts."""
+    """Return the map of weight names: ours after `transformer.`, except for routers and experts."""
     block = "transformer.blocks.{i}."
     inside = "norm_attn_norm." if written.get("fuse_norm_attn_norm") else ""
     fused = (written.get("attn_config") or {}).get("fused_qkv", True)
@@ -206,12 +207,12 @@ def foundry_map(config: ResolvedModelConfig, written: Mapping[str, Any]) -> Weig
 
 
 def _parts(name: str, fused: bool) -> tuple[str, ...]:
-    """The names of one matrix; of queries, keys and values there may be three."""
+    """Return the names of one matrix; unfused queries, keys and values have three."""
     if fused or "Wqkv" not in name:
         return (name,)
     return tuple(name.replace("Wqkv", part) for part in ("Wq", "Wk", "Wv"))
 
 
 def _norm_bias(norm_type: str | None) -> str:
-    """When norms have a bias; None: there are no such norms."""
+    """Return when norms have a bias, see `has_bias`; `norm_type` None: there are no such norms."""
     return "other" if norm_type is not None and norm_type.endswith("layernorm") else "never"

@@ -1,4 +1,4 @@
-"""Names and shapes of the decoder's weights in transformers' architectures, for both directions.
+"""Names and shapes of the decoder's weights in transformers' architectures, for export and import.
 
 Entry points: `write_folder.py` calls `to_theirs`, `read_folder.py` calls `to_ours`. A new
 architecture needs one entry of `MAPS` here and one in `hf/architectures.py`. LLM Foundry's map is
@@ -6,6 +6,8 @@ in `llm_foundry_mpt.py`. One `WeightMap` serves both directions: each `NameRule`
 the decoder with its counterpart, and biases follow the weight. Rows are split, joined, repeated
 and reordered, so that an exported model is imported bit for bit. Values are computed only for
 Gemma: its norm weights are offset by one, and its embedding is scaled.
+
+"Our" names and tensors are those of the decoder. "HF" names and tensors are those of transformers.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 
 @dataclass(frozen=True)
 class NameRule:
-    """A layer of the decoder (ours) and its counterpart in an architecture (theirs).
+    """A layer of the decoder (`ours`) and its counterpart in an HF architecture (`theirs`).
 
     Attributes:
-        ours: name of our layer, without `.weight`; `{i}` is the block's index.
-        theirs: full names of their weights; several weights split its rows, such as queries, keys
-            and values.
-        bias: when their layer has a bias, see `has_bias`; zeros if our layer has none.
-        transposed: their weight has the shape (in, out).
-        interleaved: in their queries and keys, the two elements of a rotary pair are adjacent; in
+        ours: name of our layer, without `.weight`; `{i}` is the index of the block.
+        theirs: names of the HF weights; several weights split its rows, such as queries, keys and
+            values.
+        bias: when the HF layer has a bias, see `has_bias`; it is zero if our layer has none.
+        transposed: the HF weight has the shape (in, out).
+        interleaved: in HF queries and keys, the two elements of a rotary pair are adjacent. In
             ours, they are half a head apart.
-        heads: `q` or `k`: they store a copy of our weight for each such head; `{h}` is its index.
-        less: subtracted from our weight to get theirs.
-        multiplied: they multiply the weight by sqrt(d_model) in the forward pass.
+        heads: `q` or `k`: HF stores a copy of our weight for each such head; `{h}` is its index.
+        less: subtracted from our weight to get the HF weight.
+        multiplied: HF multiplies the weight by sqrt(d_model) in the forward pass.
     """
 
     ours: str
@@ -96,7 +98,7 @@ def _llama_like(
 
 
 def _ffn(bias: str, *names: str, module: str = "mlp", **ours_theirs: str) -> tuple[NameRule, ...]:
-    """Return rules of feed-forward layers; keywords map our names to different names of theirs."""
+    """Return rules of feed-forward layers; keywords map our names to different HF names."""
     pairs = {name: name for name in names} | ours_theirs
     return tuple(
         NameRule(
@@ -107,6 +109,7 @@ def _ffn(bias: str, *names: str, module: str = "mlp", **ours_theirs: str) -> tup
 
 
 def _gpt2_like(*, transposed: bool) -> tuple[NameRule, ...]:
+    """Return the rules of GPT-2; its Conv1D weights are `transposed`."""
     layer = "transformer.h.{i}."
     return (
         NameRule("wte", ("transformer.wte.weight",)),
@@ -157,6 +160,7 @@ def _qk_norms(name: str, heads: bool = False) -> tuple[NameRule, ...]:
 
 
 def _gpt_neo() -> tuple[NameRule, ...]:
+    """Return the rules of GPT-Neo: GPT-2's with separate queries, keys and values."""
     attn, gpt2 = "transformer.h.{i}.attn.attention.", _gpt2_like(transposed=False)
     return (
         *(rule for rule in gpt2 if ".attn." not in rule.ours),
@@ -221,19 +225,19 @@ MAPS: dict[str, WeightMap] = {
 
 
 def has_bias(kind: str, config: ResolvedModelConfig) -> bool:
-    """Whether their layer has a bias.
+    """Return whether an HF layer has a bias.
 
     Args:
-        kind: `never`; `always`; `qkv`: where our queries, keys and values have one; `other`: where
-            our other layers have; `any`: where either has.
-        config: filled.
+        kind: `never`; `always`; `qkv`: if our queries, keys and values have one; `other`: if our
+            other layers have one; `any`: if either has one.
+        config: resolved model configuration.
     """
     qkv, other = config.attention_bias, not config.no_bias
     return {"never": False, "always": True, "qkv": qkv, "other": other, "any": qkv or other}[kind]
 
 
 def padding(weights: WeightMap, config: ResolvedModelConfig) -> int:
-    """Linear layers of a block that have a bias in theirs alone: it is written as zeros."""
+    """Return the number of linear layers per block whose bias exists only in HF, as zeros."""
     return sum(
         has_bias(rule.bias, config)
         and not has_bias("qkv" if rule.ours.endswith("Wqkv") else "other", config)
@@ -245,20 +249,22 @@ def padding(weights: WeightMap, config: ResolvedModelConfig) -> int:
 def to_theirs(
     weights: WeightMap, config: ResolvedModelConfig, shapes: Mapping[str, Tensor], read: Read
 ) -> Iterator[LazyTensor]:
-    """Their tensors, in order.
+    """Yield the HF tensors in order.
 
     Args:
-        weights: their architecture's map.
-        config: filled.
-        shapes: of ours, all of them; on any device.
-        read: gives one of ours.
+        weights: map of the HF architecture.
+        config: resolved model configuration.
+        shapes: all our tensors by name, on any device; only their shapes are used.
+        read: returns one of our tensors by name.
 
     Raises:
-        UserError: one of ours has no place among theirs, by its name.
+        UserError: one of our tensors has no counterpart.
     """
+    # `sketch` records which of our tensors were used
     sketch = Unread(shapes, shapes.__getitem__)
     read = last_read(read)
     for rule, layer, theirs in layers(weights, config):
+        # a tied head is written only for architectures that never tie it
         source = f"{layer}.weight"
         if layer == "lm_head" and config.tie_word_embeddings:
             if weights.own_head:
@@ -267,6 +273,7 @@ def to_theirs(
         if source not in shapes:
             assert layer.endswith("_ln"), f"{source} is missing"
             continue
+        # weights, then biases
         for index, name in enumerate(theirs):
             part = partial(_part, rule, config, source, (index, len(theirs)))
             yield lazy(name, part, sketch, read)
@@ -285,8 +292,10 @@ def to_theirs(
 def _part(
     rule: NameRule, config: ResolvedModelConfig, source: str, which: tuple[int, int], read: Read
 ) -> Tensor:
-    """One of theirs, (number, of how many), made of our weight."""
-    part = _rows(rule, computed(rule, config, read(source)), which[1], config)[which[0]]
+    """Return one HF tensor made of our weight; `which` is (index, number of such tensors)."""
+    index, count = which
+    weight = computed(rule, config, read(source))
+    part = _rows(rule, weight, count, config)[index]
     return part.T if rule.transposed else part
 
 
@@ -297,7 +306,7 @@ def _bias_part(
     which: tuple[int, int],
     read: Read,
 ) -> Tensor:
-    """The same of our bias, or of so many zeros."""
+    """Return one HF bias made of our bias `source`, or of as many zeros."""
     bias = torch.zeros(source) if isinstance(source, int) else read(source)
     return _rows(rule, bias, which[1], config)[which[0]]
 
@@ -305,7 +314,10 @@ def _bias_part(
 def computed(
     rule: NameRule, config: ResolvedModelConfig, weight: Tensor, *, back: bool = False
 ) -> Tensor:
-    """Theirs of our weight, or, `back`, ours of theirs; in fp32 where anything is computed."""
+    """Return the HF value of our weight or, with `back`, our value of an HF weight.
+
+    The result is fp32 if anything is computed.
+    """
     if rule.less:
         return weight.float() + (rule.less if back else -rule.less)
     if rule.multiplied:
@@ -323,21 +335,23 @@ def to_ours(
     *,
     biased: Mapping[str, bool],
 ) -> Iterator[LazyTensor]:
-    """The decoder's state, made of their tensors.
+    """Yield the tensors of the decoder, made of HF tensors.
 
-    All is compared before any weight is read, by shapes; once the last was given, all fits.
+    Names and shapes are compared before any weight is read. When the last tensor was yielded, all
+    tensors of the file were used.
 
     Args:
-        weights: their architecture's map.
-        config: filled; says which layers the decoder has.
-        names: their tensors' names.
-        sketch: gives one: vectors and biases themselves, of what is larger the shape.
-        read: gives one itself.
-        biased: whether rules of each kind of `bias` have one, as config.json says.
+        weights: map of the HF architecture.
+        config: resolved model configuration, which determines the layers of the decoder.
+        names: names of the HF tensors.
+        sketch: returns an HF tensor: the values of vectors and biases, only the shape of matrices.
+        read: returns the values of an HF tensor.
+        biased: whether config.json gives biases to the rules with each value of `bias`.
 
     Raises:
-        UserError: a tensor is missing, has another shape, or has no counterpart.
+        UserError: a tensor is missing, has the wrong shape, or has no counterpart.
     """
+    # shapes of our tensors and of HF tensors
     with torch.device("meta"):
         state = Decoder(config).state_dict()
         expected = dict(_expected_shapes(weights, config, state))
@@ -351,22 +365,23 @@ def to_ours(
         check_shape(name, tensor.shape, expected.get(name, tensor.shape))
         return tensor
 
-    filled = set()
+    # make our tensors, and check that all tensors of the file were used
+    yielded = set()
     for name, make in _ours_of_theirs(weights, config, there, names, shapes.keys(), biased):
-        made = lazy(name, make, there, read)
-        check_shape(name, made.shape, shapes[name])
-        filled.add(name)
-        yield made
+        tensor = lazy(name, make, there, read)
+        check_shape(name, tensor.shape, shapes[name])
+        yielded.add(name)
+        yield tensor
     _refuse_unread(weights, file)
-    assert filled == shapes.keys(), filled ^ shapes.keys()
+    assert yielded == shapes.keys(), yielded ^ shapes.keys()
 
 
 def _expected_shapes(
     weights: WeightMap, config: ResolvedModelConfig, state: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, torch.Size]]:
-    """Yield the shape of each of their tensors that a rule makes of `state`, which is on meta.
+    """Yield the shape of each HF tensor that a rule makes of `state`, which is on meta.
 
-    Queries, keys and values are compared one by one: joined, two wrong shapes can make a right one.
+    Queries, keys and values are compared separately: two wrong shapes may add up to a right one.
     """
     for rule, layer, theirs in layers(weights, config):
         for index, name in enumerate(theirs):
@@ -387,7 +402,7 @@ def _ours_of_theirs(
     ours: Collection[str],
     biased: Mapping[str, bool],
 ) -> Iterator[tuple[str, Make]]:
-    """Those of our tensors that the map knows."""
+    """Yield our tensors that the map covers, each with the function that makes it."""
     if weights.experts:
         yield from experts_to_ours(present(weights.experts, names), config, sketch)
     for rule, layer, theirs in layers(weights, config):
@@ -406,6 +421,7 @@ def _ours_of_theirs(
 def _whole_weight(
     rule: NameRule, config: ResolvedModelConfig, theirs: tuple[str, ...], read: Read
 ) -> Tensor:
+    """Return our weight, joined from HF weights."""
     parts = [read(name).T if rule.transposed else read(name) for name in theirs]
     return computed(rule, config, _joined(rule, parts, config), back=True)
 
@@ -417,7 +433,7 @@ def _whole_bias(
     there: set[str],
     read: Read,
 ) -> Tensor:
-    """Their biases joined, zeros where they have none."""
+    """Return our bias, joined from HF biases; a missing bias is zero."""
     parts = []
     for name in theirs:
         bias, weight = _bias_name(name), read(name)
@@ -427,7 +443,7 @@ def _whole_bias(
 
 
 def check_shape(name: str, found: torch.Size, shape: torch.Size) -> None:
-    """Raise a UserError where a tensor of ours is not as the settings make it."""
+    """Raise a UserError if a tensor does not have the shape that the settings imply."""
     if found != shape:
         raise UserError(
             f"config.json: makes {name} {tuple(shape)}, but the file's tensor is"
@@ -438,7 +454,7 @@ def check_shape(name: str, found: torch.Size, shape: torch.Size) -> None:
 def _check_biases(
     theirs: tuple[str, ...], names: Collection[str], sketch: Read, *, biased: bool
 ) -> None:
-    """A file has the biases that its config.json says, and no others but zeros."""
+    """Check that a file has the biases that config.json declares, and others only as zeros."""
     for name in map(_bias_name, theirs):
         if biased and name not in names:
             raise UserError(f"{name}: the tensor is missing; the model cannot be read whole")
@@ -447,7 +463,7 @@ def _check_biases(
 
 
 def _check_same(names: tuple[str, ...], sketch: Read) -> None:
-    """The weight that all heads share is one."""
+    """Check that the norm weights of all heads are equal, because ours are shared."""
     first = sketch(names[0])
     for name in names:
         if not torch.equal(sketch(name), first):
@@ -457,20 +473,18 @@ def _check_same(names: tuple[str, ...], sketch: Read) -> None:
 def bias_names(
     weights: WeightMap, config: ResolvedModelConfig, names: Collection[str], *, qkv: bool
 ) -> list[str]:
-    """Biases among `names`: those of queries, keys and values, or all the others."""
-    known = {
-        _bias_name(name)
-        for rule, _, theirs in layers(weights, config)
-        for name in theirs
-        if rule.ours.endswith(("Wqkv", "Wq")) == qkv
-    }
-    return sorted(known & set(names))
+    """Return the biases among `names`: those of queries, keys and values (`qkv`), or all others."""
+    biases = set()
+    for rule, _, theirs in layers(weights, config):
+        if rule.ours.endswith(("Wqkv", "Wq")) == qkv:
+            biases |= {_bias_name(name) for name in theirs}
+    return sorted(biases & set(names))
 
 
 def layers(
     weights: WeightMap, config: ResolvedModelConfig
 ) -> Iterator[tuple[NameRule, str, tuple[str, ...]]]:
-    """Each rule with our layer and their weights, block by block."""
+    """Yield each rule with our layer name and the HF weight names, block by block."""
     heads = {"q": config.n_heads, "k": config.attn_config.kv_n_heads or 1, "": 1}
     for rule in weights.rules:
         for block in range(config.n_layers) if "{i}" in rule.ours else (0,):
@@ -482,17 +496,18 @@ def layers(
 def _rows(
     rule: NameRule, tensor: Tensor, parts: int, config: ResolvedModelConfig
 ) -> tuple[Tensor, ...]:
+    """Split the rows of our weight into its HF parts."""
     if parts == 1 or rule.heads:
         return (tensor,) * parts
     kv_width = config.attn_config.kv_n_heads * config.head_dim
     q, k, v = tensor.split((config.n_heads * config.head_dim, kv_width, kv_width))
     if rule.interleaved:
-        q, k = (swap_pairs(part, 2, config.head_dim // 2) for part in (q, k))
+        q, k = swap_pairs(q, 2, config.head_dim // 2), swap_pairs(k, 2, config.head_dim // 2)
     return q, k, v
 
 
 def swap_pairs(rows: Tensor, outer: int, inner: int) -> Tensor:
-    """Rows (heads * outer * inner, …) with outer and inner exchanged within each head."""
+    """Exchange the two inner axes of rows (heads * outer * inner, …) within each head."""
     return rows.unflatten(0, (-1, outer, inner)).transpose(1, 2).flatten(0, 2)
 
 
@@ -501,7 +516,7 @@ def _bias_name(weight: str) -> str:
 
 
 def _joined(rule: NameRule, parts: list[Tensor], config: ResolvedModelConfig) -> Tensor:
-    """What `_rows` takes apart."""
+    """Join HF parts into our weight; the inverse of `_rows`."""
     if len(parts) == 1:
         return parts[0].contiguous()
     if rule.interleaved:
@@ -511,7 +526,7 @@ def _joined(rule: NameRule, parts: list[Tensor], config: ResolvedModelConfig) ->
 
 
 def _refuse_unread(weights: WeightMap, file: Unread) -> None:
-    """What a file holds beside what was read must be a known buffer, or a bias of zeros."""
+    """Raise a UserError if a file has an unused tensor other than a known buffer or a zero bias."""
     unread = [n for n in file.left() if not any(fnmatch(n, p) for p in weights.ignored)]
     read = set(file.names) - set(unread)
     unknown = [

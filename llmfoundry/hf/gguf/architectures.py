@@ -1,8 +1,8 @@
-"""llama.cpp's architectures that are exactly some of transformers' classes, and their settings.
+"""llama.cpp architectures that match transformers' classes, and their settings.
 
 `write.py` calls `choose` and `add_settings`. llama.cpp ignores keys that an architecture does not
-know, and has most choices (the activation, windows) in its program, not in the file: so an entry
-claims only what that program was read, and is tested, to compute, and everything else is refused.
+know, and hard-codes most choices (activation, windows). An entry therefore allows only settings
+that llama.cpp's source code computes, as tests confirm. All other settings are errors.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ APPROXIMATED = (
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """One architecture of llama.cpp that takes a class of transformers.
+    """An architecture of llama.cpp for one of transformers' classes.
 
     Attributes:
-        name: llama.cpp's.
-        needs: what a model must be beyond what transformers' class asks.
-        is_interleaved: queries and keys hold a rotary pair side by side.
-        is_biased: every linear layer has a bias; zeros where the model has none.
+        name: llama.cpp's name.
+        needs: requirements in addition to those of the transformers class.
+        is_interleaved: the two elements of a rotary pair are adjacent in queries and keys.
+        is_biased: every linear layer has a bias; it is zero if the model has none.
     """
 
     name: str
@@ -55,7 +55,7 @@ class GGUFArchitecture:
 
 
 def _scaling(*types: str) -> Requirement:
-    """The ways to stretch rotary frequencies that an architecture reads from the file."""
+    """Return the requirement that RoPE scaling is absent or has one of these types."""
     return Requirement(
         SCALING,
         None,
@@ -92,16 +92,20 @@ SHAPES: dict[str, GGUFArchitecture] = {
 
 
 def _narrowed(name: str) -> Architecture:
-    """Transformers' class as far as llama.cpp computes the same: no layer has a window."""
+    """Return the entry of a class with llama.cpp's requirements added, and without windows."""
     architecture = ARCHITECTURES[name]
     return replace(architecture, needs=(*architecture.needs, *SHAPES[name].needs), windows=None)
 
 
 def choose(config: ResolvedModelConfig, architecture: str | None) -> str:
-    """The class, a key of `SHAPES`, whose tensors are written: the one asked for, or one that fits.
+    """Return the class whose tensors are written, a key of `SHAPES`.
+
+    Args:
+        config: resolved model configuration.
+        architecture: the class; None: one that fits.
 
     Raises:
-        UserError: llama.cpp has none, with a line for each setting in the way.
+        UserError: llama.cpp cannot compute the model; the error names each setting in the way.
     """
     return choose_architecture(
         config,
@@ -113,7 +117,7 @@ def choose(config: ResolvedModelConfig, architecture: str | None) -> str:
 
 
 def settings_of(config: ResolvedModelConfig, name: str) -> ResolvedModelConfig:
-    """The settings with the biases that llama.cpp's architecture has."""
+    """Return the settings with the biases that llama.cpp's architecture has."""
     if not SHAPES[name].is_biased:
         return config
     return replace(config, no_bias=False, attention_bias=True)
@@ -124,9 +128,10 @@ def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
 
     Args:
         writer: a `gguf.GGUFWriter`.
-        config: filled.
-        name: of the class, a key of `SHAPES`.
+        config: resolved model configuration.
+        name: class name, a key of `SHAPES`.
     """
+    # sizes
     attn, ffn, head = config.attn_config, config.ffn_config, config.head_dim
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_seq_len)
@@ -137,14 +142,20 @@ def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
     writer.add_head_count_kv(attn.kv_n_heads)
     writer.add_key_length(head)
     writer.add_value_length(head)
-    is_rms = config.norm_type.endswith("rmsnorm")
-    (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(config.norm_eps)
+
+    # norms and positions
+    if config.norm_type.endswith("rmsnorm"):
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_eps)
     if attn.rope:
         writer.add_rope_dimension_count(head)
         writer.add_rope_freq_base(attn.rope_theta)
         _add_scaling(writer, attn.rope_hf_config)
     if attn.alibi:
         writer.add_max_alibi_bias(float(attn.alibi_bias_max or 0))
+
+    # settings of few architectures, and experts
     for setting in ARCHITECTURES[name].fields:
         value = attrgetter(setting.ours)(config) if setting.gguf else None
         if value is not None:
@@ -156,6 +167,7 @@ def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
 
 
 def _add_scaling(writer: Any, scaling: RopeConfig) -> None:
+    """Write linear RoPE scaling; llama3 scaling is a tensor, see `computed_tensors`."""
     if scaling.type == "linear":
         from gguf import RopeScalingType
 
@@ -164,9 +176,9 @@ def _add_scaling(writer: Any, scaling: RopeConfig) -> None:
 
 
 def computed_tensors(config: ResolvedModelConfig) -> Mapping[str, Tensor]:
-    """Tensors that a checkpoint does not have: what llama3's scaling divides frequencies by.
+    """Return tensors that no checkpoint has: the divisors of rotary frequencies in llama3 scaling.
 
-    The formula is Llama 3.1's.
+    The formula is that of Llama 3.1.
     """
     scaling, attn = config.attn_config.rope_hf_config, config.attn_config
     if not attn.rope or scaling.type != "llama3":
@@ -176,17 +188,16 @@ def computed_tensors(config: ResolvedModelConfig) -> Mapping[str, Tensor]:
     length = scaling.original_max_position_embeddings
     assert low and high and length
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    turns = length / (2 * math.pi * attn.rope_theta**exponents)  # over the original length
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    divisors = 1 / ((1 - kept) / scaling.factor + kept)
+    rotations = length / (2 * math.pi * attn.rope_theta**exponents)  # over the original length
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)  # share of the original frequency
+    divisors = 1 / ((1 - unscaled) / scaling.factor + unscaled)
     return {"rope_freqs.weight": divisors.float()}
 
 
 def remarks(config: ResolvedModelConfig, name: str) -> list[str]:
-    """A line for each way in which llama.cpp computes otherwise."""
-    exact = config.ffn_config.activation[0] == "gelu"
-    is_gelu = GELU in SHAPES[name].needs
-    return [APPROXIMATED] if exact and is_gelu and not _is_tanh(config) else []
+    """Return a line for each difference between llama.cpp's computation and the model."""
+    uses_gelu = config.ffn_config.activation[0] == "gelu" and GELU in SHAPES[name].needs
+    return [APPROXIMATED] if uses_gelu and not _is_tanh(config) else []
 
 
 def _is_tanh(config: ResolvedModelConfig) -> bool:

@@ -1,7 +1,7 @@
-"""Tensors of a Hugging Face folder as llama.cpp names and lays them out: a plan, then their bytes.
+"""Names, layout and quantized bytes of a model's tensors in GGUF.
 
-`write.py` calls `plan` and `pieces`. The names are the `gguf` package's. Nothing is read before its
-bytes are written, and of a mixture one expert at a time.
+`write.py` calls `plan` and `pieces`. The `gguf` package maps the names. A tensor is read only when
+its bytes are written, and experts are read one at a time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from llmfoundry.models.lazy_tensors import LazyTensor
 from llmfoundry.recipe.model import ResolvedModelConfig
 
 Make = Callable[[], Tensor]
-PIECE = 1 << 24  # numbers that are converted at a time: 64 MB in fp32
+PIECE = 1 << 24  # elements that are converted at a time: 64 MB in fp32
 TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 IN_FULL = re.compile(r"position_embd\.weight|rope_freqs\.weight|.*\.ffn_gate_inp\.weight")
-LARGEST_SCALE = 65504.0  # of fp16, in which Q8_0 keeps its scales
+LARGEST_SCALE = 65504.0  # maximum of fp16, which is the format of Q8_0's scales
 
 _ROTATED = re.compile(r"\.attn_[qk]\.(weight|bias)$")
 _EXPERT = re.compile(
@@ -45,8 +45,9 @@ class GGUFTensor:
     """A tensor of the file.
 
     Attributes:
-        shape: as torch has it; the file lists it the other way round.
-        reads: of its parts, which follow each other.
+        name: llama.cpp's name.
+        shape: shape in torch's order; the file stores it reversed.
+        reads: functions that return its consecutive parts.
     """
 
     name: str
@@ -57,15 +58,15 @@ class GGUFTensor:
 def plan(
     sources: Iterable[LazyTensor], config: ResolvedModelConfig, architecture: str
 ) -> list[GGUFTensor]:
-    """The file's tensors, in its order.
+    """Return the tensors of the file in order.
 
     Args:
-        sources: of all tensors of the folder; none is read.
-        config: filled.
-        architecture: a key of `SHAPES`.
+        sources: all tensors of the HF model, not yet read.
+        config: resolved model configuration.
+        architecture: class name, a key of `SHAPES`.
 
     Raises:
-        UserError: one has no place in llama.cpp.
+        UserError: a tensor has no counterpart in llama.cpp.
     """
     gguf = import_optional("gguf", "to: gguf", extra="gguf")
     shape = SHAPES[architecture]
@@ -74,49 +75,55 @@ def plan(
     transposed = _transposed(architecture, config)
     planned, experts = [], dict[str, list[LazyTensor]]()
     for source in sources:
-        if is_mixture(config) and (match := _EXPERT.fullmatch(source.name)):
-            tensor = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[_ROLES[match["kind"]]]]
-            place = experts.setdefault(f"{tensor.format(bid=match['block'])}.weight", [])
-            place.append(source)  # in the order of their numbers, as folders have them
+        # collect experts by layer; folders have them in the order of their indices
+        match = _EXPERT.fullmatch(source.name) if is_mixture(config) else None
+        if match:
+            tensor_name = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[_ROLES[match["kind"]]]]
+            layer = f"{tensor_name.format(bid=match['block'])}.weight"
+            experts.setdefault(layer, []).append(source)
             continue
-        theirs = names.get_name(source.name, try_suffixes=(".weight", ".bias"))
-        if theirs is None:
+
+        # other tensors: rename, transpose, reorder rotary pairs
+        gguf_name = names.get_name(source.name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise UserError(f"{source.name}: has no place in llama.cpp's {shape.name}")
-        shape_there, read = source.shape, source.read
+        gguf_shape, read = source.shape, source.read
         if source.name in transposed:
-            shape_there, read = shape_there[::-1], _then(read, torch.t)
-        if shape.is_interleaved and _ROTATED.search(theirs):
+            gguf_shape, read = gguf_shape[::-1], _then(read, torch.t)
+        if shape.is_interleaved and _ROTATED.search(gguf_name):
             half = (config.head_dim or 0) // 2
             read = _then(read, partial(swap_pairs, outer=2, inner=half))
-        planned.append(GGUFTensor(theirs, tuple(shape_there), (read,)))
-    planned += [_stacked(name, found, config) for name, found in experts.items()]
+        planned.append(GGUFTensor(gguf_name, tuple(gguf_shape), (read,)))
+
+    # stacked experts, and tensors without a source
+    planned += [_stacked(name, parts, config) for name, parts in experts.items()]
     for name, tensor in computed_tensors(config).items():
         planned.append(GGUFTensor(name, tuple(tensor.shape), (partial(torch.clone, tensor),)))
     return planned
 
 
 def _transposed(architecture: str, config: ResolvedModelConfig) -> set[str]:
-    """Their weights that are (in, out)."""
-    return {
-        name.format(i=block)
-        for rule in MAPS[architecture].rules
-        if rule.transposed
-        for name in rule.theirs
-        for block in range(config.n_layers)
-    }
+    """Return the names of the HF weights with the shape (in, out)."""
+    names = set()
+    for rule in MAPS[architecture].rules:
+        if rule.transposed:
+            for block in range(config.n_layers):
+                names |= {name.format(i=block) for name in rule.theirs}
+    return names
 
 
 def _then(read: Make, change: Callable[[Tensor], Tensor]) -> Make:
+    """Return a function that reads a tensor and changes it."""
     return lambda: change(read())
 
 
 def _stacked(name: str, sources: list[LazyTensor], config: ResolvedModelConfig) -> GGUFTensor:
-    """Experts (E, f, D), or (E, D, f) of what is multiplied last."""
+    """Return the stacked experts: (E, f, D), or (E, D, f) for the down projection."""
     count, hidden, width = config.ffn_config.moe_num_experts, _hidden(config), config.d_model
     is_last = ".ffn_down_exps." in name
     shape = (count or 1, width, hidden) if is_last else (count or 1, hidden, width)
     reads = [source.read for source in sources]
-    if len(sources) == 1 and count != 1:  # one matrix, as DBRX has them: (E * f, D)
+    if len(sources) == 1 and count != 1:  # DBRX stores one matrix (E * f, D)
 
         def stack(rows: Tensor) -> Tensor:
             each = rows.unflatten(0, (-1, hidden))
@@ -131,10 +138,10 @@ def _hidden(config: ResolvedModelConfig) -> int:
 
 
 def tensor_type(tensor: GGUFTensor, dtype: str) -> str:
-    """The number format of a tensor, by the name of `gguf.GGMLQuantizationType`.
+    """Return the number format of a tensor, by its name in `gguf.GGMLQuantizationType`.
 
-    As llama.cpp's own converter has it: vectors, routers and positions in F32, and F16 where rows
-    are no whole blocks.
+    The rules are those of llama.cpp's converter: vectors, routers and positions are F32. A matrix
+    whose rows are not a multiple of the Q8_0 block size is F16.
     """
     kind = TYPES[dtype]
     if len(tensor.shape) < 2 or IN_FULL.fullmatch(tensor.name):
@@ -143,24 +150,25 @@ def tensor_type(tensor: GGUFTensor, dtype: str) -> str:
 
 
 def pieces(tensor: GGUFTensor, kind: str) -> Iterator[np.ndarray]:
-    """Its bytes, some rows at a time.
+    """Yield the bytes of a tensor, a few rows at a time.
 
     Raises:
-        UserError: it has values that the format cannot hold.
+        UserError: a value does not fit into the number format.
     """
     import gguf
 
-    to = gguf.GGMLQuantizationType[kind]
+    quantization = gguf.GGMLQuantizationType[kind]
     for read in tensor.reads:
         part = read()
-        rows = max(1, PIECE // max(1, part[0].numel()))
-        for piece in part.split(rows):
-            numbers = piece.detach().to("cpu", torch.float32).contiguous().numpy()
+        n_rows = max(1, PIECE // max(1, part[0].numel()))
+        for rows in part.split(n_rows):
+            numbers = rows.detach().to("cpu", torch.float32).contiguous().numpy()
             _check_range(tensor.name, numbers, kind)
-            yield gguf.quantize(numbers, to)
+            yield gguf.quantize(numbers, quantization)
 
 
 def _check_range(name: str, numbers: np.ndarray, kind: str) -> None:
+    """Raise a UserError for values that a number format cannot represent."""
     largest = np.abs(numbers).max(initial=0.0)
     if not np.isfinite(largest):
         raise UserError(f"{name}: has values that are not finite; choose an earlier checkpoint")

@@ -1,9 +1,9 @@
-"""A tokenizer under llama.cpp's keys; what llama.cpp would split otherwise is refused by name.
+"""Tokenizer settings in GGUF; a tokenizer that llama.cpp would compute differently is an error.
 
-`write.py` calls `add_tokenizer`. llama.cpp has no regular expressions in its files: a file names a
-pre-tokenizer, and the program has the rest. So ours must be one of those programs, which is settled
-by comparing what it splits by, not the tokens it gives of a sample, as llama.cpp's converter does:
-a vocabulary of one's own has another sample.
+`write.py` calls `read_vocabulary` and `add_tokenizer`. A GGUF file contains no regular expressions:
+it names a pre-tokenizer, whose code is in llama.cpp. The regular expressions of a tokenizer must
+therefore equal those of one of llama.cpp's pre-tokenizers. llama.cpp's converter compares the
+tokens of a sample text instead, which does not work for a newly trained vocabulary.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LLAMA3 = SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 QWEN2 = SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 DIGIT = r"\p{N}"
 
-# What splits a text, one regular expression after the other: llama.cpp's names for it, first where
-# merges alone make tokens, then where a word that is a token is taken whole (`ignore_merges`).
+# llama.cpp's pre-tokenizers by the regular expressions that split a text, one after the other: the
+# name without `ignore_merges`, and the name with it (a word that is a token is never split)
 NAMES: dict[tuple[str, ...], tuple[str, str]] = {
     (GPT2,): ("gpt-2", ""),
     (DIGIT, GPT2): ("starcoder", ""),
@@ -49,8 +49,8 @@ KNOWN = (
 )
 OTHERWISE = "; write to=hf, or train with a tokenizer that llama.cpp knows: " + KNOWN
 SPACE, BYTE = "\u2581", re.compile(r"<0x[0-9A-F]{2}>")
-_ENDS = 3  # of a text, of a turn, of a message
-NO_MERGE = "\ufffe \ufffe"  # of characters that no byte is written with: llama.cpp needs one merge
+_ENDS = 3  # keys for the end of a text, of a turn, of a message
+NO_MERGE = "\ufffe \ufffe"  # a merge that never applies: llama.cpp needs at least one merge
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE_TYPE = 1, 2, 3, 4, 5, 6  # gguf.TokenType
 
 
@@ -59,14 +59,14 @@ class Vocabulary:
     """A tokenizer in llama.cpp's terms.
 
     Attributes:
-        model: `gpt2`, byte-level BPE, or `llama`, SentencePiece's BPE.
-        pre: the pre-tokenizer's name.
+        model: `gpt2` (byte-level BPE) or `llama` (SentencePiece BPE).
+        pre: name of the pre-tokenizer.
         tokens: (vocab_size,) texts.
-        types: (vocab_size,) of the constants here.
-        merges: of `gpt2`, most urgent first.
-        scores: of `llama`, highest first; empty: it has merges.
-        prefix: of `llama`: a space is put before a text.
-        notes: a line for each way in which llama.cpp reads texts otherwise.
+        types: (vocab_size,) token types, see the constants above.
+        merges: merges of `gpt2` in order of priority.
+        scores: scores of `llama`, the highest first; empty for `gpt2`.
+        prefix: for `llama`: a space is inserted before a text.
+        notes: a line for each difference in llama.cpp's tokenization.
     """
 
     model: str
@@ -80,14 +80,14 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer, rows: int) -> Vocabulary:
-    """The tokenizer in llama.cpp's terms.
+    """Convert a tokenizer to llama.cpp's terms.
 
     Args:
-        tokenizer: any.
-        rows: of the model's embedding: unused tokens are added until there are as many.
+        tokenizer: the tokenizer.
+        rows: rows of the embedding; unused tokens fill the vocabulary up to this number.
 
     Raises:
-        UserError: llama.cpp has nothing like it; names what.
+        UserError: llama.cpp does not support a part of the tokenizer; the error names it.
     """
     written = json.loads(tokenizer.files()["tokenizer.json"])
     model = written["model"]
@@ -109,18 +109,21 @@ def read_vocabulary(tokenizer: Tokenizer, rows: int) -> Vocabulary:
 
 
 def _unknown(what: str) -> UserError:
+    """Return the error for an unsupported part of a tokenizer."""
     return UserError(f"tokenizer: llama.cpp does not know {what}{OTHERWISE}")
 
 
 def _pairs(model: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield the two tokens of each merge, in order of priority."""
     for merge in model.get("merges", ()):
         yield merge.split(" ", 1) if isinstance(merge, str) else merge
 
 
 def _tokens(written: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Texts and types by id; ids that no token has are unused."""
+    """Return texts and types by id; ids without a token are unused."""
     model = written["model"]
-    by_id = {place: (text, NORMAL) for text, place in model["vocab"].items()}
+    # tokens of the vocabulary, then added tokens
+    by_id = {token_id: (text, NORMAL) for text, token_id in model["vocab"].items()}
     unk = model.get("unk_token") if model.get("byte_fallback") else None
     for added in written.get("added_tokens", ()):
         kind = CONTROL if added["special"] else USER_DEFINED
@@ -131,14 +134,16 @@ def _tokens(written: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
         raise UserError(
             f"tokenizer: has ids up to {max(by_id):,}, but the embedding has {rows:,} rows"
         )
+
+    # unused ids, with texts that no token has
     texts = {text for text, _ in by_id.values()}
-    for place in range(rows):
-        if place not in by_id:
-            text = f"[PAD{place}]"
+    for token_id in range(rows):
+        if token_id not in by_id:
+            text = f"[PAD{token_id}]"
             while text in texts:
                 text = f"[{text}]"
-            by_id[place] = (text, UNUSED)
-    pairs = [by_id[place] for place in range(rows)]
+            by_id[token_id] = (text, UNUSED)
+    pairs = [by_id[token_id] for token_id in range(rows)]
     types = [UNKNOWN if text == unk and kind != USER_DEFINED else kind for text, kind in pairs]
     return [text for text, _ in pairs], types
 
@@ -148,23 +153,27 @@ def _byte_type(text: str, kind: int) -> int:
 
 
 def _pre_tokenizer(written: dict[str, Any], notes: list[str]) -> str:
-    """llama.cpp's name for how a byte-level tokenizer splits texts."""
+    """Return llama.cpp's name for the pre-tokenizer of a byte-level tokenizer."""
     _check_normalizer(written.get("normalizer"), notes)
     steps = tuple(_spelled(step, notes) for step in _steps(written.get("pre_tokenizer")))
     if steps not in NAMES:
         raise _unknown(f"a pre-tokenizer that splits by {' and then '.join(steps) or 'nothing'}")
-    merged, whole = NAMES[steps]
-    takes_whole = bool(written["model"].get("ignore_merges"))
-    if takes_whole and whole:
-        return whole
-    if takes_whole and (text := _unreached(written["model"])) is not None:
+    name, name_ignoring_merges = NAMES[steps]
+    if not written["model"].get("ignore_merges"):
+        return name
+    if name_ignoring_merges:
+        return name_ignoring_merges
+    # `ignore_merges` has no effect if merges produce every token
+    text = _unreached(written["model"])
+    if text is not None:
         raise _unknown(
-            f"ignore_merges with {merged}'s words, without which the token {text!r} is never made"
+            f"ignore_merges with {name}'s words, without which the token {text!r} is never made"
         )
-    return merged
+    return name
 
 
 def _check_normalizer(normalizer: dict[str, Any] | None, notes: list[str]) -> None:
+    """Raise a UserError for a normalizer other than NFC, which only causes a note."""
     if normalizer is None:
         return
     parts = normalizer.get("normalizers", [normalizer])
@@ -178,7 +187,7 @@ def _check_normalizer(normalizer: dict[str, Any] | None, notes: list[str]) -> No
 
 
 def _steps(pre: dict[str, Any] | None) -> Iterator[str]:
-    """The regular expressions of a pre-tokenizer that ends in bytes."""
+    """Yield the regular expressions of a pre-tokenizer that ends with ByteLevel."""
     parts = [] if pre is None else pre.get("pretokenizers", [pre])
     if not parts or parts[-1]["type"] != "ByteLevel":
         raise _unknown("a BPE model without ByteLevel as its last pre-tokenizer")
@@ -199,15 +208,18 @@ def _steps(pre: dict[str, Any] | None) -> Iterator[str]:
 
 
 def _spelled(regex: str, notes: list[str]) -> str:
-    """The regular expression in the one spelling of several with the same matches."""
-    for one, others in _SPELLINGS.items():
+    """Return a regular expression in the canonical spelling, with the same matches."""
+    for canonical, others in _SPELLINGS.items():
         for other in others:
-            regex = regex.replace(other, one, 1)
-    regex = re.sub(r"([+*?]|\{\d+,\d+\})\+", r"\1", regex)  # none of which has to give back
-    regex = regex.replace(r"|\s*[\r\n]|", r"|\s*[\r\n]+|")  # either ends at the last line end
+            regex = regex.replace(other, canonical, 1)
+    # possessive quantifiers: none of these expressions backtracks
+    regex = re.sub(r"([+*?]|\{\d+,\d+\})\+", r"\1", regex)
+    # both end at the last line feed, because \s* is greedy
+    regex = regex.replace(r"|\s*[\r\n]|", r"|\s*[\r\n]+|")
     if regex.endswith(r"|\s"):
         regex += "+"
-    if r"|\s+\z|" in regex:  # newer tiktoken's: all spaces that end a text are one word
+    # newer versions of tiktoken: all spaces at the end of a text are one word
+    if r"|\s+\z|" in regex:
         regex = regex.replace(r"|\s+\z|", "|")
         if r"[\r\n]+" in regex:
             notes.append(
@@ -218,15 +230,17 @@ def _spelled(regex: str, notes: list[str]) -> str:
 
 
 def _unreached(model: dict[str, Any]) -> str | None:
-    """A token that no merges make."""
+    """Return a token that merges never produce; None if there is none."""
     pairs = [(left, right) for left, right in _pairs(model)]
     merged = models.BPE(vocab=model["vocab"], merges=pairs)
-    made = (text for text in model["vocab"] if len(merged.tokenize(text)) != 1)
-    return next(made, None)
+    for text in model["vocab"]:
+        if len(merged.tokenize(text)) != 1:
+            return str(text)
+    return None
 
 
 def _space_prefix(written: dict[str, Any]) -> bool:
-    """Whether a space is put before a text, of a tokenizer that writes spaces as SentencePiece."""
+    """Return whether a SentencePiece-like tokenizer inserts a space before a text."""
     normalizer, pre = written.get("normalizer"), written.get("pre_tokenizer")
     parts = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     if pre is not None and not parts:
@@ -241,10 +255,10 @@ def _space_prefix(written: dict[str, Any]) -> bool:
 
 
 def _scores(model: dict[str, Any], rows: int) -> list[float]:
-    """Of each token, higher where it is made earlier: minus the number of the first merge.
+    """Return the score of each token: minus the rank of its first merge.
 
     Raises:
-        UserError: tokens are not merged in one order, as SentencePiece's are.
+        UserError: merges of a token are not consecutive, as SentencePiece's are.
     """
     vocabulary, scores = model["vocab"], [0.0] * rows
     ranks: dict[int, int] = {}
@@ -272,11 +286,12 @@ def add_tokenizer(
 
     Args:
         writer: a `gguf.GGUFWriter`.
-        tokenizer: its source.
-        vocabulary: of it.
+        tokenizer: the tokenizer.
+        vocabulary: the tokenizer in llama.cpp's terms.
         starts: each text begins with `document_start`.
-        stops: what a generation stops at: the end of text, then that of a turn.
+        stops: ids that end a generation: end of text, then end of turn.
     """
+    # vocabulary
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)
@@ -286,12 +301,14 @@ def add_tokenizer(
         writer.add_add_space_prefix(vocabulary.prefix)
     else:
         writer.add_token_merges(vocabulary.merges)
+
+    # special tokens
     writer.add_bos_token_id(tokenizer.document_start[-1])
     writer.add_eos_token_id(stops[0])
-    for add, stop in zip(
-        (writer.add_eot_token_id, writer.add_eom_token_id), stops[1:], strict=False
-    ):
-        add(stop)
+    if len(stops) > 1:
+        writer.add_eot_token_id(stops[1])
+    if len(stops) > 2:
+        writer.add_eom_token_id(stops[2])
     if tokenizer.pad_id is not None:
         writer.add_pad_token_id(tokenizer.pad_id)
     if UNKNOWN in vocabulary.types:
@@ -304,18 +321,18 @@ def add_tokenizer(
 
 def unnamed_ends(tokenizer: Tokenizer, stops: Sequence[int]) -> list[str]:
     """Return a line for the ends of a text beyond the three that a file has keys for."""
-    left = [repr(tokenizer.decode([stop])) for stop in stops[_ENDS:]]
-    return [f"tokenizer: a file names {_ENDS} ends of a text; left out: {', '.join(left)}"] * bool(
-        left
-    )
+    omitted = [repr(tokenizer.decode([stop])) for stop in stops[_ENDS:]]
+    if not omitted:
+        return []
+    return [f"tokenizer: a file names {_ENDS} ends of a text; left out: {', '.join(omitted)}"]
 
 
 def _add_chat(writer: Any, written: Any) -> None:
-    """The template, and a second one for conversations with tools."""
+    """Write the chat template, and a second one for conversations with tools."""
     default, tools = chosen_templates(written)
-    named = {"default": default, "tool_use": tools}
-    found = [{"name": name, "template": text} for name, text in named.items() if text]
+    by_name = {"default": default, "tool_use": tools}
+    templates = [{"name": name, "template": text} for name, text in by_name.items() if text]
     for text in filter(None, (default, tools)):
         if text.encode(errors="replace").decode() != text:
             raise UserError("tokenizer.chat_template: has characters that are no Unicode; mend it")
-    writer.add_chat_template(found if tools else default)
+    writer.add_chat_template(templates if tools else default)

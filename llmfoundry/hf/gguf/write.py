@@ -1,11 +1,12 @@
-"""To GGUF, llama.cpp's one file; `scripts/convert.py to=gguf` calls `to_gguf`.
+"""Export to GGUF, llama.cpp's single-file format; `scripts/convert.py to=gguf` calls `to_gguf`.
 
-The `gguf` package writes the file and quantizes; names of tensors are its too. The file is written
-beside its final name and renamed when whole; one tensor is held at a time.
+The `gguf` package writes the file, quantizes tensors and defines their names. The file is written
+under a temporary name and renamed when it is complete. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +30,16 @@ SUFFIX = ".gguf"
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """What goes into a file.
+    """A model to be exported.
 
     Attributes:
-        name: the model's, for its users.
-        config: filled.
-        shapes: of the decoder's state, all of it; on any device.
-        read: gives one of its tensors.
-        tokenizer: its own.
+        name: name of the model for its users.
+        config: resolved model configuration.
+        shapes: all tensors of the decoder by name, on any device; only their shapes are used.
+        read: returns a tensor by name.
+        tokenizer: tokenizer of the model.
         starts: texts begin with the tokenizer's `document_start`.
-        stops: what a generation stops at: the end of text, then that of a turn.
+        stops: ids that end a generation: end of text, then end of turn.
     """
 
     name: str
@@ -51,7 +52,7 @@ class GGUFModel:
 
 
 def check_output(output: Path) -> None:
-    """Raise a UserError unless `output` names a file to be made."""
+    """Raise a UserError unless `output` is a path where a file can be created."""
     if output.suffix != SUFFIX:
         raise UserError(f"output: {output} is one file, and must end in {SUFFIX}")
     if output.exists():
@@ -64,7 +65,7 @@ def check_output(output: Path) -> None:
 
 
 def _what_is(output: Path) -> str:
-    """A file takes its name once it is whole, so that one of GGUF's is a conversion's result."""
+    """Describe an existing file; a GGUF file is always complete, because it is renamed last."""
     if not output.is_file():
         return ""
     with output.open("rb") as file:
@@ -81,22 +82,23 @@ def to_gguf(
     architecture: str | None = None,
     note: Callable[[str], None] = print,
 ) -> str:
-    """Write a file that llama.cpp loads.
+    """Write a GGUF file.
 
     Args:
-        model: what to write.
-        output: the file.
-        dtype: of matrices: fp32, fp16, bf16 or q8_0 (blocks of 32 numbers in 8 bits).
-        architecture: transformers' class whose tensors are written; None: one that fits.
-        note: gets a line for each way in which llama.cpp differs.
+        model: the model.
+        output: path of the file.
+        dtype: number format of matrices: fp32, fp16, bf16 or q8_0 (8 bits, in blocks of 32).
+        architecture: transformers class whose tensors are written; None: one that fits.
+        note: called with a line for each difference between llama.cpp and the model.
 
     Returns:
         llama.cpp's name of the architecture.
 
     Raises:
-        UserError: llama.cpp has nothing like the model or its tokenizer, the file exists, or
-            weights do not fit the dtype.
+        UserError: llama.cpp does not support the model or its tokenizer, the file exists, or
+            weights do not fit the number format.
     """
+    # convert the settings, the tokenizer and the names
     gguf = import_optional("gguf", "to: gguf", extra="gguf")
     check_output(output)
     config = model.config
@@ -104,6 +106,8 @@ def to_gguf(
     vocabulary = read_vocabulary(model.tokenizer, config.vocab_size)
     tensors = to_theirs(MAPS[name], settings_of(config, name), model.shapes, model.read)
     planned = plan(tensors, config, name)
+
+    # write the file
     writer = gguf.GGUFWriter(None, SHAPES[name].name)
     writer.add_type("model")
     writer.add_name(model.name)
@@ -117,6 +121,8 @@ def to_gguf(
             _write(gguf, writer, planned, partial, dtype)
         finally:
             writer.close()
+
+    # report differences
     ends = unnamed_ends(model.tokenizer, model.stops)
     for line in (*vocabulary.notes, *ends, *remarks(config, name)):
         note(line)
@@ -124,24 +130,23 @@ def to_gguf(
 
 
 def _write(gguf: Any, writer: Any, planned: list[GGUFTensor], path: Path, dtype: str) -> None:
-    """The head of the file, then each tensor's bytes, at offsets that are multiples of 32."""
+    """Write the header, then the bytes of each tensor, aligned to multiples of 32."""
+    # header: names, shapes and sizes of all tensors
     kinds = [tensor_type(tensor, dtype) for tensor in planned]
     for tensor, kind in zip(planned, kinds, strict=True):
-        quantized = gguf.GGMLQuantizationType[kind]
-        block, size = gguf.GGML_QUANT_SIZES[quantized]
-        numbers = 1
-        for length in tensor.shape:
-            numbers *= length
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, None, numbers // block * size, raw_dtype=quantized
-        )
+        quantization = gguf.GGMLQuantizationType[kind]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
+        n_bytes = math.prod(tensor.shape) // block * block_bytes
+        writer.add_tensor_info(tensor.name, tensor.shape, None, n_bytes, raw_dtype=quantization)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+
+    # tensors
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
     for tensor, kind in zip(planned, kinds, strict=True):
         begin = file.tell()
         for piece in pieces(tensor, kind):
-            file.write(piece.data.cast("B"))  # of numpy's own an error has no reason
+            file.write(piece.data.cast("B"))  # errors of numpy's tofile lack the reason
         writer.write_padding(file, file.tell() - begin)

@@ -1,10 +1,10 @@
-"""Adapters on a model that transformers' class holds, by peft itself (extra: peft).
+"""Adapters on a model of transformers' class, made by peft (extra: peft).
 
-`builders/adapter.py` calls it in place of `models/adapter_targets.py` and
-`models.adapter.add_adapter`. peft puts its layers around the class's: a wrapped layer's own
-parameters are then called `….base_layer.weight`, which `plain_name` takes back for whoever reads
-files. Experts that a class stacks in one parameter go through peft's `target_parameters`, which
-builds W + B A of all experts in every forward pass.
+`builders/adapter.py` uses it in place of `models/adapter_targets.py` and
+`models.adapter.add_adapter`. peft wraps layers of the class. The parameters of a wrapped layer get
+the name `….base_layer.weight`; `plain_name` restores the original name for files. Experts that a
+class stacks in one parameter use peft's `target_parameters`, which computes W + B A of all experts
+in every forward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KEY, _NAME = "adapter.target_modules", "default"
 
 @dataclass(frozen=True)
 class HFTargets:
-    """What of a class can have an adapter: names of layers, of routers, and of stacks."""
+    """Names of the layers, routers and stacked experts of a class that can have an adapter."""
 
     linear: list[str]
     routers: list[str]
@@ -45,7 +45,7 @@ class HFTargets:
 
 
 def find_hf_targets(model: HFCausalLM) -> HFTargets:
-    """Names in the class, in its order; embedding and head are left out."""
+    """Return the possible targets in the order of the class, without embedding and head."""
     from transformers.pytorch_utils import Conv1D
 
     experts = _expert_count(model)
@@ -66,16 +66,18 @@ def find_hf_targets(model: HFCausalLM) -> HFTargets:
 
 
 def _expert_count(model: HFCausalLM) -> int:
+    """Return the number of experts; 0 for a dense model."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     counts = (getattr(model.hf.config, name, None) for name in names)
     return next((n for n in counts if isinstance(n, int)), 0)
 
 
 def peft_config(model: HFCausalLM, config: ResolvedAdapterConfig) -> Any:
-    """Peft's configuration of a filled recipe's adapter.
+    """Return peft's configuration for the adapter of a resolved recipe.
 
     Raises:
-        UserError: peft is not installed, a name matches nothing, or the class has no such adapter.
+        UserError: peft is not installed, a name matches nothing, or peft does not support the
+            adapter.
     """
     peft = import_peft()
     targets = find_hf_targets(model)
@@ -105,7 +107,7 @@ def peft_config(model: HFCausalLM, config: ResolvedAdapterConfig) -> Any:
 
 
 def import_peft() -> Any:
-    """Peft itself; a UserError where it is not installed."""
+    """Import peft; raise a UserError if it is not installed."""
     where = "adapter.name: on a model of transformers' class it"
     return import_optional("peft", where, extra="peft")
 
@@ -113,7 +115,7 @@ def import_peft() -> Any:
 def _check(
     model: HFCausalLM, config: ResolvedAdapterConfig, layers: Sequence[str], stacks: Sequence[str]
 ) -> None:
-    """Raise a UserError for what peft would refuse by a traceback, or do otherwise."""
+    """Raise a UserError for settings that peft rejects with a traceback or computes differently."""
     if config.init_lora_weights == "pissa":
         raise UserError(
             "adapter.init_lora_weights: pissa changes the base's weights in peft, before they are"
@@ -139,15 +141,15 @@ def _check(
 
 
 def add_peft(model: HFCausalLM, config: Any, *, dtype: torch.dtype) -> None:
-    """Let peft put its layers into a class, on the meta device, and freeze all else.
+    """Let peft wrap the layers of a class on the meta device, and freeze everything else.
 
     Args:
-        model: without adapters.
-        config: `peft_config`'s, or a folder's.
-        dtype: of the new parameters.
+        model: model without adapters.
+        config: configuration from `peft_config` or from a folder.
+        dtype: dtype of the new parameters.
 
     Raises:
-        UserError: peft refuses.
+        UserError: peft rejects the configuration.
     """
     from peft import inject_adapter_in_model
 
@@ -166,7 +168,7 @@ def add_peft(model: HFCausalLM, config: Any, *, dtype: torch.dtype) -> None:
 
 
 def peft_layers(model: nn.Module) -> Iterator[Any]:
-    """The layers that peft put around others."""
+    """Yield the layers in which peft wraps other layers."""
     for module in model.modules():
         if hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names"):
             yield module
@@ -174,7 +176,7 @@ def peft_layers(model: nn.Module) -> Iterator[Any]:
 
 @torch.no_grad()
 def init_peft(model: nn.Module, seed: int, init: str) -> None:
-    """Fill them as `init_adapter` does, of a base that has its weights."""
+    """Initialize the adapters in the same way as `init_adapter`; the base has its weights."""
     for name, module in model.named_modules():
         if not (hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")):
             continue
@@ -191,14 +193,14 @@ def init_peft(model: nn.Module, seed: int, init: str) -> None:
 
 
 def peft_name(name: str) -> str:
-    """The name in peft's file of one of our parameters."""
+    """Return the name of one of our parameters in peft's file."""
     return "base_model.model." + name.removeprefix("hf.").replace(f".{_NAME}.", ".").removesuffix(
         f".{_NAME}"
     ).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def merge_peft(model: HFCausalLM) -> None:
-    """Add the adapters into the class's weights, and take peft's layers out again."""
+    """Merge the adapters into the weights of the class, and remove peft's layers."""
     for name, module in [*model.hf.named_modules()][::-1]:
         if hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names"):
             module.merge()
@@ -241,7 +243,7 @@ def _check_layers_kept(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _untie_head(hf: Any) -> None:
-    """Give a tied head a weight of its own, as an adapter changes one of the two."""
+    """Untie the head from the embedding, because an adapter changes only one of them."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
@@ -249,7 +251,11 @@ def _untie_head(hf: Any) -> None:
 
 
 def values_from_peft(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Values of our parameters from a file's; raises a UserError where they do not fit."""
+    """Return the values of our parameters from the tensors of a file.
+
+    Raises:
+        UserError: names or shapes do not match.
+    """
     ours = {peft_name(n): (n, p) for n, p in model.named_parameters() if p.requires_grad}
     different = sorted(ours.keys() ^ tensors.keys())
     if different:
@@ -301,7 +307,7 @@ def _read_lora_config(folder: Path, model: Any) -> Any:
 
 
 def begin_in_class(model: nn.Module, recipe: ResolvedFinetuneRecipe, folder: Path | None) -> None:
-    """Fill the adapter, anew or from a folder."""
+    """Initialize the adapter, or read it from a folder."""
     init_peft(model, recipe.seed, recipe.adapter.init_lora_weights or "default")
     if folder is not None:
         from safetensors.torch import load_file
@@ -312,7 +318,7 @@ def begin_in_class(model: nn.Module, recipe: ResolvedFinetuneRecipe, folder: Pat
 def write_class_adapter(
     folder: Path, config: Any, tensors: Mapping[str, Tensor], base: str | None
 ) -> None:
-    """Peft's folder of what was trained."""
+    """Write the trained adapter as a peft folder."""
     from safetensors.torch import save_file
 
     named = {peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
@@ -328,7 +334,7 @@ def _plain(value: object) -> object:
 
 
 def class_table(model: nn.Module) -> list[str]:
-    """Lines for the user: each kind of wrapped layer, how many, and parameters."""
+    """Return lines for the user: number and parameters of each kind of wrapped layer."""
     kinds: dict[str, tuple[set[str], int]] = {}
     for name, parameter in model.named_parameters():
         if not is_added(name):

@@ -1,8 +1,8 @@
-"""The matrices of a Hugging Face architecture that can have an adapter, and what of ours they hold.
+"""Modules of a Hugging Face architecture that can have an adapter, and our matrices in them.
 
-`write.py` and `read.py` go through them, each in its direction. A `PeftModule` is one module or
-parameter of the folder that `convert.py to=hf` writes of the base, and what of ours ends up in its
-rows. What a folder is called and how it begins stands here too.
+`write.py` and `read.py` iterate over `peft_modules`, one for each direction. A `PeftModule` is a
+module or parameter of the folder that `convert.py to=hf` writes for the base model. The file names
+and name prefixes of an adapter folder are defined here too.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PLAIN_ROUTERS = ("DbrxForCausalLM",)  # nn.Linear; the others' are a parameter o
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of one of our matrices, and where they stand in theirs.
+    """A range of rows of one of our matrices, and its position in an HF matrix.
 
     Attributes:
-        ours: our matrix: `blocks.0.attn.Wqkv`, `blocks.0.ffn.experts.w1`.
-        begin, end: its rows.
-        at: their first row.
+        ours: name of our matrix: `blocks.0.attn.Wqkv`, `blocks.0.ffn.experts.w1`.
+        begin, end: range of rows in our matrix.
+        at: first row in the HF matrix.
     """
 
     ours: str
@@ -54,13 +54,13 @@ class PeftModule:
     """A matrix of the Hugging Face model.
 
     Attributes:
-        module: its name there.
-        parameter: the parameter, where peft has to target it by `target_parameters`; else empty.
-        rows: its height.
-        sources: what of ours it holds.
-        experts: matrices stacked in it; 1: it is not a stack.
-        order: changes the order of rows from ours to theirs, and back.
-        factor: theirs is ours times this.
+        module: name of the module.
+        parameter: name of the parameter if peft targets it by `target_parameters`; else "".
+        rows: number of rows.
+        sources: ranges of our matrices that it contains.
+        experts: number of stacked matrices; 1 for a plain matrix.
+        order: functions that reorder rows from ours to HF's, and back.
+        factor: the HF matrix is our matrix times this factor.
         kind: `linear` or `embedding`.
     """
 
@@ -75,7 +75,7 @@ class PeftModule:
 
 
 def adapter_architecture(config: ResolvedModelConfig, architecture: str | None = None) -> str:
-    """The architecture whose names an adapter takes: what the model exports to, else our own."""
+    """Return the architecture whose names an adapter uses: that of the export, else our own."""
     if architecture is not None:
         return choose_architecture(config, architecture)
     try:
@@ -85,7 +85,10 @@ def adapter_architecture(config: ResolvedModelConfig, architecture: str | None =
 
 
 def splits_qkv(config: ResolvedModelConfig) -> bool:
-    """Whether that architecture keeps queries, keys and values apart: each has its adapter then."""
+    """Return whether that architecture has separate queries, keys and values.
+
+    Each of them then has a separate adapter.
+    """
     name = adapter_architecture(config)
     if name == OWN:
         return False
@@ -95,12 +98,12 @@ def splits_qkv(config: ResolvedModelConfig) -> bool:
 def peft_modules(
     config: ResolvedModelConfig, architecture: str, *, separate: bool = False
 ) -> list[PeftModule]:
-    """Every matrix of the architecture that can have an adapter.
+    """Return every matrix of the architecture that can have an adapter.
 
     Args:
-        config: filled.
-        architecture: transformers' class, or `llmfoundry`.
-        separate: experts each with their own matrices, as files have them.
+        config: resolved model configuration.
+        architecture: transformers class, or `llmfoundry`.
+        separate: whether each expert has separate matrices, as in files.
     """
     if architecture == OWN:
         return []
@@ -117,6 +120,7 @@ def peft_modules(
 def _linear(
     rule: NameRule, ours: str, theirs: tuple[str, ...], config: ResolvedModelConfig
 ) -> Iterator[PeftModule]:
+    """Yield the linear modules or the embedding of a rule."""
     if rule.ours in ("wte", "wpe"):
         if rule.ours == "wte":
             factor = config.d_model**-0.5 if rule.multiplied else 1.0
@@ -141,17 +145,18 @@ def _linear(
 def _pairs(
     config: ResolvedModelConfig,
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return functions that reorder rotary pairs from ours to HF's, and back."""
     half = (config.head_dim or 0) // 2
     return lambda rows: swap_pairs(rows, 2, half), lambda rows: swap_pairs(rows, half, 2)
 
 
 def module_name(weight: str) -> str:
-    """The module that has a weight."""
+    """Return the name of the module that contains a weight."""
     return weight.removesuffix(".weight")
 
 
 def _height(layer: str, config: ResolvedModelConfig) -> int:
-    """Output rows of one of our linear layers."""
+    """Return the number of rows of one of our linear layers."""
     assert config.head_dim and config.attn_config.kv_n_heads and config.vocab_size
     if layer == "lm_head":
         return config.vocab_size
@@ -165,6 +170,7 @@ def _height(layer: str, config: ResolvedModelConfig) -> int:
 def _experts(
     names: ExpertNames, at: str, config: ResolvedModelConfig, architecture: str
 ) -> Iterator[PeftModule]:
+    """Yield the router, the experts and the shared expert of a block."""
     ffn, d = config.ffn_config, config.d_model
     n, f = ffn.moe_num_experts or 0, ffn.ffn_hidden_size or 0
     router = module_name(names.router)
@@ -189,15 +195,18 @@ def _experts(
 
 
 def depth(parameter: str, parameters: Iterable[str]) -> int:
-    """How many wrappers stand around a parameter's in peft: those of what its class has later."""
+    """Return the number of peft wrappers around the wrapper of a parameter.
+
+    peft wraps the parameters of a class in the order of their definition.
+    """
     return sum(DEFINED.index(parameter) < DEFINED.index(other) for other in parameters)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a folder.
+    """Read adapter_config.json of a folder.
 
     Raises:
-        UserError: it is missing, or is not one.
+        UserError: the file is missing or invalid.
     """
     return read_object(folder / CONFIG, instead="write a folder that peft saved")
 
@@ -206,15 +215,15 @@ _NAME = re.compile(r"[\w.\-]*")
 
 
 def first_matches(patterns: Sequence[str], names: Sequence[str], *, file: str) -> dict[str, str]:
-    """By name the first of alpha_pattern's keys that matches it by peft's rule, if any does.
+    """Return the first pattern of alpha_pattern that matches each name, by peft's rule.
 
     Args:
-        patterns: each matches the end of a name, from a dot or the beginning on.
-        names: of modules.
-        file: that the patterns are from, for messages.
+        patterns: each matches the end of a name, after a dot or from its beginning.
+        names: names of modules.
+        file: origin of the patterns, for error messages.
 
     Raises:
-        UserError: a pattern is no regular expression, or takes too long.
+        UserError: a pattern is not a regular expression, or takes too long.
     """
     if all(map(_NAME.fullmatch, patterns)):
         return _by_end(patterns, names)
@@ -222,10 +231,10 @@ def first_matches(patterns: Sequence[str], names: Sequence[str], *, file: str) -
 
 
 def check_patterns(config: Mapping[str, Any], names: Sequence[str], *, file: str) -> None:
-    """See that peft can match all patterns of a configuration with the modules of a model.
+    """Check that peft can match all patterns of a configuration with a model's module names.
 
     Raises:
-        UserError: a pattern is no regular expression, or takes too long.
+        UserError: a pattern is not a regular expression, or takes too long.
     """
     expressions = [*_expressions(config)]
     if expressions:
@@ -233,20 +242,21 @@ def check_patterns(config: Mapping[str, Any], names: Sequence[str], *, file: str
 
 
 def ends(name: str) -> Iterator[str]:
-    """A name, and what stands behind each of its dots."""
+    """Yield a name, and the rest of it after each of its dots."""
     while name:
         yield name
         name = name.partition(".")[2]
 
 
 def _by_end(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the first pattern that is an end of each name, for patterns that are plain names."""
     order = {pattern: n for n, pattern in enumerate(patterns)}
     found = {name: [end for end in ends(name) if end in order] for name in names}
     return {name: min(of_it, key=order.__getitem__) for name, of_it in found.items() if of_it}
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[str]:
-    """What peft 0.18 gives to `re`, of patterns that are more than names."""
+    """Yield the regular expressions that peft 0.18 compiles; plain names are omitted."""
     forms = {"target_modules": "({})$", "exclude_modules": "({})$", "rank_pattern": r"(.*\.)?({})$",
              "alpha_pattern": r"(.*\.)?({})$", "modules_to_save": r"(^|.*\.){}($|\..*)",
              "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\."}  # fmt: skip

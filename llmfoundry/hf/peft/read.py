@@ -1,7 +1,7 @@
-"""Reads peft's adapter folders into the decoder's adapters; `write.py` writes them.
+"""Import of peft's adapter folders into adapters of the decoder; `write.py` exports them.
 
-Every tensor of the file must find its place, and every shape must fit: else the adapter was made
-for another model. Nothing is unpickled: adapter_model.bin is refused.
+Entry point: `read_adapter`. Every tensor of the file must be used, and every shape must match;
+otherwise the adapter belongs to another model. Nothing is unpickled: adapter_model.bin is an error.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ MERGE = "merge it by peft's merge_and_unload() and save_pretrained(), and write 
 
 
 class PeftNeeded(UserError):
-    """An adapter that the decoder cannot hold; on transformers' class peft may."""
+    """Error for an adapter that the decoder does not support; peft may support it."""
 
 
 @dataclass(frozen=True)
 class ReadAdapter:
-    """An adapter's folder in our terms.
+    """An imported adapter.
 
     Attributes:
-        plan: the adapter of each matrix, as `plan.plan_adapter` makes it.
-        tensors: values of our parameters, whole.
-        modules_to_save: our modules that were trained whole.
-        base: what the folder names as its base model.
+        plan: adapter of each matrix, as `plan.plan_adapter` makes it.
+        tensors: unsharded values of our parameters, by name.
+        modules_to_save: names of our modules that were trained in full.
+        base: name of the base model in the folder.
     """
 
     plan: dict[str, LowRank]
@@ -80,7 +80,7 @@ class ReadAdapter:
 
 @dataclass
 class _Part:
-    """What one of our matrices gets from one place: rows [begin, end), A, B, scale, magnitude."""
+    """Part of the adapter of one of our matrices: rows [begin, end), A, B, scale and magnitude."""
 
     begin: int
     end: int
@@ -92,7 +92,15 @@ class _Part:
 
 @dataclass
 class _File:
-    """Tensors by name without peft's prefix, and which of them were read."""
+    """Contents of an adapter folder: tensors by name without peft's prefix.
+
+    Attributes:
+        folder: the folder.
+        config: contents of adapter_config.json.
+        tensors: tensors by name.
+        read: names of the tensors that were used.
+        alpha_patterns: matching key of alpha_pattern, by module name.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -106,7 +114,7 @@ class _File:
 
     @cached_property
     def targets(self) -> dict[str, list[tuple[int, str]]]:
-        """By module its targeted parameters with their order."""
+        """Return the order and the name of the targeted parameters, by module."""
         found: dict[str, list[tuple[int, str]]] = {}
         for n, target in enumerate(self.config.get("target_parameters") or []):
             parent, _, parameter = target.rpartition(".")
@@ -122,16 +130,17 @@ class _File:
 
 
 def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter:
-    """The adapter in `folder`, for a model that has none yet, on any device.
+    """Read an adapter for a model on any device that has no adapter yet.
 
     Args:
-        folder: adapter_config.json and adapter_model.safetensors.
-        model: the base.
-        dropout: of training on; the folder's own is the earlier training's.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
+        model: base model.
+        dropout: LoRA dropout for further training; the value in the folder is ignored.
 
     Raises:
-        UserError: the folder is not such a one, or was made for another model.
+        UserError: the folder is not an adapter folder, or belongs to another model.
     """
+    # read the folder
     file = _open(folder)
     config = model.config
     architecture = adapter_architecture(config)
@@ -142,10 +151,13 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
         [*map(_name, places)],
         file=f"{folder / CONFIG}: alpha_pattern",
     )
+
+    # split its matrices into the parts of ours
     for place in places:
-        found = _read(place, file)
-        if found is not None:
-            for source, part in _ours(place, *found, file):
+        matrices = _read(place, file)
+        if matrices is not None:
+            a, b, magnitude = matrices
+            for source, part in _ours(place, a, b, magnitude, file):
                 parts.setdefault(source, []).append(part)
     if not parts:
         raise _foreign(file, "none of its names is in this model")
@@ -153,20 +165,24 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
         check_tied(parts, model, str(folder))
     except UserError as error:
         raise PeftNeeded(*error.problems) from error
+
+    # modules that were trained in full
     whole, saved = _whole(file, architecture, model)
     unread = sorted(file.tensors.keys() - file.read)
     if unread:
         raise _unread(file, unread[0])
+
+    # join the parts of each of our matrices
     plan, tensors = {}, dict(whole)
-    shapes = {name: target for name, target in find_targets(model, split_qkv=False).items()}
-    for name in (name for name in shapes if name in parts):
-        lora, values = _join(name, parts[name], file, shapes[name].shape, dropout)
-        plan[name] = lora
-        tensors |= values
+    for name, target in find_targets(model, split_qkv=False).items():
+        if name in parts:
+            plan[name], values = _join(name, parts[name], file, target.shape, dropout)
+            tensors |= values
     return ReadAdapter(plan, tensors, saved, file.config.get("base_model_name_or_path"))
 
 
 def _open(folder: Path) -> _File:
+    """Read and check an adapter folder."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -199,7 +215,7 @@ def _open(folder: Path) -> _File:
 
 
 def check_start(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise a UserError where peft would change the base model before it adds the adapter."""
+    """Raise a UserError if peft would change the base model before it adds the adapter."""
     start = config.get("init_lora_weights")
     if start not in BASE_KEEPERS:
         raise PeftNeeded(
@@ -210,7 +226,7 @@ def check_start(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
-    """Ranks and scales, of all matrices and of single ones."""
+    """Check the ranks and scales, also those of single matrices."""
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         single = config.get(pattern) or {}
         if not isinstance(single, dict):
@@ -221,11 +237,12 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _foreign(file: _File, why: str) -> UserError:
+    """Return the error for an adapter of another base model."""
     return PeftNeeded(f"adapter: {file.folder} was made for another base model: {why}")
 
 
 def _unread(file: _File, name: str) -> UserError:
-    """Why a tensor of the file has no place."""
+    """Return the error for a tensor of the file that has no counterpart."""
     if name.endswith(".base_layer.weight"):
         return PeftNeeded(
             f"{file.folder / WEIGHTS}: holds {name}, a weight of the base model, which may have"
@@ -238,7 +255,7 @@ def _unread(file: _File, name: str) -> UserError:
 
 
 def _all_places(model: Decoder, architecture: str) -> Iterator[PeftModule]:
-    """The architecture's, experts each and stacked, and ours by our own names."""
+    """Yield the modules of the HF architecture (experts stacked and separate), then our modules."""
     yield from peft_modules(model.config, architecture)
     for place in peft_modules(model.config, architecture, separate=True):
         if "{e}" in place.module:
@@ -251,7 +268,7 @@ def _all_places(model: Decoder, architecture: str) -> Iterator[PeftModule]:
 
 
 def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """A (E, R, in), B (E, rows, R) and magnitude of a place; None: it has no adapter."""
+    """Return A (E, R, in), B (E, rows, R) and magnitude of a module; None without an adapter."""
     if "{e}" in place.module:
         names = [place.module.format(e=e) for e in range(place.experts)]
         pairs = [_pair(file, name) for name in names]
@@ -281,13 +298,14 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
 
 
 def _wrapped(place: PeftModule, file: _File) -> list[str]:
-    """Parameters of the place's module that the folder targets."""
+    """Return the parameters of a module that the folder targets, in order."""
     found = [target for end in (*ends(place.module), "") for target in file.targets.get(end, [])]
     is_router = place.parameter == ROUTER  # whose class has that parameter alone, experts' have not
     return [name for _, name in sorted(found) if (name == ROUTER) == is_router]
 
 
 def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Tensor] | None:
+    """Return A and B of a module; None without an adapter."""
     kind = "lora_embedding_{}" if embedding else "lora_{}.weight"
     a, b = (file.get(f"{key}.{kind.format(side)}") for side in "AB")
     if (a is None) != (b is None):
@@ -298,7 +316,7 @@ def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Te
 def _ours(
     place: PeftModule, a: Tensor, b: Tensor, magnitude: Tensor | None, file: _File
 ) -> Iterator[tuple[str, _Part]]:
-    """What each of our matrices gets of a place."""
+    """Yield the name of each of our matrices in a module, with its part of the adapter."""
     if b.shape[1] != place.rows or a.shape[1] != b.shape[2]:
         raise _foreign(
             file,
@@ -332,7 +350,10 @@ def _ours(
 
 
 def _halves(place: PeftModule, b: Tensor) -> list[slice] | None:
-    """Columns of each source where a joint matrix is ours: each has its own half of the rank."""
+    """Return the columns of each source in a joint matrix if it is block diagonal; else None.
+
+    `write.py` writes such matrices: each source has one half of the rank.
+    """
     rank = b.shape[2]
     if len(place.sources) != 2 or rank % 2 or not b.any():
         return None
@@ -345,7 +366,7 @@ def _halves(place: PeftModule, b: Tensor) -> list[slice] | None:
 
 
 def _scale(place: PeftModule, rank: int, file: _File) -> float:
-    """What peft multiplies B A by."""
+    """Return the factor by which peft multiplies B A."""
     config = file.config
     own = file.alpha_patterns.get(_name(place))
     alpha = config.get("lora_alpha", 8) if own is None else config["alpha_pattern"][own]
@@ -353,13 +374,14 @@ def _scale(place: PeftModule, rank: int, file: _File) -> float:
 
 
 def _name(place: PeftModule) -> str:
+    """Return the name of a module or parameter for the patterns of adapter_config.json."""
     return place.module.format(e=0) + (f".{place.parameter}" if place.parameter else "")
 
 
 def _join(
     name: str, parts: list[_Part], file: _File, shape: tuple[int, int], dropout: float
 ) -> tuple[LowRank, dict[str, Tensor]]:
-    """One matrix's adapter and the values of its parameters."""
+    """Return the adapter of one of our matrices, and the values of its parameters."""
     parts = sorted(parts, key=lambda part: part.begin)
     rank, scale = max(part.a.shape[1] for part in parts), parts[0].scale
     if any(part.a.shape[2] != shape[1] for part in parts):
@@ -386,7 +408,7 @@ def _join(
 
 
 def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """`tensor` with zeros behind it in a dimension."""
+    """Pad a dimension of `tensor` with zeros at its end."""
     missing = size - tensor.shape[dim]
     if not missing:
         return tensor
@@ -396,7 +418,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Tensor], list[str]]:
-    """Modules that were trained whole: values by our parameters' names, and our modules."""
+    """Return the values of modules that were trained in full, and the names of these modules."""
     parameters, config = dict(model.named_parameters()), model.config
     names: dict[str, tuple[str, NameRule | None]] = {f"model.{n}": (n, None) for n in parameters}
     if architecture in MAPS:
@@ -429,7 +451,7 @@ def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Te
 def _check_head(
     file: _File, architecture: str, model: Decoder, values: Mapping[str, Tensor]
 ) -> None:
-    """Raise a UserError where peft would give a tied embedding new weights, and its head none."""
+    """Raise a UserError if peft would train a tied embedding without its head."""
     if architecture not in MAPS or "wte.weight" not in values:
         return
     places = layers(MAPS[architecture], model.config)

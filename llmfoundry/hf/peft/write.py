@@ -1,17 +1,19 @@
-"""Adapters as peft's folders: adapter_config.json and adapter_model.safetensors, written here.
+"""Export of adapters as peft folders: adapter_config.json and adapter_model.safetensors.
 
-Names are those of the Hugging Face architecture that the model exports to, so the folder loads in
-peft on the folder that `convert.py to=hf` writes of the base. `read.py` goes the other way.
+Entry point: `write_adapter`. Names are those of the HF architecture that the model exports to. The
+folder therefore loads in peft on the folder that `convert.py to=hf` writes for the base model.
+`read.py` imports such folders.
 
-Stacked experts follow peft's `target_parameters`: A (E * R, in) expert after expert, B (out, R * E)
-rank after rank. Its joint gate and up projection have one A: ours stand in it side by side, with
-zeros where the other's rows are. peft has no way to change DBRX's experts, whose weights are read
-past the module that it wraps: such a folder names another `peft_type`, so that peft refuses it
-instead of leaving the experts out.
+Stacked experts follow peft's `target_parameters`: A (E * R, in) is ordered by expert, B (out,
+R * E) by rank. A joint gate and up projection has one A: it contains both of ours, and B is block
+diagonal. peft cannot adapt DBRX's experts, because DBRX reads their weights past the module that
+peft wraps. Such a folder has a different `peft_type`, so that peft rejects it instead of ignoring
+the experts.
 
-peft replaces modules one by one, so that a head that is tied to an embedding would stay the base's:
-an embedding that trained whole is written as both, and `ensure_weight_tying` ties them again where
-peft trains on. Versions of peft that do not know that key replace both all the same.
+peft replaces modules one by one, so a head tied to an embedding would keep the base model's
+weights. An embedding that was trained in full is therefore written twice, and
+`ensure_weight_tying` ties both when peft continues training. Older versions of peft ignore that
+key, but they replace both modules as well.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """One of our adapted matrices with its tensors, whole.
+    """One of our adapted matrices with its unsharded tensors.
 
     Attributes:
-        lora: its adapter.
-        a: (E, P * r, in), E 1 where it is not a stack.
+        lora: settings of the adapter.
+        a: (E, P * r, in); E is 1 for a plain matrix, P is the number of parts.
         b: (E, rows, r).
-        start: A and B that PiSSA began with, in the same shapes; None elsewhere.
-        magnitude: (rows,) DoRA's.
+        start: initial A and B of PiSSA, in the same shapes; None otherwise.
+        magnitude: (rows,) magnitude of DoRA; None otherwise.
     """
 
     lora: LowRank
@@ -65,7 +67,7 @@ class AdaptedMatrix:
     magnitude: Tensor | None = None
 
     def pieces(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Rows [begin, end) of each part, with its A (E, R, in) and B (E, end - begin, R)."""
+        """Yield the rows [begin, end) of each part, A (E, R, in) and B (E, end - begin, R)."""
         pairs = [(self.a, self.b)]
         if self.start is not None:
             pairs.append((self.start[0], -self.start[1]))
@@ -81,7 +83,7 @@ class AdaptedMatrix:
 def target_matrices(
     plan: Mapping[str, LowRank], tensors: Mapping[str, Tensor], experts: int
 ) -> dict[str, AdaptedMatrix]:
-    """Adapted matrices by name, from a model's parameters by theirs."""
+    """Return the adapted matrices by name, from the parameters of a model by name."""
     found = {}
     for name, lora in plan.items():
         stacked = ".experts." in name
@@ -112,21 +114,21 @@ def write_adapter(
     """Write adapter_config.json and adapter_model.safetensors.
 
     Args:
-        folder: exists.
-        config: filled.
+        folder: existing folder.
+        config: resolved model configuration.
         adapted: adapted matrices by our names.
-        whole: parameters that were trained whole, by our names.
-        base: what adapter_config.json names as the base model.
-        architecture: whose names; None: the one that the model exports to.
-        experts: `stacked`, as peft's target_parameters, or `separate`: an adapter for each expert.
-        is_resized: `base` has fewer rows than the model that was trained, so that peft is to refuse
-            the folder.
+        whole: parameters that were trained in full, by our names.
+        base: name of the base model in adapter_config.json.
+        architecture: HF architecture whose names are used; None: that of the export.
+        experts: `stacked` (peft's target_parameters) or `separate` (an adapter for each expert).
+        is_resized: the base model has fewer embedding rows than the trained model. peft must
+            reject such a folder.
 
     Returns:
         The architecture.
 
     Raises:
-        UserError: it has no place for something, or no experts apart.
+        UserError: the architecture cannot represent a part of the adapter.
     """
     from safetensors.torch import save_file
 
@@ -153,12 +155,13 @@ def write_adapter(
 
 
 def _has_separate(architecture: str) -> bool:
+    """Return whether an architecture stores each expert separately."""
     weights = MAPS.get(architecture)
     return bool(weights and weights.experts and weights.experts[0].form == "each")
 
 
 class _Writer:
-    """Collects tensors by their names in the file, and what the configuration has to say."""
+    """Collects the tensors of the file and the values of adapter_config.json."""
 
     def __init__(self, separate: bool) -> None:
         self.separate = separate
@@ -172,7 +175,7 @@ class _Writer:
         self._parameters: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def add(self, place: PeftModule, adapted: Mapping[str, AdaptedMatrix]) -> None:
-        """What `place` holds of the adapter, if anything."""
+        """Add the part of the adapter in a module, if there is any."""
         mine = [(source, adapted[source.ours]) for source in place.sources
                 if source.ours in adapted]  # fmt: skip
         found = _assemble(place, mine)
@@ -208,7 +211,10 @@ class _Writer:
         self._shapes[f"{place.module}.{place.parameter}"] = (a.shape[1], scale)
 
     def finish(self) -> None:
-        """Name the wrapped parameters' tensors, which depend on what else their module has."""
+        """Add the tensors of wrapped parameters.
+
+        Their names depend on the other adapted parameters of the module.
+        """
         for module, parameters in self._parameters.items():
             for name, (a, b) in parameters.items():
                 key = f"{PREFIX}{module}." + "base_layer." * depth(name, parameters)
@@ -216,7 +222,7 @@ class _Writer:
                 self.tensors[f"{key}lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
 
     def add_own(self, adapted: Mapping[str, AdaptedMatrix], *, named_by_us: bool) -> None:
-        """What the architecture has no place for, by our own names."""
+        """Add adapted matrices that the architecture has no counterpart for, by our names."""
         for name, matrix in adapted.items():
             stacked = ".experts." in name
             self.refused_by_peft |= stacked or not named_by_us
@@ -235,7 +241,7 @@ class _Writer:
     def add_whole(
         self, whole: Mapping[str, Tensor], weights: WeightMap | None, config: ResolvedModelConfig
     ) -> None:
-        """Parameters that trained whole."""
+        """Add parameters that were trained in full."""
         rules = {} if weights is None else {
             ours: (rule, theirs) for rule, ours, theirs in layers(weights, config)}  # fmt: skip
         for name, tensor in whole.items():
@@ -264,7 +270,7 @@ class _Writer:
     def settings(
         self, adapted: Mapping[str, AdaptedMatrix], base: str | None, architecture: str
     ) -> dict[str, Any]:
-        """adapter_config.json."""
+        """Return the contents of adapter_config.json."""
         loras = [matrix.lora for matrix in adapted.values()]
         rslora = any(lora.rslora for lora in loras)
         sizes = {
@@ -300,7 +306,7 @@ class _Writer:
 def _assemble(
     place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]
 ) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
-    """A (E, R, in), B (E, rows, R), scale and magnitude of a place, in their order of rows."""
+    """Return A (E, R, in), B (E, rows, R), scale and magnitude of a module, in HF's row order."""
     pieces = []
     for source, matrix in mine:
         for begin, end, a, b in matrix.pieces():
@@ -330,6 +336,7 @@ def _assemble(
 
 
 def _magnitude(place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]) -> Tensor | None:
+    """Return DoRA's magnitude of a module, (rows,); None without DoRA."""
     if all(matrix.magnitude is None for _, matrix in mine):
         return None
     found, filled = torch.zeros(place.rows), 0
